@@ -128,8 +128,9 @@ def rows_of_torch(decoder: Decoder, name: str, overrides: list[str], args: argpa
     sizes = ["--batch", *args.batch, "--prompt", args.prompt, "--tokens", args.tokens]
     command = [sys.executable, "-m", "benchmarks.peers.torch_decode", *model, *map(str, sizes)]
     root = str(Path(__file__).resolve().parents[1])
-    # The peer's configuration needs no device of JAX.
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    # The peer's configuration needs no device of JAX. With PYTHONSAFEPATH the working directory is not on the path.
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
     if done.returncode:
         print(f"torch ended with {done.returncode}:", *done.stderr.strip().splitlines()[-20:], sep="\n", flush=True)

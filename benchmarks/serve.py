@@ -5,7 +5,8 @@
     python benchmarks/serve.py --long 8000 --chunk 256 --work interruption parallel.tensor=2
 
 arrivals: requests of random lengths that arrive at random (Poisson), against one after another, by the engine and by
-`Decoder.generate`. interruption: time between the tokens of running answers, alone and while a long prompt arrives.
+`Decoder.generate`. interruption: time between the tokens of running answers, alone and while a long prompt arrives,
+with one decode step per program.
 prefix: prompts of which 90 % is common, with and without the prefix cache. throughput: all requests at once.
 All are greedy, through the library's API, after warm-up. Rows are appended to benchmarks/results/serve.jsonl.
 """
@@ -118,7 +119,7 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
     count = max(1, config.slots - 1)
     asked = [(random.integers(0, decoder.config.vocab_size, 64).tolist(), args.tokens) for _ in range(count)]
     long = random.integers(0, decoder.config.vocab_size, args.long).tolist()
-    with Engine(decoder, config.model_copy(update={"prefix_cache": False})) as engine:
+    with Engine(decoder, config.model_copy(update={"prefix_cache": False, "decode_steps": 1})) as engine:
         token_times(engine, asked, None)
         alone = np.percentile(token_times(engine, asked, None), 99)
         many = [(prompt, engine.context - 64) for prompt, _ in asked]
@@ -173,6 +174,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=1000.0, help="arrivals per second")
     parser.add_argument("--slots", type=int, default=16 if small else 64, help="requests that run together")
     parser.add_argument("--chunk", type=int, default=128 if small else 512, help="prompt tokens per step")
+    parser.add_argument("--decode-steps", type=int, default=8, help="decode steps per program at most")
     parser.add_argument("--page", type=int, default=16, help="tokens per page")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")
     args = parser.parse_intermixed_args()
@@ -186,12 +188,14 @@ def main() -> int:
     for work in args.work:
         room = args.long + 64 if work == "interruption" else args.prompt + max(args.tokens, 8)
         sizes = EngineConfig(
-            slots=args.slots, context=room, chunk=args.chunk, page_size=args.page, queue=args.requests + args.slots
-        )
+            slots=args.slots, context=room, chunk=args.chunk, page_size=args.page, decode_steps=args.decode_steps,
+            queue=args.requests + args.slots,
+        )  # fmt: skip
         common = {
             "work": f"serve {name} {work} prompt {args.prompt} tokens {args.tokens} slots {args.slots} "
             f"{decoder.module.dtype}",
             "implementation": "jaxstack", "device": jax.devices()[0].device_kind, "devices": decoder.rules.mesh.size,
+            "decode_steps": args.decode_steps,
         }  # fmt: skip
         for row in WORKS[work](decoder, sizes, args):
             if "seconds_per_token" in row:

@@ -1,6 +1,7 @@
 """The command `python -m jaxstack.generate --run DIR --prompt TEXT`: sample text, streamed to the terminal."""
 
 import argparse
+import functools
 import io
 import json
 import os
@@ -13,7 +14,9 @@ from jaxstack.cli import CommandParser, add_examples, required_option, run_comma
 from jaxstack.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxstack.decoding.sampling import Sampling
     from jaxstack.run.generate import GeneratedText
+    from jaxstack.run.load import Run
 
 
 def make_parser() -> CommandParser:
@@ -52,6 +55,12 @@ def make_parser() -> CommandParser:
     end.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text, repeatable")
     more = parser.add_argument_group("more")
     more.add_argument("--batch-size", type=int, default=16, metavar="N", help="texts per batch (default 16)")
+    more.add_argument(
+        "--resident-layers",
+        type=int,
+        metavar="N",
+        help="hold N layers of a Hugging Face checkpoint in memory, and read the others when they are needed",
+    )
     more.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
     more.add_argument("--json", action="store_true", help="print one JSON object per text")
     return add_examples(
@@ -79,8 +88,6 @@ def _generate(args: argparse.Namespace) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows a replacement
         sys.stdout.reconfigure(errors="replace")
     from jaxstack.decoding.sampling import Sampling
-    from jaxstack.run.generate import generate, stream
-    from jaxstack.run.load import load
 
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
@@ -90,8 +97,31 @@ def _generate(args: argparse.Namespace) -> None:
         if "=" not in override:
             raise ConfigError(f"{override!r} is no setting (section.key=value); for a prompt add --prompt.")
     prompts = _read_prompts(args.prompt, args.prompts)
-    run = load(args.run, args.overrides, step=args.step, report=lambda line: print(line, file=sys.stderr))
+    run = _open(args)
+    try:
+        _print_texts(args, run, prompts, sampling)
+    finally:
+        run.decoder.unload()
+
+
+def _open(args: argparse.Namespace) -> "Run":
+    from jaxstack.run.layer_window import open_window
+    from jaxstack.run.load import load
+
+    report = functools.partial(print, file=sys.stderr)
+    if args.resident_layers is None:
+        run = load(args.run, args.overrides, step=args.step, report=report)
+    elif args.step is not None:
+        raise ConfigError("--resident-layers reads Hugging Face checkpoints, which have no steps; leave --step out.")
+    else:
+        run = open_window(args.run, args.resident_layers, args.overrides, report=report)
     print(f"[{args.run}, step {run.step}]", file=sys.stderr)
+    return run
+
+
+def _print_texts(args: argparse.Namespace, run: "Run", prompts: Sequence[str], sampling: "Sampling") -> None:
+    from jaxstack.run.generate import generate, stream
+
     generator = run.text_generator(document_start=not args.no_document_start, chat=args.chat)
     line_end = "\n" if args.chat else ""
     if len(prompts) == args.samples == 1 and not args.json:

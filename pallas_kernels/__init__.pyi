@@ -23,6 +23,8 @@ from .fp8.state import updated_fp8_state as updated_fp8_state
 from .fused_mlp.api import activated_matmul as activated_matmul
 from .grouped_gemm.api import grouped_matmul as grouped_matmul
 from .grouped_gemm.api import grouped_matmul_alignment as grouped_matmul_alignment
+from .host_table.api import host_gather as host_gather
+from .host_table.table import HostTable as HostTable
 from .linear_time_attention.api import linear_attention as linear_attention
 from .linear_time_attention.api import performer_attention as performer_attention
 from .linear_time_attention.favor import random_projection as random_projection

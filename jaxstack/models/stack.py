@@ -162,6 +162,14 @@ class Stack(nnx.Module):
             losses.append(loss)
         return x, (new_caches, losses)
 
+    def run_layer(
+        self, index: int, x: Float[Array, "B T D"], context: Context, cache: LayerCache, dtype: jax.typing.DTypeLike
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        """Run one single layer with its cache while decoding; return x and the cache."""
+        graphdef, state = nnx.split(self.layers[index])
+        x, cache, _ = _with_gathered_weights(_layer_runner(graphdef, context), dtype)(x, state, cache, None)
+        return x, cache
+
     def _run_single(
         self,
         indices: Iterable[int],

@@ -169,14 +169,11 @@ class Transformer(nnx.Module):
           lengths: number of tokens of each row without padding, at least 1.
           room: tokens per row that the cache has room for, at least T.
         """
-        numbers = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        slots = CacheSlots(jnp.where(numbers < lengths[:, None], numbers, -1), jnp.zeros_like(lengths), first=True)
-        angles, local = self._angles(numbers[None])
-        context = Context(numbers[None], angles, None, slots, counted=True, local_angles=local)
+        context = self.first_context(tokens.shape[1], lengths)
         empty = self.make_cache(tokens.shape[0], room)
         x, layers, _ = self._run(tokens, context, list(empty.layers), None)
         last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
-        return self.logits(last), Cache(layers or [], slots.seen_after)
+        return self.logits(last), _cache(layers, context)
 
     def decode(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: Cache
@@ -188,11 +185,21 @@ class Transformer(nnx.Module):
           positions: int32 positions, which continue those in the cache; -1 marks padding, which nothing attends to.
           cache: from `make_cache` or `prefill`, with room for the tokens.
         """
-        angles, local = self._angles(positions)
-        slots = CacheSlots(positions, cache.seen)
-        context = Context(positions, angles, None, slots, local_angles=local)
+        context = self.next_context(positions, cache.seen)
         x, layers, _ = self._run(tokens, context, list(cache.layers), None)
-        return self.logits(x), Cache(layers or [], slots.seen_after)
+        return self.logits(x), _cache(layers, context)
+
+    def first_context(self, length: int, lengths: Int[Array, " B"]) -> Context:
+        """Return what all layers share in `prefill`, for rows of `lengths` tokens padded to `length`."""
+        numbers = jnp.arange(length, dtype=jnp.int32)
+        slots = CacheSlots(jnp.where(numbers < lengths[:, None], numbers, -1), jnp.zeros_like(lengths), first=True)
+        angles, local = self._angles(numbers[None])
+        return Context(numbers[None], angles, None, slots, counted=True, local_angles=local)
+
+    def next_context(self, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Context:
+        """Return what all layers share in `decode`, for tokens at `positions` after `seen` tokens of each row."""
+        angles, local = self._angles(positions)
+        return Context(positions, angles, None, CacheSlots(positions, seen), local_angles=local)
 
     def make_cache(self, batch: int, length: int) -> Cache:
         """Return an empty cache for `length` tokens in each of `batch` rows, or fewer in layers with a window."""
@@ -292,16 +299,31 @@ class Transformer(nnx.Module):
             x = self._embed(tokens, context, embedding_key)
         with jax.named_scope("layers"):
             x, caches, router_loss = self.decoder(x, context, caches, layers_key, self.dtype)
+        return self.leave(x), caches, router_loss
+
+    def enter(self, vectors: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+        """Return the residual stream that enters the first layer for the embedding's rows of the tokens."""
+        return shard_residual(self._scale_and_place(vectors.astype(self.dtype), context))
+
+    def leave(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Return the head's input for the residual stream that leaves the last layer."""
         with jax.named_scope("final_norm"):
             x = shard_residual(self.final_norm(x))
-        return shard(x, "batch", "length", "act_embed"), caches, router_loss
+        return shard(x, "batch", "length", "act_embed")
 
     def _embed(self, tokens: jax.Array, context: Context, key: jax.Array | None) -> jax.Array:
         """Return the residual stream that enters the layers."""
-        config = self.config
-        x = self.embedding(tokens, self.dtype)
-        if config.scale_embeddings:
-            x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
-        if self.position_embedding is not None:
-            x = x + self._position_rows(context)
-        return shard_residual(drop(x, config.dropout, key))
+        x = self._scale_and_place(self.embedding(tokens, self.dtype), context)
+        return shard_residual(drop(x, self.config.dropout, key))
+
+    def _scale_and_place(self, x: jax.Array, context: Context) -> jax.Array:
+        """Return the embeddings of tokens, scaled if the model scales them, plus those of learned positions."""
+        if self.config.scale_embeddings:
+            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        return x if self.position_embedding is None else x + self._position_rows(context)
+
+
+def _cache(layers: Caches, context: Context) -> Cache:
+    """Return the cache after a call with this context."""
+    assert context.slots is not None
+    return Cache(layers or [], context.slots.seen_after)

@@ -6,12 +6,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.config.loader import build_component, merge_overrides
 from jaxstack.errors import ConfigError
 from jaxstack.serve.config import ServeConfig
 
+if TYPE_CHECKING:
+    from jaxstack.decoding.decode import Decoder
+    from jaxstack.run.load import Run
+
+_DRAFT_TOKENS = 4
+"""Default of `engine.draft_tokens` with a draft model."""
 API_KEY = "JAXSTACK_API_KEY"
 """Environment variable with the API key, which the command line would show to other users."""
 
@@ -26,6 +33,9 @@ def make_parser() -> CommandParser:
         f"--host only this machine can connect. Set the environment variable {API_KEY} to ask clients for that key.",
     )
     parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
+    parser.add_argument(
+        "--draft", metavar="DIR", help="a smaller run or checkpoint with the same tokenizer, which guesses tokens"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="engine, server, parallel, precision")
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)"
@@ -38,7 +48,10 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
     return add_examples(
-        parser, "serve --run runs/quickstart", "serve --run models/qwen2.5-0.5b --port 9000 engine.slots=32"
+        parser,
+        "serve --run runs/quickstart",
+        "serve --run models/qwen2.5-0.5b --port 9000 engine.slots=32",
+        "serve --run models/qwen2.5-7b --draft models/qwen2.5-0.5b",
     )
 
 
@@ -68,12 +81,37 @@ def _serve(args: argparse.Namespace) -> None:
         from jaxstack.run.load import load
 
         run = load(args.run, others, step=args.step, report=_report)
+        draft, engine_config = None, config.engine
+        if args.draft is not None:
+            draft = _load_draft(args.draft, run, others)
+            engine_config = engine_config.model_copy(
+                update={"draft_tokens": engine_config.draft_tokens or _DRAFT_TOKENS}
+            )
         _report(f"[{args.run}, step {run.step}] compiling")
         tokenizer, name = run.tokenizer, args.name or Path(args.run).resolve().name
         with open_engine(
-            run.decoder, config.engine, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens
+            run.decoder, engine_config, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens, draft=draft
         ) as engine:
             serve(engine, tokenizer, name, config.server, bound, api_key=key, report=_report)
+
+
+def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decoder":
+    """Load a draft model on the mesh of the run.
+
+    Raises:
+      ConfigError: it has another tokenizer.
+    """
+    from jaxstack.run.load import load
+
+    degrees = [f"parallel.{axis}={degree}" for axis, degree in run.decoder.rules.mesh.shape.items() if degree > 1]
+    others = [override for override in overrides if not override.startswith("parallel.")]
+    draft = load(directory, [*others, *(degrees or ["parallel.tensor=1"])], report=_report)
+    if draft.tokenizer.hash != run.tokenizer.hash:
+        raise ConfigError(
+            f"the draft model {directory} has another tokenizer than {run.directory};"
+            " use one that was trained with the same tokenizer."
+        )
+    return draft.decoder
 
 
 def _report(line: str) -> None:

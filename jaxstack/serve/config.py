@@ -28,10 +28,14 @@ class EngineConfig(Component):
     tokens."""
     queue: int = Field(default=256, ge=0)
     """Largest number of requests that wait for a slot; further ones are refused (HTTP status 429)."""
+    decode_steps: int = Field(default=8, ge=1, le=64)
+    """Largest number of decode steps in one program, while no prompt has to be computed. Its tokens arrive together,
+    so that programs that would take longer than 30 ms get fewer steps."""
     steps_ahead: int = Field(default=2, ge=0)
     """Number of steps that are queued on the device before the host reads the tokens of the oldest one."""
     draft_tokens: int = Field(default=0, ge=0, le=15)
-    """Number of next tokens that each step guesses from earlier text and verifies (n-gram speculation); 0: none."""
+    """Number of next tokens that each step guesses and verifies, by a draft model (`--draft`) or else from earlier text
+    (n-gram speculation); 0: none. With a draft model the default is 4."""
 
 
 class ServerConfig(Component):

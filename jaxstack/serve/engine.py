@@ -9,21 +9,19 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 
-import numpy as np
-from jaxtyping import Array, Int
-
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve import schedule
 from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.draft import DraftPrograms
 from jaxstack.serve.pages import PagePool
 from jaxstack.serve.requests import Constraint, FinishReason, Handle, Request
-from jaxstack.serve.schedule import Scheduler, StepPlan, row_counts
+from jaxstack.serve.runner import DraftRunner, Runner
+from jaxstack.serve.schedule import Scheduler
 from jaxstack.serve.sizes import choose_sizes
-from jaxstack.serve.speculate import accept
 from jaxstack.serve.stats import EngineState, EngineStats
-from jaxstack.serve.step import Programs, choose_mode, pad_chunks
+from jaxstack.serve.step import Programs
 
 
 class EngineBusy(JaxstackError):
@@ -42,11 +40,14 @@ class Engine:
       config: sizes.
       vocab_size: number of ids that may be generated, if the model has more rows than the tokenizer has ids.
       stop_tokens: ids that end an answer, and are not part of it.
+      draft: a smaller model on the same mesh with the same tokenizer, which guesses `config.draft_tokens` tokens per
+        step; None: they are guessed from earlier text.
       warm_up: compile all programs now; otherwise each is compiled when it is first needed.
       start: start the thread; otherwise the caller calls `step`.
 
     Raises:
-      ConfigError: the attention kind of the model cannot be served, or the memory is too small.
+      ConfigError: the attention kind of a model cannot be served, the memory is too small, or there are no draft
+        tokens for the draft model.
     """
 
     def __init__(
@@ -56,22 +57,33 @@ class Engine:
         *,
         vocab_size: int | None = None,
         stop_tokens: Collection[int] = (),
+        draft: ModelOnMesh | None = None,
         warm_up: bool = True,
         start: bool = True,
     ):
         self.model, self.config, self.stop_tokens = model, config or EngineConfig(), frozenset(stop_tokens)
         self.vocab_size = vocab_size or model.config.vocab_size or 0
-        self.context, pages = choose_sizes(model, self.config)
+        if draft is not None and not self.config.draft_tokens:
+            raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
+        self.context, pages = choose_sizes([model] if draft is None else [model, draft], self.config)
         size = self.config.page_size
         self.pool = PagePool(pages, size, cache_prefixes=self.config.prefix_cache)
         self.scheduler = Scheduler(
-            self.config.slots, self.context, self.config.chunk, self.pool, self.config.draft_tokens
+            self.config.slots,
+            self.context,
+            self.config.chunk,
+            self.pool,
+            self.config.draft_tokens,
+            draft_model=draft is not None,
         )
         self.programs = Programs(
             model, slots=self.config.slots, pages=pages, page_size=size, context=self.context, vocab_size=vocab_size
         )
         self.stats, self.failure = EngineStats(), None
-        self._in_flight: deque[tuple[StepPlan, Int[Array, " rows"]]] = deque()
+        self._runner = Runner(self.programs, self.config)
+        if draft is not None:
+            programs = DraftPrograms(self.programs, draft, pages, 1 + self.config.draft_tokens)
+            self._runner = DraftRunner(self.programs, self.config, programs)
         self._sequences: dict[int, schedule.Sequence] = {}
         self._new: deque[Handle] = deque()
         self._cancelled: deque[Handle] = deque()
@@ -183,26 +195,22 @@ class Engine:
           False if there was nothing to do.
         """
         self._take_messages()
-        plan = self.scheduler.plan(bool(self._in_flight))
+        runner = self._runner
+        self.scheduler.decode_steps = runner.most_steps
+        plan = self.scheduler.plan(runner.busy)
         if plan is not None:
-            self._dispatch(plan)
-        busy = bool(self._in_flight)
-        if busy and (plan is None or len(self._in_flight) > self.config.steps_ahead):
-            self._read(*self._in_flight.popleft())
-        return busy
+            runner.dispatch(plan)
+            self.stats.steps += plan.steps
+            self.stats.computed_tokens += sum(row.count for row in plan.chunks)
+        if not runner.busy:
+            return False
+        if plan is None or runner.queued_steps >= self.config.steps_ahead:
+            self._read()
+        return True
 
     def warm_up(self) -> None:
         """Compile all programs now, so that no request waits for a compilation."""
-        programs, slots, width = self.programs, self.config.slots, self._width
-        totals: set[int] = set()
-        for count in row_counts(slots):
-            programs.run(programs.describe([], count), None, None, "greedy", drafted=self._newest([], count))
-            totals.add(count * width)
-        for shape in self.scheduler.shapes:
-            rows, chunks = programs.describe([], slots), programs.describe([], shape.rows)
-            programs.run(rows, chunks, pad_chunks([], shape), "greedy", drafted=self._newest([], slots))
-            totals.add(slots * width + shape.rows)
-        programs.compile_sampling(totals)
+        self._runner.warm_up(self.scheduler.shapes)
 
     def drain(self, seconds: float) -> bool:
         """Stop accepting requests and wait for the running ones; return False if some did not finish in `seconds`."""
@@ -277,67 +285,14 @@ class Engine:
             if sequence is not None:
                 self._finish(sequence, [], "cancelled")
 
-    @property
-    def _width(self) -> int:
-        """Tokens per decoded row: the newest token and its draft tokens."""
-        return 1 + self.config.draft_tokens
-
-    def _newest(self, rows: Sequence[schedule.Row], count: int) -> Int[np.ndarray, "rows D"] | None:
-        """Return newest token and drafts of each row, or None without drafts: the device has the newest tokens."""
-        if not self.config.draft_tokens:
-            return None
-        tokens = np.zeros((count, self._width), np.int32)
-        for line, row in zip(tokens, rows, strict=False):
-            line[-row.count :] = (row.sequence.tokens[-1], *row.drafts)
-        return tokens
-
-    def _dispatch(self, plan: StepPlan) -> None:
-        programs, slots = self.programs, self.config.slots
-        count = next(n for n in row_counts(slots) if n >= len(plan.decoded)) if plan.shape is None else slots
-        rows, chunks, tokens = programs.describe(plan.decoded, count), None, None
-        if plan.shape is not None:
-            chunks = programs.describe(plan.chunks, plan.shape.rows)
-            tokens = pad_chunks(plan.chunks, plan.shape)
-        mask = self._mask(plan, count * self._width)
-        mode = choose_mode(plan.rows) if mask is None else "limited"
-        sampled = programs.run(rows, chunks, tokens, mode, mask, self._newest(plan.decoded, count))
-        sampled.copy_to_host_async()
-        self._in_flight.append((plan, sampled))
-        self.stats.steps += 1
-        self.stats.computed_tokens += sum(row.count for row in plan.chunks)
-
-    def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
-        """Return the bitmask of allowed tokens per sample, the `decoded` rows first; None if no row is constrained."""
-        width = self._width
-        places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
-        constraints = [
-            (place, row.sequence.handle.request.constraint)
-            for place, row in zip(places, plan.rows, strict=True)
-            if row.index is not None
-        ]
-        if all(constraint is None for _, constraint in constraints):
-            return None
-        total = decoded + (0 if plan.shape is None else plan.shape.rows)
-        mask = np.full((total, self.programs.words), -1, np.int32)
-        for place, constraint in constraints:
-            if constraint is not None:
-                constraint.fill_mask(mask[place])
-        return mask
-
-    def _read(self, plan: StepPlan, sampled: Int[Array, " samples"]) -> None:
-        """Wait for the sampled tokens of a step and append them to their answers."""
-        tokens, width = np.asarray(sampled).tolist(), self._width
-        for place, row in enumerate(plan.decoded, 1):
+    def _read(self) -> None:
+        """Wait for the tokens of the oldest plan and append them to their answers."""
+        for row, tokens in self._runner.read():
             if not row.sequence.finished:
-                found = accept(row.drafts, tokens[place * width - row.count : place * width])
                 self.stats.draft_tokens += len(row.drafts)
-                self.stats.accepted_tokens += len(found) - 1
-                row.set_accepted(len(found))
-                self._receive(row.sequence, found)
-        first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
-        for place, row in enumerate(plan.chunks, first):
-            if row.index is not None and not row.sequence.finished:
-                self._receive(row.sequence, [tokens[place]])
+                self.stats.accepted_tokens += len(tokens) - 1 if row.drafts else 0
+                row.set_accepted(len(tokens))
+                self._receive(row.sequence, tokens)
 
     def _receive(self, sequence: schedule.Sequence, tokens: list[int]) -> None:
         """Append tokens to an answer; finish it at a stop token or at its token limit."""

@@ -77,11 +77,16 @@ def open_engine(
     *,
     vocab_size: int | None = None,
     stop_tokens: Collection[int] = (),
+    draft: ModelOnMesh | None = None,
     warm_up: bool = True,
 ) -> Engine | EngineGroup:
     """Return an `Engine`, or an `EngineGroup` if the mesh axis `data` has several devices; arguments as `Engine`."""
     models = split_copies(model)
-    engines = [Engine(m, config, vocab_size=vocab_size, stop_tokens=stop_tokens, warm_up=warm_up) for m in models]
+    drafts = [None] * len(models) if draft is None else split_copies(draft)
+    engines = [
+        Engine(m, config, vocab_size=vocab_size, stop_tokens=stop_tokens, draft=d, warm_up=warm_up)
+        for m, d in zip(models, drafts, strict=True)
+    ]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
 

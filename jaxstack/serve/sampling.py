@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 Mode = Literal["greedy", "free", "limited"]
 """Cheapest program that samples all rows of a step: argmax only; with temperatures; with top_k, top_p or min_p."""
@@ -35,12 +35,31 @@ def sample_rows(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> I
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     if mode == "greedy":
         return greedy
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
-    if mode == "limited":
-        scaled = keep_likeliest_rows(scaled, rows.top_k, rows.top_p, rows.min_p)
-    keys = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(rows.seed, rows.number)
-    sampled = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+    sampled = jax.vmap(jax.random.categorical)(_keys(rows), _scaled(logits, rows, mode)).astype(jnp.int32)
     return jnp.where(rows.temperature > 0, sampled, greedy)
+
+
+def probabilities(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> Float[Array, "R V"]:
+    """Return the distribution that `sample_rows` samples from."""
+    greedy = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
+    if mode == "greedy":
+        return greedy
+    return jnp.where(rows.temperature[:, None] > 0, jax.nn.softmax(_scaled(logits, rows, mode), -1), greedy)
+
+
+def uniform(rows: RowSampling) -> Float[Array, " R"]:
+    """Return a random number in [0, 1) per row, which its seed and number determine."""
+    return jax.vmap(jax.random.uniform)(_keys(rows))
+
+
+def _keys(rows: RowSampling) -> Key[Array, " R"]:
+    return jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(rows.seed, rows.number)
+
+
+def _scaled(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> Float[Array, "R V"]:
+    """Return the logits divided by the temperatures, with -inf at the tokens that the limits exclude."""
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+    return scaled if mode == "free" else keep_likeliest_rows(scaled, rows.top_k, rows.top_p, rows.min_p)
 
 
 def keep_likeliest_rows(

@@ -1,8 +1,8 @@
 """The scheduler of the engine: chooses the tokens that the next step computes. Plain Python, without a device.
 
 A step computes the next token of every running request together with chunks of prompts (Agrawal et al. 2023,
-arXiv:2308.16369). Requests start in the order of their arrival. When pages run out, the newest request is
-preempted, and later recomputed from its prompt and its tokens so far.
+arXiv:2308.16369). Several steps without chunks are planned at once. Requests start in the order of their arrival. When
+pages run out, the newest request is preempted, and later recomputed from its prompt and its tokens so far.
 """
 
 import dataclasses
@@ -76,9 +76,7 @@ class Sequence:
         return len(self.tokens) - len(self.handle.request.prompt)
 
     def draft(self, count: int) -> tuple[int, ...]:
-        """Return up to `count` draft tokens; none for a request with a constraint, which would have to check each."""
-        if count < 1 or self.handle.request.constraint is not None:
-            return ()
+        """Return up to `count` draft tokens from earlier text."""
         if self._ngrams is None:
             self._ngrams = NGrams(self.tokens)
         self._ngrams.extend(self.tokens[self._ngrams.count :])
@@ -90,9 +88,11 @@ class Row:
     """The tokens of one sequence that a step computes.
 
     Attributes:
-      start, count: positions of the tokens: `count` of them from `start`.
-      index: number in the answer of the token that is sampled after them; None: they end within the prompt.
-      drafts: guesses of the tokens after the newest one, which are among the `count` tokens.
+      start, count: positions of the tokens: `count` of them from `start`, in one step or, of a decoded row without
+        drafts, in as many steps.
+      index: number in the answer of the token that is sampled after them; None: none is.
+      drafts: guesses of the tokens after the newest one, which are among the `count` tokens; -1 for each that a draft
+        model makes on the device.
     """
 
     sequence: Sequence
@@ -109,11 +109,19 @@ class Row:
 
 @dataclasses.dataclass
 class StepPlan:
-    """The work of one step: decode rows, prompt-chunk rows, and the shape that the chunks are padded to."""
+    """The work of one program.
+
+    Attributes:
+      decoded: decode rows.
+      chunks: prompt-chunk rows.
+      shape: shape that the chunks are padded to; None without chunks.
+      steps: number of decode steps; 1 with chunks or drafts.
+    """
 
     decoded: list[Row]
     chunks: list[Row]
     shape: ChunkShape | None
+    steps: int = 1
 
     @property
     def rows(self) -> list[Row]:
@@ -131,11 +139,19 @@ class Scheduler:
       pool: the pages.
       draft_tokens: largest number of guesses of a step. With guesses, and for a request with a constraint, a step is
         planned only when the tokens before it are known.
+      draft_model: a draft model makes the guesses. Then their number does not depend on other requests, because the
+        sampled tokens depend on it.
+
+    Attributes:
+      decode_steps: largest number of steps of a plan without prompt chunks; may be changed at any time.
     """
 
-    def __init__(self, slots: int, context: int, chunk: int, pool: PagePool, draft_tokens: int = 0):
+    def __init__(
+        self, slots: int, context: int, chunk: int, pool: PagePool, draft_tokens: int = 0, *, draft_model: bool = False
+    ):
         self.context, self.pool, self.shapes = context, pool, chunk_shapes(chunk, slots)
-        self.draft_tokens = draft_tokens
+        self.decode_steps = 1
+        self.draft_tokens, self._draft_model = draft_tokens, draft_model
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_slots = list(reversed(range(slots)))
@@ -171,19 +187,19 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is None or not self._decodes(sequence):
                 continue
-            drafts = sequence.draft(self._room_for_drafts(sequence)) if self.draft_tokens else ()
-            if drafts and not self._take_pages(sequence, sequence.filled + 1 + len(drafts)):
-                drafts = ()
-            if not self._take_pages(sequence, sequence.filled + 1):
+            drafts = self._guess(sequence)
+            if not self._take_pages(sequence, sequence.filled + 1 + len(drafts)):
                 if in_flight:
                     return None
-                if not self._make_room(sequence, decoded):
+                if not self._make_room(sequence, 1 + len(drafts), decoded):
                     continue
             decoded.append(Row(sequence, sequence.filled, 1 + len(drafts), sequence.sampled, drafts))
         if self.preemptions == before:
             self._admit()
         pending = [sequence for sequence in self.running if sequence.filled < sequence.target]
         chunks, shape = self._chunk_prompts(pending)
+        if not chunks:
+            self._add_steps(decoded)
         return self._make_plan(decoded, chunks, shape) if decoded or chunks else None
 
     def register_pages(self, sequence: Sequence) -> None:
@@ -202,10 +218,31 @@ class Scheduler:
             return False
         return sequence.sampled < sequence.handle.request.max_tokens and sequence.filled < self.context
 
-    def _room_for_drafts(self, sequence: Sequence) -> int:
-        """Return how many draft tokens the request's token limits allow."""
-        left = sequence.handle.request.max_tokens - sequence.sampled
-        return min(self.draft_tokens, left - 1, self.context - sequence.filled - 1)
+    def _room(self, sequence: Sequence) -> int:
+        """Return how many more tokens the request's token limits allow."""
+        return min(sequence.handle.request.max_tokens - sequence.sampled, self.context - sequence.filled)
+
+    def _guess(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return the drafts of a request; none for one with a constraint, which would have to check each."""
+        count = min(self.draft_tokens, self._room(sequence) - 1)
+        if count < 1 or sequence.handle.request.constraint is not None:
+            return ()
+        if self._draft_model:
+            return (-1,) * count
+        drafts = sequence.draft(count)
+        return drafts if self._take_pages(sequence, sequence.filled + 1 + len(drafts)) else ()
+
+    def _add_steps(self, decoded: Rows[Row]) -> None:
+        """Extend the rows of a plan without chunks to several steps, as far as limits and pages allow for each."""
+        if self.draft_tokens or any(row.sequence.handle.request.constraint is not None for row in decoded):
+            return
+        steps = self.decode_steps
+        if self.waiting and decoded:  # for slots or pages, which the end of an answer frees
+            steps = min(steps, max(steps // 4, min(self._room(row.sequence) for row in decoded)))
+        for row in decoded:
+            row.count = min(steps, self._room(row.sequence))
+            if not self._take_pages(row.sequence, row.start + row.count):
+                row.count = min(row.count, len(row.sequence.pages) * self.pool.page_size - row.start)
 
     def _take_pages(self, sequence: Sequence, tokens: int) -> bool:
         """Allocate pages so that a sequence can hold `tokens` tokens; return False if too few are left."""
@@ -216,9 +253,9 @@ class Scheduler:
         sequence.pages += pages or []
         return pages is not None
 
-    def _make_room(self, sequence: Sequence, decoded: list[Row]) -> bool:
-        """Preempt the newest requests until `sequence` gets a page; return False if it was itself preempted."""
-        while not self._take_pages(sequence, sequence.filled + 1):
+    def _make_room(self, sequence: Sequence, count: int, decoded: list[Row]) -> bool:
+        """Preempt the newest requests until `sequence` has pages for `count` more tokens; False if it was itself."""
+        while not self._take_pages(sequence, sequence.filled + count):
             last = max(self.running, key=lambda other: other.number)
             decoded[:] = [row for row in decoded if row.sequence is not last]
             self._preempt(last)
@@ -230,7 +267,9 @@ class Scheduler:
         self.preemptions += 1
         self.running.remove(sequence)
         self._release_slot(sequence)
-        sequence.filled, sequence.target = 0, len(sequence.tokens)
+        # With a draft model the next token must come from a decoded row, as it would have without preemption.
+        decodes = self._draft_model and sequence.received > 0
+        sequence.filled, sequence.target = 0, len(sequence.tokens) - decodes
         self.waiting.appendleft(sequence)
 
     def _release_slot(self, sequence: Sequence) -> None:
@@ -276,7 +315,7 @@ class Scheduler:
             start = sequence.filled
             while start < sequence.target and len(rows) < shape.rows:
                 count = min(shape.width, sequence.target - start)
-                last = start + count == sequence.target
+                last = start + count == sequence.target == len(sequence.tokens)
                 rows.append(Row(sequence, start, count, sequence.sampled if last else None))
                 start += count
         return rows, shape
@@ -285,8 +324,10 @@ class Scheduler:
         """Return the plan of these rows, and advance their sequences to the state after the step."""
         for row in (*decoded, *chunks):
             row.sequence.filled = row.start + row.count
-            row.sequence.sampled += row.index is not None
-            row.sequence.sampled += len(row.drafts)
+        for row in decoded:
+            row.sequence.sampled += row.count
         for row in chunks:
+            row.sequence.sampled += row.index is not None
             self.register_pages(row.sequence)
-        return StepPlan(decoded, chunks, shape)
+        steps = max((row.count - len(row.drafts) for row in decoded), default=1)
+        return StepPlan(decoded, chunks, shape, steps)

@@ -6,6 +6,7 @@ Dims: S slots, R rows, C width of a chunk, V vocabulary.
 import math
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import get_args
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.models.attention.base import PageGroup, PageSlots
+from jaxstack.models.transformer import Transformer
 from jaxstack.parallel.context import logical_axis_rules
 from jaxstack.serve import schedule
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
@@ -62,14 +64,14 @@ class Programs:
         self.model, self.slots, self.page_size = model, slots, page_size
         self.table_width = -(-context // page_size)
         self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.words = -(-(vocab_size or model.config.vocab_size or 0) // 32)
         """int32 words of a row's mask of allowed tokens."""
         self.compiled = 0
         """Number of programs compiled so far."""
         whole = model.rules.sharding(jax.P())
         with jax.set_mesh(model.rules.mesh):
-            make = jax.jit(lambda params, non_params: _make_pages(model, params, non_params, pages, page_size))
+            make = jax.jit(lambda params, non_params: make_pages(model, params, non_params, pages, page_size))
             self._pages = make(model.params, model.non_params)
             self._last = jax.device_put(jnp.zeros(slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
@@ -80,6 +82,13 @@ class Programs:
             compiler_options=model.compiler_options,
         )
         self._sample = jax.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
+        self._advance = jax.jit(
+            self._decode_steps,
+            static_argnames="most",
+            donate_argnames="pages",
+            out_shardings=(whole, whole, layout),
+            compiler_options=model.compiler_options,
+        )
 
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
         """Return the int32 array that describes the rows of a step, padded with empty rows to `count`."""
@@ -133,15 +142,42 @@ class Programs:
           drafted: newest token and drafts of each decoded row, at its end, with one sample after each; None: the newest
             token of its slot.
         """
-        model = self.model
-        with jax.set_mesh(model.rules.mesh):
-            logits, self._pages = self._forward(
-                model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
-            )
+        with jax.set_mesh(self.model.rules.mesh):
+            logits = self.forward(rows, chunks, tokens, drafted)
             first = rows if drafted is None else self._repeat(rows, drafted.shape[1])
             settings = np.concatenate([part[:, : Column.PAGES] for part in (first, chunks) if part is not None])
             sampled, self._last = self._sample(logits, self._last, settings, mask, mode=mode)
         return sampled
+
+    def forward(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+        drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
+    ) -> Float[Array, "all V"]:
+        """Dispatch the forward pass of a step, under the mesh; return the logits of its samples. Arguments as `run`."""
+        model = self.model
+        logits, self._pages = self._forward(
+            model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
+        )
+        return logits
+
+    def run_steps(self, rows: Int[np.ndarray, "R columns"], steps: int, most: int, mode: Mode) -> Int[Array, "most R"]:
+        """Dispatch several decode steps asynchronously as one program; return the sampled tokens of each step.
+
+        Args:
+          rows: from `describe`; COUNT is the number of steps of each row, from the first on.
+          steps: number of steps.
+          most: upper limit of `steps`, for which the program is compiled.
+          mode: how tokens are sampled.
+        """
+        model, number = self.model, np.int32(get_args(Mode).index(mode))
+        with jax.set_mesh(model.rules.mesh):
+            tokens, self._last, self._pages = self._advance(
+                model.params, model.non_params, self._last, rows, np.int32(steps), number, pages=self._pages, most=most
+            )
+        return tokens
 
     def _repeat(self, rows: Int[np.ndarray, "R columns"], width: int) -> Int[np.ndarray, "all columns"]:
         """Repeat each row's description for the samples after each of its `width` tokens."""
@@ -177,9 +213,9 @@ class Programs:
         self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
         count = newest.size
-        parts = [_pack_rows(rows, newest, self.page_size, _slots_in(pages))]
+        parts = [pack_rows(rows, newest, pages)]
         if chunks is not None and tokens is not None:
-            parts.append(_pack_rows(chunks, tokens, self.page_size, _slots_in(pages)))
+            parts.append(pack_rows(chunks, tokens, pages))
         ids, positions, write, groups = zip(*parts, strict=True)
         slots = PageSlots(jnp.concatenate(write), groups)
         with logical_axis_rules(self.model.rules):
@@ -201,21 +237,82 @@ class Programs:
     ) -> tuple[Int[Array, " all"], Int[Array, " S"]]:
         """Return the sampled tokens, and the newest token of each slot."""
         self.compiled += 1
-        if self._vocab_size is not None:
-            logits = jnp.where(jnp.arange(logits.shape[-1]) < self._vocab_size, logits, -jnp.inf)
+        tokens = self._sample_tokens(logits, rows, mask, mode)
+        return tokens, last.at[rows[:, Column.STORE]].set(tokens, mode="drop")
+
+    def _sample_tokens(
+        self, logits: Float[Array, "R V"], rows: Int[Array, "R columns"], mask: Int[Array, "R words"] | None, mode: Mode
+    ) -> Int[Array, " R"]:
+        """Return a token per row, sampled by the settings that the row describes."""
+        logits = limit_vocabulary(logits, self.vocab_size)
         if mask is not None:
             logits = apply_bitmask(logits, mask)
-        floats = jax.lax.bitcast_convert_type(rows, jnp.float32)
-        settings = RowSampling(
-            jax.lax.bitcast_convert_type(rows[:, Column.SEED], jnp.uint32),
-            rows[:, Column.INDEX],
-            floats[:, Column.TEMPERATURE],
-            rows[:, Column.TOP_K],
-            floats[:, Column.TOP_P],
-            floats[:, Column.MIN_P],
-        )
-        tokens = sample_rows(logits, settings, mode)
-        return tokens, last.at[rows[:, Column.STORE]].set(tokens, mode="drop")
+        return sample_rows(logits, sampling_of(rows), mode)
+
+    def _decode_steps(
+        self,
+        params: PyTree,
+        non_params: PyTree,
+        last: Int[Array, " S"],
+        rows: Int[Array, "R columns"],
+        steps: Int[Array, ""],
+        mode: Int[Array, ""],
+        pages: Pages,
+        *,
+        most: int,
+    ) -> tuple[Int[Array, "most R"], Int[Array, " S"], Pages]:
+        """Return the sampled tokens of each step, the newest token of each slot, and the updated pages.
+
+        The number of steps and the sampling mode are arguments of the program, so that one is compiled per row count.
+        """
+        self.compiled += 1
+
+        def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
+            newest, sampled, pages = carry
+            model, now = self.model.module.merge(params, non_params), rows_at(rows, step)
+            logits, pages = decode_rows(model, now, newest, pages)
+            branches = [partial(self._sample_tokens, mask=None, mode=name) for name in get_args(Mode)]
+            tokens = jax.lax.switch(mode, branches, logits, now[:, : Column.PAGES])
+            newest = jnp.where(now[:, Column.COUNT] > 0, tokens, newest)
+            return newest, sampled.at[step].set(newest), pages
+
+        with logical_axis_rules(self.model.rules):
+            newest, sampled = last[rows[:, Column.SLOT]], jnp.zeros((most, len(rows)), jnp.int32)
+            newest, sampled, pages = jax.lax.fori_loop(0, steps, advance, (newest, sampled, pages))
+        return sampled, last.at[rows[:, Column.STORE]].set(newest, mode="drop"), pages
+
+
+def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Array, "*R V"]:
+    """Return the logits with -inf at ids of `size` and above; None: unchanged."""
+    return logits if size is None else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
+
+
+def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
+    """Return the sampling settings of described rows."""
+    floats = jax.lax.bitcast_convert_type(rows, jnp.float32)
+    return RowSampling(
+        jax.lax.bitcast_convert_type(rows[:, Column.SEED], jnp.uint32),
+        rows[:, Column.INDEX],
+        floats[:, Column.TEMPERATURE],
+        rows[:, Column.TOP_K],
+        floats[:, Column.TOP_P],
+        floats[:, Column.MIN_P],
+    )
+
+
+def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "R columns"]:
+    """Return the description of one step of rows whose COUNT is their number of steps, one token in each."""
+    now = rows.at[:, Column.START].add(step).at[:, Column.INDEX].add(step)
+    return now.at[:, Column.COUNT].set((step < rows[:, Column.COUNT]).astype(jnp.int32))
+
+
+def decode_rows(
+    model: Transformer, rows: Int[Array, "R columns"], newest: Int[Array, " R"], pages: Pages
+) -> tuple[Float[Array, "R V"], Pages]:
+    """Run the newest token of each row; return the logits after it, and the pages with it."""
+    ids, positions, write, group = pack_rows(rows, newest[:, None], pages)
+    hidden, pages = model.decode_packed(ids, positions, PageSlots(write, (group,)), pages)
+    return model.logits(hidden), pages
 
 
 def choose_mode(rows: Sequence[Row]) -> Mode:
@@ -240,7 +337,7 @@ def page_bytes(model: ModelOnMesh, page_size: int) -> int:
 
     def total(pages: int) -> int:
         def make(params: Params, non_params: Params) -> Pages:
-            return _make_pages(model, params, non_params, pages, page_size)
+            return make_pages(model, params, non_params, pages, page_size)
 
         made = jax.eval_shape(make, model.params, model.non_params)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
@@ -248,21 +345,22 @@ def page_bytes(model: ModelOnMesh, page_size: int) -> int:
     return total(2) - total(1)  # without what all pages share
 
 
-def _make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: int, page_size: int) -> Pages:
+def make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: int, page_size: int) -> Pages:
+    """Return empty pages for all layers of a model, in a jitted function.
+
+    Raises:
+      ValueError: the model's attention kind does not keep its cache in pages.
+    """
     with logical_axis_rules(model.rules):
         return model.module.merge(params, non_params).make_pages(pages, page_size)
 
 
-def _slots_in(pages: Pages) -> int:
-    """Return the number of tokens that the pages have room for."""
-    *_, count, size, _, _ = jax.tree.leaves(pages)[0].shape
-    return count * size
-
-
-def _pack_rows(
-    rows: Int[Array, "R columns"], tokens: Int[Array, "R C"], page_size: int, total: int
+def pack_rows(
+    rows: Int[Array, "R columns"], tokens: Int[Array, "R C"], pages: Pages
 ) -> tuple[Int[Array, " all"], Int[Array, " all"], Int[Array, " all"], PageGroup]:
     """Flatten rows of tokens: return ids, positions and page slots of all tokens, and the page group of the rows."""
+    *_, number, page_size, _, _ = jax.tree.leaves(pages)[0].shape
+    total = number * page_size
     width, start, count = tokens.shape[1], rows[:, Column.START, None], rows[:, Column.COUNT, None]
     offset = jnp.arange(width, dtype=jnp.int32) - (width - count)
     positions = jnp.where(offset >= 0, start + offset, -1)

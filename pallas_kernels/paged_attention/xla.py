@@ -1,10 +1,18 @@
-"""Paged attention by XLA: copies the pages of every sequence into one array, and attends to all of it."""
+"""Paged attention by XLA: copies blocks of the pages of all sequences, up to the longest sequence, and attends to each.
+
+The softmax is summed over blocks (Rabe and Staats 2021, arXiv:2112.05682): the cost depends on the tokens in the
+pages and not on the width of the page table.
+"""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.low_bits.encoded import Stored, decode, map_stored
 from pallas_kernels.paged_attention.request import PagedAttentionRequest
+
+_BLOCK = 64
+"""Keys of a block."""
+_LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 def unsupported_reason(request: PagedAttentionRequest) -> str | None:
@@ -15,22 +23,57 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
 
 def attend(request: PagedAttentionRequest) -> jax.Array:
     """Return the attention [B, T, N, H] in the dtype of the queries."""
-    q, table, lengths = request.q, request.page_table, request.lengths
-    batch, length, _, width = q.shape
-
-    def rows(pages: Stored) -> jax.Array:
-        return decode(map_stored(lambda x: x[table].reshape(batch, -1, *x.shape[2:]), pages), q.dtype)
-
-    k, v = rows(request.k_pages), rows(request.v_pages)
+    q, lengths = request.q, request.lengths
+    batch, length, heads, width = q.shape
+    pages = max(1, min(_BLOCK // request.page_size, request.page_table.shape[1]))
+    block = pages * request.page_size
+    table = jnp.pad(request.page_table, ((0, 0), (0, -request.page_table.shape[1] % pages)))
+    grouped = q.reshape(batch, length, request.key_heads, -1, width)
     positions = lengths[:, None] - length + jnp.arange(length, dtype=jnp.int32)
-    keys = jnp.arange(k.shape[1], dtype=jnp.int32)
+
+    def add_block(
+        number: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        highest, total, values = carry
+        part = jax.lax.dynamic_slice_in_dim(table, number * pages, pages, axis=1)
+        k, v = (_rows(stored, part, q.dtype) for stored in (request.k_pages, request.v_pages))
+        scores = _scores(request, grouped, k, positions, number * block)
+        higher = jnp.maximum(highest, scores.max(-1))
+        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
+        update = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return higher, total * shrink + weights.sum(-1), values * shrink[..., None] + update
+
+    shape = (batch, request.key_heads, heads // request.key_heads, length)
+    # A query that sees no key of a block counts them with weight 1, until the first key that it sees shrinks that to 0.
+    carry = jnp.full(shape, _LEAST), jnp.zeros(shape), jnp.zeros((*shape, width))
+    first, end = _first_block(request, block), -(-lengths.max() // block)
+    _, total, values = jax.lax.fori_loop(first, end, add_block, carry)
+    out = values / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
+
+
+def _rows(stored: Stored, table: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return the keys or values of the pages of each sequence, [B, keys, K, H]."""
+    return decode(map_stored(lambda x: x[table].reshape(len(table), -1, *x.shape[2:]), stored), dtype)
+
+
+def _scores(
+    request: PagedAttentionRequest, q: jax.Array, k: jax.Array, positions: jax.Array, start: jax.Array
+) -> jax.Array:
+    """Return the scores of q [B, T, K, G, H] with the keys from position `start` on, float32 [B, K, G, T, keys]."""
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * request.scale
+    if request.soft_cap:
+        scores = jnp.tanh(scores / request.soft_cap) * request.soft_cap
+    keys = start + jnp.arange(k.shape[1], dtype=jnp.int32)
     visible = keys <= positions[:, :, None]
     if request.window is not None:
         visible &= keys > positions[:, :, None] - request.window
-    grouped = q.reshape(batch, length, k.shape[2], -1, width)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * request.scale
-    if request.soft_cap:
-        scores = jnp.tanh(scores / request.soft_cap) * request.soft_cap
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
+    return jnp.where(visible[:, None, None], scores, _LEAST)
+
+
+def _first_block(request: PagedAttentionRequest, block: int) -> jax.Array:
+    """Return the number of the first block that a query sees."""
+    if request.window is None:
+        return jnp.zeros((), jnp.int32)
+    first = jnp.maximum(request.lengths - request.q.shape[1] + 1 - request.window, 0)
+    return jnp.min(jnp.where(request.lengths > 0, first, jnp.iinfo(jnp.int32).max)) // block

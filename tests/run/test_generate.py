@@ -53,6 +53,15 @@ def test_greedy_text_is_that_of_transformers_up_to_the_end_of_text(source, conve
     assert json.loads((converted / "generation_config.json").read_text()) == {"eos_token_id": [63]}
 
 
+def test_with_two_layers_in_memory_the_text_is_the_same(source, converted, capsys):
+    prompt, wanted = of_transformers()
+    said = ["--prompt", prompt, "--temperature", "0", "--no-document-start", "--resident-layers", "2"]
+    assert generate(capsys, "--run", str(source), *said) == f"{prompt} {wanted}\n"
+    assert "convert it first" in refused(capsys, "--run", str(converted), *said)
+    assert "at least 1; found 0" in refused(capsys, "--run", str(source), "--resident-layers", "0")
+    assert "leave the keys of parallel" in refused(capsys, "--run", str(source), *said, "parallel.tensor=2")
+
+
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"

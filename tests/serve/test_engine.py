@@ -252,26 +252,29 @@ def test_data_parallelism_gives_the_same_text_from_several_copies(decoder):
 
 @pytest.mark.exhaustive
 def test_random_arrivals_are_twice_as_fast_as_one_after_another_without_compilation(decoder):
-    """64 requests on 16 slots, against the same engine with one request at a time."""
+    """64 requests on 16 slots, against `Decoder.generate` for one request at a time; the faster of two runs of each."""
     random = np.random.default_rng(0)
     asked = list(zip(prompts(random.integers(1, 40, 64)), random.integers(10, 40, 64).tolist(), strict=True))
     waits = random.exponential(0.0005, 64)
-    with Engine(decoder, SMALL.model_copy(update={"slots": 16, "prefix_cache": False})) as engine:
-        compiled = engine.programs.compiled
-        start = time.perf_counter()
-        one_by_one = [engine.submit(prompt, count, GREEDY).result() for prompt, count in asked]
-        sequential = time.perf_counter() - start
-        start, handles = time.perf_counter(), []
-        for (prompt, count), wait in zip(asked, waits, strict=True):
-            time.sleep(wait)
-            handles.append(engine.submit(prompt, count, GREEDY))
-        assert [handle.result() for handle in handles] == one_by_one
-        together = time.perf_counter() - start
+    config = SMALL.model_copy(update={"slots": 16, "chunk": 128, "prefix_cache": False})
+    one_by_one = [expected(decoder, prompt, count) for prompt, count in asked]  # compiles
+    with Engine(decoder, config) as engine:
+        compiled, sequential, together = engine.programs.compiled, [], []
+        for _ in range(2):
+            start = time.perf_counter()
+            assert [expected(decoder, prompt, count) for prompt, count in asked] == one_by_one
+            sequential.append(time.perf_counter() - start)
+            start, handles = time.perf_counter(), []
+            for (prompt, count), wait in zip(asked, waits, strict=True):
+                time.sleep(wait)
+                handles.append(engine.submit(prompt, count, GREEDY))
+            assert [handle.result() for handle in handles] == one_by_one
+            together.append(time.perf_counter() - start)
         for sampling in SAMPLINGS:
             engine.submit([1, 2, 3], 4, sampling, constraint=EvenOnly(9)).result()
         assert engine.programs.compiled == compiled
-    print(f"sequential {sequential:.3f} s, together {together:.3f} s, {sequential / together:.1f}x")
-    assert sequential >= 2 * together
+    print(f"sequential {min(sequential):.3f} s, together {min(together):.3f} s")
+    assert min(sequential) >= 2 * min(together)
 
 
 @pytest.mark.exhaustive

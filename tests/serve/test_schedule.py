@@ -17,6 +17,7 @@ from jaxstack.serve import engine as engine_module
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
 from jaxstack.serve.schedule import chunk_shapes, row_counts
+from jaxstack.serve.speculate import accept
 from jaxstack.serve.step import Column, Programs
 
 V = 3
@@ -68,9 +69,41 @@ class SimulatedPrograms(Programs):
                     self.newest[line[Column.STORE]] = sampled[-1]
         return np.array(sampled).view(Sampled)
 
+    def run_steps(self, rows, steps, most, mode):
+        assert steps <= most
+        sampled = np.full((most, len(rows)), 253)
+        for step in range(steps):
+            now, active = rows.copy(), rows[:, Column.COUNT] > step
+            now[:, Column.START] += step
+            now[:, Column.COUNT] = active
+            now[~active, Column.STORE] = self.slots
+            sampled[step] = self.run(now, None, None, mode)
+        return sampled.view(Sampled)
+
     def _places(self, line: np.ndarray) -> np.ndarray:
         table = line[Column.PAGES :].astype(int)
         return (table[:, None] * self.page_size + np.arange(self.page_size)).ravel()
+
+
+class SimulatedDraft:
+    """Guesses that depend on the newest token alone, and are sometimes right."""
+
+    def __init__(self, target, model, pages, width):
+        self.target, self.width = target, width
+
+    def run(self, rows, newest, chunks, tokens, mode, mask=None):
+        drafted = np.zeros((len(rows), self.width), int)
+        for line, row, token in zip(drafted, rows, newest, strict=True):
+            for column in range(self.width - row[Column.COUNT], self.width):
+                line[column] = token
+                token = token * 2 % V
+        sampled = self.target.run(rows, chunks, tokens, mode, mask, drafted)
+        after = sampled[: drafted.size].reshape(drafted.shape)
+        kept = []
+        for line, row, found in zip(drafted, rows, after, strict=True):
+            start = self.width - max(1, row[Column.COUNT])
+            kept.append(len(accept(line[start + 1 :].tolist(), found[start:].tolist())) - 1)
+        return np.concatenate([sampled, kept]).view(Sampled)
 
 
 @pytest.fixture
@@ -79,8 +112,13 @@ def make_engine(monkeypatch):
         check_ids=lambda _: None, config=types.SimpleNamespace(vocab_size=V), context_length=None
     )
     monkeypatch.setattr(engine_module, "Programs", SimulatedPrograms)
-    monkeypatch.setattr(engine_module, "choose_sizes", lambda model, config: (CONTEXT, config.pages))
-    return lambda config: Engine(model, config, warm_up=False, start=False)
+    monkeypatch.setattr(engine_module, "DraftPrograms", SimulatedDraft)
+    monkeypatch.setattr(engine_module, "choose_sizes", lambda models, config: (CONTEXT, config.pages))
+
+    def make(config: EngineConfig, draft: bool = False) -> Engine:
+        return Engine(model, config, draft=model if draft else None, warm_up=False, start=False)
+
+    return make
 
 
 requests = st.lists(
@@ -106,16 +144,17 @@ def configs(draw) -> EngineConfig:
         pages=-(-CONTEXT // size) + draw(st.integers(0, 12)),
         chunk=draw(st.sampled_from([16, 64])),
         prefix_cache=draw(st.booleans()),
+        decode_steps=draw(st.sampled_from([1, 2, 5, 8])),
         steps_ahead=draw(st.integers(0, 3)),
         draft_tokens=draw(st.sampled_from([0, 0, 3])),
     )
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asked=requests, config=configs())
-def test_each_answer_is_that_of_its_prompt(make_engine, asked, config):
+@given(asked=requests, config=configs(), draft=st.booleans())
+def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft):
     """At any page size, pool size, number of steps ahead and of drafts."""
-    engine, handles, turn = make_engine(config), {}, 0
+    engine, handles, turn = make_engine(config, draft and config.draft_tokens > 0), {}, 0
     while len(handles) < len(asked) or engine.step():
         for number, (prompt, count, stop, arrival, _) in enumerate(asked):
             if arrival <= turn and number not in handles:

@@ -16,9 +16,11 @@ from jaxstack.parallel import current_rules, with_local_heads
 from pallas_kernels import flash_attention
 from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, sort_queries
 from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.target import current_target
 
 _FEW = 16
-"""Most new tokens per sequence for which attention reads the pages where they are."""
+"""Most new tokens per sequence for which attention reads the pages where they are. On a CPU it always does, because
+there the kernels for whole arrays would compute all of a page table's width."""
 
 
 class PagedKeys(NamedTuple):
@@ -48,16 +50,17 @@ def attend_pages(
     for group in slots.groups:
         rows, width = group.lengths.shape[0], group.width
         part = q[0, start : start + rows * width].reshape(rows, width, *q.shape[2:])
-        attend = _attend_new_tokens if width <= _FEW else _attend_chunks
+        in_place = width <= _FEW or current_target().platform == "cpu"
+        attend = _attend_in_place if in_place else _attend_chunks
         outputs.append(attend(part, cache, group, heads).reshape(rows * width, *q.shape[2:]))
         start += rows * width
     return jnp.concatenate(outputs)[None], cache
 
 
-def _attend_new_tokens(
+def _attend_in_place(
     q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
 ) -> Float[Array, "R T N H"]:
-    """Return the attention of few tokens per sequence, which read the pages where they are."""
+    """Return the attention of tokens that read the pages where they are, up to the longest sequence's end."""
     rules = current_rules()
     return paged_attention(
         q,

@@ -18,7 +18,7 @@ from jaxstack.models.huggingface.families import check_model, describe
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
 from jaxstack.models.huggingface.leaves import Leaf, find_leaves
-from jaxstack.models.huggingface.quantization import read_quantization
+from jaxstack.models.huggingface.quantization import Quantization, read_quantization
 from jaxstack.models.huggingface.quantized import QuantizedTensor, describe_reading, open_quantized
 from jaxstack.models.huggingface.tensors import bounded, whole
 from jaxstack.models.transformer import Transformer
@@ -126,14 +126,8 @@ def _read(
 ) -> Arrays:
     quantization = read_quantization(read_json(directory / CONFIG))
     leaves = find_leaves(config, family.tensors)
-    wanted = {name: leaf.row.shape(leaf.piece) for leaf in leaves for name in leaf.names}
     with WeightFiles(directory) as files:
-        files.rename(family.prefix, _HEAD)
-        quantized = {} if quantization is None else open_quantized(files, quantization)
-        tied = config.tie_word_embeddings
-        files.check(wanted, f"{family.buffers}|{_HEAD}" if tied else family.buffers)
-        if tied and _HEAD in files.shapes:
-            _check_tied(files, next(leaf for leaf in leaves if leaf.path == "embedding/table").names[0])
+        quantized = check_files(files, family, config, leaves, quantization)
         found: Arrays = {}
         for leaf in leaves:
             tensor = quantized.get(leaf.names[0]) if packed and leaf.is_matrix else None
@@ -149,6 +143,24 @@ def _read(
 def _pack(tensor: QuantizedTensor, leaf: Leaf, sharding: jax.sharding.Sharding | None) -> PackedWeight | None:
     outputs, inputs = (tuple(leaf.shape[dim] for dim in dims) for dims in leaf.row.order)
     return tensor.pack(inputs, outputs, sharding, leaf.is_table)
+
+
+def check_files(
+    files: WeightFiles, family: Family, config: ModelConfig, leaves: Sequence[Leaf], quantization: Quantization | None
+) -> dict[str, QuantizedTensor]:
+    """Check that files have the tensors of a model, under the names of its family; return the quantized ones.
+
+    Raises:
+      ConfigError: tensors are missing, not known or of another shape.
+    """
+    wanted = {name: leaf.row.shape(leaf.piece) for leaf in leaves for name in leaf.names}
+    files.rename(family.prefix, _HEAD)
+    quantized = {} if quantization is None else open_quantized(files, quantization)
+    tied = config.tie_word_embeddings
+    files.check(wanted, f"{family.buffers}|{_HEAD}" if tied else family.buffers)
+    if tied and _HEAD in files.shapes:
+        _check_tied(files, next(leaf for leaf in leaves if leaf.path == "embedding/table").names[0])
+    return quantized
 
 
 def _check_tied(files: WeightFiles, table: str) -> None:
@@ -178,12 +190,12 @@ def _read_leaf(files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding |
 
 def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: Any) -> jax.Array:
     """Load one device's part of a leaf, float32, onto the device."""
-    chunks = [jax.device_put(chunk, device) for chunk in _chunks(files, leaf, index)]
+    chunks = [jax.device_put(chunk, device) for chunk in read_chunks(files, leaf, index)]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
 
 
-def _chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:
-    """Yield the part in chunks along its first dim if the checkpoint has a tensor per index of it, else at once."""
+def read_chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:
+    """Yield a part of a leaf, float32, in chunks along its first dim if that has a tensor per index, else at once."""
     shape = [cut.stop - cut.start for cut in index]
     row = 4 * math.prod(shape[1:])
     step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.leading_dims else shape[0]

@@ -1,0 +1,194 @@
+"""Runs the scheduler's plans on the device: arguments of the compiled programs, and the tokens that they return."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.draft import DraftPrograms
+from jaxstack.serve.sampling import Mode
+from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, row_counts
+from jaxstack.serve.speculate import accept
+from jaxstack.serve.step import Programs, choose_mode, pad_chunks
+
+_LONGEST = 0.03
+"""Seconds that a program of several decode steps should take at most, so that tokens keep coming and prompts start."""
+
+
+class _Arguments(NamedTuple):
+    """Arguments of the programs for one step; see `Programs.run`."""
+
+    rows: Int[np.ndarray, "R columns"]
+    chunks: Int[np.ndarray, "Q columns"] | None
+    tokens: Int[np.ndarray, "Q C"] | None
+    mode: Mode
+    mask: Int[np.ndarray, "all words"] | None
+
+
+class Runner:
+    """Dispatches plans in order, and reads their tokens in the same order.
+
+    Args:
+      programs: the compiled programs, with the cache.
+      config: sizes.
+    """
+
+    def __init__(self, programs: Programs, config: EngineConfig):
+        self.programs, self._slots = programs, config.slots
+        self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
+        self._steps = 1 if config.draft_tokens else config.decode_steps
+        self._in_flight = deque[tuple[StepPlan, Int[Array, "..."], float]]()
+        self._step_seconds = self._read_at = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """True if a plan has been dispatched and not yet read."""
+        return bool(self._in_flight)
+
+    @property
+    def queued_steps(self) -> int:
+        """Number of decode steps that are dispatched behind the oldest plan that has not been read."""
+        return sum(plan.steps for plan, *_ in self._in_flight) - self._in_flight[0][0].steps if self.busy else 0
+
+    @property
+    def most_steps(self) -> int:
+        """Largest number of steps that a plan should have, by the duration of the newest ones."""
+        return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
+
+    def warm_up(self, shapes: Sequence[ChunkShape]) -> None:
+        """Compile all programs, those with prompt chunks for these shapes."""
+        programs, slots = self.programs, self._slots
+        totals: set[int] = set()
+        for count in row_counts(slots):
+            rows = programs.describe([], count)
+            programs.run(rows, None, None, "greedy", drafted=self._newest([], count))
+            if self._steps > 1:
+                programs.run_steps(rows, 0, self._steps, "greedy")
+            totals.add(count * self._width)
+        for shape in shapes:
+            rows, chunks = programs.describe([], slots), programs.describe([], shape.rows)
+            programs.run(rows, chunks, pad_chunks([], shape), "greedy", drafted=self._newest([], slots))
+            totals.add(slots * self._width + shape.rows)
+        programs.compile_sampling(totals)
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Start the program of a plan, without waiting for it."""
+        sampled = self._run_steps(plan) if plan.steps > 1 else self._run_one(plan)
+        sampled.copy_to_host_async()
+        self._in_flight.append((plan, sampled, time.perf_counter()))
+
+    def read(self) -> Iterator[tuple[Row, list[int]]]:
+        """Wait for the oldest plan; return its rows that have new tokens, with these tokens."""
+        plan, sampled, dispatched = self._in_flight.popleft()
+        tokens, began = np.asarray(sampled), max(dispatched, self._read_at)
+        self._read_at = time.perf_counter()
+        if plan.shape is None:
+            self._step_seconds = (self._step_seconds + (self._read_at - began) / plan.steps) / 2
+        return self._read_steps(plan, tokens) if plan.steps > 1 else self._read_one(plan, tokens)
+
+    def _row_count(self, plan: StepPlan) -> int:
+        """Return the number of rows that the decoded rows are padded to."""
+        if plan.shape is not None:
+            return self._slots
+        return next(count for count in row_counts(self._slots) if count >= len(plan.decoded))
+
+    def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows"]:
+        rows = self.programs.describe(plan.decoded, self._row_count(plan))
+        return self.programs.run_steps(rows, plan.steps, self._steps, choose_mode(plan.decoded))
+
+    def _run_one(self, plan: StepPlan) -> Int[Array, " samples"]:
+        arguments = self._arguments(plan)
+        return self.programs.run(*arguments, self._newest(plan.decoded, len(arguments.rows)))
+
+    def _arguments(self, plan: StepPlan) -> _Arguments:
+        programs, count = self.programs, self._row_count(plan)
+        rows, chunks, tokens = programs.describe(plan.decoded, count), None, None
+        if plan.shape is not None:
+            chunks = programs.describe(plan.chunks, plan.shape.rows)
+            tokens = pad_chunks(plan.chunks, plan.shape)
+        mask = self._mask(plan, count * self._width)
+        return _Arguments(rows, chunks, tokens, choose_mode(plan.rows) if mask is None else "limited", mask)
+
+    def _newest(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "rows D"] | None:
+        """Return newest token and drafts of each row, or None without drafts: the device has the newest tokens."""
+        if self._width == 1:
+            return None
+        tokens = np.zeros((count, self._width), np.int32)
+        for line, row in zip(tokens, rows, strict=False):
+            line[-row.count :] = (row.sequence.tokens[-1], *row.drafts)
+        return tokens
+
+    def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
+        """Return the bitmask of allowed tokens per sample, the `decoded` rows first; None if no row is constrained."""
+        width = self._width
+        places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
+        constraints = [
+            (place, row.sequence.handle.request.constraint)
+            for place, row in zip(places, plan.rows, strict=True)
+            if row.index is not None
+        ]
+        if all(constraint is None for _, constraint in constraints):
+            return None
+        total = decoded + (0 if plan.shape is None else plan.shape.rows)
+        mask = np.full((total, self.programs.words), -1, np.int32)
+        for place, constraint in constraints:
+            if constraint is not None:
+                constraint.fill_mask(mask[place])
+        return mask
+
+    def _read_steps(self, plan: StepPlan, sampled: Int[np.ndarray, "steps rows"]) -> Iterator[tuple[Row, list[int]]]:
+        for row, tokens in zip(plan.decoded, sampled.T.tolist(), strict=False):
+            yield row, tokens[: row.count]
+
+    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[tuple[Row, list[int]]]:
+        tokens, width = sampled.tolist(), self._width
+        for place, row in enumerate(plan.decoded, 1):
+            yield row, accept(row.drafts, tokens[place * width - row.count : place * width])
+        first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
+        for place, row in enumerate(plan.chunks, first):
+            if row.index is not None:
+                yield row, [tokens[place]]
+
+
+class DraftRunner(Runner):
+    """Dispatches plans whose tokens are guessed by a draft model.
+
+    Args:
+      programs, config: as of `Runner`.
+      draft: programs of the draft model.
+    """
+
+    def __init__(self, programs: Programs, config: EngineConfig, draft: DraftPrograms):
+        super().__init__(programs, config)
+        self._draft = draft
+
+    def warm_up(self, shapes: Sequence[ChunkShape]) -> None:
+        """Compile all programs, with and without constraints, those with prompt chunks for these shapes."""
+        for shape in (*row_counts(self._slots), *shapes):
+            count, width = (shape, 0) if isinstance(shape, int) else (self._slots, shape.rows)
+            rows = self.programs.describe([], count)
+            chunks = None if isinstance(shape, int) else self.programs.describe([], shape.rows)
+            tokens = None if isinstance(shape, int) else pad_chunks([], shape)
+            free = np.full((count * self._width + width, self.programs.words), -1, np.int32)
+            for mask in (None, free):
+                self._draft.run(rows, np.zeros(count, np.int32), chunks, tokens, "greedy", mask)
+
+    def _run_one(self, plan: StepPlan) -> Int[Array, " found"]:
+        rows, chunks, tokens, mode, mask = self._arguments(plan)
+        newest = np.zeros(len(rows), np.int32)
+        newest[: len(plan.decoded)] = [row.sequence.tokens[-1] for row in plan.decoded]
+        return self._draft.run(rows, newest, chunks, tokens, mode, mask)
+
+    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[tuple[Row, list[int]]]:
+        count, width = self._row_count(plan), self._width
+        tokens, accepted = sampled[:-count].tolist(), sampled[-count:].tolist()
+        for place, (row, kept) in enumerate(zip(plan.decoded, accepted, strict=False), 1):
+            first = place * width - row.count
+            yield row, tokens[first : first + kept + 1]
+        for row, token in zip(plan.chunks, tokens[count * width :], strict=False):
+            if row.index is not None:
+                yield row, [token]

@@ -1,0 +1,1 @@
+"""Rows of tables in host memory, gathered by the GPU."""

@@ -1,0 +1,23 @@
+"""Gather of host rows by the CPU, called back from the device's program."""
+
+import jax
+import numpy as np
+
+from pallas_kernels.host_table.request import HostGatherRequest
+
+
+def unsupported_reason(request: HostGatherRequest) -> str | None:
+    """Return None: every request can be computed."""
+    del request
+    return None
+
+
+def gather(request: HostGatherRequest) -> jax.Array:
+    """Return the rows [N, D]."""
+    table = request.table.array
+
+    def rows(ids: jax.Array) -> np.ndarray:
+        return np.take(table, np.asarray(ids), axis=0, mode="clip")
+
+    shape = jax.ShapeDtypeStruct((request.ids.shape[0], table.shape[1]), table.dtype)
+    return jax.pure_callback(rows, shape, request.ids, vmap_method="sequential")

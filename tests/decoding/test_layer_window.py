@@ -1,0 +1,97 @@
+"""Generation with a window of layers in memory: the same tokens, and no more bytes than the window and the cache."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.layer_window import WeightWindow, WindowDecoder
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.functional.module import FunctionalModule
+from jaxstack.models import ModelConfig, Transformer, to_huggingface
+from jaxstack.models.huggingface.families import read_model_config
+from jaxstack.models.huggingface.load import read_parameters
+from jaxstack.models.huggingface.parts import ModelParts
+from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+
+FIXTURES = Path(__file__).parents[1] / "models" / "huggingface"
+
+
+def open_both(directory: Path, resident: int, dtype=jnp.float32) -> tuple[Decoder, WindowDecoder]:
+    """The model of a directory, whole and with a window of layers."""
+    config = read_model_config(directory).model_copy(update={"scan_layers": False})
+    module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=dtype))
+    rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
+    shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
+    non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
+    whole = Decoder(module, read_parameters(directory, config, shardings), non_params, rules)
+    return whole, WindowDecoder(module, ModelParts(directory, config), non_params, rules, resident=resident)
+
+
+def tokens(decoder: Decoder, sampling: Sampling, count: int = 6) -> np.ndarray:
+    prompts = [[1, 2, 3, 4, 5], [7], [3, 9]]
+    return np.stack(list(decoder.generate(prompts, count, sampling, seed=3)))
+
+
+def test_parts_come_in_turns_and_never_more_than_the_window():
+    live, most = set(), 0
+
+    class Weight:
+        def __init__(self, number):
+            self.number = number
+            live.add(self)
+
+        def delete(self):
+            live.remove(self)
+
+    window = WeightWindow(4, 2, lambda number: {"w": Weight(number)})
+    for turn in range(10):
+        weights = window.take()
+        assert weights["w"].number == turn % 4
+        most = max(most, len(live))
+        window.release(weights)
+    assert most <= 2
+    window.close()
+    kept = WeightWindow(3, 3, lambda number: {"w": number})
+    assert [kept.take()["w"] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_failed_read_is_raised_where_the_weights_are_used():
+    def read(number):
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        WeightWindow(2, 1, read).take()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-moe", "gpt2", "llama"])
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_p=0.9)])
+def test_tokens_are_those_of_the_whole_model(family, sampling):
+    """Tied and untied heads, windows, learned positions, experts."""
+    whole, window = open_both(FIXTURES / family, resident=2)
+    assert np.array_equal(tokens(window, sampling), tokens(whole, sampling))
+    window.unload()
+
+
+def test_live_bytes_are_at_most_those_of_the_window_and_the_cache(tmp_path, monkeypatch):
+    config = ModelConfig(vocab_size=61, hidden_size=64, num_layers=12, num_heads=4, intermediate_size=256)
+    model = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    to_huggingface(model.merge(*model.init(jax.random.key(0))), tmp_path)
+    _, window = open_both(tmp_path, resident=2, dtype=jnp.bfloat16)
+    del model
+    before = {id(x) for x in jax.live_arrays()}
+    live, run = [], window._layer
+
+    def watched(*args, **kwargs):
+        live.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in before))
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(window, "_layer", watched)
+    list(window.generate([[1, 2, 3]], 5, Sampling(0)))
+    cache = jax.eval_shape(lambda: window._merge({}).make_cache(1, 128).layers)
+    allowed = window.window_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) + 64 * 64 * 2 + 4096
+    assert 0 < max(live) <= allowed and window.window_bytes < window.total_bytes / 4
+    window.unload()
