@@ -3,13 +3,14 @@
 python benchmarks/cache_formats.py --run runs/quickstart && python scripts/cache_page.py
 """
 
-import re
+import functools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.page_parts import fill_page
 from scripts.result_rows import RESULTS, ROOT, Row, read_all
 
 PAGE = ROOT / "docs" / "compression_cache.md"
@@ -50,12 +51,8 @@ def table(part: str, rows: Iterable[Row]) -> str:
 
 
 def make_page(page: str, rows: list[Row]) -> str:
-    """Return the page with its tables replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
-
-    def replaced(found: re.Match[str]) -> str:
-        return f"<!-- made: {found[1]} -->\n\n{table(found[1], rows)}\n\n<!-- end -->"
-
-    return re.sub(r"<!-- made: (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.S)
+    """Return the page with its made parts replaced."""
+    return fill_page(page, {part: functools.partial(table, part, rows) for part in PARTS})
 
 
 if __name__ == "__main__":

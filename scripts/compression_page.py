@@ -3,13 +3,14 @@
 python benchmarks/compression_methods.py && python scripts/compression_page.py
 """
 
-import re
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.page_parts import fill_page
 from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
 
 PAGE = ROOT / "docs" / "compression.md"
@@ -100,14 +101,9 @@ MADE: Mapping[str, Callable[[Iterable[Row]], str]] = {
 
 
 def make_page(page: str, rows: Iterable[Row], made: Mapping[str, Callable[[Iterable[Row]], str]] = MADE) -> str:
-    """Return the page with its made parts replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
+    """Return the page with its made parts replaced."""
     rows = list(rows)
-
-    def replaced(found: re.Match[str]) -> str:
-        text = made[found[1]](rows) if found[1] in made else found[2].strip()
-        return f"<!-- made: {found[1]} -->\n\n{text}\n\n<!-- end -->"
-
-    return re.sub(r"<!-- made: (\w+) -->\n(.*?)<!-- end -->", replaced, page, flags=re.S)
+    return fill_page(page, {part: functools.partial(make, rows) for part, make in made.items()})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.picture import Panel, draw
+from scripts.page_parts import fill_page
 from scripts.result_rows import RESULTS, ROOT, Row, read_rows
 
 PAGE, PICTURES = ROOT / "docs" / "fields.md", ROOT / "docs" / "pictures"
@@ -66,14 +67,9 @@ def details(rows: Iterable[Row]) -> str:
 
 
 def make_page(page: str, rows: Iterable[Row]) -> str:
-    """Return the page with its made parts replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
+    """Return the page with its made parts replaced."""
     rows = list(rows)
-    made = {"table": table(rows), "details": details(rows)}
-
-    def replaced(found: re.Match[str]) -> str:
-        return f"<!-- made: {found[1]} -->\n\n{made[found[1]]}\n\n<!-- end -->"
-
-    return re.sub(r"<!-- made: (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.S)
+    return fill_page(page, {"table": lambda: table(rows), "details": lambda: details(rows)})
 
 
 def make_pictures(rows: Iterable[Row]) -> Mapping[str, str]:

@@ -21,6 +21,7 @@ from jaxstack.plan.cluster_search import SearchOptions, search_cluster
 from jaxstack.plan.forecast import forecast, training_budget
 from jaxstack.plan.search import describe_degrees
 from jaxstack.run_config import load_config
+from scripts.page_parts import fill_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "plan.md", ROOT / "benchmarks" / "results"
@@ -141,12 +142,8 @@ MAKERS: dict[str, Callable[[], str]] = {
 
 
 def make_page(page: str) -> str:
-    """Return the page with all its parts replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
-
-    def replaced(found: re.Match[str]) -> str:
-        return f"<!-- made: {found[1]} -->\n\n{MAKERS[found[1]]()}\n\n<!-- end -->"
-
-    return re.sub(r"<!-- made: ([\w ]+) -->\n.*?<!-- end -->", replaced, page, flags=re.S)
+    """Return the page with its made parts replaced."""
+    return fill_page(page, MAKERS)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.page_parts import fill_page
 from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
 
 PAGE = ROOT / "docs" / "serving-speed.md"
@@ -79,12 +80,8 @@ MAKERS: dict[str, Callable[[], str]] = {"decoding": decoding, "engine": engine, 
 
 
 def make_page(page: str) -> str:
-    """Return the page with its tables replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
-
-    def replaced(found: re.Match[str]) -> str:
-        return f"<!-- made: {found[1]} -->\n\n{MAKERS[found[1]]()}\n\n<!-- end -->"
-
-    return re.sub(r"<!-- made: (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.S)
+    """Return the page with its made parts replaced."""
+    return fill_page(page, MAKERS)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 python benchmarks/web.py --run runs/quickstart && python scripts/web_page.py
 """
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.page_parts import fill_page
 from scripts.result_rows import RESULTS, ROOT, Row, read_all
 
 PAGE = ROOT / "docs" / "export.md"
@@ -50,9 +50,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def make_page(page: str, rows: Sequence[Row]) -> str:
-    """Return the page with its table, between `<!-- made: browser -->` and `<!-- end -->`, replaced."""
-    made = f"<!-- made: browser -->\n\n{table(rows)}\n\n<!-- end -->"
-    return re.sub(r"<!-- made: browser -->\n.*?<!-- end -->", lambda _: made, page, flags=re.S)
+    """Return the page with its made parts replaced."""
+    return fill_page(page, {"browser": lambda: table(rows)})
 
 
 if __name__ == "__main__":

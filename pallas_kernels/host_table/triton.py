@@ -1,7 +1,6 @@
 """Gather of host rows by a Triton kernel that reads pinned memory."""
 
 import dataclasses
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 
 from pallas_kernels.host_table.request import HostGatherRequest
 from pallas_kernels.host_table.table import HostTable
+from pallas_kernels.triton_support import unsupported_target
 
 _LEAST_CAPABILITY = (8, 0)
 _TILE = 2048
@@ -48,12 +48,8 @@ class GatherPlan:
 
 def unsupported_reason(request: HostGatherRequest) -> str | None:
     """Return why the kernel cannot compute the request, or None."""
-    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"needs {' and '.join(missing)}: pip install 'jaxstack[cuda]'"
-    capability = request.target.compute_capability
-    if capability is None or capability < _LEAST_CAPABILITY:
-        return f"needs an NVIDIA GPU of compute capability 8.0 or more; the target is {request.target}"
+    if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
+        return reason
     if request.table.array.dtype.itemsize > 4:
         return f"copies dtypes of at most 4 bytes; the table has {request.table.array.dtype}"
     if not (request.table.pinned or request.target.declared):

@@ -6,7 +6,6 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
 import dataclasses
-import importlib.util
 from typing import cast
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.low_bits.encoded import Encoded
 from pallas_kernels.paged_attention.request import PagedAttentionRequest
 from pallas_kernels.target import multiprocessors
+from pallas_kernels.triton_support import unsupported_target
 
 _LEAST_CAPABILITY = (8, 0)
 _MOST_ROWS = 64
@@ -78,12 +78,8 @@ class PagedAttentionPlan:
 
 def unsupported_reason(request: PagedAttentionRequest) -> str | None:
     """Return why the kernels cannot compute the request, or None."""
-    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"needs {' and '.join(missing)}: pip install 'jaxstack[cuda]'"
-    capability = request.target.compute_capability
-    if capability is None or capability < _LEAST_CAPABILITY:
-        return f"needs an NVIDIA GPU of compute capability 8.0 or more; the target is {request.target}"
+    if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
+        return reason
     q, k_pages, v_pages = request.q, request.k_pages, request.v_pages
     if isinstance(k_pages, Encoded) or isinstance(v_pages, Encoded):
         return f"reads no pages in few bits; got {request}"

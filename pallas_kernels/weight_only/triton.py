@@ -8,7 +8,6 @@ interleaved: the low halves meet the activations at even places, the high halves
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Mapping
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.target import Target, multiprocessors
+from pallas_kernels.triton_support import unsupported_target
 from pallas_kernels.weight_only import xla
 from pallas_kernels.weight_only.formats import IntegerFormat
 from pallas_kernels.weight_only.packed import PackedWeight
@@ -252,12 +252,8 @@ _product.defvjp(_product_forward, _product_backward)
 
 def unsupported_reason(request: PackedMatmulRequest) -> str | None:
     """Return why the kernel cannot compute the request, or None."""
-    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"needs {' and '.join(missing)}: pip install 'jaxstack[cuda]'"
-    capability = request.target.compute_capability
-    if capability is None or capability < _LEAST_CAPABILITY:
-        return f"needs an NVIDIA GPU of compute capability 9.0 or more; the target is {request.target}"
+    if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
+        return reason
     return _unsupported_shape(request)
 
 
