@@ -1,0 +1,10 @@
+"""The tables of docs/islands.md are what their script makes from the stored rows."""
+
+from scripts import islands_page
+from scripts.result_rows import RESULTS, read_all
+
+
+def test_page_is_what_its_script_makes():
+    page, rows = islands_page.PAGE.read_text(encoding="utf-8"), read_all(RESULTS / "islands.jsonl")
+    assert page == islands_page.make_page(page, rows), "run: python scripts/islands_page.py"
+    assert "| data parallelism |" in page and "<!-- made: bytes -->" in page
