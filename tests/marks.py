@@ -61,6 +61,8 @@ SHOWN_ELSEWHERE = {
     "run/test_init_from": "models/test_adapters trains with adapters, docs/finetuning.md starts from a checkpoint",
     "parallel/test_overlap": "pallas_kernels/collective_matmul tests the matmuls that overlap communication",
     "models/test_restack": "models/test_chunks and run/test_load read parameters in another stacking",
+    "compress/test_command": "compress/test_run compresses a model",
+    "models/attention/test_training": "models/attention/test_methods runs every kind in a decoder",
     "serve/test_chat_page": "serve/test_http asks the server as the page does",
     "checkpoint/test_kill": "checkpoint/test_damage reads what a cut-off save leaves",
 }

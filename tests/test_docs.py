@@ -111,6 +111,7 @@ STANDALONE = ("kernels.md",)
 LONG = {
     "library.md": ("exhaustive",),
     "finetuning.md": ("longer",),
+    "generation.md": ("longer",),
     "evaluation.md": ("longer",),
     "serving.md": ("longer",),
     "kernels.md: linear_attention, performer_attention": ("longer",),

@@ -41,6 +41,7 @@ def test_trainer_on_a_vision_transformer_and_an_lstm():
     assert found["LSTM"] < 0.3  # the variance of the sums is 12 x 0.09 = 1.08
 
 
+@pytest.mark.longer
 def test_checkpoints_and_data_alone():
     assert load("checkpoints_and_data").main()
 

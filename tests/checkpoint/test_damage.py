@@ -64,6 +64,7 @@ def test_the_flipped_file_is_named(two, open_manager, warnings):
     assert victim.relative_to(two / "2").as_posix() in warnings[0]
 
 
+@pytest.mark.longer
 def test_each_file_cut_or_deleted_is_noticed(two, open_manager, warnings):
     for name in [path.relative_to(two / "2") for path in files_of(two / "2")]:
         size = (two / "2" / name).stat().st_size

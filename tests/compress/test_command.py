@@ -35,6 +35,7 @@ def compressed(source, text, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.longer
 def test_the_report_has_bytes_and_losses_before_and_after(compressed, text):
     record = json.loads((compressed / "compression.json").read_text())
     assert 1.8 < record["bytes_before"] / record["bytes_after"] < 2.0
@@ -77,6 +78,7 @@ def test_converted_files_hold_the_unpacked_weights(compressed, unpacked):
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], table)
 
 
+@pytest.mark.longer
 def test_mistakes_are_one_message_with_exit_code_2(source, compressed, tmp_path, capsys):
     def fails(run: Path, recipe: str, out: Path, message: str) -> None:
         capsys.readouterr()

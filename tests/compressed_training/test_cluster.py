@@ -38,6 +38,7 @@ def test_the_backward_pass_needs_only_the_16_bit_weights():
     assert saved_bytes(dense_clusters, 4096, SETTINGS) > 100 * saved_bytes(soft_clusters, 4096, SETTINGS)
 
 
+@pytest.mark.longer
 def test_export_has_a_table_of_values_and_the_nearest_of_them():
     rule, w = ClusterRule(path=".*", bits=3), weights(40, 64)
     indices, table = assign(w, rule.settings)

@@ -46,6 +46,7 @@ def test_evaluated_circuit_equals_jax():
     np.testing.assert_array_equal(example.evaluate(circuit, INPUTS), jax_scores(model))
 
 
+@pytest.mark.longer
 def test_evaluation_notices_wires_of_too_few_bits():
     model = random_model(0)
     circuit, width = example.to_verilog(model)

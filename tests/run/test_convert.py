@@ -79,6 +79,7 @@ def test_there_and_back_is_bit_equal(source, converted, tmp_path, limit):
     assert Tokenizer.from_file(str(back / "tokenizer.json")).encode("the of").ids == [2, 4]
 
 
+@pytest.mark.longer
 def test_a_converted_run_generates_greedily_what_the_model_says(source, converted, capsys):
     capsys.readouterr()
     said = ["--prompt", "the of", "--max-tokens", "1", "--temperature", "0"]

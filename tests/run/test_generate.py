@@ -53,6 +53,7 @@ def test_greedy_text_is_that_of_transformers_up_to_the_end_of_text(source, conve
     assert json.loads((converted / "generation_config.json").read_text()) == {"eos_token_id": [63]}
 
 
+@pytest.mark.longer
 def test_with_two_layers_in_memory_the_text_is_the_same(source, converted, capsys):
     prompt, wanted = of_transformers()
     said = ["--prompt", prompt, "--temperature", "0", "--no-document-start", "--resident-layers", "2"]

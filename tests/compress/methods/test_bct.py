@@ -25,6 +25,7 @@ def test_a_tile_takes_the_power_of_two_with_the_least_error():
         assert min(errors, key=lambda e: errors[e]) == exponent
 
 
+@pytest.mark.longer
 def test_the_packed_weight_has_the_values_of_the_integers():
     w = jax.random.normal(jax.random.key(1), (128, 64))
     q, exponents = round_tiles(w, 4, 64)

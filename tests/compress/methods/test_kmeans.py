@@ -30,6 +30,7 @@ def test_three_bits_reach_the_least_error_of_a_normal_distribution():
     np.testing.assert_allclose(levels, [0.2451, 0.756, 1.344, 2.152], atol=0.04)
 
 
+@pytest.mark.longer
 def test_the_table_gives_the_clusters_of_k_means_over_all_weights():
     w = np.asarray(jax.random.normal(jax.random.key(1), (64, 64)).astype(jnp.bfloat16), np.float32)
     centers = cluster_patterns(count_patterns(patterns_of(jnp.asarray(w))), 2, 50)

@@ -155,6 +155,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(ours, wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.longer
 def test_gradients_through_checkpoint_scan_and_vmap():
     hidden, weight, labels, _ = (jnp.asarray(x) for x in make_inputs((4, 3, 20)))
     labels = labels.astype(jnp.int32)

@@ -176,6 +176,7 @@ def test_cut_in_two_with_a_state_is_the_same(kind, segmented, implementation):
         np.testing.assert_allclose(run_jitted(lambda *x, cuts=cuts: run(*x, cuts=cuts), *x), whole, atol=2e-5)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("kind", ["elu", *longer("performer")])
 def test_gradients_flow_through_a_state(kind):
     x = arrays()
@@ -196,6 +197,7 @@ def test_gradients_flow_through_a_state(kind):
 # --- numbers at the edge ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_queries_without_any_similarity_give_zero_and_finite_gradients(implementation):
     q, k, v = arrays()

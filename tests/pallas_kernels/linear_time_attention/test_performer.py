@@ -57,6 +57,7 @@ def test_orthogonal_directions_are_orthogonal_and_as_long_as_normal_ones():
     np.testing.assert_array_equal(random_projection(5, H, seed=2), random_projection(5, H, seed=2))
 
 
+@pytest.mark.longer
 def test_the_error_against_softmax_attention_falls_with_the_root_of_the_features():
     x = arrays()
     exact = run_jitted(flash_attention, *x)
@@ -100,6 +101,7 @@ def test_large_and_small_inputs_stay_finite(scale):
         np.testing.assert_allclose(out, mean, atol=1e-5)
 
 
+@pytest.mark.longer
 def test_the_scale_is_that_of_softmax_attention():
     projection, x = random_projection(8192, H), arrays()
     for scale in (0.05, 0.4):

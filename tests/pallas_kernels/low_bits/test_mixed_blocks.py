@@ -31,6 +31,7 @@ def relative_error(found, wanted) -> float:
     return float(jnp.square(found - wanted).sum() / jnp.square(wanted).sum())
 
 
+@pytest.mark.longer
 def test_the_integer_product_is_that_of_the_rounded_values(layer):
     x, w = layer
     order = outlier_order(jnp.abs(x).mean(0))
