@@ -185,8 +185,8 @@ def accept_drafts(
       mode: how tokens are sampled.
 
     Returns:
-      The token after each token, of which those up to the first that is no accepted draft are valid; and the number
-      of accepted drafts.
+      The next token after each token, valid up to and including the first that is not an accepted draft; and the
+      number of accepted drafts.
     """
     lines, width, vocabulary = logits.shape
     offset = jnp.arange(width) - (width - counts[:, None])

@@ -342,7 +342,7 @@ def page_bytes(model: ModelOnMesh, page_size: int) -> int:
         made = jax.eval_shape(make, model.params, model.non_params)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
 
-    return total(2) - total(1)  # without what all pages share
+    return total(2) - total(1)  # the difference leaves out what is allocated once for all pages
 
 
 def make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: int, page_size: int) -> Pages:

@@ -125,9 +125,9 @@ def product_kernel(x, q, scales, out, plan: tl.constexpr):
 
 @triton.jit
 def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
-    """Compute `product_kernel` with the inputs of a block divided among the warps of a program, whose sums it adds.
+    """Compute the same as `product_kernel`; the warps of a program divide the inputs, and their sums are added.
 
-    Each slice of a range belongs to warps of its own, which wait for no others before the end.
+    Each slice of the inputs belongs to warps of its own, which do not wait for the others before the end.
     """
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves
