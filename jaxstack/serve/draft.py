@@ -31,7 +31,7 @@ from jaxstack.serve.step import (
 )
 
 _GUESS, _ACCEPT = 1 << 29, 1 << 30
-"""Added to a token's number, so that its draft and its acceptance have random numbers of their own."""
+"""Added to a token's number, so that drafting and accepting it use random numbers of their own."""
 
 
 class DraftPrograms:

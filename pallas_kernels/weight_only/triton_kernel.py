@@ -5,9 +5,9 @@
 import triton
 import triton.language as tl
 
-# Each widens four bytes, as one register, to bfloat16, in two registers of two values. A byte b, or half of it, becomes
-# the lowest bits of a bfloat16 from 128 to 255 (high byte 0x43), whose neighbours differ by 1. Exact; the conversions
-# that the compiler would use are an instruction of lower rate for each value.
+# Each converts the four bytes of a register, or one half of each byte, to bfloat16: two registers of two values. The
+# bits become the lowest ones of a bfloat16 with the high byte 0x43, from 128 to 255, where neighbouring values differ
+# by 1; then a constant is subtracted. That is exact. The compiler would use a conversion of lower rate for each value.
 _BYTE = tl.constexpr("""
 {
 .reg .b32 a, b, c, d;
