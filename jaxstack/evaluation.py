@@ -30,7 +30,7 @@ class HeldOutData(Protocol):
     def held_out_batches(
         self, *, batch_size: int, rows: Sequence[int] | np.ndarray, max_tokens: int | None
     ) -> Iterator[HostBatch]:
-        """Yield the rows `rows` of all held-out batches, or of those up to `max_tokens` tokens."""
+        """Yield these rows of each held-out batch; `max_tokens` limits the number of tokens over all batches."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 The train state has a leading dim [islands], split over the mesh axis of that name. A step runs in a `shard_map` that
 is manual over this axis alone, so that no collective of it connects two islands. The exchanges between islands are
-programs of their own; those of an `OverlappedExchange` contain the step that they run beside.
+programs of their own; that of an `OverlappedExchange` also contains the train step that it overlaps with.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from jaxstack.step import Metrics, StepFunctions, StepProgram
 from jaxstack.trainer import Trainer
 
 Communicate = Callable[[Dict, OuterState], tuple[Dict, OuterState]]
-"""Returns an island's trained parameters and the method's state after an exchange, inside the `shard_map`."""
+"""(trained parameters of an island, state of the method) -> both after an exchange. Runs inside the `shard_map`."""
 
 _WHOLE, _OWN = PartitionSpec(), PartitionSpec(ISLANDS)
 _OWN_FIELDS = ("params", "non_params", "optimizer", "skipped", "history")
@@ -54,7 +54,7 @@ class IslandSteps(StepFunctions):
         return _map_own(one, state)
 
     def beside(self, exchange: OverlappedExchange, phase: int) -> "IslandSteps":
-        """Return the steps beside which an exchange communicates."""
+        """Return a copy whose train step also runs the communication of this exchange."""
         other = copy.copy(self)
         other._beside = exchange, phase
         return other
@@ -69,7 +69,7 @@ class IslandSteps(StepFunctions):
         return self._on_each(own, (_SPECS, _OWN), (_SPECS, _OWN))(state, dict(batch))
 
     def _own_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one step of this island, and communicate beside it."""
+        """Take one step of this island, with the communication that overlaps with it, if any."""
         key = jax.random.fold_in(state.key, jax.lax.axis_index(ISLANDS))
         new, metrics = super().train_step(state._replace(key=key), batch)
         new = new._replace(key=state.key, outer=state.outer)
@@ -84,7 +84,7 @@ class IslandSteps(StepFunctions):
         return new._replace(params=params, outer=outer), metrics
 
     def exchange(self, communicate: Communicate, state: TrainState) -> TrainState:
-        """Return the state with what `communicate` makes of the trained parameters and the method's state."""
+        """Apply `communicate` to the trained parameters and the method's state of each island; return the new state."""
 
         def own(state: TrainState) -> TrainState:
             state = _map_own(lambda x: x[0], state)
@@ -118,10 +118,10 @@ class IslandSteps(StepFunctions):
 class IslandTrainer(Trainer):
     """A `Trainer` whose mesh has the axis `islands`.
 
-    Evaluation, and what checkpoints hold for generation, export and other runs, is the mean of the islands' parameters.
+    Evaluation uses the mean of the islands' parameters. Checkpoints hold it too, for generation, export and other runs.
 
     Args:
-      islands: how the islands are kept together.
+      islands: the method that keeps the islands together.
       arguments, settings: those of `Trainer`. A pipeline, `train.batch_ramp` and modules with compressed weights or a
         teacher are not supported.
 
@@ -152,7 +152,7 @@ class IslandTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """The communication between islands.
+        """The exchange of the method, built for this number of islands.
 
         Raises:
           ConfigError: the method does not suit the number of islands.
@@ -211,9 +211,9 @@ class IslandTrainer(Trainer):
 
     @property
     def stored_state(self) -> TrainState:
-        """The state as checkpoints hold it: `params` and `non_params` are means over islands, as those of other runs.
+        """The state as checkpoints hold it: `params` and `non_params` are means over islands, as of other runs.
 
-        Those of each island are in `outer.own`.
+        Each island's own values are in `outer.own`.
         """
         params, non_params, _ = self._compiled_mean(self.state)
         return _with_means(self.state, params, non_params)
@@ -334,7 +334,7 @@ def _per_island(x: jax.Array) -> np.ndarray:
 
 
 def _with_means(state: TrainState, params: Any, non_params: Any) -> TrainState:
-    """Return the state as checkpoints hold it: with these params and non_params, and those of each island elsewhere."""
+    """Return the state as checkpoints hold it: with these params and non_params, and each island's in `outer.own`."""
     own = {**state.outer.own, "params": state.params, "non_params": state.non_params}
     return state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
 

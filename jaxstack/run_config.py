@@ -196,7 +196,7 @@ class RunConfig(Component):
 
     @property
     def one_island(self) -> "RunConfig":
-        """The run of one island alone: its devices, and its part of the batch; without islands the run itself."""
+        """Configuration of one island by itself, with its devices and part of the batch; without islands, `self`."""
         count, simulated = self.parallel.islands, self.parallel.simulate_devices
         if count == 1:
             return self

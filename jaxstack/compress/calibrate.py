@@ -24,7 +24,7 @@ from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, logical_axis_rules
 
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "gate_proj": "up_proj"}
-"""Dense layers whose input is that of another dense layer of their module."""
+"""Dense layer -> the dense layer of the same module that has the same input and is measured for both."""
 SUBLAYER_INPUT: dict[Sublayer, str] = {"attention": "attention/q_proj", "mlp": "mlp/up_proj"}
 """Sublayer -> dense layer that has the sublayer's own input."""
 

@@ -22,15 +22,15 @@ from pallas_kernels.low_bits.block_float import block_exponents, round_to_steps
 from pallas_kernels.weight_only.formats import powers_of_two
 
 BLOCK = 64
-"""Values that share a power of two; where they do not divide a dim, the largest common divisor of both."""
+"""Values that share a power of two; if this does not divide a dim, blocks have their greatest common divisor."""
 _BITS = 8
 _FRACTION_BITS = 5
 _ONE_BITS = 15
-"""Bits after the point of exponents of the softmax, and of its exponentials."""
+"""Fractional bits of the exponents in the softmax (`_FRACTION_BITS`), and of its exponentials (`_ONE_BITS`)."""
 
 
 def encode_blocks(x: Float[Array, "*rows K"], bits: int = _BITS) -> tuple[Int[Array, "*rows K"], Int[Array, "*rows n"]]:
-    """Return integers, int8, and the exponents of the steps of their blocks along the last dim, int8."""
+    """Return x as int8 integers, and for each block along the last dim the int8 exponent of its power of two."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, math.gcd(BLOCK, x.shape[-1]))
     exponents = block_exponents(jnp.abs(blocks).max(-1), bits)
     return round_to_steps(blocks, exponents[..., None], bits).reshape(x.shape), exponents
@@ -49,7 +49,7 @@ def integer_matmul(
     w: Int[Array, "N K"],
     w_exponents: Int[Array, "N n"],
 ) -> Float[Array, "M N"]:
-    """Return the product with the transpose of w: int8 dots with int32 sums for each block, shifted and added.
+    """Return q @ w.T of block-scaled integers: an int8 dot with int32 sums for each block, scaled and added in float32.
 
     Args:
       q, exponents: from `encode_blocks`.

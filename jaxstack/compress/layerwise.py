@@ -38,8 +38,8 @@ class LayerwiseResult:
     """The weights that compression changed, and its errors.
 
     Attributes:
-      weights: changed weights by path, such as `decoder/layers/3/mlp/down_proj/kernel` with the number of the model's
-        layer: compressed weights (dense ones in the shape of the parameter), and others that a method replaced beside
+      weights: changed weights by path, with the layer's number, such as `decoder/layers/3/mlp/down_proj/kernel`: the
+        compressed weights (pruned ones as arrays in the shape of the parameter), and others that a method changed with
         them, such as the scales of norms.
       output_errors: relative squared error of the output of each compressed matrix, |W' X - W X|^2 / |W X|^2 over the
         calibration inputs X; only of matrices whose method measures the Hessian.

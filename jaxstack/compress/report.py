@@ -125,7 +125,7 @@ def _cells(report: CompressionReport, layer: str, rows: Sequence[WeightRow]) -> 
 
 
 def _mean_error(rows: Sequence[WeightRow]) -> float:
-    """Return the mean of the weights' relative errors, by their number of weights."""
+    """Return the mean of the relative errors, weighted by the matrices' sizes."""
     sizes = [math.prod(row.shape) for row in rows]
     return sum(size * row.error for size, row in zip(sizes, rows, strict=True)) / sum(sizes)
 

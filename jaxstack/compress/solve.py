@@ -93,9 +93,9 @@ def factorize(hessian: Float[Array, "in in"], damping: float = DAMPING) -> Facto
 def sweep(
     w: Float[Array, "out in"], upper: Float[Array, "in in"], rule: Rule, data: Any, columns: int = BLOCK
 ) -> Float[Array, "out in"]:
-    """Return the weights that `rule` chooses column by column, each column corrected for the errors before it.
+    """Return the weights that `rule` chooses column by column; each column is first corrected for earlier errors.
 
-    The rows of w are independent of each other as far as the rule is, so they may be sharded.
+    The rows of w may be sharded: a row depends on others only where the rule compares rows.
 
     Args:
       w: weights, float32.

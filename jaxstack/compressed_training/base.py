@@ -18,8 +18,8 @@ Stored: TypeAlias = Any
 class WeightRule(PathRule):
     """Base of the rules of `compression.rules`. A subclass has its own file, and is listed in `config.METHODS`.
 
-    The train state stores the float32 weight; a step computes with what `use` makes of it, and an export has what
-    `export` makes of it. Most methods only implement `compress`.
+    The train state stores the float32 weight; a step computes with the result of `use`, and an export contains that of
+    `export`. Most methods only implement `compress`.
     """
 
     one_by_one: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class WeightRule(PathRule):
         return w
 
     def choices(self, layout: MatrixLayout) -> int:
-        """Return the range of the random integer that a train step draws for `use`, from 0; 0: it draws none."""
+        """Return the number of random choices that `use` has for this weight; 0: it makes none."""
         del layout
         return 0
 
@@ -63,13 +63,14 @@ class WeightRule(PathRule):
         Args:
           stored: what the train state holds.
           layout: the weight as matrices.
-          choice: the draw among `choices`; outside of their range if the step drew another weight's. None: no draw.
+          choice: random integer from 0 to `choices` - 1; outside of this range if the step has drawn for another
+            weight; None if nothing was drawn.
         """
         del choice
         return layout.map(lambda w: self.compress(w, train=True), stored, one_by_one=self.one_by_one)
 
     def export(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
-        """Return the compressed weight that evaluation and export have."""
+        """Return the compressed weight that evaluation and export use."""
         return layout.map(lambda w: self.compress(w, train=False), stored, one_by_one=self.one_by_one)
 
     def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:

@@ -84,8 +84,8 @@ def _backward(settings: Clustering, rounded: jax.Array, gradient: jax.Array) -> 
     patterns = patterns_of(rounded)
     values, counts = jnp.asarray(_VALUES), count_patterns(patterns)
     totals = jnp.zeros(PATTERNS).at[patterns].add(gradient)
-    # A weight acts on its own mean, and through the centroids on all. The first is elementwise in the table; the second
-    # is the same for all weights of one pattern.
+    # A weight changes its own mean directly, and all means through the centroids. The first part is elementwise in the
+    # table of values; the second is the same for all weights of one pattern.
     _, own = jax.jvp(lambda x: _means(x, values, counts, settings), (values,), (jnp.ones_like(values),))
     (shared,) = jax.vjp(lambda data: _means(values, data, counts, settings), values)[1](totals)
     shared = shared / jnp.maximum(counts, 1.0)

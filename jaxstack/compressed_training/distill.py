@@ -1,7 +1,7 @@
 """Distillation: a student learns from the text and from a teacher's predictions (Hinton et al. 2015, arXiv:1503.02531).
 
 The loss is (1 - alpha) CE + alpha T^2 KL(teacher || student), with both softmaxes at temperature T in the divergence.
-The teacher is a part of the student's module, as `teacher`, so that it is sharded and gathered as every weight; its
+The teacher is a part of the student's module, as `teacher`, so that it is sharded and gathered like any weight; its
 parameters are frozen, and no checkpoint holds them.
 """
 

@@ -53,14 +53,14 @@ class MatrixLayout:
 
     @property
     def matrix_axes(self) -> tuple[tuple[str | None, ...], str | None, str | None]:
-        """Logical axes of the stack's dims, of the outputs and of the inputs: of the first of several merged dims."""
+        """Logical axes of the stack's dims, of the outputs and of the inputs; of merged dims, the first one's axis."""
         axes = self.axes or (None,) * len(self.shape)
         first, second = axes[self.stack], axes[self._cut]
         return axes[: self.stack], *((first, second) if self.outputs_first else (second, first))
 
     @property
     def _cut(self) -> int:
-        """First dim of the second of the two groups of dims, outputs and inputs in their stored order."""
+        """Index of the dim where the second group begins; the groups are outputs and inputs, as they are stored."""
         return len(self.shape) - self.inputs if self.outputs_first else self.stack + self.inputs
 
     @property

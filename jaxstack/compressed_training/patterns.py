@@ -33,7 +33,7 @@ def count_patterns(patterns: Int[Array, "*dims"]) -> Float[Array, "65536"]:
 def quantiles(
     values: Float[np.ndarray, "65536"], counts: Float[Array, "65536"], shares: Float[Array, " n"]
 ) -> Float[Array, " n"]:
-    """Return the values below which these shares of all weights are."""
+    """Return for each share the smallest value that at least this share of all weights does not exceed."""
     order = np.argsort(values, kind="stable")
     cumulative = jnp.cumsum(counts[order])
     return jnp.asarray(values[order])[jnp.searchsorted(cumulative, shares * cumulative[-1])]

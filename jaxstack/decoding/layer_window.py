@@ -42,7 +42,7 @@ class StoredWeights(Protocol):
 
 
 class WeightWindow:
-    """The weights of parts of a model, in turns, of which a few are in device memory at a time.
+    """Reads the parts of a model's weights ahead, in a cycle, and keeps only a few of them in device memory.
 
     Args:
       count: number of parts; after the last comes the first again.
@@ -63,7 +63,7 @@ class WeightWindow:
         """Return the weights of the next part, as soon as they are read.
 
         Raises:
-          Exception: that of the read, if it failed.
+          Exception: the error of the read, if it failed.
         """
         number, self._next = self._next, (self._next + 1) % self._count
         if number < len(self._parts):
@@ -229,7 +229,7 @@ class WindowDecoder(Decoder):
         *,
         index: int,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """Run one layer; `index` is a layer of its structure."""
+        """Run a layer with these weights; `index` is the number of a layer with the same structure."""
         layers = {**self.params["decoder"]["layers"], str(index): weights}
         with logical_axis_rules(self.rules):
             model = self._merge({"decoder": {**self.params["decoder"], "layers": layers}})

@@ -15,7 +15,7 @@ from jaxstack.models.norm import NORMS, RMSNorm, head_norm
 from jaxstack.models.rope import rope_frequencies
 
 _POSITIONS_PER_RUN = 1024
-"""Length of a run, as in `jaxstack.models.rope`: the whole turns of a run are removed beforehand, in float64."""
+"""The angle of a run of so many positions is reduced modulo 2 pi in float64, as in `jaxstack.models.rope`."""
 _HIDDEN = float(np.finfo(np.float32).min)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers for the page: bytes, and byte-level BPE as GPT-2, Llama 3, Qwen and jaxstack's own have it."""
+"""Tokenizers for the web page: bytes, and byte-level BPE as in GPT-2, Llama 3, Qwen and jaxstack itself."""
 
 import json
 from typing import Any

@@ -96,7 +96,7 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class Text:
-    """The tokenizer beside the model, if it is of bytes or the package tokenizers is installed."""
+    """The tokenizer next to the model: that of tokenizer.json, for the package tokenizers, or else UTF-8 bytes."""
 
     def __init__(self, folder: Path):
         self._model: Any = None

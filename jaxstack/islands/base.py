@@ -14,11 +14,11 @@ from pydantic import Field
 from jaxstack.config.base import Component
 
 Dict = dict[str, Any]
-"""Nested dicts with arrays, or something for each array, as leaves."""
+"""Nested dicts whose leaves are arrays, or one value for each array, such as its shape."""
 
 
 class OuterState(NamedTuple):
-    """State of a method, in addition to the islands' parameters. Both are {} for a method without state."""
+    """State of a method in addition to the islands' parameters; both fields are {} for a method without state."""
 
     shared: Dict
     """Arrays that are equal on all islands."""
@@ -27,40 +27,45 @@ class OuterState(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Communication of a method, for one run. Exchanges take turns in `phases` kinds, each a program of its own."""
+    """The communication of a method in one run.
+
+    A method may have several kinds of exchange, called phases, such as one for each part of the model. Each phase is
+    compiled to a program of its own.
+    """
 
     phases: int
-    """Number of kinds of exchange."""
+    """Number of phases, which are counted from 0."""
 
     def init(self, params: Dict) -> OuterState:
         """Return the state at the start of a run, from the trained parameters, which are equal on all islands."""
         ...
 
     def due(self, step: int) -> int | None:
-        """Return the phase of the exchange that follows this step, counted from 1; None: there is none."""
+        """Return the phase of the exchange that follows train step `step` (the first is 1); None if none follows."""
         ...
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the parameters and the state after an exchange."""
+        """Return the parameters and the state after an exchange of this phase."""
         ...
 
 
 @runtime_checkable
 class OverlappedExchange(Exchange, Protocol):
-    """An exchange whose communication runs beside the next step, on the parameters before it.
+    """An exchange whose communication overlaps with the next train step.
 
-    `send` and `merge` in place of a call; `merge` follows `delay` steps after the step that the exchange is due at.
+    `send` and `merge` take the place of the call. `send` communicates the parameters from before that step while the
+    step computes. `merge` runs `delay` steps after the step for which `due` returned the phase.
     """
 
     delay: int
-    """Number of steps, at least 1."""
+    """Steps from `send` to `merge`, at least 1; with 1, `merge` follows the step that `send` overlaps with."""
 
     def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Return the state after the communication, from the parameters before the step that runs beside it."""
+        """Communicate, given the parameters from before the step that runs at the same time; return the new state."""
         ...
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Return the parameters after the result has arrived. Communicates nothing."""
+        """Return the parameters with the result of `send` merged into them; no communication."""
         ...
 
 
@@ -71,7 +76,7 @@ class IslandMethod(Component):
     """Steps from one exchange of the parameters to the next."""
 
     def problem(self, islands: int) -> str | None:
-        """Return why the method cannot be used with this number of islands, and a way out; None if it can."""
+        """Return why the method cannot be used with this number of islands, and what helps; None if it can."""
         del islands
         return None
 

@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): an outer optimizer steps along the islands' mean progress."""
+"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): an outer optimizer applies the islands' mean change."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from jaxstack.islands.reduction import Reduction, make_reduction
 
 
 class OuterSGD(IslandMethod):
-    """Settings of the outer optimizer: SGD with Nesterov momentum on what the islands have moved by since they met."""
+    """Settings of the outer optimizer: SGD with Nesterov momentum on the islands' mean change between exchanges."""
 
     outer_learning_rate: float = Field(default=0.7, gt=0)
     """Factor of the islands' mean progress; 1 without momentum is local SGD."""
@@ -32,7 +32,7 @@ class OuterSGD(IslandMethod):
 
 
 class DiLoCo(OuterSGD):
-    """All islands start from the same parameters after each exchange; their optimizers' moments stay their own."""
+    """After each exchange all islands have the same parameters; each keeps its own optimizer state."""
 
     name: Literal["diloco"] = "diloco"
     compression: Literal["none", "int8", "powersgd"] = "none"
@@ -46,7 +46,7 @@ class DiLoCo(OuterSGD):
 
 
 class DiLoCoExchange:
-    """The exchange of DiLoCo. The state holds `anchor` and `velocity`, and what the reduction keeps.
+    """The exchange of DiLoCo. The state holds `anchor`, `velocity`, and the entries of the reduction.
 
     Args:
       settings: interval and outer optimizer.
@@ -65,7 +65,7 @@ class DiLoCoExchange:
         return OuterState({"anchor": params, "velocity": velocity, **kept.shared}, kept.own)
 
     def due(self, step: int) -> int | None:
-        """Return 0 after every so many steps."""
+        """Return phase 0 if an exchange follows this step, otherwise None."""
         return None if step % self._settings.every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:

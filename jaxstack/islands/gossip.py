@@ -35,7 +35,7 @@ class Gossip(IslandMethod):
 
 
 def mixing_weights(graph: str, islands: int) -> list[Weights]:
-    """Return the weights of each exchange in turn; those of every island and exchange sum to 1."""
+    """Return the weights of each phase. In each phase the weights of an island and its neighbours sum to 1."""
     if graph == "ring":
         return [((0, 1 / 3), (1, 1 / 3), (-1, 1 / 3)) if islands > 2 else ((0, 0.5), (1, 0.5))]
     return [((0, 0.5), (1 << turn, 0.5)) for turn in range(islands.bit_length() - 1)]
@@ -50,12 +50,12 @@ def mixing_matrix(weights: Weights, islands: int) -> np.ndarray:
 
 
 class GossipExchange:
-    """The exchange of gossip: a permute of the parameters for each neighbour.
+    """The exchange of gossip: one collective permute of the parameters for each neighbour.
 
     Args:
       every: steps between two exchanges.
       islands: number of islands.
-      weights: of each exchange in turn.
+      weights: of each phase, from `mixing_weights`; the phases take turns.
     """
 
     def __init__(self, every: int, islands: int, weights: list[Weights]):
@@ -67,7 +67,7 @@ class GossipExchange:
         return OuterState({}, {})
 
     def due(self, step: int) -> int | None:
-        """Return the index of the weights after every so many steps."""
+        """Return the index of the weights for the exchange that follows this step; None if none follows."""
         return None if step % self._every else (step // self._every - 1) % self.phases
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:

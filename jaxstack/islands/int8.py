@@ -13,9 +13,9 @@ _LARGEST = 127
 class Int8Mean:
     """Mean of arrays over islands. Each value crosses the link twice as one byte, however many islands there are.
 
-    An array is cut along its longest dim that the number of islands divides; each island averages one piece of it. A
-    row (along the last dim) has one float32 scale, so that a value is rounded by at most 1/254 of the largest of its
-    row, once on each way. Vectors, and arrays that cannot be cut, are averaged in float32.
+    An array is cut along its longest dim, except for the last one, that the number of islands divides; each island
+    averages one piece of it. A row (along the last dim) has one float32 scale, so that a value is rounded by at most
+    1/254 of the largest of its row, once on each way. Vectors, and arrays that cannot be cut, are averaged in float32.
 
     Args:
       islands: number of islands.

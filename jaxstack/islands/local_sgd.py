@@ -10,7 +10,7 @@ from jaxstack.parallel.config import ISLANDS
 
 
 class LocalSGD(IslandMethod):
-    """The mean of the parameters every so many steps, without any further state."""
+    """Replaces the parameters by their mean every `every` steps, without any further state."""
 
     name: Literal["local_sgd"] = "local_sgd"
 
@@ -35,7 +35,7 @@ class MeanExchange:
         return OuterState({}, {})
 
     def due(self, step: int) -> int | None:
-        """Return 0 after every so many steps."""
+        """Return phase 0 if an exchange follows this step, otherwise None."""
         return None if step % self._every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:

@@ -37,8 +37,8 @@ class MatrixShape(NamedTuple):
 class PowerSGD:
     """Mean of matrices over islands by factors P [m, r] and Q [n, r], with error feedback.
 
-    Each island adds to its matrix what the factors left out last time (`error`). The factors begin where they were at
-    the last exchange (`factors`). Vectors, and matrices that are not larger than their factors, are averaged exactly.
+    Each island adds to its matrix what the factors left out last time (`error`). An exchange starts from the
+    Q of the last one (`factors`). Vectors, and matrices that are not larger than their factors, are averaged exactly.
 
     Args:
       rank: r.

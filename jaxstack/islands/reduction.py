@@ -1,4 +1,4 @@
-"""The mean over islands, of what each of them has moved by: in float32, or compressed."""
+"""Means over islands of their parameter changes, exact or compressed."""
 
 from typing import Protocol
 
@@ -11,14 +11,14 @@ from jaxstack.parallel.config import ISLANDS
 
 
 class Reduction(Protocol):
-    """A mean over islands, which may keep state of its own beside others'."""
+    """A mean over islands, which may have entries of its own in the method's state."""
 
     def init(self, tree: Dict) -> OuterState:
-        """Return the state at the start, for trees with arrays of these shapes."""
+        """Return its entries at the start of a run, for trees with arrays of these shapes."""
         ...
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean, equal on all islands, and the state with new entries of its own."""
+        """Return the mean, equal on all islands, and the state with its entries updated."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512): a part of the layers at a time, beside the next step."""
+"""Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512): exchanges a few layers at a time, during a step."""
 
 import math
 import re
@@ -19,9 +19,9 @@ _LAYER = re.compile(r"(?:^|/)(\d+)(?:/|$)")
 
 
 class StreamingDiLoCo(OuterSGD):
-    """DiLoCo whose fragments of the model are exchanged in turn, each once in `every` steps.
+    """DiLoCo that exchanges fragments of the model in turn, each once every `every` steps.
 
-    The communication of a fragment runs beside the step that follows, and its result is merged later.
+    The communication of a fragment overlaps with the next train step, and its result is merged later.
     """
 
     name: Literal["streaming"] = "streaming"
@@ -66,7 +66,7 @@ class StreamingExchange:
         return OuterState({"anchor": params, "velocity": jax.tree.map(jnp.zeros_like, params)}, {})
 
     def due(self, step: int) -> int | None:
-        """Return the fragment that is sent beside the next step, if there is one."""
+        """Return the fragment whose communication overlaps with the next step; None if there is none."""
         every, count = self._settings.every, self.phases
         starts = {fragment * every // count: fragment for fragment in range(count)}
         return starts.get(step % every)

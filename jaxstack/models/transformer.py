@@ -306,7 +306,7 @@ class Transformer(nnx.Module):
         return shard_residual(self._scale_and_place(vectors.astype(self.dtype), context))
 
     def leave(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return the head's input for the residual stream that leaves the last layer."""
+        """Return the input of the head: the final norm of the residual stream after the last layer."""
         with jax.named_scope("final_norm"):
             x = shard_residual(self.final_norm(x))
         return shard(x, "batch", "length", "act_embed")

@@ -53,7 +53,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """End a running trace, including one of a run that ends inside the window."""
+        """End the trace if it is running, also where the run ends before the last step to trace."""
         if self.active:
             self.active = False
             jax.profiler.stop_trace()

@@ -31,7 +31,7 @@ from jaxstack.serve.step import (
 )
 
 _GUESS, _ACCEPT = 1 << 29, 1 << 30
-"""Added to a token's number, so that its draft and its acceptance have random numbers of their own."""
+"""Added to a token's number, so that drafting and accepting it use random numbers of their own."""
 
 
 class DraftPrograms:
@@ -185,8 +185,8 @@ def accept_drafts(
       mode: how tokens are sampled.
 
     Returns:
-      The token after each token, of which those up to the first that is no accepted draft are valid; and the number
-      of accepted drafts.
+      The next token after each token, valid up to and including the first that is not an accepted draft; and the
+      number of accepted drafts.
     """
     lines, width, vocabulary = logits.shape
     offset = jnp.arange(width) - (width - counts[:, None])

@@ -33,9 +33,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True, None),
     "modalities": (["text"], None),
 }
-"""Fields of other servers that this one does not support, with the values that ask for nothing."""
+"""Fields of other servers that are not supported here, with the values that are accepted: those that do nothing."""
 _IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
-"""Fields that change no answer."""
+"""Fields that are accepted and ignored, because they do not change the answer."""
 
 
 class StreamOptions(Component):

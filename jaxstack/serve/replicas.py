@@ -111,6 +111,6 @@ def _part_on(x: jax.Array, mesh: Mesh) -> jax.Array:
     spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else jax.P()
     devices = set(mesh.devices.flat)
     shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
-    if not shards:  # on one device, such as the variables of a model without any
+    if not shards:  # x is on a single device outside of this mesh
         return jax.device_put(x, NamedSharding(mesh, spec))
     return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), shards)

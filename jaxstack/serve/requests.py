@@ -54,7 +54,7 @@ class Times:
 
     submitted: float = dataclasses.field(default_factory=time.perf_counter)
     started: float | None = None
-    """It got a slot."""
+    """When the request got a slot."""
     first_token: float | None = None
     newest_token: float | None = None
 

@@ -56,7 +56,7 @@ class Runner:
 
     @property
     def most_steps(self) -> int:
-        """Largest number of steps that a plan should have, by the duration of the newest ones."""
+        """Largest number of decode steps that a plan should have, given how long recent steps took."""
         return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
 
     def warm_up(self, shapes: Sequence[ChunkShape]) -> None:

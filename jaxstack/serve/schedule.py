@@ -88,8 +88,8 @@ class Row:
     """The tokens of one sequence that a step computes.
 
     Attributes:
-      start, count: positions of the tokens: `count` of them from `start`, in one step or, of a decoded row without
-        drafts, in as many steps.
+      start, count: the tokens have the positions from `start` to `start + count - 1`. One step computes all of them;
+        only a decoded row without drafts has one token in each of `count` steps.
       index: number in the answer of the token that is sampled after them; None: none is.
       drafts: guesses of the tokens after the newest one, which are among the `count` tokens; -1 for each that a draft
         model makes on the device.
@@ -137,10 +137,10 @@ class Scheduler:
       context: token limit of a request.
       chunk: prompt tokens per step.
       pool: the pages.
-      draft_tokens: largest number of guesses of a step. With guesses, and for a request with a constraint, a step is
-        planned only when the tokens before it are known.
-      draft_model: a draft model makes the guesses. Then their number does not depend on other requests, because the
-        sampled tokens depend on it.
+      draft_tokens: largest number of draft tokens per request and step. With drafts, or for a request with a
+        constraint, a step is planned only when the tokens before it are known.
+      draft_model: a draft model makes the drafts. Their number then does not depend on other requests, because the
+        sampled tokens depend on their number.
 
     Attributes:
       decode_steps: largest number of steps of a plan without prompt chunks; may be changed at any time.

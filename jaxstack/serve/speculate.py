@@ -8,7 +8,7 @@ as without drafts, greedy or sampled.
 from collections.abc import Sequence
 
 _LENGTHS = (3, 2)
-"""Numbers of newest tokens that are looked up, the first that is found counts."""
+"""Lengths of the newest n-gram to look up, in this order; the first that is found is used."""
 
 
 class NGrams:

@@ -139,8 +139,8 @@ class Programs:
           tokens: ids of the chunks, each at the end of its row.
           mode: how tokens are sampled.
           mask: allowed tokens of all samples, see `Constraint.fill_mask`; None: all tokens are.
-          drafted: newest token and drafts of each decoded row, at its end, with one sample after each; None: the newest
-            token of its slot.
+          drafted: newest token and drafts of each decoded row, at its end; a token is sampled after each of them. None:
+            a row has the newest token of its slot, and one sample.
         """
         with jax.set_mesh(self.model.rules.mesh):
             logits = self.forward(rows, chunks, tokens, drafted)
@@ -342,7 +342,7 @@ def page_bytes(model: ModelOnMesh, page_size: int) -> int:
         made = jax.eval_shape(make, model.params, model.non_params)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
 
-    return total(2) - total(1)  # without what all pages share
+    return total(2) - total(1)  # the difference leaves out what is allocated once for all pages
 
 
 def make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: int, page_size: int) -> Pages:

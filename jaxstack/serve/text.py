@@ -20,7 +20,7 @@ class ChatFormatter:
 
     Attributes:
       stop_tokens: ids that end an answer in this template.
-      stop: texts that end an answer in this template, if they are no single ids.
+      stop: texts that end an answer in this template, if they are not single tokens.
 
     Raises:
       ConfigError: there is no such template, or jinja2 is not installed.

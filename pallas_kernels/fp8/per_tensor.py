@@ -44,7 +44,7 @@ States = tuple[jax.Array | None, ...]
 
 
 class WeightResiduals(NamedTuple):
-    """Residuals of a matmul that belong to its weight."""
+    """What the backward pass of a matmul needs of its weight."""
 
     weight: Quantized
     state: jax.Array | None

@@ -111,7 +111,7 @@ class _InterpretedAccumulator:
 
 
 def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False) -> Result:
-    """Run `body` with one accumulator for each of `starts`, and return its result.
+    """Run `body` with one accumulator for each entry of `starts`, and return its result.
 
     Args:
         body: Takes as many `Accumulator`s as there are starts; they live in registers until it returns.
@@ -168,7 +168,7 @@ def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> ja
 def multiply_two(
     shape: tuple[int, int], start: Callable[[Accumulator, Accumulator], None], first: Callable[[jax.Array], First]
 ) -> tuple[First, jax.Array]:
-    """Return first(value of the first product), computed while the second product runs, and the second's value.
+    """Compute two products; return `first` of the first one, computed while the second runs, and the second one.
 
     Args:
         shape: Shape of both products.

@@ -1,4 +1,4 @@
-"""Gather of host rows by the CPU, called back from the device's program."""
+"""Gather of host rows on the CPU, in a `jax.pure_callback` of the device's program."""
 
 import jax
 import numpy as np

@@ -1,6 +1,6 @@
 """Rounding of weights to integers with one scale for each group of inputs.
 
-Weights are matrices [out, in], as compressed-tensors stores them; groups are runs of `in`.
+Weights are matrices [out, in], as compressed-tensors stores them; a group is a run of consecutive inputs of a row.
 """
 
 import dataclasses
@@ -66,6 +66,6 @@ class Grid:
         return q.astype(jnp.float32) * jnp.repeat(scales, q.shape[1] // scales.shape[1], axis=1)
 
     def round(self, w: Float[Array, "out in"]) -> Float[Array, "out in"]:
-        """Return the nearest values of the grid with the scales of w, in float32 (round to nearest, RTN)."""
+        """Return w rounded to the nearest values of the grid with the scales of w, in float32 (RTN)."""
         scales = self.scales(w)
         return self.dequantize(self.quantize(w, scales), scales)

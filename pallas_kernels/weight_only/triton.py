@@ -2,8 +2,9 @@
 
 At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
-the scale of a group to a partial sum. Integers of up to 4 bits, of which each byte holds two neighbours, are not
-interleaved: the low halves meet the activations at even places, the high halves those at odd ones.
+the scale of a group to a partial sum. With integers of up to 4 bits each byte holds two
+neighbours, which are not put back into the order of the row: the low halves are multiplied by the activations with even
+indices, the high halves by those with odd ones.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ class Tile:
             own.
         warps: warps of a program.
         stages: steps whose loads are under way at once.
-        assembly: whether integers are converted by instructions of our own, which exist for bfloat16.
+        assembly: whether inline assembly converts the integers; it exists for bfloat16 only.
     """
 
     block_out: int
@@ -56,8 +57,8 @@ class ProductPlan:
     Attributes:
         rows: rows of x.
         inputs, outputs: dims of the matrix.
-        halves: integers of a byte.
-        groups: scales of an output.
+        halves: integers per byte.
+        groups: scales per output.
         tile: see `Tile`.
     """
 
@@ -150,9 +151,9 @@ def stored_bits(request: PackedMatmulRequest) -> int:
 def default_tile(outputs: int, inputs: int, groups: int, rows: int) -> Tile:
     """Return a tile for a product that is not in `MEASURED`.
 
-    Up to 16 rows the inputs of a program are divided among its warps, so that few outputs a program suffice to read at
-    the speed of the memory, and no second kernel adds sums. With more rows the activations of so many slices would not
-    fit into shared memory.
+    Up to 16 rows the inputs of a program are divided among its warps. A program then needs few outputs to read at the
+    speed of the memory, and no second kernel has to add partial sums. With more rows the activations of so many slices
+    would not fit into shared memory.
     """
     largest = inputs if groups == 1 else inputs // groups
     block_in = next(size for size in (128, 64, 32) if largest % size == 0)
@@ -195,7 +196,7 @@ def tile_problem(plan: ProductPlan) -> str | None:
 
 
 def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Array, "rows out"]:
-    """Return x times the transposed packed matrix; its gradients are those of XLA's form."""
+    """Return x times the transposed packed matrix; its gradients are those of the XLA backend."""
     return _product(request.out_dtype, request.target, tile, request.x, request.weight)
 
 

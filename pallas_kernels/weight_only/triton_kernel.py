@@ -5,9 +5,9 @@
 import triton
 import triton.language as tl
 
-# Each widens four bytes, as one register, to bfloat16, in two registers of two values. A byte b, or half of it, becomes
-# the lowest bits of a bfloat16 from 128 to 255 (high byte 0x43), whose neighbours differ by 1. Exact; the conversions
-# that the compiler would use are an instruction of lower rate for each value.
+# Each converts the four bytes of a register, or one half of each byte, to bfloat16: two registers of two values. The
+# bits become the lowest ones of a bfloat16 with the high byte 0x43, from 128 to 255, where neighbouring values differ
+# by 1; then a constant is subtracted. That is exact. The compiler would use a conversion of lower rate for each value.
 _BYTE = tl.constexpr("""
 {
 .reg .b32 a, b, c, d;
@@ -125,9 +125,9 @@ def product_kernel(x, q, scales, out, plan: tl.constexpr):
 
 @triton.jit
 def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
-    """Compute `product_kernel` with the inputs of a block divided among the warps of a program, whose sums it adds.
+    """Compute the same as `product_kernel`; the warps of a program divide the inputs, and their sums are added.
 
-    Each slice of a range belongs to warps of its own, which wait for no others before the end.
+    Each slice of the inputs belongs to warps of its own, which do not wait for the others before the end.
     """
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves

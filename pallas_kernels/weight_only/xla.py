@@ -1,4 +1,4 @@
-"""XLA backend of the packed matmul: expressions that XLA's GPU backend compiles to one matmul that reads small weights.
+"""XLA backend of the packed matmul: expressions that XLA compiles for GPUs to one matmul that reads weights as stored.
 
 On a GPU the conversion to the dtype of x, and the scales, become part of the matmul's prologue. Scales of groups, which
 multiply the weights before the matmul, need the option `xla_gpu_experimental_enable_subchannel_dequantisation_fusion`;

@@ -82,7 +82,7 @@ class Method(PathRule):
     """Statistics of the layer's inputs that `compress` reads; without any the method needs no calibration text."""
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
-        """Return why the method cannot compress a matrix [out, in] (the rule, the values and the way out), or None."""
+        """Return why the method cannot compress a matrix [out, in], with the values and what helps; None if it can."""
         del outputs, inputs
         return None
 

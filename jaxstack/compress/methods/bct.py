@@ -1,4 +1,4 @@
-"""BCT: integers of whole tiles of a matrix share one power of two."""
+"""BCT: all integers in a square tile of a matrix share one power of two."""
 
 from typing import Literal
 

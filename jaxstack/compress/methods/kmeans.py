@@ -34,11 +34,11 @@ class KMeans(Method):
 
 
 def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
-    """Return the 2^bits cluster centers of weights with these counts, ascending, float32.
+    """Return 2^bits cluster centers, ascending, float32; `counts` says how many weights have each bfloat16 value.
 
-    k-means starts at equal steps between the least and the largest weight, which suits tails, at quantiles, and at the
-    different weights themselves, which suits weights of few values; the result with the least squared error counts. A
-    cluster without weights keeps its center.
+    k-means runs from three starts: equal steps between the smallest and the largest weight, which suits long tails;
+    quantiles; and the distinct weights themselves, which suits weights of few values. The result with the least
+    squared error is returned. A cluster without weights keeps its center.
     """
     table, entries = pattern_values(), 2**bits
     values, order = jnp.asarray(table), np.argsort(table, kind="stable")
@@ -55,7 +55,7 @@ def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) 
         squares = jnp.square(centers[_nearest(values, centers)] - values)  # overflows for the largest, absent ones
         return jnp.sum(jnp.where(counts > 0, counts * squares, 0.0))
 
-    # Up to as many different weights as there are entries are kept; of more, these are the least ones.
+    # All distinct weights if there are at most `entries`, otherwise the smallest ones.
     present = jnp.nonzero(counts[order] > 0, size=entries, fill_value=0)[0]
     distinct = jnp.sort(values[order][present])
     starts = (low + (high - low) * middles, quantiles(table, counts, middles), distinct)

@@ -56,7 +56,7 @@ export class GpuEngine {
     if (this.failure) throw new Error(`WebGPU: ${this.failure}`);
   }
 
-  /** Returns a buffer with the numbers, or of so many numbers. */
+  /** Returns a buffer that holds an array, or has room for a count of numbers. */
   buffer(numbers, usage = GPUBufferUsage.STORAGE) {
     const count = numbers.length ?? numbers, size = Math.max(16, Math.ceil(count / 4) * 16);
     const buffer = this.device.createBuffer({ size, usage: usage | GPUBufferUsage.COPY_DST | GPUBufferUsage.COPY_SRC });
@@ -86,9 +86,10 @@ export class GpuEngine {
   }
 
   /**
-   * Copies a matrix [k, columns] of `parts` side by side, each { array, count, transposed }, in whole tiles of columns.
+   * Copies a matrix [k, columns] to the GPU, padded to whole tiles of columns.
    *
-   * @param stride numbers between the rows that it is multiplied by; `add`: whether products are added to the result.
+   * @param parts matrices that lie side by side in it, { array, count, transposed } with `count` columns each.
+   * @param stride numbers from one row of the left operand to the next; `add`: add products to the result.
    */
   matrix(k, parts, biases, stride, add) {
     const n = padded(parts.reduce((sum, { count }) => sum + count, 0)), data = new Float32Array(k * n);
@@ -164,7 +165,7 @@ export class GpuEngine {
     return this.device.createBindGroupLayout({ entries });
   }
 
-  /** Returns the compiled program; `layout` is that of its bindings if others share it. */
+  /** Returns the compiled program; `layout` is the layout of its bindings, if other programs share it. */
   async compile({ code, kinds }, layout = this.layout(kinds)) {
     const module = this.device.createShaderModule({ code });
     const pipelineLayout = this.device.createPipelineLayout({ bindGroupLayouts: [layout] });
@@ -195,7 +196,7 @@ export class GpuEngine {
     bind(this.head, this.normalized, this.logits);
   }
 
-  /** Compiles all but the products: each becomes a function of rows that returns what `dispatch` takes. */
+  /** Compiles all programs but the products, each to a step: an argument of `dispatch`. */
   async compileOthers() {
     const { config, sizes, part, capacity } = this, { hidden, heads, kvHeads, width, feedForward } = config;
     const { normEps: eps } = config;
@@ -286,7 +287,7 @@ export class GpuEngine {
     pass.dispatchWorkgroups(...grid(rows));
   }
 
-  /** Sends the commands that `write` writes into a pass, and then those of `after`. */
+  /** Submits the commands that `write` records in a compute pass, followed by those that `after` records. */
   submit(write, after = () => {}) {
     const commands = this.device.createCommandEncoder(), pass = commands.beginComputePass();
     write(pass);
@@ -317,7 +318,7 @@ export class GpuEngine {
     return logits;
   }
 
-  /** Copies a part's tokens, place and angles to the GPU. */
+  /** Copies a part's tokens, position and rotary angles to the GPU. */
   send(tokens, start) {
     const { queue } = this.device, { frequencies, localFrequencies } = this.config, count = tokens.length;
     queue.writeBuffer(this.tokens, 0, Uint32Array.from(tokens));
@@ -352,7 +353,7 @@ export class GpuEngine {
     this.multiply(pass, this.head, 1);
   }
 
-  /** Gives the memory of the GPU back. */
+  /** Frees the memory of the GPU. */
   close() {
     this.device.destroy();
   }

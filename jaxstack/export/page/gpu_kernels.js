@@ -1,11 +1,13 @@
-// Programs for WebGPU, written here in WGSL for the model and for the tiles of matrices to try.
+// Programs for WebGPU in WGSL, generated here for the model and for each tile of matrices to try.
 //
-// Matrices are [k, n] in rows, n padded to whole tiles; rows of numbers are padded likewise. All arithmetic is in float32.
+// Matrices [k, n] are stored by rows, with n padded to whole tiles; so are rows of activations. All arithmetic is in
+// float32.
 
-export const TILE = 64; // columns that every candidate divides
+export const TILE = 64; // columns; a multiple of the width of every candidate's tile
 const LOWEST = "-3e38";
 
-const part = ["part", "uniform", "Part"]; // of a prompt: its tokens, the position of the first, the first row to read
+const part = ["part", "uniform", "Part"]; // a part of a prompt, see PART
+/** count: its tokens; start: position of the first; first: the first row that a norm reads. */
 const PART = "struct Part { count: u32, start: u32, first: u32, unused: u32 }";
 
 /** Returns { code, kinds }: a program with bindings [name, "read" | "write" | "uniform", type] in their order. */
@@ -27,7 +29,7 @@ const PRODUCT = [
   ["x", "read", "array<f32>"], ["w", "read", "array<vec4f>"], ["bias", "read", "array<vec4f>"],
   ["result", "write", "array<vec4f>"], ["shape", "uniform", "Shape"],
 ];
-/** Length of a row of x in use, vectors in a row of w, numbers between rows of x; add: 1 to add to the result. */
+/** k: elements of a row of x; columns: vectors of a row of w; stride: of the rows of x; add: 1 to add to the result. */
 const SHAPE = "struct Shape { k: u32, columns: u32, stride: u32, add: u32 }";
 const WRITE = `fn write(at: u32, column: u32, value: vec4f) {
   var sum = value + bias[column];
@@ -35,7 +37,7 @@ const WRITE = `fn write(at: u32, column: u32, value: vec4f) {
   result[at] = sum;
 }`;
 
-/** A product of one row: `lanes` vectors of columns in a group, each summed in `slices` parts of k, unrolled. */
+/** A product of one row: a workgroup has `lanes` vectors of columns, each summed in `slices` parts of k, unrolled. */
 function oneRow({ lanes, slices, unroll }) {
   const step = offset => `sum += x[k + ${offset}u] * w[(k + ${offset}u) * shape.columns + column];`;
   return program(PRODUCT, [SHAPE], `var<workgroup> sums: array<vec4f, ${lanes * slices}>;
@@ -55,7 +57,7 @@ ${times(unroll, i => step(i * slices))}
   }`)}`);
 }
 
-/** A product of many rows: tiles of `rows` x 4 `lanes` in a group, `deep` elements of k at a time, `mr` rows a thread. */
+/** A product of many rows: a workgroup has `rows` x 4 `lanes` sums, a thread `mr` rows, and `deep` of k at a time. */
 function manyRows({ rows, lanes, deep, mr }) {
   const threads = (lanes * rows) / mr;
   return program(PRODUCT, [SHAPE], `var<workgroup> left: array<f32, ${deep * rows}>;
@@ -86,11 +88,11 @@ ${times(mr, i => `      sum${i} += left[at + ${i}u] * value;`)}
 ${times(mr, i => `  write(to + ${i}u * shape.columns, column + lane.x, sum${i});`)}`)}`);
 }
 
-/** Returns make(...) of every choice of one value from each list. */
+/** Returns make(...) for every combination of one value from each list. */
 const every = ([first, ...others], make) =>
   first ? first.flatMap(one => every(others, (...more) => make(one, ...more))) : [make()];
 
-/** Returns at most so many programs of each kind: { one, many }, lists of { title, code, kinds, grid(columns, rows) }. */
+/** Returns up to `most` programs of each kind: { one, many }, lists of { title, code, kinds, grid(columns, rows) }. */
 export function productCandidates(most) {
   const one = every([[4, 8, 16], [4, 8, 16], [1, 4]], (lanes, slices, unroll) => ({
     ...oneRow({ lanes, slices, unroll }), title: `${4 * lanes} columns, ${slices} slices, unroll ${unroll}`,
@@ -103,7 +105,7 @@ export function productCandidates(most) {
   return { one: one.slice(0, most), many: many.slice(0, most) };
 }
 
-/** Text of a sum over the 64 threads of a group into `sums[0]`. */
+/** Returns WGSL that sums a value over the 64 threads of a workgroup into `sums[0]`. */
 const total = value => `sums[index] = ${value};
 workgroupBarrier();
 for (var width = 32u; width > 0u; width /= 2u) {
@@ -111,7 +113,7 @@ for (var width = 32u; width > 0u; width /= 2u) {
   workgroupBarrier();
 }`;
 
-/** Text that normalizes: `factor` of the elements read(i) of a row, minus `mean`. */
+/** Returns WGSL for a row's `mean` and `factor`: its normalized elements are (read(i) - mean) * factor. */
 const moments = (size, centred, eps, read) => `var part_sum = 0.0;
 ${centred ? `for (var i = index; i < ${size}; i += 64u) { part_sum += ${read("i")}; }
 ${total("part_sum")}
@@ -122,7 +124,7 @@ for (var i = index; i < ${size}; i += 64u) { let d = ${read("i")} - mean; part_s
 ${total("part_sum")}
 let factor = inverseSqrt(sums[0] / f32(${size}) + ${eps});`;
 
-/** A norm of rows [count, size], `from` and `to` numbers apart; `add` adds it to the target. Weights: scales, biases. */
+/** A norm of rows [count, size], read and written with the strides `from` and `to`; `add` adds it to the target. */
 export function norm({ size, from, to, centred, eps, add }) {
   const bindings = [
     ["source", "read", "array<f32>"], ["weights", "read", "array<f32>"], ["result", "write", "array<f32>"], part,
@@ -134,7 +136,7 @@ ${moments(`${size}u`, centred, eps, i => `source[at + ${i}]`)}
 for (var i = index; i < ${size}u; i += 64u) { result[group.x * ${to}u + i] ${add ? "+=" : "="} ${value}; }`)}`);
 }
 
-/** Rows of the embedding: of a table [vocabulary, hidden], or with `columns` the columns of a head so many apart. */
+/** Looks up rows of a table [vocabulary, hidden], or with `columns` the columns of a tied head [hidden, columns]. */
 export function embed({ hidden, stride, columns, scale, positions }) {
   const bindings = [
     ["tokens", "read", "array<u32>"], ["words", "read", "array<f32>"], ["places", "read", "array<f32>"],
@@ -147,7 +149,7 @@ let token = tokens[group.y];
 if (i < ${hidden}u) { x[group.y * ${stride}u + i] = ${word} * ${scale}${place}; }`));
 }
 
-/** Writes queries, and the cache's keys and values [head, capacity, width]; norms of heads and rotations come before. */
+/** Applies head norms and rotations; writes queries, and keys and values to the cache [head, capacity, width]. */
 export function place({ heads, kvHeads, width, stride, capacity, scale, normed, centred, eps, rotated }) {
   const bindings = [
     ["qkv", "read", "array<f32>"], ["weights", "read", "array<f32>"], ["turns", "read", "array<vec2f>"],
@@ -193,7 +195,7 @@ for (var i = index; i < ${width}u; i += 64u) {
 
 const capped = (value, cap) => cap ? `(tanh(clamp(${value} / ${cap}, -15.0, 15.0)) * ${cap})` : value;
 
-/** Attention of one query head and row in a group: softmax over the positions, `threads` of them at a time. */
+/** Attention; a workgroup has one query head and row: softmax over the positions, `threads` of them at a time. */
 export function attend({ heads, kvHeads, width, capacity, window, cap, threads }) {
   const bindings = [
     ["queries", "read", "array<f32>"], ["keys", "read", "array<f32>"], ["values", "read", "array<f32>"],

@@ -1,7 +1,7 @@
 // What the engines of both kinds, WebAssembly and WebGPU, have in common.
 
 export const PART = 64; // tokens of a prompt that run together
-const RUN = 1024; // positions whose whole turns are removed in float64, as in training
+const RUN = 1024; // positions of a run, whose angle is reduced modulo 2 pi in float64, as in training
 
 /** Reads a safetensors file of float32 tensors: name -> { data, shape }. */
 export function readTensors(buffer) {

@@ -2,8 +2,8 @@
 
 import { candidates, compile, emit } from "./kernels.js";
 
-const ROWS = 64; // of a prompt's part
-const STEPS = 64; // single tokens that count as much as that prompt
+const ROWS = 64; // tokens of a prompt in one product
+const STEPS = 64; // single tokens that are weighed against that prompt
 const FINALISTS = 3;
 const WARM_MS = 1; // after a few times as much work a browser compiles a function again, with optimization
 
@@ -76,7 +76,7 @@ export class Tuner {
       const alike = this.kernels.filter(kernel => kernel.nv === nv);
       const one = this.best(alike.filter(kernel => kernel.mr === 1), 1, k, n);
       const many = this.best(alike, ROWS, k, n, stride);
-      const padded = Math.ceil(n / (4 * nv)) * 4 * nv; // columns that are computed for nothing count too
+      const padded = Math.ceil(n / (4 * nv)) * 4 * nv; // the padding is computed too
       const cost = padded * (STEPS / one.gflops + ROWS / many.gflops);
       if (!chosen || cost < chosen.cost) chosen = { cost, nv, one, many };
     }
@@ -99,7 +99,7 @@ export class Tuner {
     return again.reduce((a, b) => (a.gflops > b.gflops ? a : b));
   }
 
-  /** Measures a kernel for rounds of so many times the tuner's budget. */
+  /** Measures a kernel in rounds of `budget` times the tuner's budget. */
   speed(kernel, m, k, n, budget, rounds) {
     const columns = this.limit(k, n, kernel.stride);
     const ms = time(this.call(kernel, m, k, columns), budget * this.budget, rounds);

@@ -142,7 +142,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         return _map_fp8(place) if found.get_dtype() == "F8_E4M3" else found
 
     def replace(self, name: str, tensor: Any, parts: Iterable[str]) -> None:
-        """Make a tensor of several others.
+        """Replace several tensors by one that is read from them.
 
         Args:
           name: name of the new tensor.

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al. 2023, Llama Team 2024) and Mistral (Jiang et al. 2023), and the tables others share.
+"""Llama 2 and 3 (Touvron et al. 2023, Llama Team 2024) and Mistral (Jiang et al. 2023), and tables for others.
 
 Queries and keys need no permutation: both sides pair the halves of a head for rotary positions.
 """
@@ -47,7 +47,7 @@ def max_positions(default: int) -> Row:
 def shape(
     kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False, norm_eps: float = 1e-6
 ) -> tuple[Row, ...]:
-    """Return the rows that all families like Llama share; the arguments are the defaults of missing keys."""
+    """Return the rows that all families like Llama share, such as sizes; arguments are defaults of missing keys."""
     return (
         same("vocab_size", "vocab_size"),
         same("hidden_size", "hidden_size"),

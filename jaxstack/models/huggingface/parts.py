@@ -1,4 +1,4 @@
-"""Reads of single layers, and of single rows of tables, from a Hugging Face checkpoint that stays open."""
+"""Reads single layers, and single rows of tables, from a Hugging Face checkpoint that stays open."""
 
 import contextlib
 from pathlib import Path

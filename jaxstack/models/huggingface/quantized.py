@@ -168,7 +168,7 @@ class QuantizedTensor:
         return unpack_words(found, self.scheme.bits, self.shape[1]) if packed else found
 
     def _rows(self, values: np.ndarray, rows: slice) -> np.ndarray:
-        """Return those of one value a row, a group, a block or a tensor that `rows` needs, in two dims."""
+        """Return the scales or zero points that `rows` needs, in two dims, whatever shares one."""
         if self.scheme.strategy == "tensor":
             return values.reshape(1, 1)
         if self.scheme.block is not None:
@@ -201,7 +201,7 @@ class QuantizedTensor:
 
 
 def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, QuantizedTensor]:
-    """Make each quantized weight of the files one tensor, `M.weight`; return them by this name.
+    """Replace the tensors of each quantized weight in the files by one, `M.weight`; return these by name.
 
     Raises:
       ConfigError: config.json has no scheme for a quantized weight, or its tensors do not fit.
@@ -221,7 +221,7 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
 
 
 def describe_reading(quantization: Quantization, found: dict[str, QuantizedTensor], dense: int) -> list[str]:
-    """Return lines on what this model computes otherwise than the program that the checkpoint was made for.
+    """Return messages on what is computed differently here than by the program that the checkpoint was made for.
 
     Args:
       dense: number of the weights that are read as plain numbers.
