@@ -96,6 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         config = load_config(args.config, args.overrides)
         if config.parallel.islands > 1:
+            if args.output is not None:
+                raise ConfigError(
+                    f"--output cannot write a run of several islands (parallel.islands={config.parallel.islands}); "
+                    "leave it out, and put the degrees of the first layout into the file."
+                )
             print_note(f"the plan is that of one of {config.parallel.islands} islands, with its devices alone")
             config = config.one_island
         if args.cluster is not None:
@@ -131,10 +136,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.cluster is None and (used or args.fp8 or args.policy != "fastest"):
         option = used[0] if used else "fp8" if args.fp8 else "policy"
         raise ConfigError(f"--{option.replace('_', '-')} belongs to a search: add --cluster, such as '8 x 8 h200'.")
-    if args.cluster is not None and (args.rehearse or args.devices or args.show_sharding):
+    if args.cluster is not None and (args.rehearse or args.devices or args.show_sharding or args.roofline):
         raise ConfigError(
-            "--cluster searches layouts; --devices, --rehearse and --show-sharding describe the one of the file: use "
-            "--verify N to compile the first layouts, or leave --cluster out."
+            "--cluster searches layouts; --devices, --rehearse, --roofline and --show-sharding describe the one of the "
+            "file: use --verify N to compile the first layouts, or leave --cluster out."
         )
 
 

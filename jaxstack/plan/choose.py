@@ -75,13 +75,12 @@ def _automatic_layout(config: RunConfig, devices: int) -> RunConfig:
 def _present_cluster(devices: int) -> Cluster:
     """Return the cluster of `devices` devices of the kind present.
 
-    A kind that no file describes, such as simulated CPU devices, is taken for an H200 with the memory of the device.
+    A kind that no file describes, such as simulated CPU devices, is taken for an H200. The memory is that of the
+    device, which a file may overstate: an A100 has 40 or 80 GB.
     """
     known = cluster_of_devices(jax.devices()[0].device_kind, devices, one_host=jax.process_count() == 1)
-    if known is not None:
-        return known
-    other, memory = resized(parse_cluster("h200"), devices), memory_per_device()
-    return other.model_copy(update={"memory_bytes": int(memory / DEVICE_FRACTION)}) if memory else other
+    cluster, memory = known or resized(parse_cluster("h200"), devices), memory_per_device()
+    return cluster.model_copy(update={"memory_bytes": int(memory / DEVICE_FRACTION)}) if memory else cluster
 
 
 def evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> RunConfig:

@@ -128,3 +128,8 @@ def resized(cluster: Cluster, devices: int, *, one_host: bool = False) -> Cluste
     """Return the cluster with another number of devices, on whole hosts if their size divides it."""
     per_host = devices if one_host else math.gcd(devices, cluster.gpus_per_host)
     return cluster.model_copy(update={"hosts": devices // per_host, "gpus_per_host": per_host})
+
+
+def part_of(cluster: Cluster, devices: int) -> Cluster:
+    """Return a part of the cluster: `devices` of one host if it has as many, otherwise of whole hosts if possible."""
+    return resized(cluster, devices, one_host=devices <= cluster.gpus_per_host)

@@ -12,7 +12,7 @@ from jaxstack.plan.cluster import parse_cluster
 from jaxstack.plan.forecast import CHINCHILLA_TOKENS, Forecast, compute_optimal, training_budget
 from jaxstack.plan.rehearsal import Rehearsal, rehearse
 from jaxstack.plan.resolve import resolve_vocabulary
-from jaxstack.plan.search import SearchResult, describe_degrees, search_layouts
+from jaxstack.plan.search import SearchResult, describe_degrees, faster_part, search_layouts
 from jaxstack.plan.table import draw_search
 from jaxstack.plan.tensor_first import tensor_first_layout
 from jaxstack.run_config import RunConfig
@@ -80,6 +80,7 @@ class ClusterSearch:
             "tried": self.found.tried,
             "fitting": self.found.fitting,
             "search_seconds": self.found.seconds,
+            "notes": self.notes,
             "refused": dict(self.found.refused),
             "layouts": layouts,
             "rehearsals": list(self.verified),
@@ -112,14 +113,23 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
     if options.policy == "tensor-first":
         found = dataclasses.replace(found, forecasts=[tensor_first_layout(known, cluster)])
         notes.append("policy tensor-first: the smallest tensor x pipeline that fits")
+    elif recipes is None and (fewer := faster_part(known, found.best)) is not None:
+        notes.append(
+            f"{fewer.cluster.title} would be faster: {1e3 * fewer.step_seconds:,.1f} ms a step with "
+            f"{describe_degrees(fewer.config)}; raise train.global_batch_size to use them all"
+        )
     notes += _check_budget(found.best, tokens, options)
     if options.verify and cluster.name != "H200":
         raise ConfigError(f"--verify compiles for H200s only, and the cluster has {cluster.name}; leave it out.")
     count = min(options.verify, len(found.forecasts))
     verified = [rehearse(one.config, cluster.devices) for one in found.forecasts[:count]]
     if options.output is not None:
-        write_configuration(found.best, config, options.output)
-        notes.append(f"wrote the first layout to {options.output}: python -m jaxstack.train --config {options.output}")
+        # A layout whose compiled memory does not fit is left out, if one that was compiled does fit.
+        compiled = zip(found.forecasts, verified, strict=False)
+        written = next((one for one, rehearsal in compiled if rehearsal["fits"]), found.best)
+        name = "the first layout" if written is found.best else describe_degrees(written.config)
+        write_configuration(written, config, options.output)
+        notes.append(f"wrote {name} to {options.output}: python -m jaxstack.train --config {options.output}")
     return ClusterSearch(found, tokens, verified, notes)
 
 
@@ -181,16 +191,23 @@ def _check_budget(best: Forecast, tokens: float | None, options: SearchOptions) 
 def write_configuration(best: Forecast, config: RunConfig, path: str) -> None:
     """Write the configuration with the layout of a forecast, with the vocabulary as `config` gives it.
 
+    `parallel.simulate_devices` is left out, because the layout is that of the cluster's devices.
+
     Raises:
       ConfigError: the file cannot be written.
     """
     model = best.config.model.model_copy(update={"vocab_size": config.model.vocab_size})
+    parallel = best.config.parallel.model_copy(update={"simulate_devices": None})
+    written = best.config.model_copy(update={"model": model, "parallel": parallel})
     text = (
         f"# {describe_degrees(best.config)} on {best.cluster.title}, chosen by `jaxstack plan`.\n"
         f"# Predicted: {best.step_seconds:.3f} s a step, {best.tokens_per_second:,.0f} tokens/s, "
         f"{best.memory_bytes / 2**30:.1f} GiB on each GPU.\n"
     )
     try:
-        write_file(Path(path), (text + dump_yaml(best.config.model_copy(update={"model": model}))).encode())
+        write_file(
+            Path(path),
+            (text + dump_yaml(written)).encode(),
+        )
     except OSError as error:
         raise cannot_write(f"--output {path}", error) from None

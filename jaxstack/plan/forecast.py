@@ -13,7 +13,7 @@ from jaxstack.plan.efficiency import Efficiency, load_efficiency
 from jaxstack.plan.layouts import Floats, LayoutTable, count_tokens, layout_of
 from jaxstack.plan.memory import memory_parts
 from jaxstack.plan.model_shape import ModelShape, model_shape
-from jaxstack.plan.optimizer_state import optimizer_bytes
+from jaxstack.plan.optimizer_state import optimizer_bytes, trained_share
 from jaxstack.plan.step_time import StepModel
 from jaxstack.run_config import RunConfig
 
@@ -130,6 +130,7 @@ class LayoutModel:
         self.shape: ModelShape = model_shape(config.model)
         self.optimizer_bytes = optimizer_bytes(config.optimizer, self.shape)
         length, model = config.train.sequence_length, config.model
+        trained = trained_share(config.optimizer, config.adapters, self.shape)
         self.time = StepModel(
             shape=self.shape,
             cluster=cluster,
@@ -138,7 +139,8 @@ class LayoutModel:
             length=length,
             attention_flops=sum(model.attention.flops_per_token(model.heads(w), length) for w in model.windows()),
             optimizer_bytes=self.optimizer_bytes,
-            reduce_bytes=2 if config.precision.reduce == "bfloat16" else 4,
+            trained=trained,
+            reduce_bytes=trained * (2 if config.precision.reduce == "bfloat16" else 4),
             rotates=config.model.positions == "rope",
             scanned=config.model.scan_layers,
             prefetch=config.parallel.prefetch,
@@ -159,6 +161,7 @@ class LayoutModel:
             optimizer_bytes=self.optimizer_bytes,
             scanned=self.time.scanned,
             prefetch=self.time.prefetch,
+            trained=self.time.trained,
         )
 
     def fits(self, layouts: LayoutTable) -> np.ndarray:

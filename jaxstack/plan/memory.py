@@ -42,6 +42,7 @@ def memory_parts(
     optimizer_bytes: float,
     scanned: bool = True,
     prefetch: bool = False,
+    trained: float = 1.0,
 ) -> dict[str, Floats]:
     """Return the bytes on each device for each layout, by part; they sum up to the predicted memory.
 
@@ -49,12 +50,13 @@ def memory_parts(
       shape: the model.
       layouts: the layouts.
       tokens: tokens of a global batch.
-      optimizer_bytes: bytes of optimizer state for each parameter.
+      optimizer_bytes: bytes of optimizer state for each trained parameter.
       scanned: `model.scan_layers`.
       prefetch: `parallel.prefetch`.
+      trained: trained parameters over all; below 1 with adapters or frozen groups.
     """
     stored = stored_parameters(shape, layouts, zero_from=1)
-    gradients = _gradients(shape, layouts)
+    gradients = trained * _gradients(shape, layouts)
     activations = saved_values(shape, layouts, scanned=scanned) * _COMPUTE * layers_of_stage(shape, layouts)
     activations = activations * row_tokens(layouts, tokens) * in_flight(layouts)
     work = _working_set(shape, layouts, tokens)
@@ -64,7 +66,7 @@ def memory_parts(
         activations = activations - hidden
     return {
         "weights": 4 * stored,
-        "optimizer": optimizer_bytes * stored,
+        "optimizer": trained * optimizer_bytes * stored,
         "working_copies": _working_copies(shape, layouts, prefetch),
         "gradients": gradients,
         "activations": activations,

@@ -1,36 +1,28 @@
-"""Bytes of optimizer state per parameter, from the shapes of the state that the optimizer creates."""
+"""Bytes of optimizer state per trained parameter, and the share of parameters that is trained."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 
+from jaxstack.models.adapters import AdapterConfig
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer
 from jaxstack.plan.model_shape import ModelShape
+from jaxstack.tree_rules import match
 
 
 def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
-    """Return the bytes of optimizer state divided by the number of parameters.
+    """Return the bytes of optimizer state divided by the number of parameters that are trained.
 
     Args:
       optimizer: settings of the optimizer; groups are left out.
       shape: the model, of which one layer, the embedding and the head are counted.
     """
-    d, width, head = shape.hidden, shape.feed_forward, shape.head_dim
-    keys = shape.key // head
-    sizes = {
-        "decoder/layers/0/attention/q_proj/kernel": ((d, shape.heads, head), shape.layers),
-        "decoder/layers/0/attention/k_proj/kernel": ((d, keys, head), shape.layers),
-        "decoder/layers/0/attention/v_proj/kernel": ((d, keys, head), shape.layers),
-        "decoder/layers/0/attention/o_proj/kernel": ((shape.heads, head, d), shape.layers),
-        "decoder/layers/0/mlp/up_proj/kernel": ((d, width), shape.layers * (1 + shape.gated)),
-        "decoder/layers/0/mlp/down_proj/kernel": ((width, d), shape.layers),
-        "embedding/table": ((shape.vocabulary, d), 1),
-        **({} if shape.tied else {"head": ((d, shape.vocabulary), 1)}),
-    }
     plain, total, parameters = optimizer.model_copy(update={"groups": ()}), 0.0, 0
-    for path, (dims, count) in sizes.items():
+    for path, (inputs, outputs, count) in _matrices(shape).items():
+        dims = (*inputs, *outputs)
         tree: object = jax.ShapeDtypeStruct(dims, jnp.float32)
         for name in reversed(path.split("/")):
             tree = {name: tree}
@@ -39,3 +31,49 @@ def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
         total += count * sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
         parameters += count * math.prod(dims)
     return total / parameters
+
+
+def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelShape) -> float:
+    """Return the trained parameters, those of adapters included, divided by the model's own parameters.
+
+    Vectors are left out, and routed experts count as trained if the model has no adapters.
+
+    Args:
+      optimizer: its groups may freeze parameters.
+      adapters: low-rank adapters, with which all other parameters are frozen unless a group says otherwise.
+      shape: the model.
+    """
+    if not adapters.rules and all(group.frozen is None for group in optimizer.groups):
+        return 1.0
+    groups = [*((group.path, group.frozen) for group in optimizer.groups), (".*", None)]
+    frozen_by_default = bool(adapters.rules)
+    trained, total = (0.0 if frozen_by_default else float(shape.all_experts)), float(shape.all_experts)
+    for path, (inputs, outputs, count) in _matrices(shape).items():
+        wide, high = math.prod(inputs), math.prod(outputs)
+        total += count * wide * high
+        frozen = match(path, groups)
+        if not (frozen_by_default if frozen is None else frozen):
+            trained += count * wide * high
+        # Adapters are for the layers' dense matrices alone.
+        rule = next((rule for rule in adapters.rules if re.search(rule.path, path)), None)
+        if rule is not None and path.startswith("decoder/"):
+            trained += count * (rule.rank * (wide + high) + (high if rule.method == "dora" else 0))
+    return trained / total
+
+
+def _matrices(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Return path -> (input dims, output dims, number) of the dense matrices of layer 0 and of the tables."""
+    d, width, head, heads = shape.hidden, shape.feed_forward, shape.head_dim, shape.heads
+    keys, layers = shape.key // head, shape.layers
+    gate = {"decoder/layers/0/mlp/gate_proj/kernel": ((d,), (width,), layers)} if shape.gated else {}
+    return {
+        "decoder/layers/0/attention/q_proj/kernel": ((d,), (heads, head), layers),
+        "decoder/layers/0/attention/k_proj/kernel": ((d,), (keys, head), layers),
+        "decoder/layers/0/attention/v_proj/kernel": ((d,), (keys, head), layers),
+        "decoder/layers/0/attention/o_proj/kernel": ((heads, head), (d,), layers),
+        **gate,
+        "decoder/layers/0/mlp/up_proj/kernel": ((d,), (width,), layers),
+        "decoder/layers/0/mlp/down_proj/kernel": ((width,), (d,), layers),
+        "embedding/table": ((shape.vocabulary,), (d,), 1),
+        **({} if shape.tied else {"head": ((d,), (shape.vocabulary,), 1)}),
+    }

@@ -9,14 +9,18 @@ import numpy as np
 
 from jaxstack.errors import ConfigError
 from jaxstack.observe.units import byte_size
-from jaxstack.plan.cluster import Cluster
+from jaxstack.plan.cluster import Cluster, part_of
 from jaxstack.plan.forecast import Forecast, LayoutModel, total
 from jaxstack.plan.layouts import ON_DEVICE, Floats, LayoutTable, enumerate_layouts
 from jaxstack.plan.memory import PARTS
 from jaxstack.run_config import RunConfig
 
-_MORE_HOSTS = (2, 4, 8, 16, 32, 64)
+_MORE_DEVICES = (2, 4, 8, 16, 32, 64)
 """Factors of the number of devices that are tried for a model that does not fit."""
+_COMMON_HOST = 8
+"""GPUs that a host with fewer is assumed to have room for."""
+_COUNTS_TRIED = 64
+"""Smaller numbers of devices that are tried if no layout has the given number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,8 @@ def search_layouts(
         rules = "; ".join(f"{rule} ({count:,} layouts)" for rule, count in refused.most_common(3))
         raise ConfigError(
             f"no layout of this model and batch has {cluster.devices} devices: {rules}. Change train.global_batch_size "
-            f"({config.train.global_batch_size}) to a multiple of {cluster.devices}, or use another number of devices."
+            f"({config.train.global_batch_size}) to a multiple of {cluster.devices}, or use another number of devices"
+            f"{_nearest_count(config, cluster.devices)}."
         )
     model = LayoutModel(config, cluster)
     memory = model.memory(layouts)
@@ -115,11 +120,42 @@ def _nothing_fits(model: LayoutModel, layouts: LayoutTable, memory: dict[str, Fl
     )
 
 
+def _nearest_count(config: RunConfig, devices: int) -> str:
+    """Return the end of a sentence that names the largest smaller number of devices with a layout, if one is near."""
+    for count in range(devices - 1, max(devices - 1 - _COUNTS_TRIED, 0), -1):
+        if len(enumerate_layouts(config, count, ("full",))[0]):
+            return f"; {count} would do"
+    return ""
+
+
+def faster_part(config: RunConfig, best: Forecast) -> Forecast | None:
+    """Return the fastest layout of a part of a cluster if it is faster than the best layout of all its devices.
+
+    A batch that is small for the cluster trains faster on fewer devices, which communicate less. Parts whose number of
+    devices is a power of two are tried if communication and pipeline bubble take more than half of the step.
+
+    Args:
+      config: model, batch and settings; its vocabulary must be set.
+      best: the fastest layout of the whole cluster.
+    """
+    idle = best.seconds["exposed_communication"] + best.seconds["bubble"]
+    if idle <= best.step_seconds / 2:
+        return None
+    found = []
+    for power in range((best.cluster.devices - 1).bit_length()):
+        try:
+            found.append(search_layouts(config, part_of(best.cluster, 1 << power), top=1).best)
+        except ConfigError:
+            continue
+    fastest = min(found, key=lambda forecast: forecast.step_seconds, default=None)
+    return fastest if fastest is not None and fastest.step_seconds < best.step_seconds else None
+
+
 def _suggest_cluster(model: LayoutModel) -> str:
     """Return a sentence that suggests the smallest cluster of these GPUs that would fit, or a smaller model."""
     cluster, config = model.cluster, model.config
-    for factor in _MORE_HOSTS:
-        larger = cluster.model_copy(update={"hosts": cluster.hosts * factor})
+    for factor in _MORE_DEVICES:
+        larger = _enlarged(cluster, factor)
         layouts, _ = enumerate_layouts(config, larger.devices, ("full",))
         if len(layouts) and model.fits(layouts).any():
             return f"It fits {larger.title}."
@@ -127,6 +163,16 @@ def _suggest_cluster(model: LayoutModel) -> str:
         "No larger number of these GPUs helps, as the batch is too small to be split further: lower "
         "train.sequence_length or the model's size, raise train.global_batch_size, or use GPUs with more memory."
     )
+
+
+def _enlarged(cluster: Cluster, factor: int) -> Cluster:
+    """Return a cluster of `factor` times the devices: one host is filled first, then there are more."""
+    if cluster.hosts == 1 and cluster.gpus_per_host * factor <= _COMMON_HOST:
+        return cluster.model_copy(update={"gpus_per_host": cluster.gpus_per_host * factor})
+    devices = cluster.devices * factor
+    filled = _COMMON_HOST if cluster.hosts == 1 and devices % _COMMON_HOST == 0 else 1
+    per_host = max(cluster.gpus_per_host, filled)
+    return cluster.model_copy(update={"hosts": devices // per_host, "gpus_per_host": per_host})
 
 
 def describe_degrees(config: RunConfig) -> str:

@@ -52,8 +52,9 @@ class StepModel:
       tokens: tokens of a global batch.
       length: tokens of a sequence.
       attention_flops: FLOPs of all layers' attention for each token, forward and backward.
-      optimizer_bytes: bytes of optimizer state for each parameter.
-      reduce_bytes: bytes of a gradient in the dtype in which it is summed.
+      optimizer_bytes: bytes of optimizer state for each trained parameter.
+      trained: trained parameters over all; frozen matrices have no weight gradients.
+      reduce_bytes: bytes of gradients for each parameter, in the dtype in which they are summed.
       rotates: True if queries and keys are rotated by their positions.
       scanned: `model.scan_layers`.
       prefetch: `parallel.prefetch`.
@@ -67,7 +68,8 @@ class StepModel:
     length: int
     attention_flops: float
     optimizer_bytes: float
-    reduce_bytes: int
+    trained: float
+    reduce_bytes: float
     rotates: bool
     scanned: bool
     prefetch: bool
@@ -100,9 +102,9 @@ class StepModel:
         again, attention_again = self._recomputed(layouts)
         flops = 2 * shape.active_layer_parameters * rows / tensor
         narrow = np.minimum(shape.expert_width or shape.feed_forward, min(shape.hidden, shape.query)) / tensor
-        matmul = flops * (3 + again) / self._rate(layouts, np.minimum(narrow, rows))
+        matmul = flops * (2 + min(self.trained, 1) + again) / self._rate(layouts, np.minimum(narrow, rows))
         weights = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / tensor
-        matmul = np.maximum(matmul, weights * 2 * (3 + again) / self._memory_rate)
+        matmul = np.maximum(matmul, weights * 2 * (2 + min(self.trained, 1) + again) / self._memory_rate)
         attention = self.attention_flops / shape.layers * rows / tensor / self._attention_rate(layouts)
         attention = attention * (1 + _FORWARD_SHARE * attention_again)
         # All policies but `none` repeat the forward part of the elementwise operations.
@@ -122,7 +124,8 @@ class StepModel:
         shape, rows = self.shape, row_tokens(layouts, self.tokens) / layouts["tensor"]
         rate = self._rate(layouts, np.minimum(shape.hidden, rows * layouts["tensor"]), bf16=True)
         moved = (_LOGIT_PASSES * shape.vocabulary + 8 * shape.hidden) * 2 * rows
-        return {"matmul": 6 * shape.vocabulary * shape.hidden * rows / rate, "elementwise": moved / self._memory_rate}
+        flops = (4 + 2 * min(self.trained, 1)) * shape.vocabulary * shape.hidden * rows
+        return {"matmul": flops / rate, "elementwise": moved / self._memory_rate}
 
     def _rate(self, layouts: LayoutTable, narrow: Floats, *, bf16: bool = False) -> Floats:
         """Return FLOP/s of matmuls whose smallest dim is `narrow`."""
@@ -170,9 +173,9 @@ class StepModel:
     def _update_seconds(self, layouts: LayoutTable) -> Floats:
         """Return the seconds of the optimizer's update, and of adding up gradients over microbatches."""
         local = stored_parameters(self.shape, layouts, zero_from=1)
-        moved = (16 + 2 * self.optimizer_bytes - 4) * local
+        moved = self.trained * (12 + 2 * self.optimizer_bytes) * local
         several = (layouts["microbatches"] > 1) & (layouts["pipeline"] == 1)
-        sums = stored_parameters(self.shape, layouts, zero_from=2) * 12 * layouts["microbatches"]
+        sums = self.trained * stored_parameters(self.shape, layouts, zero_from=2) * 12 * layouts["microbatches"]
         return (moved + np.where(several, sums, 0)) / self._memory_rate
 
     # Communication
@@ -213,7 +216,7 @@ class StepModel:
         # Copy engines send gradients as they were computed.
         others = layouts["tensor"] * layouts["expert"] * layouts["pipeline"]
         copied = self.copies and not self.scanned and self.cluster.hosts == 1
-        reduced = np.where(copied & (others == 1), 2, self.reduce_bytes)
+        reduced = np.where(copied & (others == 1), 2 * self.trained, self.reduce_bytes)
         gathered = 2 * model.all_gather(byte * size, group) + model.reduce_scatter(reduced * size, group)
         # ZeRO 2 reduce-scatters each layer's gradient over `data` in each microbatch.
         local = size / group.size

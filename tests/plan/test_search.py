@@ -14,7 +14,7 @@ from jaxstack.plan.feasibility import layout_problems
 from jaxstack.plan.forecast import LayoutModel, compute_optimal, forecast, training_budget
 from jaxstack.plan.layouts import enumerate_layouts, layout_of
 from jaxstack.plan.optimizer_state import optimizer_bytes
-from jaxstack.plan.search import search_layouts
+from jaxstack.plan.search import faster_part, search_layouts
 from jaxstack.run_config import config_from_tree, load_config
 
 DENSE = ["model.preset=llama3-8b", "train.global_batch_size=32", "train.sequence_length=4096"]
@@ -91,8 +91,36 @@ def test_a_model_that_fits_nowhere_gets_a_way_out():
     with pytest.raises(ConfigError, match=r"needs .* on each GPU \(.*optimizer.*usable.*It fits \d+ x 8 L40S"):
         search_layouts(config, parse_cluster("8 l40s"))
     odd = config_of("model.preset=gpt2-124m", "train.global_batch_size=5", "train.sequence_length=1024")
-    with pytest.raises(ConfigError, match="has 13 devices.*train.global_batch_size"):
+    with pytest.raises(ConfigError, match="has 13 devices.*train.global_batch_size.*; 12 would do"):
         search_layouts(odd, parse_cluster("13 h200"))
+    with pytest.raises(ConfigError, match="It fits 1 x 4 L40S"):
+        search_layouts(config_of(*DENSE), parse_cluster("1 l40s"))
+
+
+def test_a_part_of_the_cluster_that_is_faster_is_found():
+    config = config_of("model.preset=gpt2-124m", "train.global_batch_size=8", "train.sequence_length=1024")
+    best = search_layouts(config, parse_cluster("8 x 8 h200"), top=1).best
+    part = faster_part(config, best)
+    assert part is not None and part.devices < 64 and part.step_seconds < best.step_seconds
+    assert part.cluster.devices == part.devices
+    large = config_of(*DENSE, "train.global_batch_size=64")
+    assert faster_part(large, search_layouts(large, parse_cluster("8 h200"), top=1).best) is None
+
+
+def test_adapters_need_little_beyond_the_weights():
+    rules = "adapters.rules=[{path: attention|mlp, rank: 16}]"
+    full, adapted = (LayoutModel(config_of(*DENSE, *more), parse_cluster("h200")) for more in ((), (rules,)))
+    share = adapted.time.trained
+    # Each of the seven matrices of a layer, [in, out], has 16 (in + out) more parameters.
+    added = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert share * full.shape.total == pytest.approx(added, rel=1e-3) and full.time.trained == 1
+    layout = layout_of(config_of(*DENSE, "parallel.fsdp=8"))
+    memory, frozen = ({name: part[0] for name, part in one.memory(layout).items()} for one in (full, adapted))
+    assert frozen["optimizer"] == pytest.approx(share * memory["optimizer"]) and frozen["weights"] == memory["weights"]
+    assert 0.6 < adapted.seconds(layout)["matmul"][0] / full.seconds(layout)["matmul"][0] < 0.7
+    frozen_table = config_of(*DENSE, "optimizer.groups=[{path: embedding, frozen: true}]")
+    table = 128256 * 4096
+    assert LayoutModel(frozen_table, parse_cluster("h200")).time.trained == pytest.approx(1 - table / 8.03e9, rel=1e-3)
 
 
 def test_forecasts_scale_as_they_should():
