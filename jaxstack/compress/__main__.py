@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError
@@ -22,7 +23,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--recipe", metavar="NAME|FILE", required=True, help="recipe by name (such as int8) or YAML file"
     )
-    parser.add_argument("--out", metavar="DIR", required=True, help="directory to write; must not exist")
+    parser.add_argument("--out", metavar="DIR", help="directory to write; must not exist (default: RUN-RECIPE)")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to compress (default: the newest)")
     text = parser.add_argument_group("held-out text, which the perplexity is measured on")
     text.add_argument("--data", metavar="PATH", nargs="+", help="files, directories or globs (default: the run's own)")
@@ -57,16 +58,17 @@ def _compress(args: argparse.Namespace) -> None:
     from jaxstack.compress.run import CompressOptions, compress
     from jaxstack.run.evaluate import TextOptions
 
+    out = args.out or f"{Path(args.run)}-{Path(args.recipe).stem}"
     text = TextOptions(args.data or (), args.text_key, args.max_tokens)
     result = compress(
         args.run,
         args.recipe,
-        args.out,
+        out,
         CompressOptions(args.step, text, args.layer_tokens),
         report=lambda line: print(line, file=sys.stderr),
     )
     print("\n".join(summary_lines(result)))
-    print(f"written to {args.out}; its report is {os.path.join(args.out, 'report.html')}")
+    print(f"written to {out}; its report is {os.path.join(out, 'report.html')}")
 
 
 if __name__ == "__main__":

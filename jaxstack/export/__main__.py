@@ -23,7 +23,9 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
     parser.add_argument("--to", metavar="TARGET", required=True, help="stablehlo, onnx or web")
-    parser.add_argument("--out", metavar="DIR", required=True, help="directory to write; must not exist, or be empty")
+    parser.add_argument(
+        "--out", metavar="DIR", help="directory to write; must not exist, or be empty (default: RUN-TARGET)"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to export (default: the newest)")
     parser.add_argument("--dtype", metavar="NAME", help="float32 (default), or for stablehlo bfloat16")
     parser.add_argument(
@@ -52,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _export(args: argparse.Namespace) -> None:
+    args.out = args.out or f"{Path(args.run)}-{args.to}"
     _check(args)
     from jaxstack.export.source import load_source
     from jaxstack.export.targets import TARGETS

@@ -28,6 +28,8 @@ def test_wrong_uses_are_said_before_the_model_is_read(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
     assert "exists already" in refused(capsys, *run, "--to", "web")
+    (tmp_path / "run-web").touch()
+    assert "run-web exists already" in refused(capsys, *run[:2], "--to", "web")
 
 
 def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
