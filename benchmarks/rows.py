@@ -29,6 +29,8 @@ SCRATCH = "tiny/"
 def append_rows(script: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to the script's results, each with the versions, commit, command and date of this process.
 
+    A row without `devices` is that of one device.
+
     This function touches no device: where every measurement has a process of its own, the process that writes the rows
     must not hold GPU memory.
 
@@ -49,7 +51,7 @@ def append_rows(script: str, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps({**row, **common}) + "\n")
+            file.write(json.dumps({"devices": 1, **row, **common}) + "\n")
 
 
 def require_commit(script: str) -> None:

@@ -115,3 +115,10 @@ def test_rows_of_the_ablation_are_compared_with_float32_and_with_tf32():
         compare(row, {"float32, nothing else": plain, "TF32 matmuls": tf32})
     assert (tf32["speedup"], tf32["speedup_tf32"]) == (2.0, 1.0)
     assert (ours["speedup"], ours["speedup_tf32"], ours["loss_ratio"], ours["loss_ratio_tf32"]) == (10, 5, 1.25, 1.25)
+
+
+def test_every_stored_row_has_the_common_fields():
+    common = {"work", "implementation", "device", "devices", "versions", "commit", "command", "date"}
+    for path in sorted(rows.RESULTS.glob("*.jsonl")):
+        missing = [common - json.loads(line).keys() for line in path.read_text().splitlines()]
+        assert not any(missing), (path.name, max(missing, key=len))
