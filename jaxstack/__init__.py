@@ -4,5 +4,4 @@ import lazy_loader as lazy
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, _exported = lazy.attach_stub(__name__, __file__)
-__all__ = [*_exported, "__version__"]
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)
