@@ -10,7 +10,7 @@ with the computation for the device's own keys.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -76,11 +76,19 @@ def _selections(index: Index, count: int) -> list[bool | jax.Array]:
     return [index == part for part in range(count)]
 
 
-def _if_active(active: jax.Array | None, function: Callable[[], Any]) -> Any:
-    """Return function() if the tile is active, else zeros of the same shapes."""
+def _if_active(active: jax.Array | None, function: Callable[[], Any], operands: Sequence[jax.Array]) -> Any:
+    """Return function() if the tile is active, else zeros of the same shapes.
+
+    Args:
+        active: boolean of this device; None: the tile is active on all devices.
+        function: reads `operands`.
+        operands: arrays that vary over the mesh axes over which the results do.
+    """
     if active is None:
         return function()
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(function)]
+    # `jax.shard_map` checks that both branches vary over the same axes; plain zeros would vary over none.
+    either = operands[0].ravel()[0] == operands[1].ravel()[0]
+    zeros = [jnp.where(either, zero, zero) for x in jax.eval_shape(function) for zero in [jnp.zeros(x.shape, x.dtype)]]
     return lax.cond(active, lambda: list(function()), lambda: zeros)
 
 
@@ -137,7 +145,7 @@ def _forward(
             def attend(arrays: QKV = arrays, ids_here: tuple | None = ids_here) -> tuple:
                 return attend_part(ring.options, Mask(causal=False), arrays, ids_here)
 
-            found = _if_active(tile.active, attend)
+            found = _if_active(tile.active, attend, arrays)
             state = [
                 _merge(old, found, selected, tile.active)
                 for old, selected in zip(state, _selections(tile.query, len(state)), strict=True)
@@ -184,7 +192,7 @@ def _backward(ring: RingOptions, saved: tuple, cotangents: tuple) -> tuple:
     def add(tile: _Tile, mask: Mask, keys: list, key_ids: list | None, d_q: list, d_keys: list) -> tuple[list, list]:
         operands, ids_here = _operands(rows, keys, tile), _pair(query_ids, key_ids, tile)
         found = _if_active(
-            tile.active, lambda: part_gradients(ring.options, mask, operands[:3], ids_here, operands[3:])
+            tile.active, lambda: part_gradients(ring.options, mask, operands[:3], ids_here, operands[3:]), operands
         )
         return _add(d_q, found[0], tile.query), _add(d_keys, jnp.concatenate(found[1:]), tile.key)
 
