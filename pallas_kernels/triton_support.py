@@ -1,4 +1,4 @@
-"""Whether Triton kernels can be compiled here, for a device."""
+"""Checks that Triton is installed and can compile kernels for a device."""
 
 import importlib.util
 

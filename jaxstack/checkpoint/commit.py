@@ -19,7 +19,7 @@ _PART = ".hashes-"
 
 @dataclasses.dataclass
 class SaveJob:
-    """A save in progress."""
+    """A checkpoint that is being written in the background."""
 
     step: int
     staging: Path

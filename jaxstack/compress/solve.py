@@ -61,7 +61,7 @@ class Factor(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """A compressed matrix."""
+    """The weights of a matrix after pruning or rounding with error compensation."""
 
     w: Float[Array, "out in"]
     """The new weights, float32."""

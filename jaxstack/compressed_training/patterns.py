@@ -14,7 +14,7 @@ PATTERNS = 2**16
 
 
 def pattern_values(largest: float = np.inf) -> Float[np.ndarray, "65536"]:
-    """Return the value of each pattern, float32; 0 for NaN and for magnitudes of at least `largest`."""
+    """Return the value of each 16-bit bfloat16 pattern, float32; 0 for NaN and for magnitudes of at least `largest`."""
     values = (np.arange(PATTERNS, dtype=np.uint32) << np.uint32(16)).view(np.float32)
     return np.where(np.abs(values) < largest, values, np.float32(0))
 

@@ -12,7 +12,7 @@ IGNORE = -100
 
 
 class Stream(Protocol):
-    """Token ids, read by position."""
+    """Interface of a stream of token ids, which are read by position."""
 
     tokens: int
     document_start: int

@@ -36,7 +36,7 @@ class ExampleSet(Protocol):
 
 
 class Rows(Protocol):
-    """The rows of a source, by number."""
+    """Interface of the training rows of a data source, which are read by number."""
 
     count: int
     labels: int

@@ -18,7 +18,7 @@ TLS_PEER_PREFIX = "JAX_MTLS_PEER_URI_PREFIX"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """This process among those of its run.
+    """Index of this process, number of processes, and address of the coordinator.
 
     Attributes:
       coordinator: HOST:PORT at which process 0 can be reached.
@@ -37,7 +37,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """This node among those of its run.
+    """Index of this node, number of nodes, and address of the coordinator.
 
     Attributes:
       count: number of nodes.

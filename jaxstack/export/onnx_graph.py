@@ -23,7 +23,7 @@ def onnx_installed() -> bool:
 
 
 class Graph:
-    """Nodes and weights of a graph.
+    """An ONNX graph under construction: its nodes, weights, inputs and outputs.
 
     Values are known by their names, which `add` returns.
     """

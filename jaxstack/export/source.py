@@ -23,7 +23,7 @@ _DEFAULT_CONTEXT = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A trained model with its tokenizer.
+    """The trained model that is exported, with its tokenizer.
 
     Attributes:
       model: its configuration, with unrolled layers.

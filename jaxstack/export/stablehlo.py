@@ -27,7 +27,7 @@ Arrays = dict[str, jax.Array]
 
 
 class Programs(NamedTuple):
-    """The exported programs.
+    """The exported prefill and decode programs of a model.
 
     `prefill(parameters, tokens int32 [b, t], lengths int32 [b])` and
     `decode(parameters, token int32 [b], position int32 [b], cache)` return (logits float32 [b, V], cache), where the

@@ -21,7 +21,7 @@ _STACK_LINES = 80
 
 
 class Child:
-    """A started process.
+    """A training process that the launcher has started.
 
     Args:
       rank: its number in the whole run.

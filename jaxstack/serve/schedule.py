@@ -109,7 +109,7 @@ class Row:
 
 @dataclasses.dataclass
 class StepPlan:
-    """The work of one program.
+    """The requests that one step of the serving engine computes.
 
     Attributes:
       decoded: decode rows.

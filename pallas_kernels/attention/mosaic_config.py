@@ -19,7 +19,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Static description of one kernel.
+    """Block sizes and options of one attention kernel, fixed while tracing.
 
     Attributes:
         options: Mask, scale and soft cap.

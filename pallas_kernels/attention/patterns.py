@@ -20,9 +20,9 @@ def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> Blo
 
 
 def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> BlockPattern:
-    """Return all blocks of the own stripe of `stride` blocks, and the last `summary` of every stripe.
+    """Return the fixed pattern of sparse attention (Child et al., arXiv:1904.10509).
 
-    (Child et al., arXiv:1904.10509.)
+    A query sees all blocks of its own stripe of `stride` blocks, and the last `summary` blocks of every stripe.
     """
     _distance(blocks, stride=stride, summary=summary)
     if summary > stride:

@@ -44,7 +44,7 @@ States = tuple[jax.Array | None, ...]
 
 
 class WeightResiduals(NamedTuple):
-    """What the backward pass of a matmul needs of its weight."""
+    """The part of a weight that the forward pass of a matmul saves for its backward pass."""
 
     weight: Quantized
     state: jax.Array | None

@@ -11,7 +11,7 @@ from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 
 class Products(Protocol):
-    """The matmuls of a backend, hashable.
+    """Interface of the grouped matmuls that a backend computes; hashable.
 
     Groups of rows are aligned to `tile`, and rows of x outside of every group are 0.
     """

@@ -15,7 +15,7 @@ from pallas_kernels.low_bits.codecs import Codec, Parts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """Vectors [*dims, H] in few bits.
+    """Vectors [*dims, H], quantized to a few bits per value.
 
     Attributes:
       parts: the stored arrays, with the same leading dims.

@@ -29,7 +29,7 @@ def index_dtype(bits: int) -> jax.typing.DTypeLike:
 
 
 class Format(ABC):
-    """How a matrix [out, in] is stored. Subclasses are frozen dataclasses, listed in `FORMATS`."""
+    """Storage format of a quantized matrix [out, in]. Subclasses are frozen dataclasses, listed in `FORMATS`."""
 
     name: ClassVar[str]
 

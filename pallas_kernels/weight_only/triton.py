@@ -28,7 +28,7 @@ _MOST_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product is divided among programs.
+    """Tile sizes of a matmul: the part of the product that each Triton program computes.
 
     Attributes:
         block_out: outputs of a program.

@@ -28,7 +28,7 @@ class PruningMethod(Method):
 
     @property
     def zeros(self) -> Pattern:
-        """Where zeros may be: anywhere, or in groups of m."""
+        """Allowed positions of zeros: anywhere, or a fixed number in each group of m inputs."""
         return Pattern(self.sparsity) if self.pattern is None else Pattern(keep_of=self._kept_of)
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:

@@ -32,7 +32,7 @@ class WeightArguments(BaseModel):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A way to store the weight of a module.
+    """Quantization scheme of a module, as in the compressed-tensors format.
 
     Attributes:
       format: name of the format, such as `pack-quantized`.
@@ -69,7 +69,7 @@ class Scheme:
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """Schemes of a checkpoint.
+    """Quantization schemes of the modules of a compressed-tensors checkpoint.
 
     Attributes:
       groups: targets (names of modules, `re:` and a regular expression, or classes) and the scheme of each group.

@@ -74,7 +74,7 @@ ACTIVATIONS = {
 
 
 def activation(key: str, default: str) -> Row:
-    """Return the row of the activation, which is written by the family's default name if that is the activation."""
+    """Return the conversion of the activation's name; the family's default name is written if it is that activation."""
 
     def read(config: Keys) -> dict[str, Any]:
         found = find(config, key, default)
@@ -159,7 +159,7 @@ def windows(
     layers: str = "num_hidden_layers",
     default: int | None = 4096,
 ) -> Row:
-    """Return the row of sliding windows.
+    """Return the conversion of the keys of sliding-window attention.
 
     Args:
       keys: keys that the row reads besides `sliding_window`.

@@ -60,7 +60,7 @@ def count_slots(assignments: int, devices: int, factor: float, max_rows: int) ->
 
 
 class ExchangePlan(NamedTuple):
-    """Rows that devices send to each other."""
+    """Rows of tokens that devices send to the devices of their experts."""
 
     experts: Int[Array, "t k"]
     order: Order

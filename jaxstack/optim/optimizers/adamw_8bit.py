@@ -28,7 +28,7 @@ class Quantized(NamedTuple):
 
 
 class AdamW8bitState(NamedTuple):
-    """State of the quantized parameters."""
+    """Optimizer state of 8-bit AdamW: quantized moments."""
 
     steps: jax.Array
     """[] int32: steps taken."""

@@ -12,7 +12,7 @@ from jaxstack.optim.block_optimizer import BlockOptimizer, exact_einsum
 
 
 class ShampooState(NamedTuple):
-    """State of the matrices."""
+    """Optimizer state of Shampoo: moments and preconditioners."""
 
     steps: jax.Array
     """[] int32: steps taken."""

@@ -13,7 +13,7 @@ from jaxstack.optim.block_optimizer import BlockOptimizer, exact_einsum
 
 
 class SoapState(NamedTuple):
-    """State of the matrices."""
+    """Optimizer state of SOAP: moments, and the bases that they are kept in."""
 
     steps: jax.Array
     """[] int32: steps taken."""

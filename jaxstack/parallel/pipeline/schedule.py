@@ -17,7 +17,7 @@ Kind = Literal["F", "B", "W"]
 
 
 class Task(NamedTuple):
-    """A piece of work of a stage."""
+    """Forward, backward or weight-gradient pass of one microbatch through one stage."""
 
     kind: Kind
     microbatch: int
