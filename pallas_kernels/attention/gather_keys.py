@@ -161,7 +161,8 @@ def _return_gradients(gather: KeyGatherOptions, gradients: Sequence[jax.Array], 
     """Apply the transpose of `_gather`, in float32."""
     wide = accumulator_dtype(like.dtype)
     gather_keys: Callable[..., Any] = lambda x: _gather(gather, x)  # noqa: E731
-    transpose = jax.linear_transpose(gather_keys, jax.ShapeDtypeStruct(like.shape, wide))
+    # Of `like`, which is not read, `jax.shard_map` checks over which mesh axes it varies.
+    transpose = jax.linear_transpose(gather_keys, like.astype(wide))
     (total,) = transpose([x.astype(wide) for x in gradients])
     return total.astype(like.dtype)
 

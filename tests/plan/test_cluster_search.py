@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from jaxstack.plan import cluster_search
 from jaxstack.plan.__main__ import main
 from jaxstack.run_config import load_config
 
@@ -19,13 +20,14 @@ def file(tmp_path):
 def test_table_and_written_configuration(file, tmp_path, capsys):
     output = tmp_path / "best.yaml"
     arguments = ["--config", str(file), "--cluster", "1 x 8 h200", "--tokens", "chinchilla", "--top", "3"]
+    arguments += ["parallel.simulate_devices=2"]
     assert main([*arguments, "--output", str(output)]) == 0
     text = capsys.readouterr().out
     assert "possible layouts fit" in text and "bubble" in text and "MFU %" in text and "days" in text
     assert "refused layouts" in text and "optimizer" in text and "cost" in text
     written = load_config(output)
     assert written.parallel.resolve(8) == written.parallel and written.run.name == "eight"
-    assert written.model.vocab_size == 128256
+    assert written.model.vocab_size == 128256 and written.parallel.simulate_devices is None
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["layouts"][0]
@@ -45,6 +47,23 @@ def test_policy_and_recipes(file, capsys):
     assert "FP8 tensor cores" in capsys.readouterr().err
 
 
+def test_a_compiled_layout_that_does_not_fit_is_not_written(file, tmp_path, capsys, monkeypatch):
+    sizes = iter([2**40, 2**30])
+
+    def rehearse(config, devices):
+        size = next(sizes)
+        return {"predicted_bytes": size, "fits": size < 2**35}
+
+    monkeypatch.setattr(cluster_search, "rehearse", rehearse)
+    arguments = ["--config", str(file), "--cluster", "8 h200", "--top", "2", "--verify", "2"]
+    output = tmp_path / "best.yaml"
+    assert main([*arguments, "--output", str(output)]) == 0
+    text = capsys.readouterr().out
+    assert "1.0 TiB (does not fit)" in text
+    second = re.search(r"^2 +(.*?)  ", text, re.MULTILINE).group(1)
+    assert f"wrote {second} to" in text and load_config(output).parallel.degrees
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -56,7 +75,9 @@ def test_policy_and_recipes(file, capsys):
         (["--cluster", "8 h200", "--price", "-1"], "--price must be a positive number"),
         (["--tokens", "1e9"], "add --cluster"),
         (["--cluster", "8 h200", "--rehearse"], "--verify N"),
+        (["--cluster", "8 h200", "--roofline", "x.svg"], "leave --cluster out"),
         (["--cluster", "1 l40s"], "It fits"),
+        (["--cluster", "h200", "--output", "x.yaml", "parallel.islands=2"], "leave it out"),
     ],
 )
 def test_mistakes_get_one_message(file, capsys, arguments, message):

@@ -246,6 +246,21 @@ def test_a_policy_of_checkpoint_keeps_the_merged_output(policy, hops):
     assert text.count("ppermute[") == hops
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_the_checks_of_shard_map_accept_the_result(method, layout):
+    """`jax.shard_map` checks by default over which axes each array varies; here also over one of the batch."""
+    part = P("other", "parts")
+    mapped = jax.shard_map(
+        lambda q, k, v: context_attention(q, k, v, axis_name="parts", layout=layout, method=method),
+        mesh=mesh_of(4, 2), in_specs=(part,) * 3, out_specs=part,
+    )  # fmt: skip
+    q, k, v, g = arrays()
+    shapes = jax.eval_shape(jax.grad(lambda *x: (mapped(*x) * g).sum(), argnums=(0, 1, 2)), q, k, v)
+    assert [x.shape for x in shapes] == [q.shape, k.shape, v.shape]
+
+
 # --- the choice -----------------------------------------------------------------------------------------------------
 
 
