@@ -4,6 +4,7 @@ The tokens of one step, of any number of sequences, are packed in one row [1, T]
 EnergonAI, Du et al. 2022, arXiv:2209.02341).
 """
 
+from functools import partial
 from typing import NamedTuple, cast
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxstack.models.attention.base import AttentionSpec, PageGroup, PageSlots
 from jaxstack.models.attention.cache_formats import empty_pair
 from jaxstack.parallel import current_rules, with_local_heads
+from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention
 from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, sort_queries
 from pallas_kernels.paged_attention.api import paged_attention
@@ -61,19 +63,37 @@ def _attend_in_place(
     q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
 ) -> Float[Array, "R T N H"]:
     """Return the attention of tokens that read the pages where they are, up to the longest sequence's end."""
+
+    def attend(
+        q: jax.Array, key: Stored, value: Stored, table: jax.Array, lengths: jax.Array, implementation: str | None
+    ) -> jax.Array:
+        return paged_attention(
+            q,
+            key,
+            value,
+            table,
+            lengths,
+            scale=heads.scale,
+            soft_cap=heads.soft_cap,
+            window=heads.window,
+            implementation=implementation,
+        )
+
+    arguments = cache.key, cache.value, group.table, group.lengths
     rules = current_rules()
-    return paged_attention(
-        q,
-        cache.key,
-        cache.value,
-        group.table,
-        group.lengths,
-        scale=heads.scale,
-        soft_cap=heads.soft_cap,
-        window=heads.window,
-        # XLA cannot partition a kernel over the devices of a mesh.
-        implementation="xla" if rules is not None and rules.mesh.size > 1 else None,
-    )
+    if rules is None or rules.mesh.size == 1:
+        return attend(q, *arguments, None)
+    key, value, *places = arguments
+    if isinstance(key, jax.Array) and isinstance(value, jax.Array) and _splits_by_heads(rules, q, key):
+        return with_local_heads(partial(attend, implementation=None), q, key, value, whole=tuple(places))
+    # XLA cannot partition a kernel over the devices of a mesh.
+    return attend(q, *arguments, "xla")
+
+
+def _splits_by_heads(rules: AxisRules, q: jax.Array, pages: jax.Array) -> bool:
+    """Return True if each device has the pages of the heads whose queries it has, of all sequences."""
+    heads, kv_heads = (rules.spec((axis,), (x.shape[2],))[0] for axis, x in (("act_heads", q), ("act_kv_heads", pages)))
+    return heads == kv_heads and rules.degree(rules.table["batch"]) == 1
 
 
 def _attend_chunks(
