@@ -270,7 +270,7 @@ class Programs:
         def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
             newest, sampled, pages = carry
             model, now = self.model.module.merge(params, non_params), rows_at(rows, step)
-            logits, pages = decode_rows(model, now, newest, pages)
+            logits, pages = decode_rows(model, now, newest[:, None], pages)
             branches = [partial(self._sample_tokens, mask=None, mode=name) for name in get_args(Mode)]
             tokens = jax.lax.switch(mode, branches, logits, now[:, : Column.PAGES])
             newest = jnp.where(now[:, Column.COUNT] > 0, tokens, newest)
@@ -307,12 +307,18 @@ def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "
 
 
 def decode_rows(
-    model: Transformer, rows: Int[Array, "R columns"], newest: Int[Array, " R"], pages: Pages
+    model: Transformer, rows: Int[Array, "R columns"], newest: Int[Array, "R C"], pages: Pages, together: int = 1
 ) -> tuple[Float[Array, "R V"], Pages]:
-    """Run the newest token of each row; return the logits after it, and the pages with it."""
-    ids, positions, write, group = pack_rows(rows, newest[:, None], pages)
-    hidden, pages = model.decode_packed(ids, positions, PageSlots(write, (group,)), pages)
-    return model.logits(hidden), pages
+    """Run the newest tokens of each row; return the logits after the last, and the pages with them.
+
+    Args:
+      newest: the rows' COUNT tokens, at the end.
+      together: `layers_together` of `Transformer.decode_packed`.
+    """
+    ids, positions, write, group = pack_rows(rows, newest, pages)
+    places = PageSlots(write, (group,))
+    hidden, pages = model.decode_packed(ids, positions, places, pages, layers_together=together)
+    return model.logits(hidden.reshape(*newest.shape, -1)[:, -1]), pages
 
 
 def choose_mode(rows: Sequence[Row]) -> Mode:

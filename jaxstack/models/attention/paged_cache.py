@@ -25,6 +25,10 @@ _FEW = 16
 there the kernels for whole arrays would compute all of a page table's width."""
 
 
+_LEAST_COPIED = 1024
+"""Fewest keys per sequence that a chunk of a prompt copies, if the page table has room for as many."""
+
+
 class PagedKeys(NamedTuple):
     """Keys and values [P, page, K, H] of one layer."""
 
@@ -99,11 +103,41 @@ def _splits_by_heads(rules: AxisRules, q: jax.Array, pages: jax.Array) -> bool:
 def _attend_chunks(
     q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
 ) -> Float[Array, "R T N H"]:
-    """Return the attention of chunks of prompts, whose keys are copied to the end of one array per sequence."""
+    """Return the attention of chunks of prompts, whose keys are copied to the end of one array per sequence.
+
+    The array has one of a few sizes: the cost depends on the longest sequence and not on the page table's width.
+    """
     size = jax.tree.leaves(cache.key)[0].shape[1]
-    room = group.table.shape[1] * size
-    positions = jnp.arange(room, dtype=jnp.int32) - room + group.lengths[:, None]
-    page = jnp.take_along_axis(group.table, jnp.maximum(positions, 0) // size, axis=1)
+    widths = copied_widths(group.table.shape[1], max(1, _LEAST_COPIED // size))
+    too_narrow = [group.lengths.max() > width * size for width in widths[:-1]]
+    branches = [partial(_attend_copies, width=width, heads=heads) for width in widths]
+    arguments = q, cache, group.table, group.lengths
+    if not too_narrow:
+        return branches[0](*arguments)
+    return jax.lax.switch(jnp.stack(too_narrow).sum(dtype=jnp.int32), branches, *arguments)
+
+
+def copied_widths(pages: int, least: int) -> tuple[int, ...]:
+    """Return the numbers of pages per sequence that chunks copy: `pages` divided by powers of 4, at least `least`."""
+    widths = [pages]
+    while widths[0] > least:
+        widths.insert(0, max(least, -(-widths[0] // 4)))
+    return tuple(widths)
+
+
+def _attend_copies(
+    q: Float[Array, "R T N H"],
+    cache: PagedKeys,
+    table: Int[Array, "R pages"],
+    lengths: Int[Array, " R"],
+    *,
+    width: int,
+    heads: AttentionSpec,
+) -> Float[Array, "R T N H"]:
+    """Return the attention of chunks to copies of the first `width` pages of each sequence, which has no more."""
+    size = jax.tree.leaves(cache.key)[0].shape[1]
+    positions = jnp.arange(width * size, dtype=jnp.int32) - width * size + lengths[:, None]
+    page = jnp.take_along_axis(table[:, :width], jnp.maximum(positions, 0) // size, axis=1)
     index = page * size + jnp.maximum(positions, 0) % size
     k, v = (decode(map_stored(lambda x: x.reshape(-1, *x.shape[2:])[index], stored), q.dtype) for stored in cache)
     key_segments = jnp.where(positions >= 0, 0, -1)
