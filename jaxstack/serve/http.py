@@ -126,12 +126,12 @@ class Server:
         body = await self._parse(request, CompletionRequest)
         texts = body.prompts
         prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in texts])
+        longest = max(map(len, prompts), default=0)
+        limit = body.max_tokens or max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
+        answers = await self._submit(body, prompts, limit, body.stops, frozenset())  # checks the ids too
         before = [""] * len(prompts)
         if body.echo:
             before = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in texts]
-        longest = max(map(len, prompts), default=0)
-        limit = body.max_tokens or max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
-        answers = await self._submit(body, prompts, limit, body.stops, frozenset())
         return await self._answer(request, body, answers, Envelope(self.name, chat=False), before)
 
     async def _complete_chat(self, request: Request) -> Response:
@@ -176,7 +176,10 @@ class Server:
         except ClientDisconnect:
             raise Refused(_GONE, "the client is gone.") from None
         try:
-            tree = json.loads(b"".join(parts))
+            content = b"".join(parts)
+            tree = json.loads(content)
+            if b"\\u" in content or b"\xed" in content:
+                json.dumps(tree, ensure_ascii=False).encode()  # refuses lone surrogates, which no answer could repeat
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not valid JSON: {error}.") from None
         if not isinstance(tree, dict):

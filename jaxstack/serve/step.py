@@ -26,6 +26,10 @@ Pages = PyTree
 """Keys and values of all layers."""
 
 
+_NO_LIMIT = 2**31 - 1
+"""Largest int32, which is no limit of the number of tokens to sample from."""
+
+
 class Column(IntEnum):
     """Columns of the int32 array that describes the rows of a step; each row's page numbers follow them."""
 
@@ -116,8 +120,10 @@ class Programs:
             line[:] = 0
             line[Column.SLOT] = sequence.slot
             line[Column.SEED] = np.uint32(request.seed).view(np.int32)
-            line[Column.TOP_K] = sampling.top_k or 2**31 - 1
-            floats[Column.TEMPERATURE], floats[Column.MIN_P] = sampling.temperature, sampling.min_p or 0
+            line[Column.TOP_K] = min(sampling.top_k or _NO_LIMIT, _NO_LIMIT)
+            # Logits divided by a temperature outside of these bounds would overflow, or all be alike.
+            temperature = min(max(sampling.temperature, 1e-6), 1e6) if sampling.temperature else 0.0
+            floats[Column.TEMPERATURE], floats[Column.MIN_P] = temperature, sampling.min_p or 0
             floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
         line[Column.PAGES + known : Column.PAGES + len(sequence.pages)] = sequence.pages[known:]
         sequence.described_pages = len(sequence.pages)

@@ -12,7 +12,8 @@ import pytest
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.parallel import make_rules
-from jaxstack.serve.step import Column, Programs
+from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.serve.step import Column, Programs, decode_rows
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton
@@ -21,8 +22,11 @@ ROWS, PAGES, PAGE = 16, 128, 16
 AXES = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
 
 
-def compiled_steps() -> str:
-    """The program of several decode steps of an unrolled model in bfloat16, under tensor parallelism."""
+def compiled_steps(together: int | None = None) -> str:
+    """The program of several decode steps of an unrolled model in bfloat16, under tensor parallelism.
+
+    With `together`: the program of one step, by layers that run together.
+    """
     config = ModelConfig(
         vocab_size=4096, hidden_size=1024, num_layers=2, num_heads=8, num_kv_heads=4, intermediate_size=2048,
         scan_layers=False,
@@ -41,9 +45,25 @@ def compiled_steps() -> str:
     pages = jax.tree.map(lambda x: hopper_array(x.shape, x.dtype, rules.mesh, jax.P(None, None, "tensor")), pages)
     rows = hopper_array((ROWS, Column.PAGES + 32), jnp.int32, rules.mesh)
     number, last = hopper_array((), jnp.int32, rules.mesh), hopper_array((ROWS,), jnp.int32, rules.mesh)
-    program = jax.jit(functools.partial(programs._decode_steps, most=8), donate_argnames="pages")
+
+    def step(params, newest, rows, pages):
+        with logical_axis_rules(rules):
+            return decode_rows(module.merge(params, {}), rows, newest[:, None], pages, together or 1)
+
+    if together is None:
+        program = jax.jit(functools.partial(programs._decode_steps, most=8), donate_argnames="pages")
+        arguments = (params, {}, last, rows, number, number, pages)
+    else:
+        program, arguments = jax.jit(step, donate_argnames="pages"), (params, last, rows, pages)
     with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
-        return compile_for_hopper(program, params, {}, last, rows, number, number, pages, mesh=rules.mesh).as_text()
+        return compile_for_hopper(program, *arguments, mesh=rules.mesh).as_text()
+
+
+def count_sums(program: str) -> int:
+    """Number of sums of the residual stream over the devices; several that are one operation count as one."""
+    lines = re.findall(r"^.* all-reduce(?:-start)?\(", program, re.M)
+    sizes = [[math.prod(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", x)] for x in lines]
+    return sum(ROWS * 1024 in size for size in sizes)
 
 
 @needs_triton
@@ -55,6 +75,11 @@ def test_under_tensor_parallelism_the_kernel_reads_the_pages_of_each_device():
     made = re.findall(rf"= bf16\[{PAGES},{PAGE},2,128\]\S* ([\w-]+)\(", program)
     assert made and not {"copy", "transpose", "all-gather", "gather"} & set(made), made
     assert not re.findall(r" (?:reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program)
-    # The embedding's rows, one sum after attention and one after the MLP of each layer.
-    sums = re.findall(r"= \S*(?:\([^=]*)?(\w+\[[\d,]*\])\S* all-reduce(?:-start)?\(", program)
-    assert sum(math.prod(map(int, re.findall(r"\d+", shape)[1:])) == ROWS * 1024 for shape in sums) == 5, sums
+    assert count_sums(program) == 5, "the embedding's rows, and two in each layer"
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_layers_that_run_together_sum_their_attention_at_once():
+    assert count_sums(compiled_steps(together=1)) == 5
+    assert count_sums(compiled_steps(together=2)) == 4
