@@ -166,17 +166,8 @@ class Server:
         """
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "send JSON, with the header Content-Type: application/json.")
-        size, parts = 0, []
+        content = await self._read_body(request)
         try:
-            async for part in request.stream():
-                size += len(part)
-                if size > self.config.max_body_bytes:
-                    raise Refused(413, f"the body exceeds {self.config.max_body_bytes} bytes (server.max_body_bytes).")
-                parts.append(part)
-        except ClientDisconnect:
-            raise Refused(_GONE, "the client is gone.") from None
-        try:
-            content = b"".join(parts)
             tree = json.loads(content)
             if b"\\u" in content or b"\xed" in content:
                 json.dumps(tree, ensure_ascii=False).encode()  # refuses lone surrogates, which no answer could repeat
@@ -187,6 +178,30 @@ class Server:
         body = _refuse_on_error(lambda: build_component(kind, tree, "the request"))
         self._check_model(body.model)
         return body
+
+    async def _read_body(self, request: Request) -> bytes:
+        """Return the body of a request.
+
+        Raises:
+          Refused: it is too large, does not arrive in time, or the client is gone.
+        """
+        limit, timeout, size, parts = self.config.max_body_bytes, self.config.timeout, 0, list[bytes]()
+        too_large = Refused(413, f"the body exceeds {limit} bytes (server.max_body_bytes).")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
+            raise too_large
+        try:
+            async with asyncio.timeout(timeout):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {timeout:g} s (server.timeout).") from None
+        except ClientDisconnect:
+            raise Refused(_GONE, "the client is gone.") from None
+        return b"".join(parts)
 
     async def _submit(
         self,

@@ -227,7 +227,9 @@ class Scheduler:
         return self._make_plan(decoded, chunks, shape) if decoded or chunks else None
 
     def register_pages(self, sequence: Sequence) -> None:
-        """Add the sequence's full pages to the prefix cache."""
+        """Add the sequence's full pages to the prefix cache, if there is one."""
+        if not self.pool.cache_prefixes:
+            return
         size, known = self.pool.page_size, min(sequence.filled, len(sequence.tokens))
         if self.approximate:
             known = min(known, sequence.exact)

@@ -228,6 +228,19 @@ def test_settings_outside_of_any_range_harm_nobody(port, engine):
     assert engine.failure is None and idle(engine)
 
 
+def test_a_body_that_is_too_long_or_never_ends_is_refused(engine):
+    server, port = listen(engine, LIMITS.model_copy(update={"timeout": 0.2}))
+    for declared, status in ((99_999_999_999, 413), (40, 408)):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.putrequest("POST", COMPLETE)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(declared))
+        connection.endheaders(b'{"prompt":')
+        assert connection.getresponse().status == status
+        connection.close()
+    server.should_exit = True
+
+
 def test_other_methods_and_types_are_refused(port, engine):
     assert ask(port, COMPLETE, method="GET")[0] == 405
     assert ask(port, COMPLETE, {"prompt": "a"}, headers={"Content-Type": "text/plain"})[0] == 415
