@@ -96,6 +96,7 @@ def test_a_text_depends_on_its_prompt_and_seed_alone():
     assert [alone[number] for number in greedy] == [expected(model, *asked[number]) for number in greedy]
 
 
+@pytest.mark.exhaustive
 def test_greedy_tokens_are_the_same_with_layers_of_the_draft_model_that_run_together():
     """Beside other requests and after a cached prefix; the last layers are fewer than a group."""
     config = CONFIG_OF_TESTS.model_copy(update={"num_layers": 3})
