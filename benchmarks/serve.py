@@ -7,7 +7,8 @@
 arrivals: requests of random lengths that arrive at random (Poisson), against one after another, by the engine and by
 `Decoder.generate`. interruption: time between the tokens of running answers, alone and while a long prompt arrives,
 with one decode step per program.
-prefix: prompts of which 90 % is common, with and without the prefix cache. throughput: all requests at once.
+prefix: prompts of which 90 % is common, with and without the prefix cache: seconds per request of many at once, and
+time to the first token of single ones. throughput: all requests at once.
 All are greedy, through the library's API, after warm-up. Rows are appended to benchmarks/results/serve.jsonl.
 """
 
@@ -119,30 +120,74 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
     count = max(1, config.slots - 1)
     asked = [(random.integers(0, decoder.config.vocab_size, 64).tolist(), args.tokens) for _ in range(count)]
     long = random.integers(0, decoder.config.vocab_size, args.long).tolist()
+    alone, beside, waits = list[np.ndarray](), list[np.ndarray](), list[float]()
+
+    def disturb() -> Handle:
+        handles.append(engine.submit(long, 1, GREEDY))
+        return handles[-1]
+
     with Engine(decoder, config.model_copy(update={"prefix_cache": False, "decode_steps": 1})) as engine:
         token_times(engine, asked, None)
-        alone = np.percentile(token_times(engine, asked, None), 99)
+        widest = max(shape.rows * shape.width for shape in engine.scheduler.shapes_beside)
         many = [(prompt, engine.context - 64) for prompt, _ in asked]
-        beside = np.percentile(token_times(engine, many, lambda: engine.submit(long, 1, GREEDY)), 99)
+        for _ in range(args.turns):
+            handles: list[Handle] = []
+            alone.append(token_times(engine, asked, None))
+            beside.append(token_times(engine, many, disturb))
+            waits.append(first_token_seconds(handles[0]))
+    percentiles = [1e3 * float(np.percentile(np.concatenate(times), 99)) for times in (alone, beside)]
     return [
-        {"variant": "p99 alone", "milliseconds": 1e3 * alone},
-        {"variant": f"p99 beside {args.long} tokens, chunk {config.chunk}", "milliseconds": 1e3 * beside,
-         "times_alone": beside / alone},
+        {"variant": "p99 alone", "milliseconds": percentiles[0]},
+        {"variant": f"p99 beside {args.long} tokens, chunk {config.chunk}, {widest} beside answers",
+         "milliseconds": percentiles[1], "times_alone": percentiles[1] / percentiles[0],
+         "first_token_milliseconds": 1e3 * float(np.median(waits))},
     ]  # fmt: skip
 
 
+def first_token_seconds(handle: Handle) -> float:
+    """Return the seconds from the submission of a finished request to its first token."""
+    assert handle.times.first_token is not None
+    return handle.times.first_token - handle.times.submitted
+
+
 def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds per request with prompts of which 90 % is common, and few new tokens."""
-    random, rows = np.random.default_rng(3), []
-    common = random.integers(0, decoder.config.vocab_size, args.prompt * 9 // 10).tolist()
-    ends = random.integers(0, decoder.config.vocab_size, (args.requests, args.prompt - len(common)))
-    asked = [([*common, *end.tolist()], 8) for end in ends]
-    for cached in (False, True):
-        with Engine(decoder, config.model_copy(update={"prefix_cache": cached})) as engine:
-            submit_all(engine, asked[:2])
-            seconds = timed(lambda engine=engine: submit_all(engine, asked)) / len(asked)
-        rows.append({"variant": f"prefix cache {'on' if cached else 'off'}", "milliseconds": 1e3 * seconds})
+    """Requests that begin with the same document of 90 % of their prompt, with and without the prefix cache.
+
+    Questions differ in every turn, so that only the document is cached. The engines take turns. All requests of a turn
+    are submitted at once; then a few one at a time, for the time to the first token of an idle engine.
+    """
+    random, answer = np.random.default_rng(3), min(args.tokens, 64)
+    document = random.integers(0, decoder.config.vocab_size, args.shared * 9 // 10).tolist()
+    found = {name: {"seconds": list[float](), "first": list[float](), "computed": 0} for name in ("off", "on")}
+    engines = {name: Engine(decoder, config.model_copy(update={"prefix_cache": name == "on"})) for name in found}
+    try:
+        for turn in range(args.turns + 1):
+            ends = random.integers(0, decoder.config.vocab_size, (args.requests, args.shared - len(document)))
+            asked = [([*document, *end.tolist()], answer) for end in ends]
+            alone = random.integers(0, decoder.config.vocab_size, (5, args.shared - len(document))).tolist()
+            for name, engine in engines.items():
+                if turn == 0:  # computes the document once
+                    submit_all(engine, asked[:2])
+                    continue
+                before = engine.stats.computed_tokens
+                found[name]["seconds"].append(timed(lambda e=engine, a=asked: submit_all(e, a)))
+                found[name]["computed"] = (engine.stats.computed_tokens - before) / len(asked)
+                for end in alone:
+                    handle = engine.submit([*document, *end], 1, GREEDY)
+                    handle.result()
+                    found[name]["first"].append(first_token_seconds(handle))
+    finally:
+        for engine in engines.values():
+            engine.close()
+    rows = [
+        {"variant": f"prefix cache {name}, {len(document)} of {args.shared} tokens common, answers of {answer}",
+         "milliseconds": 1e3 * float(np.median(result["seconds"])) / args.requests,
+         "first_token_milliseconds": 1e3 * float(np.median(result["first"])),
+         "computed_tokens_per_request": result["computed"]}
+        for name, result in found.items()
+    ]  # fmt: skip
     rows[1]["times_without"] = rows[0]["milliseconds"] / rows[1]["milliseconds"]
+    rows[1]["first_token_times_without"] = rows[0]["first_token_milliseconds"] / rows[1]["first_token_milliseconds"]
     return rows
 
 
@@ -171,6 +216,8 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=64 if small else 512, help="tokens of the longest prompt")
     parser.add_argument("--tokens", type=int, default=32 if small else 256, help="tokens of the longest answer")
     parser.add_argument("--long", type=int, default=400 if small else 8000, help="tokens of the prompt that interrupts")
+    parser.add_argument("--shared", type=int, default=400 if small else 4000, help="tokens of prompts with a document")
+    parser.add_argument("--turns", type=int, default=3, help="repetitions of interruption and prefix")
     parser.add_argument("--rate", type=float, default=1000.0, help="arrivals per second")
     parser.add_argument("--slots", type=int, default=16 if small else 64, help="requests that run together")
     parser.add_argument("--chunk", type=int, default=128 if small else 512, help="prompt tokens per step")
@@ -186,7 +233,8 @@ def main() -> int:
     decoder = make_decoder(config, given)
     rows: list[dict[str, Any]] = []
     for work in args.work:
-        room = args.long + 64 if work == "interruption" else args.prompt + max(args.tokens, 8)
+        room = args.long + 64 if work == "interruption" else args.prompt + args.tokens
+        room = args.shared + min(args.tokens, 64) if work == "prefix" else room
         sizes = EngineConfig(
             slots=args.slots, context=room, chunk=args.chunk, page_size=args.page, decode_steps=args.decode_steps,
             queue=args.requests + args.slots,
@@ -204,7 +252,7 @@ def main() -> int:
     if not args.no_rows:
         append_rows("serve", rows)
     shown = ("work", "variant", "milliseconds", "tokens_per_second_per_device", "times_sequential", "times_alone")
-    print_table(rows, (*shown, "times_without"))
+    print_table(rows, (*shown, "times_without", "first_token_milliseconds", "first_token_times_without"))
     return 0
 
 

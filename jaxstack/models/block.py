@@ -69,6 +69,20 @@ class Block(nnx.Module):
             x = self._add(x, update, self.mlp_post_norm, mlp_key)
         return x, cache, router_loss
 
+    def attend(
+        self, x: Float[Array, "B T D"], context: Context, cache: LayerCache
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Return the attention sublayer's output for the residual stream while decoding, and the cache."""
+        with jax.named_scope("attention"):
+            return self.attention(normalize(self.attention_norm, x)[0], context, cache)
+
+    def finish(self, x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Add the output of `attend` to the residual stream, apply the feed-forward sublayer, and return the result."""
+        with jax.named_scope("mlp"):
+            x = self._add(x, update, self.attention_post_norm, None)
+            update, x, _ = self._feed_forward(x, decoding=True)
+            return self._add(x, update, self.mlp_post_norm, None)
+
     def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return mlp(norm(x)), the residual stream to add it to, and the router's losses."""
         modules = cast(tuple[Norm, PlainMLP], (self.mlp_norm, self.mlp))

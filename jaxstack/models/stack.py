@@ -170,6 +170,39 @@ class Stack(nnx.Module):
         x, cache, _ = _with_gathered_weights(_layer_runner(graphdef, context), dtype)(x, state, cache, None)
         return x, cache
 
+    def run_together(
+        self,
+        x: Float[Array, "B T D"],
+        context: Context,
+        caches: Sequence[LayerCache],
+        dtype: jax.typing.DTypeLike,
+        group: int,
+    ) -> tuple[Float[Array, "B T D"], list[LayerCache]]:
+        """Approximate the layers while decoding: `group` attention sublayers at a time all read the same input.
+
+        They do not depend on each other, so that devices that split them sum their outputs at once (EasySpec, Wu et al.
+        2025, arXiv:2502.02493). The feed-forward sublayers follow one after the other.
+
+        Returns:
+          x, and the caches.
+
+        Raises:
+          ValueError: the layers are stacked.
+        """
+        if self.scanned:
+            raise ValueError("layers run together only if they are not stacked (model.scan_layers=false).")
+        new_caches: list[LayerCache] = []
+        for start in range(0, len(self.layers), group):
+            blocks = [_with_weights(block, dtype) for block in self.layers[start : start + group]]
+            updates = []
+            for block, cache in zip(blocks, caches[start : start + group], strict=True):
+                update, cache = block.attend(x, context, cache)
+                updates.append(update)
+                new_caches.append(cache)
+            for block, update in zip(blocks, updates, strict=True):
+                x = block.finish(x, update)
+        return x, new_caches
+
     def _run_single(
         self,
         indices: Iterable[int],
@@ -247,6 +280,12 @@ def add_losses(losses: Sequence[RouterLoss]) -> RouterLoss:
 
 def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Callable[[nnx.Rngs], Block]:
     return lambda rngs: Block(config, window, rngs, mixture=mixture)
+
+
+def _with_weights(block: Block, dtype: jax.typing.DTypeLike) -> Block:
+    """Return a block with its weights gathered and cast to `dtype`."""
+    graphdef, state = nnx.split(block)
+    return nnx.merge(graphdef, gather_weights(state, dtype))
 
 
 def _layer_runner(graphdef: nnx.GraphDef, context: Context) -> RunLayer:

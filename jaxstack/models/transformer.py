@@ -215,7 +215,13 @@ class Transformer(nnx.Module):
         return self._layer_caches(lambda layer: layer.kind.make_pages(layer.heads, pages, page_size, self.dtype))
 
     def decode_packed(
-        self, tokens: Int[Array, " T"], positions: Int[Array, " T"], slots: PageSlots, pages: list[LayerCache]
+        self,
+        tokens: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        slots: PageSlots,
+        pages: list[LayerCache],
+        *,
+        layers_together: int = 1,
     ) -> tuple[Float[Array, "T D"], list[LayerCache]]:
         """Run further tokens of many sequences, packed in one row; return the head's inputs, and the pages with them.
 
@@ -224,10 +230,15 @@ class Transformer(nnx.Module):
           positions: int32 position of each token in its sequence; -1 marks padding.
           slots: the places of the tokens in the pages, and the pages of each sequence.
           pages: of all layers, from `make_pages`.
+          layers_together: number of layers whose attention reads the same input, see `Stack.run_together`; 1: exact.
         """
         angles, local = self._angles(positions[None])
         places = CacheSlots(positions[None], jnp.zeros(1, jnp.int32), pages=slots)
         context = Context(positions[None], angles, None, places, local_angles=local)
+        if layers_together > 1:
+            x = self._embed(tokens[None], context, None)
+            x, layers = self.decoder.run_together(x, context, pages, self.dtype, layers_together)
+            return self.leave(x)[0], layers
         x, layers, _ = self._run(tokens[None], context, pages, None)
         return x[0], layers or []
 

@@ -21,8 +21,11 @@ class EngineConfig(Component):
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Fraction of the devices' memory for weights and KV cache together, where `pages` is null."""
     chunk: int = Field(default=512, ge=16)
-    """Largest number of prompt tokens that a step computes beside the decoded ones. A larger chunk starts answers
-    sooner; a smaller one delays the running answers less."""
+    """Largest number of prompt tokens that a step computes; fewer beside running answers, see `chunk_slowdown`."""
+    chunk_slowdown: float = Field(default=2.0, ge=1)
+    """Largest duration of a step with prompt tokens beside running answers, relative to a step without them. The number
+    of prompt tokens follows from measurements at the start. A larger value starts answers sooner; a smaller one delays
+    the running answers less."""
     prefix_cache: bool = True
     """Keep the keys and values of finished requests, as long as there is room, for later ones that begin with the same
     tokens."""
@@ -36,6 +39,10 @@ class EngineConfig(Component):
     draft_tokens: int = Field(default=0, ge=0, le=15)
     """Number of next tokens that each step guesses and verifies, by a draft model (`--draft`) or else from earlier text
     (n-gram speculation); 0: none. With a draft model the default is 4."""
+    draft_layers_together: int = Field(default=1, ge=1)
+    """Number of layers of a draft model whose attention reads the same input while it guesses, so that tensor
+    parallelism sums their outputs at once (EasySpec). The text stays that of the model; 1: the draft model is run
+    exactly, and more of its guesses are accepted."""
 
 
 class ServerConfig(Component):

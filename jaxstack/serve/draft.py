@@ -3,11 +3,15 @@
 Sampled tokens have the distribution of the model alone (Leviathan et al. 2022, arXiv:2211.17192), greedy ones are the
 same tokens. The draft model keeps its keys and values in pages of its own, under the page numbers of the model.
 
+Drafts may be guessed by layers that run together (EasySpec, Wu et al. 2025, arXiv:2502.02493): a few attention
+sublayers of the draft model read the same input. Their keys and values are approximations, so that the next step first
+runs the tokens that were accepted through the draft model as it is.
+
 Dims: R rows, D tokens per row (the newest and its drafts, at the row's end), Q chunks, C their width, V vocabulary.
 """
 
 from functools import partial
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.errors import ConfigError
 from jaxstack.models.attention.base import PageSlots
 from jaxstack.parallel.context import logical_axis_rules
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
@@ -30,8 +35,22 @@ from jaxstack.serve.step import (
     sampling_of,
 )
 
+
+class Recent(NamedTuple):
+    """Newest tokens of rows, which the draft model runs exactly before it guesses."""
+
+    tokens: Int[np.ndarray, "R D"]
+    """At the end of each row."""
+    counts: Int[np.ndarray, " R"]
+    """Number of them per row, 0 for a row of padding."""
+
+
 _GUESS, _ACCEPT = 1 << 29, 1 << 30
 """Added to a token's number, so that drafting and accepting it use random numbers of their own."""
+
+
+Guesses = tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]
+"""Newest token and drafts of each row, the draft model's logits after each, and its pages."""
 
 
 class DraftPrograms:
@@ -42,10 +61,16 @@ class DraftPrograms:
       model: the draft model, on the same mesh, with the same tokenizer.
       pages: number of pages.
       width: D.
+      together: number of layers that run together while guessing; 1: the draft model is run exactly.
+
+    Raises:
+      ConfigError: layers that run together are stacked.
     """
 
-    def __init__(self, target: Programs, model: ModelOnMesh, pages: int, width: int):
-        self.target, self.model, self.width = target, model, width
+    def __init__(self, target: Programs, model: ModelOnMesh, pages: int, width: int, together: int = 1):
+        if together > 1 and model.config.scan_layers and model.config.num_layers > 1:
+            raise ConfigError("engine.draft_layers_together needs a draft model with model.scan_layers=false.")
+        self.target, self.model, self.width, self.together = target, model, width, together
         whole, options = model.rules.sharding(jax.P()), model.compiler_options
         with jax.set_mesh(model.rules.mesh):
             make = jax.jit(lambda params, non_params: make_pages(model, params, non_params, pages, target.page_size))
@@ -65,6 +90,7 @@ class DraftPrograms:
         tokens: Int[np.ndarray, "Q C"] | None,
         mode: Mode,
         mask: Int[np.ndarray, "all words"] | None = None,
+        recent: Recent | None = None,
     ) -> Int[Array, " found"]:
         """Dispatch one step asynchronously: guess, verify, and sample.
 
@@ -72,6 +98,7 @@ class DraftPrograms:
           rows: from `describe`, of decoded rows; COUNT is the number of drafts and 1.
           newest: newest token of each decoded row.
           chunks, tokens, mode, mask: as of `Programs.run`, with D samples for each decoded row.
+          recent: tokens to run exactly, the newest included, if layers run together.
 
         Returns:
           D samples of each decoded row, the sample of each chunk, and the number of accepted drafts of each row.
@@ -79,7 +106,7 @@ class DraftPrograms:
         model, number = self.model, np.int32(get_args(Mode).index(mode))
         with jax.set_mesh(model.rules.mesh):
             drafted, guessed, self._pages = self._guess(
-                model.params, model.non_params, rows, newest, number, pages=self._pages
+                model.params, model.non_params, rows, newest, recent, number, pages=self._pages
             )
             if chunks is not None:
                 self._pages = self._fill(model.params, model.non_params, chunks, tokens, pages=self._pages)
@@ -93,6 +120,7 @@ class DraftPrograms:
         non_params: PyTree,
         rows: Int[Array, "R columns"],
         newest: Int[Array, " R"],
+        recent: Recent | None,
         mode: Int[Array, ""],
         pages: Pages,
     ) -> tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]:
@@ -105,21 +133,32 @@ class DraftPrograms:
             settings = sampling_of(now)
             return sample_rows(logits, settings._replace(number=settings.number + _GUESS), mode)
 
-        def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
-            drafted, guessed, pages = carry
-            model, now, column = self.model.module.merge(params, non_params), rows_at(rows, step), first + step
-            token = drafted[lines, jnp.minimum(column, self.width - 1)]
-            logits, pages = decode_rows(model, now, token, pages)
+        def keep(step: jax.Array, logits: jax.Array, pages: Pages, drafted: jax.Array, guessed: jax.Array) -> Guesses:
+            column = first + step
             logits = limit_vocabulary(_resize(logits, vocabulary), self.target.vocab_size)
-            tokens = jax.lax.switch(mode, [partial(sample, mode=name) for name in get_args(Mode)], logits, now)
+            branches = [partial(sample, mode=name) for name in get_args(Mode)]
+            tokens = jax.lax.switch(mode, branches, logits, rows_at(rows, step))
             guessed = guessed.at[lines, column].set(logits, mode="drop")
             return drafted.at[lines, column + 1].set(tokens, mode="drop"), guessed, pages
+
+        def advance(step: jax.Array, carry: Guesses) -> Guesses:
+            drafted, guessed, pages = carry
+            model, column = self.model.module.merge(params, non_params), jnp.minimum(first + step, self.width - 1)
+            logits, pages = decode_rows(
+                model, rows_at(rows, step), drafted[lines, column][:, None], pages, self.together
+            )
+            return keep(step, logits, pages, drafted, guessed)
 
         drafted = jnp.zeros((len(rows), self.width), jnp.int32).at[lines, first].set(newest, mode="drop")
         guessed = jnp.zeros((*drafted.shape, vocabulary), jnp.float32)
         with logical_axis_rules(self.model.rules):
-            # The last draft is run too, for its keys and values.
-            return jax.lax.fori_loop(0, rows[:, Column.COUNT].max(), advance, (drafted, guessed, pages))
+            if recent is None:  # the last draft is run too, for its keys and values
+                return jax.lax.fori_loop(0, rows[:, Column.COUNT].max(), advance, (drafted, guessed, pages))
+            again = rows.at[:, Column.START].add(1 - recent.counts).at[:, Column.COUNT].set(recent.counts)
+            model = self.model.module.merge(params, non_params)
+            logits, pages = decode_rows(model, again, jnp.asarray(recent.tokens), pages)
+            made = keep(jnp.int32(0), logits, pages, drafted, guessed)
+            return jax.lax.fori_loop(1, rows[:, Column.COUNT].max() - 1, advance, made)
 
     def _fill_step(
         self,

@@ -82,7 +82,9 @@ class Engine:
         self.stats, self.failure = EngineStats(), None
         self._runner = Runner(self.programs, self.config)
         if draft is not None:
-            programs = DraftPrograms(self.programs, draft, pages, 1 + self.config.draft_tokens)
+            together = self.config.draft_layers_together
+            programs = DraftPrograms(self.programs, draft, pages, 1 + self.config.draft_tokens, together)
+            self.scheduler.approximate = together > 1
             self._runner = DraftRunner(self.programs, self.config, programs)
         self._sequences: dict[int, schedule.Sequence] = {}
         self._new: deque[Handle] = deque()
@@ -209,8 +211,9 @@ class Engine:
         return True
 
     def warm_up(self) -> None:
-        """Compile all programs now, so that no request waits for a compilation."""
-        self._runner.warm_up(self.scheduler.shapes)
+        """Compile all programs now, so that no request waits for a compilation, and measure their durations."""
+        seconds = self._runner.warm_up(self.scheduler.shapes)
+        self.scheduler.shapes_beside = schedule.shapes_beside(seconds, self.config.chunk_slowdown)
 
     def drain(self, seconds: float) -> bool:
         """Stop accepting requests and wait for the running ones; return False if some did not finish in `seconds`."""

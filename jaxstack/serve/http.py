@@ -126,12 +126,12 @@ class Server:
         body = await self._parse(request, CompletionRequest)
         texts = body.prompts
         prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in texts])
+        longest = max(map(len, prompts), default=0)
+        limit = body.max_tokens or max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
+        answers = await self._submit(body, prompts, limit, body.stops, frozenset())  # checks the ids too
         before = [""] * len(prompts)
         if body.echo:
             before = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in texts]
-        longest = max(map(len, prompts), default=0)
-        limit = body.max_tokens or max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
-        answers = await self._submit(body, prompts, limit, body.stops, frozenset())
         return await self._answer(request, body, answers, Envelope(self.name, chat=False), before)
 
     async def _complete_chat(self, request: Request) -> Response:
@@ -166,17 +166,11 @@ class Server:
         """
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "send JSON, with the header Content-Type: application/json.")
-        size, parts = 0, []
+        content = await self._read_body(request)
         try:
-            async for part in request.stream():
-                size += len(part)
-                if size > self.config.max_body_bytes:
-                    raise Refused(413, f"the body exceeds {self.config.max_body_bytes} bytes (server.max_body_bytes).")
-                parts.append(part)
-        except ClientDisconnect:
-            raise Refused(_GONE, "the client is gone.") from None
-        try:
-            tree = json.loads(b"".join(parts))
+            tree = json.loads(content)
+            if b"\\u" in content or b"\xed" in content:
+                json.dumps(tree, ensure_ascii=False).encode()  # refuses lone surrogates, which no answer could repeat
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not valid JSON: {error}.") from None
         if not isinstance(tree, dict):
@@ -184,6 +178,30 @@ class Server:
         body = _refuse_on_error(lambda: build_component(kind, tree, "the request"))
         self._check_model(body.model)
         return body
+
+    async def _read_body(self, request: Request) -> bytes:
+        """Return the body of a request.
+
+        Raises:
+          Refused: it is too large, does not arrive in time, or the client is gone.
+        """
+        limit, timeout, size, parts = self.config.max_body_bytes, self.config.timeout, 0, list[bytes]()
+        too_large = Refused(413, f"the body exceeds {limit} bytes (server.max_body_bytes).")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
+            raise too_large
+        try:
+            async with asyncio.timeout(timeout):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {timeout:g} s (server.timeout).") from None
+        except ClientDisconnect:
+            raise Refused(_GONE, "the client is gone.") from None
+        return b"".join(parts)
 
     async def _submit(
         self,

@@ -35,7 +35,7 @@ class PagePool:
     """
 
     def __init__(self, count: int, page_size: int, *, cache_prefixes: bool = True):
-        self.count, self.page_size, self._cache_prefixes = count, page_size, cache_prefixes
+        self.count, self.page_size, self.cache_prefixes = count, page_size, cache_prefixes
         self._free = deque(range(count))
         self._users = [0] * count
         self._digests: list[bytes | None] = [None] * count
@@ -97,7 +97,7 @@ class PagePool:
 
         A second page with the same content stays private to its sequence.
         """
-        if self._cache_prefixes and self._digests[page] is None and digest not in self._by_digest:
+        if self.cache_prefixes and self._digests[page] is None and digest not in self._by_digest:
             self._digests[page] = digest
             self._by_digest[digest] = page
 

@@ -135,7 +135,7 @@ class GenerationRequest(Component):
             raise ValueError("the body must be a JSON object")
         kept = dict(fields)
         for name, neutral in _NEUTRAL.items():
-            if name in kept and name not in cls.model_fields and kept.pop(name) not in neutral:
+            if name in kept and name not in cls.model_fields and not _is_one_of(kept.pop(name), neutral):
                 raise ValueError(f"{name} is not supported; leave it out")
         return {name: value for name, value in kept.items() if name not in _IGNORED}
 
@@ -183,6 +183,11 @@ class GenerationRequest(Component):
         if len(found) > 1:
             raise ValueError("several forms of the answer are given (response_format, structured_outputs, guided_*)")
         return found[0] if found else None
+
+
+def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
+    """Return True if a value is among `neutral`; unlike in Python, 0 is not False: `logprobs: 0` asks for something."""
+    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
 
 
 class CompletionRequest(GenerationRequest):

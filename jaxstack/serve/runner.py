@@ -2,14 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
 
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.draft import DraftPrograms
+from jaxstack.serve.draft import DraftPrograms, Recent
 from jaxstack.serve.sampling import Mode
 from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, row_counts
 from jaxstack.serve.speculate import accept
@@ -59,21 +59,41 @@ class Runner:
         """Largest number of decode steps that a plan should have, given how long recent steps took."""
         return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
 
-    def warm_up(self, shapes: Sequence[ChunkShape]) -> None:
-        """Compile all programs, those with prompt chunks for these shapes."""
-        programs, slots = self.programs, self._slots
+    def warm_up(self, shapes: Sequence[ChunkShape]) -> dict[ChunkShape | None, float]:
+        """Compile all programs, those with prompt chunks for these shapes.
+
+        Returns:
+          Seconds of a step of all slots with empty chunks of each shape; those of a step without chunks under None.
+        """
+        programs, seconds = self.programs, dict[ChunkShape | None, float]()
         totals: set[int] = set()
-        for count in row_counts(slots):
+        for count in row_counts(self._slots):
             rows = programs.describe([], count)
-            programs.run(rows, None, None, "greedy", drafted=self._newest([], count))
+            seconds[None] = self._time_empty(count, None)
             if self._steps > 1:
                 programs.run_steps(rows, 0, self._steps, "greedy")
             totals.add(count * self._width)
         for shape in shapes:
-            rows, chunks = programs.describe([], slots), programs.describe([], shape.rows)
-            programs.run(rows, chunks, pad_chunks([], shape), "greedy", drafted=self._newest([], slots))
-            totals.add(slots * self._width + shape.rows)
+            seconds[shape] = self._time_empty(self._slots, shape)
+            totals.add(self._slots * self._width + shape.rows)
         programs.compile_sampling(totals)
+        return seconds
+
+    def _time_empty(self, count: int, shape: ChunkShape | None) -> float:
+        """Compile the programs of a step of `count` rows and chunks of this shape; return the seconds that it takes."""
+        rows = self.programs.describe([], count)
+        chunks = None if shape is None else self.programs.describe([], shape.rows)
+        tokens = None if shape is None else pad_chunks([], shape)
+        return seconds_of(lambda: self._run_empty(rows, chunks, tokens))
+
+    def _run_empty(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+    ) -> Int[Array, " samples"]:
+        """Run a step whose rows are all padding."""
+        return self.programs.run(rows, chunks, tokens, "greedy", drafted=self._newest([], len(rows)))
 
     def dispatch(self, plan: StepPlan) -> None:
         """Start the program of a plan, without waiting for it."""
@@ -166,22 +186,40 @@ class DraftRunner(Runner):
         super().__init__(programs, config)
         self._draft = draft
 
-    def warm_up(self, shapes: Sequence[ChunkShape]) -> None:
-        """Compile all programs, with and without constraints, those with prompt chunks for these shapes."""
-        for shape in (*row_counts(self._slots), *shapes):
-            count, width = (shape, 0) if isinstance(shape, int) else (self._slots, shape.rows)
-            rows = self.programs.describe([], count)
-            chunks = None if isinstance(shape, int) else self.programs.describe([], shape.rows)
-            tokens = None if isinstance(shape, int) else pad_chunks([], shape)
-            free = np.full((count * self._width + width, self.programs.words), -1, np.int32)
-            for mask in (None, free):
-                self._draft.run(rows, np.zeros(count, np.int32), chunks, tokens, "greedy", mask)
+    def warm_up(self, shapes: Sequence[ChunkShape]) -> dict[ChunkShape | None, float]:
+        """Compile all programs, with and without constraints; arguments and result as of `Runner.warm_up`."""
+        seconds = dict[ChunkShape | None, float]()
+        for count in row_counts(self._slots):
+            seconds[None] = self._time_empty(count, None)
+        for shape in shapes:
+            seconds[shape] = self._time_empty(self._slots, shape)
+        return seconds
+
+    def _run_empty(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+    ) -> Int[Array, " found"]:
+        newest, free = np.zeros(len(rows), np.int32), len(rows) * self._width + (0 if chunks is None else len(chunks))
+        recent, mask = self._recent([], len(rows)), np.full((free, self.programs.words), -1, np.int32)
+        self._draft.run(rows, newest, chunks, tokens, "greedy", mask, recent)
+        return self._draft.run(rows, newest, chunks, tokens, "greedy", None, recent)
 
     def _run_one(self, plan: StepPlan) -> Int[Array, " found"]:
         rows, chunks, tokens, mode, mask = self._arguments(plan)
         newest = np.zeros(len(rows), np.int32)
         newest[: len(plan.decoded)] = [row.sequence.tokens[-1] for row in plan.decoded]
-        return self._draft.run(rows, newest, chunks, tokens, mode, mask)
+        return self._draft.run(rows, newest, chunks, tokens, mode, mask, self._recent(plan.decoded, len(rows)))
+
+    def _recent(self, rows: Sequence[Row], count: int) -> Recent | None:
+        """Return the tokens that the draft model runs again; None if it guesses exactly."""
+        if self._draft.together == 1:
+            return None
+        tokens, counts = np.zeros((count, self._width), np.int32), np.zeros(count, np.int32)
+        for number, row in enumerate(rows):
+            tokens[number, -row.again :], counts[number] = row.sequence.tokens[-row.again :], row.again
+        return Recent(tokens, counts)
 
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[tuple[Row, list[int]]]:
         count, width = self._row_count(plan), self._width
@@ -192,3 +230,14 @@ class DraftRunner(Runner):
         for row, token in zip(plan.chunks, tokens[count * width :], strict=False):
             if row.index is not None:
                 yield row, [token]
+
+
+def seconds_of(run: Callable[[], Array]) -> float:
+    """Return the seconds from the call of a program to its result, the least of three calls after the first one."""
+    run().block_until_ready()
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run().block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

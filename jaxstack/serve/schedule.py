@@ -8,6 +8,7 @@ pages run out, the newest request is preempted, and later recomputed from its pr
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -27,13 +28,28 @@ class ChunkShape(NamedTuple):
 
 
 def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
-    """Return the prompt-chunk shapes to compile, smallest first, up to `tokens` tokens per step."""
+    """Return the prompt-chunk shapes to compile, smallest first, up to `tokens` tokens per step.
+
+    There are shapes of `tokens`, half and a quarter of them: one row for a long prompt, and several for short ones.
+    """
     short = min(_SHORT, tokens)
-    rows = {1, min(8, max(1, tokens // short), slots)}
-    shapes = {ChunkShape(count, short) for count in rows} | {ChunkShape(1, tokens)}
-    if tokens >= 8 * _SHORT:
-        shapes |= {ChunkShape(1, tokens // 4), ChunkShape(min(4, slots), tokens // 4)}
+    shapes = {ChunkShape(1, short)}
+    for total in (tokens, tokens // 2, tokens // 4):
+        if total >= short:
+            shapes |= {ChunkShape(1, total), ChunkShape(min(total // short, slots), short)}
     return tuple(sorted(shapes, key=lambda shape: (shape.rows * shape.width, shape.width)))
+
+
+def shapes_beside(seconds: Mapping[ChunkShape | None, float], slowdown: float) -> tuple[ChunkShape, ...]:
+    """Return the shapes of prompt chunks that a step may have beside running answers, at least the fastest one.
+
+    Args:
+      seconds: duration of a step with chunks of each shape, and under None of a step without chunks.
+      slowdown: largest duration relative to a step without chunks.
+    """
+    timed = {shape: took for shape, took in seconds.items() if shape is not None}
+    limit = max(slowdown * seconds[None], min(timed.values()))
+    return tuple(shape for shape, took in timed.items() if took <= limit)
 
 
 def row_counts(slots: int) -> tuple[int, ...]:
@@ -54,6 +70,7 @@ class Sequence:
       tokens: the prompt and the answer as far as the host has read it.
       target: number of tokens to compute before the next is sampled: those of the prompt, or of all after preemption.
       filled: tokens whose keys and values are in the pages after all dispatched steps.
+      exact: those of them whose keys and values in the pages of a draft model are no approximations.
       sampled: tokens of the answer that dispatched steps have sampled.
       pages, digests: its pages in order, and the digests of the full ones.
       described_pages: number of its pages in the table of `Programs.describe`; -1: its settings are missing there too.
@@ -62,7 +79,7 @@ class Sequence:
     def __init__(self, handle: Handle, number: int):
         self.handle, self.number = handle, number
         self.tokens = list(handle.request.prompt)
-        self.target, self.filled, self.sampled = len(self.tokens), 0, 0
+        self.target, self.filled, self.exact, self.sampled = len(self.tokens), 0, 0, 0
         self.pages: list[int] = []
         self.digests: list[bytes] = []
         self.slot: int | None = None
@@ -93,6 +110,8 @@ class Row:
       index: number in the answer of the token that is sampled after them; None: none is.
       drafts: guesses of the tokens after the newest one, which are among the `count` tokens; -1 for each that a draft
         model makes on the device.
+      again: number of tokens, the newest included, that the draft model runs exactly before it guesses, if its layers
+        run together.
     """
 
     sequence: Sequence
@@ -100,6 +119,7 @@ class Row:
     count: int
     index: int | None
     drafts: tuple[int, ...] = ()
+    again: int = 1
 
     def set_accepted(self, accepted: int) -> None:
         """Set the sequence's progress to the first `accepted` tokens of this row; the other drafts were rejected."""
@@ -143,6 +163,9 @@ class Scheduler:
         sampled tokens depend on their number.
 
     Attributes:
+      shapes: shapes of prompt chunks.
+      shapes_beside: those of them for steps while answers run; may be changed at any time.
+      approximate: the draft model's keys and values of drafts are approximations until the next step.
       decode_steps: largest number of steps of a plan without prompt chunks; may be changed at any time.
     """
 
@@ -150,8 +173,8 @@ class Scheduler:
         self, slots: int, context: int, chunk: int, pool: PagePool, draft_tokens: int = 0, *, draft_model: bool = False
     ):
         self.context, self.pool, self.shapes = context, pool, chunk_shapes(chunk, slots)
-        self.decode_steps = 1
-        self.draft_tokens, self._draft_model = draft_tokens, draft_model
+        self.shapes_beside, self.decode_steps = self.shapes, 1
+        self.draft_tokens, self._draft_model, self.approximate = draft_tokens, draft_model, False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_slots = list(reversed(range(slots)))
@@ -193,7 +216,8 @@ class Scheduler:
                     return None
                 if not self._make_room(sequence, 1 + len(drafts), decoded):
                     continue
-            decoded.append(Row(sequence, sequence.filled, 1 + len(drafts), sequence.sampled, drafts))
+            again = sequence.filled + 1 - sequence.exact
+            decoded.append(Row(sequence, sequence.filled, 1 + len(drafts), sequence.sampled, drafts, again))
         if self.preemptions == before:
             self._admit()
         pending = [sequence for sequence in self.running if sequence.filled < sequence.target]
@@ -203,8 +227,12 @@ class Scheduler:
         return self._make_plan(decoded, chunks, shape) if decoded or chunks else None
 
     def register_pages(self, sequence: Sequence) -> None:
-        """Add the sequence's full pages to the prefix cache."""
+        """Add the sequence's full pages to the prefix cache, if there is one."""
+        if not self.pool.cache_prefixes:
+            return
         size, known = self.pool.page_size, min(sequence.filled, len(sequence.tokens))
+        if self.approximate:
+            known = min(known, sequence.exact)
         for index in range(len(sequence.digests), known // size):
             parent = sequence.digests[-1] if sequence.digests else ROOT
             digest = page_digest(parent, sequence.tokens[index * size : (index + 1) * size])
@@ -269,7 +297,7 @@ class Scheduler:
         self._release_slot(sequence)
         # With a draft model the next token must come from a decoded row, as it would have without preemption.
         decodes = self._draft_model and sequence.received > 0
-        sequence.filled, sequence.target = 0, len(sequence.tokens) - decodes
+        sequence.filled, sequence.exact, sequence.target = 0, 0, len(sequence.tokens) - decodes
         self.waiting.appendleft(sequence)
 
     def _release_slot(self, sequence: Sequence) -> None:
@@ -298,18 +326,22 @@ class Scheduler:
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += cached
             sequence.pages += pages
-            sequence.filled, sequence.slot, sequence.described_pages = cached, self._free_slots.pop(), -1
+            sequence.filled = sequence.exact = cached
+            sequence.slot, sequence.described_pages = self._free_slots.pop(), -1
             if sequence.handle.times.started is None:
                 sequence.handle.times.started, sequence.handle.cached_tokens = time.perf_counter(), cached
             self.running.append(sequence)
 
     def _chunk_prompts(self, pending: Rows[Sequence]) -> tuple[list[Row], ChunkShape | None]:
-        """Split prompts into rows of the smallest chunk shape that holds all of them, or of the largest shape."""
+        """Split prompts into rows of the chunk shape that computes most of their tokens, with the least padding."""
         if not pending:
             return [], None
+        answers = any(sequence.filled >= sequence.target for sequence in self.running)
         left = [sequence.target - sequence.filled for sequence in pending]
-        fitting = (shape for shape in self.shapes if sum(-(-n // shape.width) for n in left) <= shape.rows)
-        shape = next(fitting, self.shapes[-1])
+        shape = max(
+            self.shapes_beside if answers else self.shapes,
+            key=lambda shape: (_covered(shape, left), -shape.rows * shape.width, shape.width),
+        )
         rows: list[Row] = []
         for sequence in pending:
             start = sequence.filled
@@ -326,8 +358,19 @@ class Scheduler:
             row.sequence.filled = row.start + row.count
         for row in decoded:
             row.sequence.sampled += row.count
+            row.sequence.exact = row.start + 1
         for row in chunks:
+            row.sequence.exact = row.sequence.filled
             row.sequence.sampled += row.index is not None
             self.register_pages(row.sequence)
         steps = max((row.count - len(row.drafts) for row in decoded), default=1)
         return StepPlan(decoded, chunks, shape, steps)
+
+
+def _covered(shape: ChunkShape, left: Rows[int]) -> int:
+    """Return how many prompt tokens chunks of this shape compute, of prompts with `left` tokens each."""
+    rows, covered = shape.rows, 0
+    for tokens in left:
+        taken = min(-(-tokens // shape.width), rows)
+        covered, rows = covered + min(tokens, taken * shape.width), rows - taken
+    return covered

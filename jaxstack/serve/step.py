@@ -26,6 +26,10 @@ Pages = PyTree
 """Keys and values of all layers."""
 
 
+_NO_LIMIT = 2**31 - 1
+"""Largest int32, which is no limit of the number of tokens to sample from."""
+
+
 class Column(IntEnum):
     """Columns of the int32 array that describes the rows of a step; each row's page numbers follow them."""
 
@@ -116,8 +120,10 @@ class Programs:
             line[:] = 0
             line[Column.SLOT] = sequence.slot
             line[Column.SEED] = np.uint32(request.seed).view(np.int32)
-            line[Column.TOP_K] = sampling.top_k or 2**31 - 1
-            floats[Column.TEMPERATURE], floats[Column.MIN_P] = sampling.temperature, sampling.min_p or 0
+            line[Column.TOP_K] = min(sampling.top_k or _NO_LIMIT, _NO_LIMIT)
+            # Logits divided by a temperature outside of these bounds would overflow, or all be alike.
+            temperature = min(max(sampling.temperature, 1e-6), 1e6) if sampling.temperature else 0.0
+            floats[Column.TEMPERATURE], floats[Column.MIN_P] = temperature, sampling.min_p or 0
             floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
         line[Column.PAGES + known : Column.PAGES + len(sequence.pages)] = sequence.pages[known:]
         sequence.described_pages = len(sequence.pages)
@@ -270,7 +276,7 @@ class Programs:
         def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
             newest, sampled, pages = carry
             model, now = self.model.module.merge(params, non_params), rows_at(rows, step)
-            logits, pages = decode_rows(model, now, newest, pages)
+            logits, pages = decode_rows(model, now, newest[:, None], pages)
             branches = [partial(self._sample_tokens, mask=None, mode=name) for name in get_args(Mode)]
             tokens = jax.lax.switch(mode, branches, logits, now[:, : Column.PAGES])
             newest = jnp.where(now[:, Column.COUNT] > 0, tokens, newest)
@@ -307,12 +313,18 @@ def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "
 
 
 def decode_rows(
-    model: Transformer, rows: Int[Array, "R columns"], newest: Int[Array, " R"], pages: Pages
+    model: Transformer, rows: Int[Array, "R columns"], newest: Int[Array, "R C"], pages: Pages, together: int = 1
 ) -> tuple[Float[Array, "R V"], Pages]:
-    """Run the newest token of each row; return the logits after it, and the pages with it."""
-    ids, positions, write, group = pack_rows(rows, newest[:, None], pages)
-    hidden, pages = model.decode_packed(ids, positions, PageSlots(write, (group,)), pages)
-    return model.logits(hidden), pages
+    """Run the newest tokens of each row; return the logits after the last, and the pages with them.
+
+    Args:
+      newest: the rows' COUNT tokens, at the end.
+      together: `layers_together` of `Transformer.decode_packed`.
+    """
+    ids, positions, write, group = pack_rows(rows, newest, pages)
+    places = PageSlots(write, (group,))
+    hidden, pages = model.decode_packed(ids, positions, places, pages, layers_together=together)
+    return model.logits(hidden.reshape(*newest.shape, -1)[:, -1]), pages
 
 
 def choose_mode(rows: Sequence[Row]) -> Mode:

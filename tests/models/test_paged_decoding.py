@@ -1,5 +1,7 @@
 """Decoding of packed tokens over random pages computes what the whole forward computes."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.attention import paged_cache
 from jaxstack.models.attention.base import PageGroup, PageSlots
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.moe.config import MoEConfig
@@ -33,10 +36,12 @@ def place(table: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.where(positions < 0, PAGES * PAGE, page * PAGE + positions % PAGE).ravel()
 
 
-@pytest.mark.parametrize("width", [5, 18])  # on either side of the width from which keys are copied
+@pytest.mark.parametrize("width", [5, 18])  # on either side of the width from which keys are copied on a GPU
 @pytest.mark.parametrize("name", MODELS)
-def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width):
+def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width, monkeypatch):
     """Chunks of two sequences, padded in front, beside single tokens of two others and one row without a sequence."""
+    monkeypatch.setattr(paged_cache, "current_target", lambda: types.SimpleNamespace(platform="cuda"))
+    monkeypatch.setattr(paged_cache, "_LEAST_COPIED", 2 * PAGE)
     model = Transformer(ModelConfig(**{**BASE, **MODELS[name]}), nnx.Rngs(0))
     random = np.random.default_rng(0)
     tokens = random.integers(0, 61, (4, T)).astype(np.int32)
@@ -69,6 +74,11 @@ def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width):
         expected = wanted[rows[real], packed[real]]
         np.testing.assert_allclose(np.asarray(logits)[real], expected, rtol=1e-5, atol=1e-5, err_msg=str(turn))
         seen[[*single, *chunked]] = lengths[counts > 0]
+
+
+def test_chunks_copy_few_widths_of_pages():
+    assert paged_cache.copied_widths(504, 64) == (64, 126, 504)
+    assert paged_cache.copied_widths(9, 2) == (2, 3, 9) and paged_cache.copied_widths(40, 64) == (40,)
 
 
 def test_attention_without_a_cache_of_keys_is_refused():

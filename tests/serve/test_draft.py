@@ -13,6 +13,7 @@ from jaxstack.serve.engine import Engine
 from jaxstack.serve.sampling import RowSampling, probabilities
 from tests.marks import longer
 from tests.serve.test_engine import GREEDY, SAMPLINGS, EvenOnly, expected, prompts
+from tests.serve.tiny import CONFIG as CONFIG_OF_TESTS
 from tests.serve.tiny import open_tiny
 
 CONFIG = EngineConfig(slots=4, page_size=4, chunk=16, draft_tokens=3)
@@ -93,6 +94,23 @@ def test_a_text_depends_on_its_prompt_and_seed_alone():
         assert engine.scheduler.preemptions > 0 and engine.pool.used == 0
     greedy = [number for number, (*_, sampling, _) in enumerate(asked) if sampling.temperature == 0]
     assert [alone[number] for number in greedy] == [expected(model, *asked[number]) for number in greedy]
+
+
+@pytest.mark.exhaustive
+def test_greedy_tokens_are_the_same_with_layers_of_the_draft_model_that_run_together():
+    """Beside other requests and after a cached prefix; the last layers are fewer than a group."""
+    config = CONFIG_OF_TESTS.model_copy(update={"num_layers": 3})
+    model, asked = open_tiny(config=config), prompts([21, 9, 33, 21])
+    with Engine(model, CONFIG.model_copy(update={"draft_layers_together": 2}), draft=model, warm_up=False) as engine:
+        handles = [engine.submit(prompt, 14, GREEDY) for prompt in asked]
+        assert [handle.result() for handle in handles] == [expected(model, prompt, 14) for prompt in asked]
+        again = engine.submit([*asked[0], *handles[0].result()], 9, GREEDY)
+        assert again.result() == expected(model, list(again.request.prompt), 9) and again.cached_tokens > 20
+        assert 0 < engine.stats.accepted_tokens < engine.stats.draft_tokens
+        assert engine.pool.used == 0
+    stacked = open_tiny(config=config.model_copy(update={"scan_layers": True}))
+    with pytest.raises(ConfigError, match="scan_layers=false"):
+        Engine(model, CONFIG.model_copy(update={"draft_layers_together": 2}), draft=stacked, start=False)
 
 
 def test_a_draft_model_needs_draft_tokens():

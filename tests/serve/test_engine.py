@@ -251,7 +251,7 @@ def test_data_parallelism_gives_the_same_text_from_several_copies(decoder):
 
 
 @pytest.mark.exhaustive
-def test_random_arrivals_are_twice_as_fast_as_one_after_another_without_compilation(decoder):
+def test_random_arrivals_are_three_times_as_fast_as_one_after_another_without_compilation(decoder):
     """64 requests on 16 slots, against `Decoder.generate` for one request at a time; the faster of two runs of each."""
     random = np.random.default_rng(0)
     asked = list(zip(prompts(random.integers(1, 40, 64)), random.integers(10, 40, 64).tolist(), strict=True))
@@ -274,7 +274,7 @@ def test_random_arrivals_are_twice_as_fast_as_one_after_another_without_compilat
             engine.submit([1, 2, 3], 4, sampling, constraint=EvenOnly(9)).result()
         assert engine.programs.compiled == compiled
     print(f"sequential {min(sequential):.3f} s, together {min(together):.3f} s")
-    assert min(sequential) >= 2 * min(together)
+    assert min(sequential) >= 3 * min(together)
 
 
 @pytest.mark.exhaustive

@@ -37,6 +37,9 @@ WRONG = [
     (COMPLETE, {"prompt": "a" * 5000}, 413, "4096 bytes"),
     (COMPLETE, {"prompt": [999]}, 400, "999 is outside of the model's vocabulary"),
     (COMPLETE, {"prompt": [-5]}, 400, "at least 0"),
+    (COMPLETE, {"prompt": [10**12], "echo": True}, 400, "1000000000000 is outside of the model's vocabulary"),
+    (COMPLETE, {"prompt": "\ud800", "echo": True}, 400, "surrogates not allowed"),
+    (COMPLETE, {"prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
     (COMPLETE, {"prompt": []}, 400, "1 to 64 answers; found 0"),
     (COMPLETE, {"prompt": ["a"] * 40, "n": 2}, 400, "1 to 64 answers; found 80"),
     (COMPLETE, {"prompt": "a", "model": "gpt"}, 404, "this server has 'tiny'"),
@@ -216,6 +219,26 @@ def test_a_wrong_request_gets_an_error_that_says_why(port, path, body, status, m
     found, answer, _ = ask(port, path, body)
     assert found == status and message in answer["error"]["message"]
     assert answer["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+def test_settings_outside_of_any_range_harm_nobody(port, engine):
+    for body in ({"top_k": 2**40}, {"temperature": 1e300}, {"temperature": 1e-300}, {"seed": -(2**80)}):
+        status, answer, _ = ask(port, COMPLETE, {"prompt": "a", "max_tokens": 2, **body})
+        assert status == 200 and answer["choices"][0]["finish_reason"] in ("length", "stop"), body
+    assert engine.failure is None and idle(engine)
+
+
+def test_a_body_that_is_too_long_or_never_ends_is_refused(engine):
+    server, port = listen(engine, LIMITS.model_copy(update={"timeout": 0.2}))
+    for declared, status in ((99_999_999_999, 413), (40, 408)):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.putrequest("POST", COMPLETE)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(declared))
+        connection.endheaders(b'{"prompt":')
+        assert connection.getresponse().status == status
+        connection.close()
+    server.should_exit = True
 
 
 def test_other_methods_and_types_are_refused(port, engine):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from jaxstack.serve import engine as engine_module
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
-from jaxstack.serve.schedule import chunk_shapes, row_counts
+from jaxstack.serve.schedule import ChunkShape, chunk_shapes, row_counts, shapes_beside
 from jaxstack.serve.speculate import accept
 from jaxstack.serve.step import Column, Programs
 
@@ -88,10 +88,12 @@ class SimulatedPrograms(Programs):
 class SimulatedDraft:
     """Guesses that depend on the newest token alone, and are sometimes right."""
 
-    def __init__(self, target, model, pages, width):
-        self.target, self.width = target, width
+    def __init__(self, target, model, pages, width, together):
+        self.target, self.width, self.together = target, width, together
+        self.memory = np.full_like(target.memory, 251)
 
-    def run(self, rows, newest, chunks, tokens, mode, mask=None):
+    def run(self, rows, newest, chunks, tokens, mode, mask=None, recent=None):
+        self._run_exactly(rows, newest, chunks, tokens, recent)
         drafted = np.zeros((len(rows), self.width), int)
         for line, row, token in zip(drafted, rows, newest, strict=True):
             for column in range(self.width - row[Column.COUNT], self.width):
@@ -104,6 +106,22 @@ class SimulatedDraft:
             start = self.width - max(1, row[Column.COUNT])
             kept.append(len(accept(line[start + 1 :].tolist(), found[start:].tolist())) - 1)
         return np.concatenate([sampled, kept]).view(Sampled)
+
+    def _run_exactly(self, rows, newest, chunks, tokens, recent):
+        """With layers that run together: before it guesses, the draft model has run all earlier tokens exactly."""
+        if recent is None:
+            return
+        for row, token, again, count in zip(rows, newest, *recent, strict=True):
+            if row[Column.COUNT]:
+                places, start = self.target._places(row), row[Column.START]
+                self.memory[places[start + 1 - count : start + 1]] = again[-count:]
+                assert again[-1] == token
+                assert (self.memory[places[:start]] == self.target.memory[places[:start]]).all()
+                self.memory[places[start + 1 : start + row[Column.COUNT]]] = 252
+        for row, ids in zip(chunks, tokens, strict=True) if chunks is not None else ():
+            if row[Column.COUNT]:
+                start = row[Column.START]
+                self.memory[self.target._places(row)[start : start + row[Column.COUNT]]] = ids[-row[Column.COUNT] :]
 
 
 @pytest.fixture
@@ -147,6 +165,7 @@ def configs(draw) -> EngineConfig:
         decode_steps=draw(st.sampled_from([1, 2, 5, 8])),
         steps_ahead=draw(st.integers(0, 3)),
         draft_tokens=draw(st.sampled_from([0, 0, 3])),
+        draft_layers_together=draw(st.sampled_from([1, 2])),
     )
 
 
@@ -184,3 +203,33 @@ def test_shapes_have_room_for_every_budget():
             assert max(shape.rows * shape.width for shape in shapes) == tokens or tokens < 64
             assert all(1 <= shape.rows <= max(slots, 1) and shape.width <= tokens for shape in shapes)
     assert row_counts(64) == (2, 4, 16, 64) and row_counts(1) == (1,) and row_counts(10) == (2, 3, 10)
+
+
+def test_steps_beside_answers_have_the_shapes_that_are_fast_enough():
+    short, half, whole = ChunkShape(1, 64), ChunkShape(1, 256), ChunkShape(1, 512)
+    seconds = {None: 1.0, short: 1.2, half: 2.0, whole: 3.4}
+    assert shapes_beside(seconds, 2) == (short, half) and shapes_beside(seconds, 9) == (short, half, whole)
+    assert shapes_beside({None: 1.0, half: 5.0, whole: 7.0}, 2) == (half,), "the fastest is always one of them"
+
+
+def test_a_long_prompt_is_cut_by_what_runs_beside_it_and_short_ones_share_a_chunk(make_engine):
+    engine = make_engine(EngineConfig(slots=3, pages=40, page_size=8, chunk=32, prefix_cache=False))
+    engine.scheduler.shapes_beside = (ChunkShape(1, 8),)
+    plans = []
+    for prompt in ([1] * 30, [2] * 20):
+        engine.submit(prompt, 9)
+        engine._take_messages()
+        plans.append(engine.scheduler.plan(in_flight=False))
+    assert [plan.shape for plan in plans] == [(1, 32), (1, 8)] and len(plans[1].decoded) == 1
+
+
+def test_the_shape_computes_most_tokens_with_the_least_padding(make_engine):
+    scheduler = make_engine(EngineConfig(slots=8, pages=400, page_size=8, chunk=512)).scheduler
+
+    def shape_for(*left: int) -> tuple[int, int] | None:
+        pending = [types.SimpleNamespace(filled=0, target=n, tokens=[0] * n, sampled=0) for n in left]
+        return scheduler._chunk_prompts(pending)[1]
+
+    assert shape_for(600) == (1, 512) and shape_for(300) == (1, 512) and shape_for(200) == (1, 256)
+    assert shape_for(60) == (1, 64) and shape_for(20, 20) == (2, 64) and shape_for(64, 64, 64) == (4, 64)
+    assert shape_for(*[64] * 8) == (8, 64)

@@ -15,9 +15,9 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def open_tiny(kv_cache: str = "none", seed: int = 0) -> Decoder:
+def open_tiny(kv_cache: str = "none", seed: int = 0, config: ModelConfig = CONFIG) -> Decoder:
     """The model on one device; with a cache in few bits its heads are wide enough for one."""
-    config = CONFIG if kv_cache == "none" else CONFIG.model_copy(update={"head_dim": 32})
+    config = config if kv_cache == "none" else config.model_copy(update={"head_dim": 32})
     module = FunctionalModule(lambda rngs: with_kv_cache(Transformer(config, rngs), kv_cache))
     rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
     params, non_params = jax.jit(module.init)(jax.random.key(seed))

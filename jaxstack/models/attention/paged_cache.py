@@ -4,6 +4,7 @@ The tokens of one step, of any number of sequences, are packed in one row [1, T]
 EnergonAI, Du et al. 2022, arXiv:2209.02341).
 """
 
+from functools import partial
 from typing import NamedTuple, cast
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxstack.models.attention.base import AttentionSpec, PageGroup, PageSlots
 from jaxstack.models.attention.cache_formats import empty_pair
 from jaxstack.parallel import current_rules, with_local_heads
+from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention
 from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, sort_queries
 from pallas_kernels.paged_attention.api import paged_attention
@@ -21,6 +23,10 @@ from pallas_kernels.target import current_target
 _FEW = 16
 """Most new tokens per sequence for which attention reads the pages where they are. On a CPU it always does, because
 there the kernels for whole arrays would compute all of a page table's width."""
+
+
+_LEAST_COPIED = 1024
+"""Fewest keys per sequence that a chunk of a prompt copies, if the page table has room for as many."""
 
 
 class PagedKeys(NamedTuple):
@@ -61,29 +67,77 @@ def _attend_in_place(
     q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
 ) -> Float[Array, "R T N H"]:
     """Return the attention of tokens that read the pages where they are, up to the longest sequence's end."""
+
+    def attend(
+        q: jax.Array, key: Stored, value: Stored, table: jax.Array, lengths: jax.Array, implementation: str | None
+    ) -> jax.Array:
+        return paged_attention(
+            q,
+            key,
+            value,
+            table,
+            lengths,
+            scale=heads.scale,
+            soft_cap=heads.soft_cap,
+            window=heads.window,
+            implementation=implementation,
+        )
+
+    arguments = cache.key, cache.value, group.table, group.lengths
     rules = current_rules()
-    return paged_attention(
-        q,
-        cache.key,
-        cache.value,
-        group.table,
-        group.lengths,
-        scale=heads.scale,
-        soft_cap=heads.soft_cap,
-        window=heads.window,
-        # XLA cannot partition a kernel over the devices of a mesh.
-        implementation="xla" if rules is not None and rules.mesh.size > 1 else None,
-    )
+    if rules is None or rules.mesh.size == 1:
+        return attend(q, *arguments, None)
+    key, value, *places = arguments
+    if isinstance(key, jax.Array) and isinstance(value, jax.Array) and _splits_by_heads(rules, q, key):
+        return with_local_heads(partial(attend, implementation=None), q, key, value, whole=tuple(places))
+    # XLA cannot partition a kernel over the devices of a mesh.
+    return attend(q, *arguments, "xla")
+
+
+def _splits_by_heads(rules: AxisRules, q: jax.Array, pages: jax.Array) -> bool:
+    """Return True if each device has the pages of the heads whose queries it has, of all sequences."""
+    heads, kv_heads = (rules.spec((axis,), (x.shape[2],))[0] for axis, x in (("act_heads", q), ("act_kv_heads", pages)))
+    return heads == kv_heads and rules.degree(rules.table["batch"]) == 1
 
 
 def _attend_chunks(
     q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
 ) -> Float[Array, "R T N H"]:
-    """Return the attention of chunks of prompts, whose keys are copied to the end of one array per sequence."""
+    """Return the attention of chunks of prompts, whose keys are copied to the end of one array per sequence.
+
+    The array has one of a few sizes: the cost depends on the longest sequence and not on the page table's width.
+    """
     size = jax.tree.leaves(cache.key)[0].shape[1]
-    room = group.table.shape[1] * size
-    positions = jnp.arange(room, dtype=jnp.int32) - room + group.lengths[:, None]
-    page = jnp.take_along_axis(group.table, jnp.maximum(positions, 0) // size, axis=1)
+    widths = copied_widths(group.table.shape[1], max(1, _LEAST_COPIED // size))
+    too_narrow = [group.lengths.max() > width * size for width in widths[:-1]]
+    branches = [partial(_attend_copies, width=width, heads=heads) for width in widths]
+    arguments = q, cache, group.table, group.lengths
+    if not too_narrow:
+        return branches[0](*arguments)
+    return jax.lax.switch(jnp.stack(too_narrow).sum(dtype=jnp.int32), branches, *arguments)
+
+
+def copied_widths(pages: int, least: int) -> tuple[int, ...]:
+    """Return the numbers of pages per sequence that chunks copy: `pages` divided by powers of 4, at least `least`."""
+    widths = [pages]
+    while widths[0] > least:
+        widths.insert(0, max(least, -(-widths[0] // 4)))
+    return tuple(widths)
+
+
+def _attend_copies(
+    q: Float[Array, "R T N H"],
+    cache: PagedKeys,
+    table: Int[Array, "R pages"],
+    lengths: Int[Array, " R"],
+    *,
+    width: int,
+    heads: AttentionSpec,
+) -> Float[Array, "R T N H"]:
+    """Return the attention of chunks to copies of the first `width` pages of each sequence, which has no more."""
+    size = jax.tree.leaves(cache.key)[0].shape[1]
+    positions = jnp.arange(width * size, dtype=jnp.int32) - width * size + lengths[:, None]
+    page = jnp.take_along_axis(table[:, :width], jnp.maximum(positions, 0) // size, axis=1)
     index = page * size + jnp.maximum(positions, 0) % size
     k, v = (decode(map_stored(lambda x: x.reshape(-1, *x.shape[2:])[index], stored), q.dtype) for stored in cache)
     key_segments = jnp.where(positions >= 0, 0, -1)

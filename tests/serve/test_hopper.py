@@ -1,0 +1,85 @@
+"""What XLA makes of the engine's programs for two H200s: the kernel reads each device's pages where they lie."""
+
+import functools
+import math
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxstack.functional.module import FunctionalModule
+from jaxstack.models import ModelConfig, Transformer
+from jaxstack.parallel import make_rules
+from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.serve.step import Column, Programs, decode_rows
+from pallas_kernels import lowering_platform
+from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
+from tests.pallas_kernels.triton_interpreter import needs_triton
+
+ROWS, PAGES, PAGE = 16, 128, 16
+AXES = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
+
+
+def compiled_steps(together: int | None = None) -> str:
+    """The program of several decode steps of an unrolled model in bfloat16, under tensor parallelism.
+
+    With `together`: the program of one step, by layers that run together.
+    """
+    config = ModelConfig(
+        vocab_size=4096, hidden_size=1024, num_layers=2, num_heads=8, num_kv_heads=4, intermediate_size=2048,
+        scan_layers=False,
+    )  # fmt: skip
+    rules = make_rules(hopper_mesh(AXES))
+    module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
+
+    def place(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
+        return hopper_array(x.shape, jnp.bfloat16 if x.ndim > 1 else x.dtype, rules.mesh, spec)
+
+    params = jax.tree.map(place, module.abstract_params, module.parameter_specs(rules))
+    programs = Programs.__new__(Programs)  # the constructor makes arrays, of which there are none here
+    programs.model, programs.slots, programs.vocab_size = types.SimpleNamespace(module=module, rules=rules), ROWS, None
+    programs.compiled = 0
+    pages = jax.eval_shape(lambda: module.merge(params, {}).make_pages(PAGES, PAGE))
+    pages = jax.tree.map(lambda x: hopper_array(x.shape, x.dtype, rules.mesh, jax.P(None, None, "tensor")), pages)
+    rows = hopper_array((ROWS, Column.PAGES + 32), jnp.int32, rules.mesh)
+    number, last = hopper_array((), jnp.int32, rules.mesh), hopper_array((ROWS,), jnp.int32, rules.mesh)
+
+    def step(params, newest, rows, pages):
+        with logical_axis_rules(rules):
+            return decode_rows(module.merge(params, {}), rows, newest[:, None], pages, together or 1)
+
+    if together is None:
+        program = jax.jit(functools.partial(programs._decode_steps, most=8), donate_argnames="pages")
+        arguments = (params, {}, last, rows, number, number, pages)
+    else:
+        program, arguments = jax.jit(step, donate_argnames="pages"), (params, last, rows, pages)
+    with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
+        return compile_for_hopper(program, *arguments, mesh=rules.mesh).as_text()
+
+
+def count_sums(program: str) -> int:
+    """Number of sums of the residual stream over the devices; several that are one operation count as one."""
+    lines = re.findall(r"^.* all-reduce(?:-start)?\(", program, re.M)
+    sizes = [[math.prod(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", x)] for x in lines]
+    return sum(ROWS * 1024 in size for size in sizes)
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_under_tensor_parallelism_the_kernel_reads_the_pages_of_each_device():
+    """Of its two key heads; and a layer has two sums over the devices."""
+    program = compiled_steps()
+    assert program.count('custom_call_target="triton_kernel_call"') == 4, "ranges and their sum in each layer"
+    made = re.findall(rf"= bf16\[{PAGES},{PAGE},2,128\]\S* ([\w-]+)\(", program)
+    assert made and not {"copy", "transpose", "all-gather", "gather"} & set(made), made
+    assert not re.findall(r" (?:reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program)
+    assert count_sums(program) == 5, "the embedding's rows, and two in each layer"
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_layers_that_run_together_need_fewer_sums():
+    assert count_sums(compiled_steps(together=1)) == 5
+    assert count_sums(compiled_steps(together=2)) < 5
