@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.cross_entropy import mosaic, reference, triton, xla, xla_dense
-from pallas_kernels.cross_entropy.request import Options, make_request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options, make_request
 from pallas_kernels.dispatch import Backend, select
 
 _DENSE = "fastest for small logits: nothing is recomputed"
@@ -14,6 +14,11 @@ _REFERENCE = "the definition that backends are tested against, logits in float32
 
 def _by_name_only(request: object) -> str:
     return "runs only if asked for by name"
+
+
+def _sharded_vocabulary(request: CrossEntropyRequest) -> str | None:
+    """Return why XLA's chunks go first where no kernel exists: for a vocabulary in parts, or None."""
+    return "the vocabulary is sharded" if request.options.axis_name is not None else None
 
 
 BACKENDS = (
@@ -32,9 +37,17 @@ SUM_BACKENDS = (
         "no pass over the logits: the matmul writes their exponentials",
         mosaic.unsupported_reason,
         mosaic.loss_sum,
+        _sharded_vocabulary,
         opaque=True,
     ),
-    Backend("triton", "one pass less over a chunk's logits", triton.unsupported_reason, triton.loss_sum, opaque=True),
+    Backend(
+        "triton",
+        "one pass less over a chunk's logits",
+        triton.unsupported_reason,
+        triton.loss_sum,
+        _sharded_vocabulary,
+        opaque=True,
+    ),
     Backend(
         "xla",
         "logits of one chunk at a time, gradients in the same pass",
