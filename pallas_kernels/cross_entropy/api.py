@@ -7,6 +7,7 @@ from pallas_kernels.array_types import AnyArray
 from pallas_kernels.cross_entropy import mosaic, reference, triton, xla, xla_dense
 from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options, make_request
 from pallas_kernels.dispatch import Backend, select
+from pallas_kernels.target import automatic_axes
 
 _DENSE = "fastest for small logits: nothing is recomputed"
 _REFERENCE = "the definition that backends are tested against, logits in float32: only if asked for by name"
@@ -17,8 +18,11 @@ def _by_name_only(request: object) -> str:
 
 
 def _sharded_vocabulary(request: CrossEntropyRequest) -> str | None:
-    """Return why XLA's chunks go first where no kernel exists: for a vocabulary in parts, or None."""
-    return "the vocabulary is sharded" if request.options.axis_name is not None else None
+    """Return why XLA's chunks go first for a vocabulary that is, or may be, in parts; None for a whole one."""
+    if request.options.axis_name is not None:
+        return f"the vocabulary is sharded over {request.options.axis_name!r}"
+    axes = automatic_axes()
+    return f"XLA may shard the vocabulary over the mesh in context ({', '.join(axes)})" if axes else None
 
 
 BACKENDS = (
