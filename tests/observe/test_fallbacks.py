@@ -47,7 +47,9 @@ def norm_loss(x, weight):
 def test_a_call_that_no_kernel_computes_is_refused(function, shapes, dtype):
     choices = choices_of(function, *shapes, dtype=dtype)
     assert choices[-1].fallback and choices[-1].backend == "xla"
-    with pytest.raises(ConfigError, match=f"fail_on_fallback: {choices[-1].operation} at .*not (mosaic|triton): .*set observe"):
+    with pytest.raises(
+        ConfigError, match=f"fail_on_fallback: {choices[-1].operation} at .*not (mosaic|triton): .*set observe"
+    ):
         refuse_fallbacks(choices)
     refuse_fallbacks(choices_of(function, *shapes, dtype=dtype, platform="cpu"))
 
