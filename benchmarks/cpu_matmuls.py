@@ -1,12 +1,13 @@
 """The matrix products alone of the step that cpu_nanogpt.py measures, by XLA and by PyTorch in turn.
 
     python benchmarks/cpu_matmuls.py --rounds 5
-    python benchmarks/cpu_matmuls.py --xla xla_cpu_multi_thread_eigen=true xla_cpu_use_onednn=true
+    python benchmarks/cpu_matmuls.py --cores 2 --xla xla_cpu_use_onednn=true
 
 Every product of the step, forward and backward, in float32: each is timed by itself, and the times are added up. They
-bound a step from below, as a step computes nothing without them. `share of the step` divides by the newest row of that
-implementation in benchmarks/results/cpu_nanogpt.jsonl. Each implementation has a process of its own in every round; the
-table gives the median over rounds. `--xla` adds rows of XLA with compiler options.
+bound a step from below, as a step computes nothing without them. The time of a product is that of its fastest call, and
+a process keeps to one core (`--cores`), so that other programs on the machine hardly matter: calls are shorter than a
+scheduler's time slice. Each implementation has a process of its own in every round; the table gives the median over
+rounds. `--xla` adds rows of XLA with compiler options.
 """
 
 import argparse
@@ -27,13 +28,13 @@ import numpy as np
 
 from benchmarks.arguments import positive
 from benchmarks.cpu_nanogpt import BATCH, LENGTH, VOCABULARY
-from benchmarks.rows import RESULTS, append_rows, print_table, require_commit
+from benchmarks.rows import append_rows, print_table, require_commit
 
 LAYERS, HEADS, WIDTH, TOKENS = 4, 4, 128, BATCH * LENGTH
 DENSE = {(WIDTH, 3 * WIDTH): LAYERS, (WIDTH, WIDTH): LAYERS, (WIDTH, 4 * WIDTH): LAYERS, (4 * WIDTH, WIDTH): LAYERS,
          (WIDTH, VOCABULARY): 1}  # fmt: skip
 """(inputs, outputs) of a weight -> how many the model has."""
-COLUMNS = ("work", "implementation", "milliseconds", "tflops_per_device", "step_share")
+COLUMNS = ("work", "implementation", "milliseconds", "tflops_per_device")
 Product = tuple[str, tuple[int, ...], tuple[int, ...], int]
 """Einsum, shapes of its operands, how often a step computes it."""
 
@@ -58,15 +59,15 @@ def flops(product: Product) -> float:
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Return the median seconds of a call, of at least 30 and for at least a tenth of a second."""
+    """Return the seconds of the fastest call, of at least 30 and for at least a fifth of a second."""
     for _ in range(5):
         call()
     taken: list[float] = []
-    while len(taken) < 30 or sum(taken) < 0.1:
+    while len(taken) < 30 or sum(taken) < 0.2:
         began = time.perf_counter()
         call()
         taken.append(time.perf_counter() - began)
-    return median(taken)
+    return min(taken)
 
 
 def measure_xla(options: dict[str, str]) -> float:
@@ -97,49 +98,43 @@ def measure_torch() -> float:
     return total
 
 
-def run_worker(name: str, options: list[str]) -> float:
+def run_worker(name: str, options: list[str], cores: int) -> float:
     """Return the milliseconds that a process of its own measures."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    command = [sys.executable, __file__, "--worker", name, "--xla", *options]
+    command = [sys.executable, __file__, "--worker", name, f"--cores={cores}", "--xla", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{name} {' '.join(options)} failed:\n{done.stderr[-1500:]}")
     return 1e3 * json.loads(done.stdout.splitlines()[-1])
 
 
-def step_milliseconds() -> dict[str, float]:
-    """Return the newest milliseconds of a whole step, of `jaxstack` and `PyTorch`."""
-    path = RESULTS / "cpu_nanogpt.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    return {row["implementation"].split()[0]: row["milliseconds"] for row in rows}
-
-
 def main() -> None:
     """Measure the products by each library in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive(int), default=5, help="how often each implementation takes its turn")
+    parser.add_argument("--cores", type=positive(int), default=1, help="cores that a process may use")
     parser.add_argument("--xla", nargs="*", default=[], metavar="option=value", help="compiler options of XLA")
     parser.add_argument("--worker", choices=("XLA", "PyTorch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     options = dict(option.split("=", 1) for option in args.xla)
     if args.worker:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
         print(json.dumps(measure_xla(options) if args.worker == "XLA" else measure_torch()))
         return
     require_commit("cpu_matmuls")
     turns: list[tuple[str, list[str]]] = [("XLA", [])]
     turns += [("PyTorch", [])] if importlib.util.find_spec("torch") else []
     turns += [("XLA", args.xla)] if args.xla else []
-    found = [[run_worker(*turn) for turn in turns] for _ in range(args.rounds)]
-    steps, work = step_milliseconds(), sum(flops(product) * product[3] for product in products())
+    found = [[run_worker(*turn, args.cores) for turn in turns] for _ in range(args.rounds)]
+    work = sum(flops(product) * product[3] for product in products())
     rows = []
     for (name, extra), taken in zip(turns, zip(*found, strict=True), strict=True):
         milliseconds = median(taken)
-        step = steps.get({"XLA": "jaxstack"}.get(name, name))
         rows.append({
-            "work": "nanogpt cpu float32, matrix products alone", "implementation": " ".join([name, *extra]),
-            "device": "cpu", "devices": 1, "cores": os.cpu_count(), "milliseconds": milliseconds,
+            "work": f"nanogpt cpu float32, products alone, cores: {args.cores}",
+            "implementation": " ".join([name, *extra]), "device": "cpu", "devices": 1, "cores": args.cores, "milliseconds": milliseconds,
             "fastest_milliseconds": min(taken), "tflops_per_device": work / milliseconds / 1e9,
-            "step_share": None if step is None else milliseconds / step, "rounds": args.rounds,
+            "rounds": args.rounds,
         })  # fmt: skip
     append_rows("cpu_matmuls", rows)
     print_table(rows, COLUMNS)

@@ -55,7 +55,7 @@ All precisions see the same batches in the same order. `loss` is the mean over t
 ratio` is relative to bfloat16 over the same tokens. Held-out loss is given where the run reached all tokens.
 """,
     "cpu_matmuls": """\
-Every matrix product of the step of `cpu_nanogpt`, timed by itself and added up: no step is faster than its products.
+Every matrix product of the step of `cpu_nanogpt`, the fastest call of each, added up: no step is faster than that.
 """,
     "data_wait": """\
 A simulated storage takes two steps to read a batch and serves four at a time, half a step per batch on average.
@@ -194,7 +194,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "target": _number("target", "{:.4f}"),
     "steps to target": _number("steps_to_target", "{:,.0f}"),
     "steps ratio": _number("steps_ratio", "{:.3f}"),
-    "share of the step": _number("step_share", "{:.0f} %", 100),
     "longest sequence": _number("longest_tokens", "{:,.0f}"),
     "length ratio": _number("length_ratio", "{:.2f}"),
     "bytes/token": _number("bytes_per_token", "{:,.0f}"),
