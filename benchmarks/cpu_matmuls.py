@@ -132,7 +132,8 @@ def main() -> None:
         milliseconds = median(taken)
         rows.append({
             "work": f"nanogpt cpu float32, products alone, cores: {args.cores}",
-            "implementation": " ".join([name, *extra]), "device": "cpu", "devices": 1, "cores": args.cores, "milliseconds": milliseconds,
+            "implementation": " ".join([name, *extra]), "device": "cpu", "devices": 1, "cores": args.cores,
+            "milliseconds": milliseconds,
             "fastest_milliseconds": min(taken), "tflops_per_device": work / milliseconds / 1e9,
             "rounds": args.rounds,
         })  # fmt: skip
