@@ -164,7 +164,8 @@ class NormGradientsRequest:
 
 def _gradients(options: NormOptions, saved: tuple, d_out: jax.Array, d_residual: jax.Array | None) -> tuple:
     """Return the gradients of x, weight and bias; `d_residual` is the gradient of x from the residual branch."""
-    request = NormGradientsRequest(options, *saved, d_out, d_residual)
+    x, weight, bias = saved
+    request = NormGradientsRequest(options, x, weight, bias, d_out, d_residual)
     return select("norm_gradients", _BACKENDS, None, request).call(request)
 
 
