@@ -2,6 +2,7 @@
 
     python benchmarks/schedules.py                     # about 15 minutes on two free CPU cores
     python benchmarks/schedules.py --steps 2400 --rates 1e-3 2e-3
+    python benchmarks/schedules.py --set model.num_layers=2 model.hidden_size=64 data.tokenizer.vocab_size=1024
     python benchmarks/schedules.py --tiny              # a few steps of a tiny model
 
 The model of configs/quickstart.yaml trains on its text, Python's standard library, with each schedule at each peak
@@ -109,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=positive(int), default=1200, help="steps of each run")
     parser.add_argument("--rates", type=positive(float), nargs="+", default=[1.5e-3, 3e-3, 6e-3], help="peak rates")
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of every run")
     parser.add_argument("--timeout", type=positive(float), default=1200, help="seconds a run may take")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; rows go to tiny/")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -118,12 +120,13 @@ def main() -> None:
     script = "tiny/schedules" if args.tiny else "schedules"
     require_commit(script)
     steps = min(args.steps, 48) if args.tiny else args.steps
-    work = f"{'tiny model' if args.tiny else 'quickstart'}, {steps} steps of real text"
+    model = "tiny model" if args.tiny else ", ".join(["quickstart", *args.set])
+    work = f"{model}, {steps} steps of real text"
     measured: dict[str, dict[float, dict[str, Any]]] = {}
     rows: list[dict[str, Any]] = []
     for name, settings in SCHEDULES.items():
         for rate in args.rates:
-            overrides = [*MODEL, *settings, *(TINY if args.tiny else ()), f"train.steps={steps}"]
+            overrides = [*MODEL, *settings, *(TINY if args.tiny else ()), *args.set, f"train.steps={steps}"]
             command = [__file__, "--worker", *overrides, f"optimizer.learning_rate={rate}"]
             row = run_process(f"{name}, rate {rate:g}", command, args.timeout)
             if row:

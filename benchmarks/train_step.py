@@ -60,6 +60,10 @@ WORKS = dict([tensor_work(4), context_work(4)]) | {
     "qwen3-30b-a3b of 6 layers bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=6", "train.global_batch_size=4", "train.sequence_length=4096",
     ],
+    "qwen3-30b-a3b of 6 layers expert2 bf16": [
+        "model.preset=qwen3-30b-a3b", "model.num_layers=6", "parallel.expert=2", "train.global_batch_size=8",
+        "train.sequence_length=4096",
+    ],
     "qwen3-30b-a3b of 24 layers expert4 bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=24", "parallel.expert=4", "train.global_batch_size=16",
         "train.sequence_length=4096",
@@ -92,7 +96,7 @@ VARIANTS = {
 
 PEERS = {
     "torch": ("torch", lambda work: work in ("gpt2-124m bf16", "gpt2-350m bf16", "llama3-1b bf16")),
-    "torchtitan": ("torchtitan", lambda work: work.startswith("llama3-")),
+    "torchtitan": ("torchtitan", lambda work: work.startswith(("llama3-", "qwen3-"))),
     "maxtext": ("maxtext", lambda work: work.startswith(("llama3-1b", "llama3-8b fsdp4"))),
 }
 """Peer -> the package that it needs, and a predicate of the works that it covers."""

@@ -85,6 +85,8 @@ class Choice:
         backend: name of the chosen backend.
         refused: (name, reason) of each backend passed over, in the order of the table.
         explicit: True if the caller named the backend.
+        fallback: True if a backend that goes before the chosen one cannot compute the call. A backend that could, but
+            is slower here (`lower_priority_reason`), makes no fallback.
     """
 
     operation: str
@@ -93,6 +95,7 @@ class Choice:
     backend: str
     refused: tuple[tuple[str, str], ...] = ()
     explicit: bool = False
+    fallback: bool = False
 
     def __str__(self) -> str:
         passed_over = "; ".join(f"not {name}: {reason}" for name, reason in self.refused)
@@ -142,7 +145,8 @@ def select(
         chosen, refused = _find_first_supporting(operation, backends, request)
     recorders = _recorders.get()
     if recorders and record:
-        choice = Choice(operation, _call_site(), str(request), chosen.name, refused, implementation is not None)
+        explicit, fallback = implementation is not None, _is_fallback(backends, refused, request)
+        choice = Choice(operation, _call_site(), str(request), chosen.name, refused, explicit, fallback)
         for recorder in recorders:
             if choice not in recorder:
                 recorder.append(choice)
@@ -180,6 +184,12 @@ def _find_first_supporting(
         refused.append((backend.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
     raise NotSupported(f"no implementation of {operation} computes {request}: {reasons}")
+
+
+def _is_fallback(backends: Sequence[Backend[RequestT]], refused: Sequence[tuple[str, str]], request: RequestT) -> bool:
+    """Return True if one of the refused backends would have been preferred, had it been able to compute the call."""
+    names = {name for name, _ in refused}
+    return any(backend.lower_priority_reason(request) is None for backend in backends if backend.name in names)
 
 
 def _unsupported_partitioning() -> str | None:

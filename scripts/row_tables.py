@@ -54,6 +54,9 @@ The up and down projections of an MLP whose rows are sharded between the matrix 
 All precisions see the same batches in the same order. `loss` is the mean over the last tenth of a row's tokens; `loss
 ratio` is relative to bfloat16 over the same tokens. Held-out loss is given where the run reached all tokens.
 """,
+    "cpu_matmuls": """\
+Every matrix product of the step of `cpu_nanogpt`, the fastest call of each, added up: no step is faster than that.
+""",
     "data_wait": """\
 A simulated storage takes two steps to read a batch and serves four at a time, half a step per batch on average.
 `bursts`: it serves nothing for six steps, then twice as much for six. `one stalled file`: one of 64 files hangs for
@@ -98,6 +101,10 @@ One workload with scanned layers under each rematerialisation policy; `slowdown`
     "schedules": """\
 Each schedule at the best of the same peak rates, on the same batches. `steps to target` is the first evaluation with a
 held-out loss at or below `target`, the lowest that a constant rate reaches; `steps ratio` is relative to that rate's.
+""",
+    "sequence_length": """\
+The longest sequence whose train step, compiled for eight H200s, fits into the bytes that tensor parallelism needs for
+its own. `length ratio` is relative to tensor parallelism; `bytes/token` are those of a further token, on each device.
 """,
     "startup": """\
 From the start of the process to the end of the first step: first with an empty cache of compiled programs, then with
@@ -187,6 +194,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "target": _number("target", "{:.4f}"),
     "steps to target": _number("steps_to_target", "{:,.0f}"),
     "steps ratio": _number("steps_ratio", "{:.3f}"),
+    "longest sequence": _number("longest_tokens", "{:,.0f}"),
+    "length ratio": _number("length_ratio", "{:.2f}"),
+    "bytes/token": _number("bytes_per_token", "{:,.0f}"),
     "matmul alone TFLOP/s": _number("gemm_tflops", "{:.0f}"),
     "transposed TFLOP/s": _number("gemm_transposed_tflops", "{:.0f}"),
     "peak memory GiB": _number("peak_memory_bytes", "{:.1f}", 2**-30),

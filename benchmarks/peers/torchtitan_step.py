@@ -1,4 +1,4 @@
-"""torchtitan's training step on random tokens, at the sizes of a `jaxstack.models.ModelConfig` that is a Llama 3.
+"""torchtitan's training step on random tokens, at the sizes of a Llama 3 or of a Qwen 3 with a mixture in every layer.
 
 `measure` starts one process per device with torchrun; each runs this file as a program. It is written for torchtitan
 0.2.2; with another version, names that are missing there end it with their error.
@@ -36,12 +36,15 @@ def arguments_of(config: Any) -> list[str]:
     """
     model, train, parallel = config.model, config.train, config.parallel
     degrees = {axis: degree for axis, degree in parallel.degrees.items() if degree > 1}
-    llama = model.moe is None and model.mlp == "gated" and not model.tie_word_embeddings and model.positions == "rope"
-    if not llama or len(degrees) > 1 or not set(degrees) <= {"fsdp", "context", "tensor"}:
-        raise SystemExit("the torchtitan peer covers Llama 3 on one device, or with one of fsdp, context and tensor.")
-    if model.intermediate_size % MULTIPLE or model.width_per_head * model.num_heads != model.hidden_size:
-        raise SystemExit("the torchtitan peer needs an inner width divisible by 256 and heads as wide as the model.")
-    rows, context = train.global_batch_size // parallel.fsdp, parallel.context
+    covered = {"fsdp", "expert"} if model.moe else {"fsdp", "context", "tensor"}
+    known = model.mlp == "gated" and not model.tie_word_embeddings and model.positions == "rope"
+    if not known or len(degrees) > 1 or not set(degrees) <= covered:
+        raise SystemExit(
+            "the torchtitan peer covers Llama 3 on one device, or with one of fsdp, context and tensor, and the "
+            "mixtures of Qwen 3 on one device, or with one of fsdp and expert."
+        )
+    model_arguments(model)
+    rows, context = train.global_batch_size // (parallel.fsdp * parallel.expert), parallel.context
     tokens = rows * train.sequence_length / context
     few = model.num_layers * model.hidden_size * tokens <= NO_RECOMPUTE
     recompute = "none" if few else "full" if train.sequence_length > 32768 else "selective"
@@ -49,7 +52,8 @@ def arguments_of(config: Any) -> list[str]:
         "model.name": "jaxstack_peer", "model.flavor": "peer", "training.local_batch_size": rows,
         "training.seq_len": train.sequence_length, "training.steps": 100_000, "training.max_norm": 1.0,
         "parallelism.data_parallel_shard_degree": -1, "parallelism.context_parallel_degree": context,
-        "parallelism.tensor_parallel_degree": parallel.tensor, "activation_checkpoint.mode": recompute,
+        "parallelism.tensor_parallel_degree": parallel.tensor,
+        "parallelism.expert_parallel_degree": parallel.expert, "activation_checkpoint.mode": recompute,
         "activation_checkpoint.selective_ac_option": "op", "metrics.log_freq": 100_000, "debug.seed": 0,
     }  # fmt: skip
     options = [f"--{name}={value}" for name, value in found.items()] + ["--compile.enable"]
@@ -61,22 +65,52 @@ def arguments_of(config: Any) -> list[str]:
     return options
 
 
+def model_arguments(model: Any) -> tuple[str, dict[str, Any]]:
+    """Return torchtitan's family of the model, `llama3` or `qwen3`, and its arguments there; `moe_args` is a dict.
+
+    Raises:
+        SystemExit: torchtitan has no model of these sizes.
+    """
+    common = {
+        "dim": model.hidden_size, "n_layers": model.num_layers, "n_heads": model.num_heads,
+        "n_kv_heads": model.kv_heads, "vocab_size": model.vocab_size, "rope_theta": model.rope_theta,
+    }  # fmt: skip
+    moe = model.moe
+    if moe is None:
+        if model.qk_norm or model.intermediate_size % MULTIPLE:
+            raise SystemExit("the torchtitan peer needs an inner width divisible by 256, and no norm of queries.")
+        if model.width_per_head * model.num_heads != model.hidden_size:
+            raise SystemExit("the torchtitan peer needs heads that are together as wide as the model.")
+        scale = model.intermediate_size / int(8 * model.hidden_size / 3)
+        return "llama3", {**common, "multiple_of": MULTIPLE, "ffn_dim_multiplier": scale}
+    everywhere = not moe.first_k_dense_replace and moe.decoder_sparse_step == 1
+    if not model.qk_norm or not everywhere or moe.n_shared_experts or moe.capacity_factor:
+        raise SystemExit(
+            "the torchtitan peer covers mixtures of Qwen 3: one in every layer, no shared experts, no capacity."
+        )
+    experts = {
+        "num_experts": moe.num_experts, "num_shared_experts": 0, "top_k": moe.num_experts_per_tok,
+        "score_func": moe.scoring_func, "route_norm": moe.norm_topk_prob, "route_scale": moe.routed_scaling_factor,
+        "score_before_experts": False,
+    }  # fmt: skip
+    return "qwen3", {
+        **common, "head_dim": model.width_per_head, "hidden_dim": model.intermediate_size, "norm_eps": model.norm_eps,
+        "qk_norm": True, "moe_enabled": True, "moe_inter_dim": moe.moe_intermediate_size, "moe_args": experts,
+    }  # fmt: skip
+
+
 def measure(config: Any, seconds: float = SECONDS) -> dict[str, Any]:
     """Measure the sustained time of a step in separate processes; return it with losses, peak memory and title."""
     model, devices = config.model, 1
     for degree in config.parallel.degrees.values():
         devices *= degree
-    sizes = {
-        "dim": model.hidden_size, "n_layers": model.num_layers, "n_heads": model.num_heads,
-        "n_kv_heads": model.kv_heads, "vocab_size": model.vocab_size, "multiple_of": MULTIPLE,
-        "ffn_dim_multiplier": model.intermediate_size / int(8 * model.hidden_size / 3), "rope_theta": model.rope_theta,
-    }  # fmt: skip
+    family, sizes = model_arguments(model)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
         # Without an address, processes look for the first one by the host's name, which not every host can resolve.
         launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         launcher.append(f"--nproc-per-node={devices}")
-        command = [sys.executable, *launcher, __file__, str(output), json.dumps(sizes), str(seconds)]
+        command = [sys.executable, *launcher, __file__, str(output), json.dumps([family, sizes]), str(seconds)]
         command += arguments_of(config)
         command.append(f"--job.dump_folder={folder}")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -85,12 +119,32 @@ def measure(config: Any, seconds: float = SECONDS) -> dict[str, Any]:
         return json.loads(output.read_text(encoding="utf-8"))
 
 
-def run(output: str, sizes: dict[str, Any], seconds: float, options: Sequence[str]) -> None:
+def make_spec(family: str, sizes: dict[str, Any]) -> Any:
+    """Return torchtitan's specification of the model, on random tokens."""
+
+    def random_batches(job_config: Any, **_: Any) -> Any:
+        return RandomBatches(job_config.training.local_batch_size, job_config.training.seq_len, sizes["vocab_size"])
+
+    if family == "llama3":
+        from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
+
+        arguments: Any = TransformerModelArgs(**sizes)
+    else:
+        from torchtitan.models.moe import MoEArgs
+        from torchtitan.models.qwen3 import Qwen3ModelArgs, get_train_spec
+
+        arguments = Qwen3ModelArgs(**{**sizes, "moe_args": MoEArgs(**sizes["moe_args"])})
+    return dataclasses.replace(
+        get_train_spec(), model_args={"peer": arguments}, build_tokenizer_fn=None, build_dataloader_fn=random_batches,
+        state_dict_adapter=None,
+    )  # fmt: skip
+
+
+def run(output: str, model: tuple[str, dict[str, Any]], seconds: float, options: Sequence[str]) -> None:
     """Train in one process of the job; the process of rank 0 writes the measurement."""
     import torch
     import torchtitan
     from torchtitan.config import ConfigManager
-    from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
     from torchtitan.protocols.train_spec import register_train_spec
     from torchtitan.train import Trainer
 
@@ -104,14 +158,7 @@ def run(output: str, sizes: dict[str, Any], seconds: float, options: Sequence[st
             self.last_loss = loss.detach()
             return loss
 
-    def random_batches(job_config: Any, **_: Any) -> Any:
-        return RandomBatches(job_config.training.local_batch_size, job_config.training.seq_len, sizes["vocab_size"])
-
-    spec = dataclasses.replace(
-        get_train_spec(), model_args={"peer": TransformerModelArgs(**sizes)}, build_tokenizer_fn=None,
-        build_dataloader_fn=random_batches, state_dict_adapter=None,
-    )  # fmt: skip
-    register_train_spec("jaxstack_peer", spec)
+    register_train_spec("jaxstack_peer", make_spec(*model))
     trainer = Measured(ConfigManager().parse_args(list(options)))
     batches = trainer.batch_generator(trainer.dataloader)
 
@@ -182,10 +229,10 @@ class RandomBatches:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output")
-    parser.add_argument("sizes", type=json.loads)
+    parser.add_argument("model", type=json.loads)
     parser.add_argument("seconds", type=float)
     known, rest = parser.parse_known_args()
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(run)(known.output, known.sizes, known.seconds, rest)
+    record(run)(known.output, known.model, known.seconds, rest)

@@ -18,7 +18,7 @@ class ObserveConfig(Component):
     """First and last step of a `jax.profiler` trace, written to `profile/` in the run directory, with the memory of the
     devices after the last step."""
     fail_on_fallback: bool = False
-    """Raise an error if a kernel backend that normally runs is passed over."""
+    """Raise an error if XLA computes an operation on a GPU because the kernel for it cannot."""
     progress: bool = True
     """Print the progress: a live line on a terminal, plain lines elsewhere."""
     noise_scale: bool = False

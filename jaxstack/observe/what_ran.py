@@ -57,17 +57,22 @@ def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
     }
 
 
-_FALLBACKS = ("xla", "xla_dense", "reference")
+_FALLBACKS = ("xla", "xla_dense", "reference", "compiler", "callback")
 """Backends that are not GPU kernels."""
 _ATTENTION = "name a backend in model.attention_implementation"
 _FP8 = "leave the layer out in precision.fp8_rules"
+_OVERLAP = "set parallel.overlap to never"
 _WAY_OUT = {
     "flash_attention": _ATTENTION,
     "longformer_attention": _ATTENTION,
     "block_sparse_attention": _ATTENTION,
     "fp8_dot_general": _FP8,
+    "grouped_matmul": "name a backend in model.moe.implementation",
+    "tensor_parallel_input": _OVERLAP,
+    "tensor_parallel_output": _OVERLAP,
+    "tensor_parallel_mlp": _OVERLAP,
 }
-"""Operation that has GPU kernels -> what to do about a fallback."""
+"""Operation -> what to do about a fallback, beside changing the model."""
 
 
 def refuse_fallbacks(choices: Sequence[Choice]) -> None:
@@ -77,11 +82,12 @@ def refuse_fallbacks(choices: Sequence[Choice]) -> None:
       ConfigError: one did; the message names the call and the reasons.
     """
     for choice in choices:
-        fell_back = choice.operation in _WAY_OUT and choice.backend in _FALLBACKS
+        fell_back = choice.fallback and choice.backend in _FALLBACKS
         if fell_back and " on cuda" in choice.call and not choice.explicit:
+            way_out = f"{_WAY_OUT[choice.operation]}, " if choice.operation in _WAY_OUT else ""
             raise ConfigError(
                 f"observe.fail_on_fallback: {choice}. Change the model so that the preferred backend can run it, "
-                f"{_WAY_OUT[choice.operation]}, or set observe.fail_on_fallback to false."
+                f"{way_out}or set observe.fail_on_fallback to false."
             )
 
 

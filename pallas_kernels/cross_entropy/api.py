@@ -5,8 +5,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.cross_entropy import mosaic, reference, triton, xla, xla_dense
-from pallas_kernels.cross_entropy.request import Options, make_request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options, make_request
 from pallas_kernels.dispatch import Backend, select
+from pallas_kernels.target import automatic_axes
 
 _DENSE = "fastest for small logits: nothing is recomputed"
 _REFERENCE = "the definition that backends are tested against, logits in float32: only if asked for by name"
@@ -14,6 +15,14 @@ _REFERENCE = "the definition that backends are tested against, logits in float32
 
 def _by_name_only(request: object) -> str:
     return "runs only if asked for by name"
+
+
+def _sharded_vocabulary(request: CrossEntropyRequest) -> str | None:
+    """Return why XLA's chunks go first for a vocabulary that is, or may be, in parts; None for a whole one."""
+    if request.options.axis_name is not None:
+        return f"the vocabulary is sharded over {request.options.axis_name!r}"
+    axes = automatic_axes()
+    return f"XLA may shard the vocabulary over the mesh in context ({', '.join(axes)})" if axes else None
 
 
 BACKENDS = (
@@ -32,9 +41,17 @@ SUM_BACKENDS = (
         "no pass over the logits: the matmul writes their exponentials",
         mosaic.unsupported_reason,
         mosaic.loss_sum,
+        _sharded_vocabulary,
         opaque=True,
     ),
-    Backend("triton", "one pass less over a chunk's logits", triton.unsupported_reason, triton.loss_sum, opaque=True),
+    Backend(
+        "triton",
+        "one pass less over a chunk's logits",
+        triton.unsupported_reason,
+        triton.loss_sum,
+        _sharded_vocabulary,
+        opaque=True,
+    ),
     Backend(
         "xla",
         "logits of one chunk at a time, gradients in the same pass",

@@ -14,6 +14,7 @@ BACKENDS = (
         "the backward's matmul computes the activation's gradient",
         mosaic.unsupported_reason,
         mosaic.multiply,
+        mosaic.lower_priority_reason,
         opaque=True,
     ),
     Backend("xla", "an elementwise pass and a matmul, on every device", xla.unsupported_reason, xla.multiply),

@@ -16,7 +16,7 @@ from pallas_kernels.hopper.target import unsupported_target
 INTERPRET = False
 _TILING = ProductTiling(columns=256, stages=3, group=16)
 _FEWEST_TILES = 132
-"""Fewest tiles that the kernel takes: with fewer the plain product is as fast."""
+"""Fewest tiles for which the kernel is chosen: with fewer the plain product is as fast."""
 
 
 def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
@@ -30,7 +30,12 @@ def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
     if rows % TILE_ROWS or width % _TILING.columns or depth % DEPTH:
         multiples = f"{TILE_ROWS}, {_TILING.columns} and {DEPTH}"
         return f"rows, F and D must be multiples of {multiples}, got {rows}, {width} and {depth}"
-    tiles = rows // TILE_ROWS * (width // _TILING.columns)
+    return None
+
+
+def lower_priority_reason(request: ActivatedMatmulRequest) -> str | None:
+    """Return why the plain product goes first, or None."""
+    tiles = request.rows // TILE_ROWS * (request.weight.shape[0] // _TILING.columns)
     if tiles < _FEWEST_TILES and not INTERPRET:
         return f"is for at least {_FEWEST_TILES} tiles of {TILE_ROWS} x {_TILING.columns}, got {tiles}"
     return None

@@ -5,13 +5,16 @@ result, and the backward adds the branch's gradient in the pass that it makes an
 """
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.normalization import triton_launch as norm_triton
+from pallas_kernels.target import current_target
 
 
 class NormOptions(NamedTuple):
@@ -136,17 +139,50 @@ def _backward_rule_with_input(options: NormOptions, saved: tuple, gradients: tup
     return _gradients(options, saved, *gradients)
 
 
+@dataclass(frozen=True)
+class NormGradientsRequest:
+    """The backward of a norm.
+
+    Attributes:
+        options: arguments of the norm.
+        x, d_out: [..., D].
+        weight, bias: [D], or None.
+        d_residual: gradient of x from the residual branch [..., D], or None.
+    """
+
+    options: NormOptions
+    x: jax.Array
+    weight: jax.Array | None
+    bias: jax.Array | None
+    d_out: jax.Array
+    d_residual: jax.Array | None
+
+    def __str__(self) -> str:
+        kind = "layer" if self.options.centered else "rms"
+        return f"{kind} norm of {list(self.x.shape)} {self.x.dtype.name} on {current_target()}"
+
+
 def _gradients(options: NormOptions, saved: tuple, d_out: jax.Array, d_residual: jax.Array | None) -> tuple:
     """Return the gradients of x, weight and bias; `d_residual` is the gradient of x from the residual branch."""
     x, weight, bias = saved
-    if weight is not None and norm_triton.kernel_applies(x):
-        gain = weight.astype(jnp.float32) + options.offset
-        d_x, sums = norm_triton.gradients(x, gain, d_out, d_residual, options.epsilon, options.centered)
-        return d_x, sums[0].astype(weight.dtype), None if bias is None else sums[1].astype(bias.dtype)
+    request = NormGradientsRequest(options, x, weight, bias, d_out, d_residual)
+    return select("norm_gradients", _BACKENDS, None, request).call(request)
+
+
+def _triton_gradients(request: NormGradientsRequest) -> tuple:
+    options, x, weight, bias = request.options, request.x, request.weight, request.bias
+    assert weight is not None
+    gain = weight.astype(jnp.float32) + options.offset
+    d_x, sums = norm_triton.gradients(x, gain, request.d_out, request.d_residual, options.epsilon, options.centered)
+    return d_x, sums[0].astype(weight.dtype), None if bias is None else sums[1].astype(bias.dtype)
+
+
+def _xla_gradients(request: NormGradientsRequest) -> tuple:
+    options, bias, d_residual = request.options, request.bias, request.d_residual
     # The barrier prevents XLA from sharing sums with the forward, whose one kernel it would then split into several.
-    x, weight = jax.lax.optimization_barrier((x, weight))
+    x, weight = jax.lax.optimization_barrier((request.x, request.weight))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    d_out, rows = d_out.astype(wide.dtype), tuple(range(x.ndim - 1))
+    d_out, rows = request.d_out.astype(wide.dtype), tuple(range(x.ndim - 1))
     average = lambda values: jnp.mean(values, axis=-1, keepdims=True)  # noqa: E731
     scaled = d_out if weight is None else d_out * (weight.astype(wide.dtype) + options.offset)
     square, along = average(jnp.square(wide)), average(scaled * wide)
@@ -159,6 +195,27 @@ def _gradients(options: NormOptions, saved: tuple, d_out: jax.Array, d_residual:
     d_x = (d_x if d_residual is None else d_x + d_residual.astype(d_x.dtype)).astype(x.dtype)
     d_weight = None if weight is None else (d_out * (wide * inverse)).sum(axis=rows).astype(weight.dtype)
     return d_x, d_weight, None if bias is None else d_out.sum(axis=rows).astype(bias.dtype)
+
+
+def _unsupported_by_triton(request: NormGradientsRequest) -> str | None:
+    return "needs a weight" if request.weight is None else norm_triton.unsupported_reason(request.x)
+
+
+def _triton_lower_priority(request: NormGradientsRequest) -> str | None:
+    return norm_triton.lower_priority_reason(request.x)
+
+
+_BACKENDS = (
+    Backend(
+        "triton",
+        "reads every array once",
+        _unsupported_by_triton,
+        _triton_gradients,
+        _triton_lower_priority,
+        opaque=True,
+    ),
+    Backend("xla", "two passes, on every device", lambda _: None, _xla_gradients),
+)
 
 
 _normalise.defvjp(_forward_rule, _backward_rule)

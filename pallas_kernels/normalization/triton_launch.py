@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.target import automatic_axes, current_target, multiprocessors
 
 _LEAST_CAPABILITY = (8, 0)
-_WIDEST = 8192
+_NARROWEST, _WIDEST = 256, 8192
 _FEWEST_ROWS = 4096
 _WARPS = 12
 """Warps per multiprocessor over all programs, limited by registers."""
@@ -45,20 +45,26 @@ class NormKernelPlan:
         return 1 << (self.width - 1).bit_length()
 
 
-def kernel_applies(x: jax.Array) -> bool:
-    """Return True if the kernel is installed, runs on the target, and is faster than XLA for x [..., D]."""
-    capability = current_target().compute_capability
-    installed = all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
-    shape_fits = x.dtype.itemsize == 2 and x.shape[-1] % 8 == 0 and 256 <= x.shape[-1] <= _WIDEST
-    large = x.size // max(x.shape[-1], 1) >= _FEWEST_ROWS
-    return (
-        installed
-        and capability is not None
-        and capability >= _LEAST_CAPABILITY
-        and shape_fits
-        and large
-        and not automatic_axes()
-    )
+def unsupported_reason(x: jax.Array) -> str | None:
+    """Return why the kernel cannot compute the gradients of x [..., D], or None."""
+    target = current_target()
+    if target.platform != "cuda" or (target.compute_capability or (0, 0)) < _LEAST_CAPABILITY:
+        return f"needs an NVIDIA GPU of compute capability 8.0 or newer, lowered for {target}"
+    if not all(importlib.util.find_spec(name) for name in ("triton", "jax_triton")):
+        return "needs Triton: pip install 'jaxstack[cuda]'"
+    if x.dtype.itemsize != 2 or x.shape[-1] % 8 or x.shape[-1] > _WIDEST:
+        return f"takes 16-bit rows whose width is a multiple of 8 up to {_WIDEST}, got {x.shape[-1]} of {x.dtype}"
+    return None
+
+
+def lower_priority_reason(x: jax.Array) -> str | None:
+    """Return why XLA's two passes go first for x [..., D], or None."""
+    rows = x.size // max(x.shape[-1], 1)
+    if x.shape[-1] < _NARROWEST or rows < _FEWEST_ROWS:
+        return f"is for at least {_FEWEST_ROWS} rows of {_NARROWEST}, got {rows} of {x.shape[-1]}"
+    if automatic_axes():
+        return "XLA partitions the mesh in context, and its own passes with it"
+    return None
 
 
 def gradients(

@@ -64,9 +64,21 @@ def test_torchtitan_runs_the_same_work():
         torchtitan_step.arguments_of(config_of("gpt2-124m bf16"))
 
 
+def test_torchtitan_has_a_mixture_of_the_same_shape():
+    family, sizes = torchtitan_step.model_arguments(config_of("qwen3-30b-a3b of 6 layers bf16").model)
+    assert family == "qwen3" and sizes["n_layers"] == 6 and sizes["moe_inter_dim"] == 768 and sizes["head_dim"] == 128
+    experts = sizes["moe_args"]
+    assert (experts["num_experts"], experts["top_k"], experts["route_norm"]) == (128, 8, True)
+    settings = settings_of(torchtitan_step.arguments_of(config_of("qwen3-30b-a3b of 6 layers expert2 bf16")))
+    assert settings["parallelism.expert_parallel_degree"] == "2" and settings["training.local_batch_size"] == "4"
+    shared = load_config(None, [*train_step.WORKS["qwen3-30b-a3b of 6 layers bf16"], "model.moe.n_shared_experts=1"])
+    with pytest.raises(SystemExit, match="no shared experts"):
+        torchtitan_step.arguments_of(shared)
+
+
 def test_peers_that_are_not_installed_are_named(monkeypatch, capsys):
     monkeypatch.setattr(train_step.importlib.util, "find_spec", lambda name: True if name == "torch" else None)
     assert train_step.peers_of("llama3-1b bf16", list(train_step.PEERS)) == ["torch"]
     assert "no rows of torchtitan, maxtext" in capsys.readouterr().out
-    assert train_step.peers_of("qwen3-30b-a3b of 6 layers bf16", list(train_step.PEERS)) == []
+    assert train_step.peers_of("qwen3-30b-a3b of 6 layers bf16", ["torch", "maxtext"]) == []
     assert capsys.readouterr().out == ""

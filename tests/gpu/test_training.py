@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.step_profile import device_events
+from pallas_kernels import record_choices
+from tests.gpu.conftest import on_hopper
 from tests.small_runs import make_trainer, run_steps, small_config
 
 pytestmark = pytest.mark.gpu
@@ -73,6 +75,29 @@ def test_fp8_trains_as_float32(exact_at_a_low_rate, recipe):
 )
 def test_a_layout_on_two_gpus_trains_the_same_model(two_gpus, exact, layout):
     np.testing.assert_allclose(float32_losses(*layout), exact, rtol=1e-4)
+
+
+MIXTURE = "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 256}"
+
+
+@pytest.fixture(scope="module")
+def exact_mixture():
+    """Losses of a mixture of experts in float32 on one GPU."""
+    return float32_losses(MIXTURE)
+
+
+@pytest.mark.parametrize("scanned", ["true", "false"])
+def test_a_mixture_of_experts_trains_as_float32(exact_mixture, scanned):
+    with record_choices() as choices:
+        found = losses(MIXTURE, f"model.scan_layers={scanned}")
+    np.testing.assert_allclose(found, exact_mixture, rtol=0.02)
+    assert found[-1] < found[0]
+    backends = {choice.backend for choice in choices if choice.operation == "grouped_matmul"}
+    assert backends == {"mosaic" if on_hopper() else "xla"}
+
+
+def test_experts_on_two_gpus_train_the_same_mixture(two_gpus, exact_mixture):
+    np.testing.assert_allclose(float32_losses(MIXTURE, "parallel.expert=2"), exact_mixture, rtol=1e-4)
 
 
 @pytest.mark.parametrize("way", ["auto", "never"])

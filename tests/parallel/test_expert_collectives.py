@@ -6,8 +6,11 @@ from collections import Counter
 import pytest
 
 from jaxstack.models.moe.exchange import count_slots
-from jaxstack.observe.collectives import Collective
+from jaxstack.observe.collectives import Collective, collectives
+from jaxstack.observe.what_ran import refuse_fallbacks
+from tests.hopper_steps import compile_step
 from tests.parallel.test_step_collectives import SHAPE, B, T, V, compiled_for_hopper
+from tests.small_runs import small_config
 
 LAYERS, D, F, E, K = 3, 256, 128, 8, 2
 MIXTURE = (
@@ -49,6 +52,17 @@ def test_an_exchange_sends_the_formula_s_bytes(overrides, degree):
     assert one == B * T * K // 4 * degree * D * 2, "with the largest factor, all assignments to each device"
     assert total("all-to-all", *enough, axes=("expert",)) == LAYERS * (2 + 2 + 1) * one
     assert total("all-to-all", *enough) == total("all-to-all", *enough, axes=("expert",))
+
+
+@pytest.mark.exhaustive
+def test_two_devices_exchange_rows_and_no_operation_falls_back():
+    """A step for two H200s, with our grouped matmul: nothing is refused under `observe.fail_on_fallback`."""
+    trainer, compiled = compile_step(small_config(*MIXTURE, "parallel.expert=2", "model.moe.exchange_factor=2"))
+    refuse_fallbacks(trainer.choices)
+    assert {choice.backend for choice in trainer.choices if choice.operation == "grouped_matmul"} == {"mosaic"}
+    found = [row for row in collectives(compiled.as_text(), dict(trainer.rules.mesh.shape)) if row.dtype == "bf16"]
+    sent = sum(row.payload_bytes * row.calls for row in found if row.kind == "all-to-all")
+    assert sent == LAYERS * (2 + 2 + 1) * exchanged(2, 2, 2)
 
 
 @pytest.mark.exhaustive
