@@ -1,6 +1,7 @@
 // Measures the candidates of kernels.js for each shape of a model, and chooses.
 
-import { candidates, compile, emit } from "./kernels.js";
+import { compile } from "./assembler.js";
+import { candidates, emit } from "./kernels.js";
 
 const ROWS = 64; // tokens of a prompt in one product
 const STEPS = 64; // single tokens that are weighed against that prompt
@@ -30,10 +31,12 @@ export class Tuner {
    * @param memory WebAssembly.Memory of the model.
    * @param scratch address of an area that measurements may overwrite, and `scratchBytes` its size.
    * @param budget least time of one measurement in milliseconds; with 0 there are two candidates only.
+   * @param pages of the memory if threads share it, or else 0.
    */
-  constructor(memory, scratch, scratchBytes, budget = 1) {
+  constructor(memory, scratch, scratchBytes, budget = 1, pages = 0) {
     const start = performance.now();
     this.memory = memory;
+    this.pages = pages;
     this.scratch = scratch;
     this.scratchBytes = scratchBytes;
     this.budget = budget;
@@ -46,7 +49,7 @@ export class Tuner {
 
   /** Compiles candidates, and calls them until the browser has optimized them: before that, times would mislead. */
   compile(shapes) {
-    const kernels = shapes.map(shape => ({ ...shape, multiply: compile(emit(shape), this.memory) }));
+    const kernels = shapes.map(shape => ({ ...shape, multiply: compile(emit(shape, this.pages), this.memory) }));
     const calls = kernels.map(kernel => this.call(kernel, 8, 64, 96)), best = calls.map(() => Infinity);
     for (let round = 0, faster = true; this.budget > 0 && round < 40 && (faster || round < 5); round++) {
       faster = false;
@@ -80,13 +83,14 @@ export class Tuner {
       const cost = padded * (STEPS / one.gflops + ROWS / many.gflops);
       if (!chosen || cost < chosen.cost) chosen = { cost, nv, one, many };
     }
-    const plain = this.kernels[0]; // one row and four columns, not unrolled
+    const simplest = this.kernels[0]; // one row and four columns, not unrolled
     const shape = ({ mr, unroll, stride }) => `${mr} x ${4 * chosen.nv}, unroll ${unroll}${stride ? ", fixed stride" : ""}`;
     for (const [rows, found] of [[1, chosen.one], [ROWS, chosen.many]]) {
-      const untuned = this.speed(plain, rows, k, n, 2, 2).gflops;
+      const untuned = this.speed(simplest, rows, k, n, 2, 2).gflops;
       this.report.push({ rows, k, n, tile: shape(found.kernel), gflops: found.gflops, untuned });
     }
-    return { nv: chosen.nv, one: chosen.one.kernel.multiply, many: chosen.many.kernel.multiply };
+    const plain = ({ multiply, ...shape }) => shape; // which other threads compile too
+    return { nv: chosen.nv, one: plain(chosen.one.kernel), many: plain(chosen.many.kernel) };
   }
 
   /** Returns { kernel, gflops } of the fastest of `kernels` for m rows, also with the stride of rows as a constant. */
