@@ -2,7 +2,7 @@
 
 import { Engine } from "./page/engine.js";
 import { readTensors } from "./page/model.js";
-import { scratchBytes, Tuner } from "./page/tune.js";
+import { scratchBytes, title, Tuner } from "./page/tune.js";
 import * as ort from "./onnxruntime/ort.wasm.min.mjs";
 
 ort.env.wasm.numThreads = 1;
@@ -99,7 +99,7 @@ function ownProduct(m, k, n, x, w) {
     for (let i = 0; i < n; i++) packed[Math.floor(i / width) * k * width + row * width + (i % width)] = w[row * n + i];
   const call = () => kernel.multiply(from, 4 * k, to, 4 * k * width, out, stride, m, k, panels);
   const result = () => range(0, m).flatMap(row => Array.from(new Float32Array(memory.buffer, out + row * stride, n)));
-  return { call, result, title: `${kernel.mr} x ${width}, unroll ${kernel.unroll}${kernel.stride ? ", fixed stride" : ""}` };
+  return { call, result, title: title(kernel) };
 }
 
 async function measureProduct({ file, m, k, n, rounds }) {

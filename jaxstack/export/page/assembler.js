@@ -42,8 +42,6 @@ export const number = value => [CONST, ...signed(value)];
 export const simd = (code, ...rest) => [0xfd, ...unsigned(code), ...rest];
 export const at = (code, offset) => simd(code, ...unsigned(2), ...unsigned(offset)); // aligned to 4 bytes
 export const increase = (local, code) => [...get(local), ...code, ADD, ...set(local)];
-/** The body, again as long as the local `counter`, which the body increases, is below the local `end`. */
-export const until = (counter, end, body) => [LOOP, VOID, ...body, ...get(counter), ...get(end), LT_S, BR_IF, 0, END];
 /** The body, as long as the local `left` is at least `step`; `left` decreases by it. */
 export const whilst = (left, step, body) => [
   BLOCK, VOID, LOOP, VOID, ...get(left), ...number(step), LT_S, BR_IF, 1, ...body, ...increase(left, number(-step)), BR, 0,

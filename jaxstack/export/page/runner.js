@@ -72,7 +72,7 @@ export class Runner {
 
   /** Returns the kernel of a shape. */
   kernel(shape) {
-    const { mr, nv, unroll, stride } = shape, key = `${mr} ${nv} ${unroll} ${stride ?? 0}`;
+    const { mr, nv, group, unroll, stride } = shape, key = [mr, nv, group, unroll, stride ?? 0].join();
     if (!this.kernels.has(key)) this.kernels.set(key, compile(emit(shape, this.pages), this.memory));
     return this.kernels.get(key);
   }

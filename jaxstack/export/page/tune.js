@@ -25,6 +25,10 @@ function time(call, budget, rounds) {
   return best;
 }
 
+/** Returns the words for a kernel. */
+export const title = ({ mr, nv, group, unroll, stride }) =>
+  `${mr} x ${4 * nv}${group > 1 ? ` x ${group} panels` : ""}, unroll ${unroll}${stride ? ", fixed stride" : ""}`;
+
 /** Compiled candidates over a memory. */
 export class Tuner {
   /**
@@ -42,7 +46,7 @@ export class Tuner {
     this.budget = budget;
     this.report = [];
     this.chosen = new Map();
-    const tried = ({ mr, nv, unroll }) => budget > 0 || (nv === 2 && unroll === 1 && (mr === 1 || mr === 4));
+    const tried = ({ mr, nv, group, unroll }) => budget > 0 || (nv === 2 && unroll === 1 && group === 1 && mr !== 5 && mr !== 6);
     this.kernels = this.compile(candidates().filter(tried));
     this.compileMs = performance.now() - start;
   }
@@ -84,10 +88,9 @@ export class Tuner {
       if (!chosen || cost < chosen.cost) chosen = { cost, nv, one, many };
     }
     const simplest = this.kernels[0]; // one row and four columns, not unrolled
-    const shape = ({ mr, unroll, stride }) => `${mr} x ${4 * chosen.nv}, unroll ${unroll}${stride ? ", fixed stride" : ""}`;
     for (const [rows, found] of [[1, chosen.one], [ROWS, chosen.many]]) {
       const untuned = this.speed(simplest, rows, k, n, 2, 2).gflops;
-      this.report.push({ rows, k, n, tile: shape(found.kernel), gflops: found.gflops, untuned });
+      this.report.push({ rows, k, n, tile: title(found.kernel), gflops: found.gflops, untuned });
     }
     const plain = ({ multiply, ...shape }) => shape; // which other threads compile too
     return { nv: chosen.nv, one: plain(chosen.one.kernel), many: plain(chosen.many.kernel) };
