@@ -5,7 +5,6 @@ import { readTensors } from "./page/model.js";
 import { scratchBytes, title, Tuner } from "./page/tune.js";
 import * as ort from "./onnxruntime/ort.wasm.min.mjs";
 
-ort.env.wasm.numThreads = 1;
 ort.env.wasm.wasmPaths = new URL("./onnxruntime/", location.href).href;
 
 const bytes = address => fetch(address).then(response => response.arrayBuffer());
@@ -55,11 +54,12 @@ async function generate(engine, prompt, count, repeats) {
   return { promptMs, tokenMs: (performance.now() - start) / count, ids, logits: Array.from(logits) };
 }
 
-async function measureModel({ prompt, count, rounds, repeats, context }) {
+async function measureModel({ prompt, count, rounds, repeats, context, threads }) {
   const config = await fetch("page/model.json").then(response => response.json());
   const tensors = readTensors(await bytes("page/parameters.safetensors"));
   let start = performance.now();
-  const page = new Engine(config, tensors, context);
+  const page = new Engine(config, tensors, context, undefined, threads);
+  await page.startThreads();
   const pageMs = performance.now() - start;
   start = performance.now();
   const graph = new Graph(await open("model.onnx"), config);
@@ -120,6 +120,7 @@ async function measureProduct({ file, m, k, n, rounds }) {
 
 onmessage = async ({ data }) => {
   try {
+    ort.env.wasm.numThreads = data.threads;
     postMessage({ found: await { model: measureModel, product: measureProduct }[data.kind](data) });
   } catch (error) {
     postMessage({ error: `${error.message}\n${error.stack}` });

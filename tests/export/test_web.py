@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -60,7 +62,42 @@ def test_the_page_computes_what_transformers_does(name, tmp_path):
         assert browser.overflow() <= 0
         assert [text for text in browser.complaints if "No available adapters" not in text] == []  # Chromium's words
         assert "ready" in browser.evaluate("document.getElementById('status').textContent")
-        assert report["device"] == "WebAssembly" and report["others"], "the page says why it takes no GPU"
+        assert report["device"].startswith("WebAssembly, ") and report["others"], "the page says why it takes no GPU"
+
+
+@needs_chromium
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_threads_of_an_isolated_page_compute_the_same(name, tmp_path):
+    source, wanted = make_source(name), expected(name)
+    web.write(source, tmp_path / "page")
+    tokens = wanted["tokens"][0].tolist()
+    with served(tmp_path / "page") as address, open_browser(tmp_path / "profile") as browser:
+        browser.open(f"{address}0&device=wasm&threads=3")
+        for count in (24, 1, 13):
+            found = ask(browser, "logits", ids=tokens[:count])["logits"]
+            np.testing.assert_allclose(found, wanted["logits"][0, count - 1], atol=1e-4, rtol=0)
+        done = ask(browser, "generate", ids=tokens[:PROMPT], maxTokens=12, temperature=0)
+        assert done["ids"] == wanted["greedy"].tolist()
+        assert browser.evaluate("jaxstack.loaded")["device"] == "WebAssembly, 3 threads" and not browser.complaints
+
+
+@needs_chromium
+@pytest.mark.exhaustive
+def test_a_page_that_is_not_isolated_has_one_thread(tmp_path):
+    source, wanted = make_source("llama"), expected("llama")
+    web.write(source, tmp_path)
+    tokens = wanted["tokens"][0].tolist()
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))  # as python -m http.server has
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, open_browser(tmp_path / "profile") as browser:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.open(f"http://127.0.0.1:{server.server_address[1]}/?measure=0&threads=2")
+        done = ask(browser, "generate", ids=tokens[:PROMPT], maxTokens=12, temperature=0)
+        assert done["ids"] == wanted["greedy"].tolist()
+        report = browser.evaluate("jaxstack.loaded")
+        assert report["device"] == "WebAssembly, 1 thread"
+        assert any("does not isolate" in text for text in report["others"])
+        server.shutdown()
 
 
 @needs_chromium

@@ -53,11 +53,13 @@ export class Engine {
    * @param tensors of `readTensors`.
    * @param capacity tokens that the cache has room for.
    * @param budget least time of one measurement in milliseconds.
-   * @param threads that can share the memory; those besides this one run `follow` of worker.js.
+   * @param threads for which there is room; `startThreads` starts those besides this one.
    */
   constructor(config, tensors, capacity, budget, threads = 1) {
     this.config = config;
-    this.threads = threads; // that run the model; may be set to 1
+    this.room = threads;
+    this.threads = 1; // that run the model
+    this.helpers = [];
     this.capacity = Math.ceil(capacity / 96) * 96; // whole panels of every width
     const { hidden, heads, kvHeads, width, feedForward, gated, vocabulary } = config;
     const upWidth = (gated ? 2 : 1) * feedForward;
@@ -76,8 +78,8 @@ export class Engine {
     this.pages = threads > 1 ? pages : 0; // of a memory that threads share
     this.memory = new WebAssembly.Memory({ initial: pages, maximum: pages, shared: threads > 1 });
     this.next = 64;
-    const sync = threads > 1 ? new Int32Array(this.memory.buffer, this.allocate(256), 64) : null;
-    this.team = new Team(sync, 0, threads);
+    this.sync = this.allocate(256);
+    this.team = new Team(new Int32Array(this.memory.buffer, this.sync, 64), 0, threads);
     this.tuner = new Tuner(this.memory, this.allocate(scratch), scratch, budget, this.pages);
     const panel = 4 * this.tuner.choose(...shapes.up).nv;
     shapes.down[2] = 4 * Math.ceil(upWidth / panel) * panel;
@@ -179,6 +181,26 @@ export class Engine {
     this.x = this.floats(buffers.x, PART * hidden);
     this.logits = this.floats(buffers.logits, this.config.vocabulary);
     return { buffers, turns, localTurns };
+  }
+
+  /** Starts the threads that there is room for. */
+  async startThreads() {
+    const { plan, memory, sync, room: threads } = this;
+    await Promise.all(Array.from({ length: threads - 1 }, (_, i) => new Promise((resolve, reject) => {
+      const helper = new Worker(new URL("./helper.js", import.meta.url), { type: "module" });
+      this.helpers.push(helper);
+      helper.onmessage = resolve;
+      helper.onerror = event => reject(new Error(event.message ?? "a thread does not start"));
+      helper.postMessage({ plan, memory, sync, index: i + 1, threads });
+    })));
+    this.threads = threads;
+  }
+
+  /** Ends all threads besides this one. */
+  close() {
+    this.helpers.forEach(helper => helper.terminate());
+    this.helpers = [];
+    this.threads = 1;
   }
 
   /** Runs tokens at the positions from `start` on; returns the logits after the last one, valid until the next call. */
