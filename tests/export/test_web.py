@@ -9,7 +9,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from jaxstack.data.subword import SubwordTokenizer, train_bpe
 from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer
@@ -136,9 +136,42 @@ def test_a_prompt_of_several_parts_and_its_cache_are_the_same_on_both(tmp_path):
     np.testing.assert_allclose(*found, atol=1e-4, rtol=0)
 
 
+def sentencepiece(normalizer=None, pre_tokenizer=None) -> SubwordTokenizer:
+    """A tokenizer as those of Llama 2: merges of characters, unknown ones as bytes."""
+    words = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581defx", "de", "def", "\u2581def", "\u2581x"]
+    merges = [("d", "e"), ("de", "f"), ("\u2581", "def"), ("\u2581", "x")]
+    model = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges, byte_fallback=True, unk_token="<unk>"))
+    model.normalizer, model.pre_tokenizer = normalizer, pre_tokenizer
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(steps)
+    return SubwordTokenizer(model, "file", 1)
+
+
+MARKS = normalizers.Replace(" ", "\u2581")
+SENTENCEPIECE = {
+    "llama2": lambda: sentencepiece(normalizers.Sequence([normalizers.Prepend("\u2581"), MARKS])),
+    "gemma": lambda: sentencepiece(MARKS, pre_tokenizers.Split(" ", "merged_with_previous")),
+    "metaspace": lambda: sentencepiece(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+}
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("llama2", "always"), ("gemma", None), ("metaspace", "missing")])
+def test_a_described_sentencepiece_tokenizer_has_marks_as_spaces(name, prefix):
+    tokenizer = SENTENCEPIECE[name]()
+    found = describe_tokenizer(tokenizer)
+    assert found["prefix"] == prefix and found["characters"]["\u2581"] == 258
+    ids = tokenizer.encode("def x\u00e9")
+    text = bytes.fromhex("".join(found["tokens"][i] for i in ids)).decode()
+    assert text == (" " if prefix else "") + "def x\u00e9"
+    with pytest.raises(ConfigError, match="NFKC"):
+        describe_tokenizer(sentencepiece(normalizers.NFKC()))
+
+
 @needs_chromium
-def test_the_page_encodes_and_generates_text(tmp_path):
-    tokenizer = train_bpe([TEXT * 3, "def g(y): return y + 1\n" * 5], 300)
+@pytest.mark.parametrize("name", ["bytes", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in SENTENCEPIECE)])
+def test_the_page_encodes_and_generates_text(name, tmp_path):
+    bpe = train_bpe([TEXT * 3, "def g(y): return y + 1\n" * 5], 300)
+    tokenizer = bpe if name == "bytes" else SENTENCEPIECE[name]()
     source = make_source("llama")
     rows = np.random.default_rng(0).normal(size=(320, source.model.hidden_size)).astype(np.float32)
     source = dataclasses.replace(
