@@ -8,21 +8,17 @@ const STEPS = 64; // single tokens that are weighed against that prompt
 const FINALISTS = 3;
 const WARM_MS = 1; // after a few times as much work a browser compiles a function again, with optimization
 
-/** Returns the shortest time of one call in milliseconds, over `rounds` rounds of about `budget` milliseconds. */
-function time(call, budget, rounds) {
-  let best = Infinity;
-  for (let round = 0; round < rounds; round++) {
-    let calls = 0, repeats = 1, spent = 0;
-    const start = performance.now();
-    do {
-      for (let i = 0; i < repeats; i++) call();
-      calls += repeats;
-      repeats *= 2;
-      spent = performance.now() - start;
-    } while (spent < budget || spent === 0);
-    best = Math.min(best, spent / calls);
-  }
-  return best;
+/** Returns the time of one call in milliseconds, over about `budget` milliseconds. */
+function time(call, budget) {
+  let calls = 0, repeats = 1, spent = 0;
+  const start = performance.now();
+  do {
+    for (let i = 0; i < repeats; i++) call();
+    calls += repeats;
+    repeats *= 2;
+    spent = performance.now() - start;
+  } while (spent < budget || spent === 0);
+  return spent / calls;
 }
 
 /** Returns the words for a kernel. */
@@ -58,7 +54,7 @@ export class Tuner {
     for (let round = 0, faster = true; this.budget > 0 && round < 40 && (faster || round < 5); round++) {
       faster = false;
       calls.forEach((call, i) => {
-        const ms = time(call, WARM_MS, 1);
+        const ms = time(call, WARM_MS);
         faster ||= ms < 0.7 * best[i];
         best[i] = Math.min(best[i], ms);
       });
@@ -78,39 +74,50 @@ export class Tuner {
   }
 
   measure(k, n, stride) {
+    const ones = this.fastest(this.kernels.filter(kernel => kernel.mr === 1), 1, k, n);
+    const manies = this.fastest(this.kernels, ROWS, k, n, stride);
     let chosen = null;
-    for (const nv of new Set(this.kernels.map(kernel => kernel.nv))) {
-      const alike = this.kernels.filter(kernel => kernel.nv === nv);
-      const one = this.best(alike.filter(kernel => kernel.mr === 1), 1, k, n);
-      const many = this.best(alike, ROWS, k, n, stride);
-      const padded = Math.ceil(n / (4 * nv)) * 4 * nv; // the padding is computed too
+    for (const [nv, one] of ones) {
+      const many = manies.get(nv), padded = Math.ceil(n / (4 * nv)) * 4 * nv; // the padding is computed too
       const cost = padded * (STEPS / one.gflops + ROWS / many.gflops);
       if (!chosen || cost < chosen.cost) chosen = { cost, nv, one, many };
     }
     const simplest = this.kernels[0]; // one row and four columns, not unrolled
     for (const [rows, found] of [[1, chosen.one], [ROWS, chosen.many]]) {
-      const untuned = this.speed(simplest, rows, k, n, 2, 2).gflops;
+      const [{ gflops: untuned }] = this.speeds([simplest], rows, k, n, 4);
       this.report.push({ rows, k, n, tile: title(found.kernel), gflops: found.gflops, untuned });
     }
     const plain = ({ multiply, ...shape }) => shape; // which other threads compile too
     return { nv: chosen.nv, one: plain(chosen.one.kernel), many: plain(chosen.many.kernel) };
   }
 
-  /** Returns { kernel, gflops } of the fastest of `kernels` for m rows, also with the stride of rows as a constant. */
-  best(kernels, m, k, n, stride = 0) {
-    const first = kernels.map(kernel => this.speed(kernel, m, k, n, 1, 3)).sort((a, b) => b.gflops - a.gflops);
-    const finalists = first.slice(0, FINALISTS).map(found => found.kernel);
+  /**
+   * Returns, by panel width, { kernel, gflops } of the fastest of `kernels` for m rows, also with the stride of rows as a
+   * constant.
+   */
+  fastest(kernels, m, k, n, stride = 0) {
+    const first = this.speeds(kernels, m, k, n, 3);
+    const finalists = [...new Set(kernels.map(kernel => kernel.nv))].flatMap(nv =>
+      first.filter(({ kernel }) => kernel.nv === nv).slice(0, FINALISTS).map(({ kernel }) => kernel));
     const tiles = stride ? finalists.filter(kernel => kernel.mr > 1) : [];
     const fixed = this.compile(tiles.map(kernel => ({ ...kernel, stride })));
-    const again = [...finalists, ...fixed].map(kernel => this.speed(kernel, m, k, n, 1, 8));
-    return again.reduce((a, b) => (a.gflops > b.gflops ? a : b));
+    const again = this.speeds([...finalists, ...fixed], m, k, n, 8);
+    return new Map(again.reverse().map(found => [found.kernel.nv, found])); // the fastest of a width is set last
   }
 
-  /** Measures a kernel in rounds of `budget` times the tuner's budget. */
-  speed(kernel, m, k, n, budget, rounds) {
-    const columns = this.limit(k, n, kernel.stride);
-    const ms = time(this.call(kernel, m, k, columns), budget * this.budget, rounds);
-    return { kernel, gflops: (2e-6 * m * k * columns) / ms };
+  /** Returns { kernel, gflops } of the fastest of `kernels`. */
+  best(kernels, m, k, n, stride = 0) {
+    return [...this.fastest(kernels, m, k, n, stride).values()].reduce((a, b) => (a.gflops > b.gflops ? a : b));
+  }
+
+  /** Measures kernels in turn, so that a disturbance falls on all; returns { kernel, gflops }, the fastest first. */
+  speeds(kernels, m, k, n, rounds) {
+    const columns = kernels.map(kernel => this.limit(k, n, kernel.stride)), best = kernels.map(() => Infinity);
+    const calls = kernels.map((kernel, i) => this.call(kernel, m, k, columns[i]));
+    for (let round = 0; round < rounds; round++)
+      calls.forEach((call, i) => best[i] = Math.min(best[i], time(call, this.budget)));
+    const found = kernels.map((kernel, i) => ({ kernel, gflops: (2e-6 * m * k * columns[i]) / best[i] }));
+    return found.sort((a, b) => b.gflops - a.gflops);
   }
 
   /** Columns of a matrix with k rows that fit the scratch area, at most n. */
