@@ -1,6 +1,6 @@
 """Trains the examples of other fields in docs/examples/fields/ and stores what they reach.
 
-    python benchmarks/fields.py                        # all; one to three minutes each on two CPU cores
+    python benchmarks/fields.py                        # all; 16 seconds to 7 minutes each on two CPU cores
     python benchmarks/fields.py gaunt_products         # one of them
     python benchmarks/fields.py --steps 5              # a few steps each; rows go to tiny/
 

@@ -1,7 +1,8 @@
-"""An exported page against ONNX Runtime Web: both in one worker of headless Chromium, in turn, with one thread each.
+"""An exported page against ONNX Runtime Web: both in one worker of headless Chromium, in turn, with equal threads.
 
     npm install onnxruntime-web
     python benchmarks/web.py --run runs/quickstart --onnxruntime node_modules/onnxruntime-web/dist
+    python benchmarks/web.py --run runs/quickstart --threads 2            # prompts and tokens only
     python benchmarks/web.py --run runs/quickstart --rounds 1 --tiny      # rows go to tiny/
 
 The run is exported twice: as the page, and as the graph of `--to onnx` with the head for the last token only, which is
@@ -122,7 +123,7 @@ def product_rows(shape: Sequence[int], found: Mapping[str, Any]) -> list[dict[st
     return rows
 
 
-def measure(source: Source, onnxruntime: Path, rounds: int) -> list[dict[str, Any]]:
+def measure(source: Source, onnxruntime: Path, rounds: int, threads: int) -> list[dict[str, Any]]:
     """Return all rows."""
     prompt = source.tokenizer.encode(TEXT)[:PROMPT].tolist()
     if len(prompt) < PROMPT:
@@ -131,19 +132,19 @@ def measure(source: Source, onnxruntime: Path, rounds: int) -> list[dict[str, An
         folder = Path(name)
         write_folder(source, onnxruntime, folder)
         with served(folder) as address, open_browser(folder / "profile") as browser:
-            browser.open(f"{address}/page/index.html")
+            browser.open(f"{address}/page/index.html?threads={threads}")
             loaded = browser.evaluate("jaxstack.loaded")
             browser.open(f"{address}/index.html")
-            settings = {"prompt": prompt, "count": TOKENS, "rounds": rounds, "repeats": REPEATS}
+            settings = {"prompt": prompt, "count": TOKENS, "rounds": rounds, "repeats": REPEATS, "threads": threads}
             found = ask(browser, kind="model", context=source.context, **settings)
             rows = model_rows(found, {"page": loaded["totalMs"], "graph": found["graphMs"]})
-            for m, k, n in PRODUCTS:
-                product = ask(browser, kind="product", file=f"{m}x{k}x{n}", m=m, k=k, n=n, rounds=rounds)
+            for m, k, n in PRODUCTS if threads == 1 else ():
+                product = ask(browser, kind="product", file=f"{m}x{k}x{n}", m=m, k=k, n=n, rounds=rounds, threads=1)
                 rows += product_rows((m, k, n), product)
     return rows
 
 
-def describe(source: Source, onnxruntime: Path) -> dict[str, Any]:
+def describe(source: Source, onnxruntime: Path, threads: int) -> dict[str, Any]:
     """Return what all rows have in common."""
     version = json.loads((onnxruntime.parent / "package.json").read_text(encoding="utf-8"))["version"]
     assert CHROMIUM is not None
@@ -157,7 +158,7 @@ def describe(source: Source, onnxruntime: Path) -> dict[str, Any]:
         "devices": 1,
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
-        "threads": 1,
+        "threads": threads,
     }
 
 
@@ -169,6 +170,7 @@ def main() -> None:
         "--onnxruntime", type=Path, default=Path("node_modules/onnxruntime-web/dist"), help="dist of onnxruntime-web"
     )
     parser.add_argument("--rounds", type=positive(int), default=6, help="how often each side is measured, in turn")
+    parser.add_argument("--threads", type=positive(int), default=1, help="threads of each side")
     parser.add_argument("--tiny", action="store_true", help="a try: rows go to tiny/")
     args = parser.parse_args()
     if not (args.onnxruntime / "ort.wasm.min.mjs").is_file():
@@ -178,9 +180,9 @@ def main() -> None:
     script = "tiny/web" if args.tiny else "web"
     require_commit(script)
     source = load_source(args.run)
-    common = describe(source, args.onnxruntime)
+    common = describe(source, args.onnxruntime, args.threads)
     names = {"page": "jaxstack", "graph": f"ONNX Runtime Web {common['onnxruntime']}"}
-    measured = measure(source, args.onnxruntime, args.rounds)
+    measured = measure(source, args.onnxruntime, args.rounds, args.threads)
     rows = [{**common, **row, "implementation": names[row["side"]]} for row in measured]
     append_rows(script, rows)
     print_table(rows, COLUMNS)

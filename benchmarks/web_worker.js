@@ -2,11 +2,12 @@
 
 import { Engine } from "./page/engine.js";
 import { readTensors } from "./page/model.js";
-import { scratchBytes, Tuner } from "./page/tune.js";
+import { scratchBytes, title, Tuner } from "./page/tune.js";
 import * as ort from "./onnxruntime/ort.wasm.min.mjs";
 
-ort.env.wasm.numThreads = 1;
 ort.env.wasm.wasmPaths = new URL("./onnxruntime/", location.href).href;
+
+const SPAN = 16; // tokens that are timed together
 
 const bytes = address => fetch(address).then(response => response.arrayBuffer());
 const int64 = (values, dims) => new ort.Tensor("int64", BigInt64Array.from(values, BigInt), dims);
@@ -42,30 +43,36 @@ function greedy(logits) {
   return best;
 }
 
-/** Returns the ms of a prompt (mean of several) and of a token after it, and the ids. */
+/** Returns the ms of a prompt (the best of several) and of a token after it (the best span of 16), and the ids. */
 async function generate(engine, prompt, count, repeats) {
-  let start = performance.now(), logits;
-  for (let i = 0; i < repeats; i++) logits = await engine.run(prompt, 0);
-  const promptMs = (performance.now() - start) / repeats, ids = [];
-  start = performance.now();
+  let promptMs = Infinity, tokenMs = Infinity, logits, start;
+  for (let i = 0; i < repeats; i++) {
+    start = performance.now();
+    logits = await engine.run(prompt, 0);
+    promptMs = Math.min(promptMs, performance.now() - start);
+  }
+  const ids = [];
   for (let i = 0; i < count; i++) {
+    if (i % SPAN === 0) start = performance.now();
     ids.push(greedy(logits));
     logits = await engine.run([ids[i]], prompt.length + i);
+    if (i % SPAN === SPAN - 1) tokenMs = Math.min(tokenMs, (performance.now() - start) / SPAN);
   }
-  return { promptMs, tokenMs: (performance.now() - start) / count, ids, logits: Array.from(logits) };
+  return { promptMs, tokenMs, ids, logits: Array.from(logits) };
 }
 
-async function measureModel({ prompt, count, rounds, repeats, context }) {
+async function measureModel({ prompt, count, rounds, repeats, context, threads }) {
   const config = await fetch("page/model.json").then(response => response.json());
   const tensors = readTensors(await bytes("page/parameters.safetensors"));
   let start = performance.now();
-  const page = new Engine(config, tensors, context);
+  const page = new Engine(config, tensors, context, undefined, threads);
+  await page.startThreads();
   const pageMs = performance.now() - start;
   start = performance.now();
   const graph = new Graph(await open("model.onnx"), config);
   const graphMs = performance.now() - start;
-  await generate(page, prompt, 8, 1);
-  await generate(graph, prompt, 8, 1);
+  await generate(page, prompt, SPAN, 1);
+  await generate(graph, prompt, SPAN, 1);
   const found = { page: [], graph: [] };
   for (let round = 0; round < rounds; round++) {
     found.page.push(await generate(page, prompt, count, repeats));
@@ -74,13 +81,13 @@ async function measureModel({ prompt, count, rounds, repeats, context }) {
   return { ...found, pageMs, graphMs };
 }
 
-/** Returns the ms of one call, over at least 30 ms. */
+/** Returns the ms of one call, over at least 4 ms: short beside the time that other programs interrupt this one for. */
 async function time(call) {
   for (let calls = 1; ; calls *= 2) {
     const start = performance.now();
     for (let i = 0; i < calls; i++) await call();
     const spent = performance.now() - start;
-    if (spent > 30) return spent / calls;
+    if (spent > 4) return spent / calls;
   }
 }
 
@@ -99,7 +106,7 @@ function ownProduct(m, k, n, x, w) {
     for (let i = 0; i < n; i++) packed[Math.floor(i / width) * k * width + row * width + (i % width)] = w[row * n + i];
   const call = () => kernel.multiply(from, 4 * k, to, 4 * k * width, out, stride, m, k, panels);
   const result = () => range(0, m).flatMap(row => Array.from(new Float32Array(memory.buffer, out + row * stride, n)));
-  return { call, result, title: `${kernel.mr} x ${width}, unroll ${kernel.unroll}${kernel.stride ? ", fixed stride" : ""}` };
+  return { call, result, title: title(kernel) };
 }
 
 async function measureProduct({ file, m, k, n, rounds }) {
@@ -112,14 +119,17 @@ async function measureProduct({ file, m, k, n, rounds }) {
   const difference = ours.reduce((most, value, i) => Math.max(most, Math.abs(value - theirs[i])), 0);
   const page = [], graph = [];
   for (let round = 0; round < rounds; round++) {
-    page.push(await time(own.call));
-    graph.push(await time(call));
+    for (let i = 0; i < 4; i++) {
+      page.push(await time(own.call));
+      graph.push(await time(call));
+    }
   }
   return { page, graph, difference, title: own.title };
 }
 
 onmessage = async ({ data }) => {
   try {
+    ort.env.wasm.numThreads = data.threads;
     postMessage({ found: await { model: measureModel, product: measureProduct }[data.kind](data) });
   } catch (error) {
     postMessage({ error: `${error.message}\n${error.stack}` });

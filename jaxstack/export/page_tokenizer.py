@@ -1,4 +1,4 @@
-"""Tokenizers for the web page: bytes, and byte-level BPE as in GPT-2, Llama 3, Qwen and jaxstack itself."""
+"""Tokenizers of the web page: bytes, byte-level BPE (GPT-2, Llama 3, Qwen), BPE of SentencePiece (Llama 2, Gemma)."""
 
 import json
 from typing import Any
@@ -10,6 +10,8 @@ from jaxstack.errors import ConfigError
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Regular expression by which the pre-tokenizer ByteLevel splits a text into words (Radford et al. 2019)."""
 _NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")
+_MARK = "\u2581"
+"""Character that stands for a space in SentencePiece's vocabularies."""
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
@@ -19,7 +21,9 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
       `kind` byte or bpe. With bpe: `tokens`, the bytes of each id in hexadecimal; `merges` [left, right, merged] in
       order; `byteIds`, the id of each byte; `patterns`, regular expressions that split a text into words, one after the
       other; `normalizer`; `whole`, True if a word that is a token is not merged; and `added`, texts that are one id
-      wherever they stand.
+      wherever they stand. SentencePiece's BPE merges characters: `characters` has the ids of those in the vocabulary
+      (others are bytes), and `prefix` says whether a text begins with a space: "always", "missing" (one is added if
+      there is none) or None.
 
     Raises:
       ConfigError: the tokenizer is of another kind; the message names the feature.
@@ -27,30 +31,89 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
     if isinstance(tokenizer, ByteTokenizer):
         return {"kind": "byte"}
     text = tokenizer.tokenizer_json()
-    if text is None or not tokenizer.writes_bytes:
-        raise _cannot(f"a {tokenizer.kind} tokenizer whose ids do not stand for bytes")
+    if text is None:
+        raise _cannot(f"a {tokenizer.kind} tokenizer")
     said = json.loads(text)
     model = said["model"]
     if model.get("type") != "BPE":
         raise _cannot(f"its model {model.get('type')}")
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+    if not tokenizer.writes_bytes and not model.get("byte_fallback"):
+        raise _cannot("a vocabulary without bytes")
+    unknown = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    for key in (*unknown, "byte_fallback") if tokenizer.writes_bytes else unknown:
         if model.get(key):
             raise _cannot(f"its {key} ({model[key]})")
     vocabulary: dict[str, int] = model["vocab"]
-    alphabet = byte_alphabet()
+    alphabet = byte_alphabet() if tokenizer.writes_bytes else {byte: f"<0x{byte:02X}>" for byte in range(256)}
     if missing := [byte for byte, character in alphabet.items() if character not in vocabulary]:
         raise _cannot(f"a vocabulary without the byte {missing[0]}")
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    added = _added(said.get("added_tokens") or [])
     return {
         "kind": "bpe",
-        "tokens": [tokenizer.decode_bytes([i]).hex() for i in range(tokenizer.vocab_size)],
         "merges": [[vocabulary[left], vocabulary[right], vocabulary[left + right]] for left, right in pairs],
         "byteIds": [vocabulary[alphabet[byte]] for byte in range(256)],
+        "whole": bool(model.get("ignore_merges")),
+        "added": added,
+        **(_byte_level(tokenizer, said) if tokenizer.writes_bytes else _sentencepiece(tokenizer, said, added)),
+    }
+
+
+def _byte_level(tokenizer: Tokenizer, said: dict[str, Any]) -> dict[str, object]:
+    """Return what is particular to byte-level BPE."""
+    return {
+        "tokens": [tokenizer.decode_bytes([i]).hex() for i in range(tokenizer.vocab_size)],
         "patterns": [_for_javascript(pattern) for pattern in _patterns(said.get("pre_tokenizer"))],
         "normalizer": _normalizer(said.get("normalizer")),
-        "whole": bool(model.get("ignore_merges")),
-        "added": _added(said.get("added_tokens") or []),
     }
+
+
+def _sentencepiece(tokenizer: Tokenizer, said: dict[str, Any], added: dict[str, int]) -> dict[str, object]:
+    """Return what is particular to BPE of SentencePiece (Kudo and Richardson 2018), as tokenizer.json has it."""
+    vocabulary: dict[str, int] = said["model"]["vocab"]
+    tokens = [b""] * tokenizer.vocab_size
+    for token, i in (vocabulary | added).items():
+        tokens[i] = token.replace(_MARK, " ").encode()
+    for byte in range(256):
+        tokens[vocabulary[f"<0x{byte:02X}>"]] = bytes([byte])
+    for token in said.get("added_tokens") or []:
+        if token.get("special"):
+            tokens[token["id"]] = b""
+    prefix, split = _spaces(said.get("normalizer"), said.get("pre_tokenizer"))
+    if prefix and added:
+        raise _cannot(f"its token {next(iter(added))!r} beside a space that begins a text")
+    return {
+        "tokens": [token.hex() for token in tokens],
+        "characters": {token: i for token, i in vocabulary.items() if len(token) == 1},
+        "patterns": [f"{_MARK}[^{_MARK}]*"] if split else [],
+        "prefix": prefix,
+        "normalizer": None,
+    }
+
+
+def _spaces(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> tuple[str | None, bool]:
+    """Return (`prefix`, whether words are split at spaces) of a tokenizer that marks spaces.
+
+    Raises:
+      ConfigError: it does more than that.
+    """
+    prefix, split, marks = None, False, False
+    for step in (normalizer or {}).get("normalizers") or ([normalizer] if normalizer else []):
+        if step["type"] == "Prepend" and step["prepend"] == _MARK:
+            prefix = "always"
+        elif step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _MARK:
+            marks = True
+        else:
+            raise _cannot(f"its normalizer {step['type']}")
+    kind = (pre_tokenizer or {}).get("type")
+    if kind == "Metaspace" and pre_tokenizer is not None and pre_tokenizer["replacement"] == _MARK and not marks:
+        prefix = None if pre_tokenizer.get("prepend_scheme") == "never" else "missing"
+        marks, split = True, pre_tokenizer.get("split", True)
+    elif pre_tokenizer is not None and not (marks and kind == "Split" and pre_tokenizer["pattern"] == {"String": " "}):
+        raise _cannot(f"its pre-tokenizer {kind}")  # a split at spaces finds none after the normalizer
+    if not marks:
+        raise _cannot("a vocabulary of bytes and words without marks for spaces")
+    return prefix, split
 
 
 def _patterns(step: dict[str, Any] | None) -> list[str]:
@@ -91,4 +154,4 @@ def _added(tokens: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _cannot(what: str) -> ConfigError:
-    return ConfigError(f"{what}: the page has tokenizers of bytes and of byte-level BPE")
+    return ConfigError(f"{what}: the page has tokenizers of bytes, byte-level BPE and SentencePiece's BPE with bytes")

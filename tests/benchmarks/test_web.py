@@ -47,7 +47,7 @@ def test_a_folder_without_onnxruntime_is_one_message(monkeypatch, tmp_path, caps
 
 def test_the_page_shows_the_newest_rows():
     page = web_page.PAGE.read_text(encoding="utf-8")
-    assert page == web_page.make_page(page, web_page.newest_run()), "run: python scripts/web_page.py"
+    assert page == web_page.make_page(page, web_page.newest_runs()), "run: python scripts/web_page.py"
 
 
 def test_a_table_has_a_line_for_each_work():

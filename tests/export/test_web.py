@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from jaxstack.data.subword import SubwordTokenizer, train_bpe
 from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer
@@ -60,7 +62,42 @@ def test_the_page_computes_what_transformers_does(name, tmp_path):
         assert browser.overflow() <= 0
         assert [text for text in browser.complaints if "No available adapters" not in text] == []  # Chromium's words
         assert "ready" in browser.evaluate("document.getElementById('status').textContent")
-        assert report["device"] == "WebAssembly" and report["others"], "the page says why it takes no GPU"
+        assert report["device"].startswith("WebAssembly, ") and report["others"], "the page says why it takes no GPU"
+
+
+@needs_chromium
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_threads_of_an_isolated_page_compute_the_same(name, tmp_path):
+    source, wanted = make_source(name), expected(name)
+    web.write(source, tmp_path / "page")
+    tokens = wanted["tokens"][0].tolist()
+    with served(tmp_path / "page") as address, open_browser(tmp_path / "profile") as browser:
+        browser.open(f"{address}0&device=wasm&threads=3")
+        for count in (24, 1, 13):
+            found = ask(browser, "logits", ids=tokens[:count])["logits"]
+            np.testing.assert_allclose(found, wanted["logits"][0, count - 1], atol=1e-4, rtol=0)
+        done = ask(browser, "generate", ids=tokens[:PROMPT], maxTokens=12, temperature=0)
+        assert done["ids"] == wanted["greedy"].tolist()
+        assert browser.evaluate("jaxstack.loaded")["device"] == "WebAssembly, 3 threads" and not browser.complaints
+
+
+@needs_chromium
+@pytest.mark.exhaustive
+def test_a_page_that_is_not_isolated_has_one_thread(tmp_path):
+    source, wanted = make_source("llama"), expected("llama")
+    web.write(source, tmp_path)
+    tokens = wanted["tokens"][0].tolist()
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))  # as python -m http.server has
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, open_browser(tmp_path / "profile") as browser:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.open(f"http://127.0.0.1:{server.server_address[1]}/?measure=0&threads=2")
+        done = ask(browser, "generate", ids=tokens[:PROMPT], maxTokens=12, temperature=0)
+        assert done["ids"] == wanted["greedy"].tolist()
+        report = browser.evaluate("jaxstack.loaded")
+        assert report["device"] == "WebAssembly, 1 thread"
+        assert any("does not isolate" in text for text in report["others"])
+        server.shutdown()
 
 
 @needs_chromium
@@ -99,9 +136,42 @@ def test_a_prompt_of_several_parts_and_its_cache_are_the_same_on_both(tmp_path):
     np.testing.assert_allclose(*found, atol=1e-4, rtol=0)
 
 
+def sentencepiece(normalizer=None, pre_tokenizer=None) -> SubwordTokenizer:
+    """A tokenizer as those of Llama 2: merges of characters, unknown ones as bytes."""
+    words = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581defx", "de", "def", "\u2581def", "\u2581x"]
+    merges = [("d", "e"), ("de", "f"), ("\u2581", "def"), ("\u2581", "x")]
+    model = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges, byte_fallback=True, unk_token="<unk>"))
+    model.normalizer, model.pre_tokenizer = normalizer, pre_tokenizer
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(steps)
+    return SubwordTokenizer(model, "file", 1)
+
+
+MARKS = normalizers.Replace(" ", "\u2581")
+SENTENCEPIECE = {
+    "llama2": lambda: sentencepiece(normalizers.Sequence([normalizers.Prepend("\u2581"), MARKS])),
+    "gemma": lambda: sentencepiece(MARKS, pre_tokenizers.Split(" ", "merged_with_previous")),
+    "metaspace": lambda: sentencepiece(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+}
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("llama2", "always"), ("gemma", None), ("metaspace", "missing")])
+def test_a_described_sentencepiece_tokenizer_has_marks_as_spaces(name, prefix):
+    tokenizer = SENTENCEPIECE[name]()
+    found = describe_tokenizer(tokenizer)
+    assert found["prefix"] == prefix and found["characters"]["\u2581"] == 258
+    ids = tokenizer.encode("def x\u00e9")
+    text = bytes.fromhex("".join(found["tokens"][i] for i in ids)).decode()
+    assert text == (" " if prefix else "") + "def x\u00e9"
+    with pytest.raises(ConfigError, match="NFKC"):
+        describe_tokenizer(sentencepiece(normalizers.NFKC()))
+
+
 @needs_chromium
-def test_the_page_encodes_and_generates_text(tmp_path):
-    tokenizer = train_bpe([TEXT * 3, "def g(y): return y + 1\n" * 5], 300)
+@pytest.mark.parametrize("name", ["bytes", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in SENTENCEPIECE)])
+def test_the_page_encodes_and_generates_text(name, tmp_path):
+    bpe = train_bpe([TEXT * 3, "def g(y): return y + 1\n" * 5], 300)
+    tokenizer = bpe if name == "bytes" else SENTENCEPIECE[name]()
     source = make_source("llama")
     rows = np.random.default_rng(0).normal(size=(320, source.model.hidden_size)).astype(np.float32)
     source = dataclasses.replace(

@@ -1,4 +1,6 @@
-// Byte and byte-level BPE tokenizers (Sennrich et al. 2016), from the tokens and merges in tokenizer_page.json.
+// Tokenizers of bytes, byte-level BPE (Sennrich et al. 2016) and SentencePiece's BPE, from the tokens and merges in tokenizer_page.json.
+
+const MARK = "\u2581";
 
 /** UTF-8 bytes as ids. */
 class ByteTokenizer {
@@ -11,10 +13,12 @@ class ByteTokenizer {
   }
 }
 
-/** Byte-level BPE: words of the patterns, each merged in the order in which the merges were learned. */
+/** BPE of bytes or characters: words of the patterns, each merged in the order in which the merges were learned. */
 class SubwordTokenizer {
   /** @param description of `describe_tokenizer` in jaxstack/export/page_tokenizer.py. */
-  constructor({ tokens, merges, byteIds, patterns, normalizer, whole, added }) {
+  constructor({ tokens, merges, byteIds, patterns, normalizer, whole, added, characters, prefix }) {
+    this.characters = characters && new Map(Object.entries(characters));
+    this.prefix = prefix;
     this.tokens = tokens.map(text => (text.match(/../g) ?? []).map(pair => parseInt(pair, 16)));
     this.byteIds = byteIds;
     this.ranks = new Map(merges.map(([left, right, merged], rank) => [this.key(left, right), { rank, merged }]));
@@ -38,9 +42,23 @@ class SubwordTokenizer {
 
   encodePart(text) {
     if (this.normalizer) text = text.normalize(this.normalizer);
+    if (this.characters) text = this.markSpaces(text);
     let words = [text];
     for (const pattern of this.patterns) words = words.flatMap(word => split(word, pattern));
     return words.flatMap(word => this.encodeWord(word));
+  }
+
+  /** Writes SentencePiece's mark for each space, and before a text if it begins with one. */
+  markSpaces(text) {
+    const marked = text.replaceAll(" ", MARK), begins = this.prefix === "missing" && marked.startsWith(MARK);
+    return this.prefix && text && !begins ? MARK + marked : marked;
+  }
+
+  /** Returns the ids that merging starts from: those of bytes, or of characters and the bytes of unknown ones. */
+  smallest(word, bytes) {
+    if (!this.characters) return bytes.map(byte => this.byteIds[byte]);
+    const encoder = new TextEncoder(), unknown = c => [...encoder.encode(c)].map(byte => this.byteIds[byte]);
+    return [...word].flatMap(c => this.characters.get(c) ?? unknown(c));
   }
 
   encodeWord(word) {
@@ -49,7 +67,7 @@ class SubwordTokenizer {
     const bytes = [...new TextEncoder().encode(word)];
     const hex = bytes.map(byte => byte.toString(16).padStart(2, "0")).join("");
     const known = this.whole?.get(hex);
-    const ids = known === undefined || !hex ? this.merge(bytes.map(byte => this.byteIds[byte])) : [known];
+    const ids = known === undefined || !hex ? this.merge(this.smallest(word, bytes)) : [known];
     this.cache.set(word, ids);
     return ids;
   }

@@ -5,6 +5,7 @@ import { GpuEngine } from "./gpu_engine.js";
 import { readTensors } from "./model.js";
 import { makeTokenizer } from "./tokenizer.js";
 
+const MOST_THREADS = 4;
 let engine, tokenizer, settings, stopped = false;
 const say = message => postMessage(message);
 
@@ -66,15 +67,44 @@ async function chooseEngine(config, tensors) {
     }
   }
   if (asked !== "webgpu") {
-    found.push({ engine: new Engine(config, tensors, settings.context, budget), device: "WebAssembly" });
+    const cpu = new Engine(config, tensors, settings.context, budget, mostThreads(query));
+    const device = `WebAssembly, ${await chooseThreads(cpu, query.has("threads"), others)}`;
+    found.push({ engine: cpu, device });
   }
   if (found.length > 1) for (const one of found) one.ms = await timeTokens(one.engine);
   found.sort((a, b) => a.ms - b.ms);
   for (const { engine: slower, device, ms } of found.slice(1)) {
     others.push(`${device} takes ${(ms / found[0].ms).toFixed(1)} times as long`);
-    slower.close?.();
+    slower.close();
   }
   return { chosen: found[0], others };
+}
+
+/** Returns how many threads may share the model: one, if the server does not isolate the page. */
+function mostThreads(query) {
+  const asked = Number(query.get("threads") ?? Math.min(navigator.hardwareConcurrency, MOST_THREADS));
+  return self.crossOriginIsolated ? Math.max(1, asked) : 1;
+}
+
+/** Starts threads, keeps them if they were asked for or are faster, and returns their number in words. */
+async function chooseThreads(cpu, asked, others) {
+  if (cpu.room > 1) {
+    try {
+      const alone = await timeTokens(cpu);
+      await cpu.startThreads();
+      const together = await timeTokens(cpu);
+      if (!asked && alone < together) {
+        cpu.close();
+        others.push(`${cpu.room} threads take ${(together / alone).toFixed(1)} times as long`);
+      }
+    } catch (error) {
+      cpu.close();
+      others.push(error.message);
+    }
+  } else if (!self.crossOriginIsolated) {
+    others.push("one thread: the server does not isolate the page (Cross-Origin-Opener-Policy, Cross-Origin-Embedder-Policy)");
+  }
+  return cpu.threads === 1 ? "1 thread" : `${cpu.threads} threads`;
 }
 
 /** Returns the milliseconds of a short prompt and the tokens after it, in the second of two tries. */
