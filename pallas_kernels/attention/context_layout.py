@@ -61,7 +61,7 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> Int[np.
 
 
 def own_chunks(axis_name: str, layout: str) -> list[jax.Array]:
-    """Return the numbers [] of this device's chunks, in the order in which it holds them."""
+    """Return the indices (traced scalars) of this device's chunks of the sequence, in local order."""
     index, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
     return [index, 2 * devices - 1 - index][: chunks_per_device(layout)]
 

@@ -51,11 +51,12 @@ class KeyGatherOptions:
 
     @property
     def mask(self) -> Mask:
+        """The attention mask, made of `causal` and `window`."""
         return Mask(self.causal, self.window)
 
 
 def count_reached_chunks(window: int | None, chunk: int, chunks: int) -> int:
-    """Return how many chunks before its own the first query of a chunk sees."""
+    """Return how many preceding chunks `window` reaches back to from the first query of a chunk."""
     return chunks - 1 if window is None else min(chunks - 1, -(-(window - 1) // chunk))
 
 

@@ -46,7 +46,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees: those that every given rule leaves.
+    """Attention mask as a conjunction of rules: a key is visible if every rule that is set allows it.
 
     Attributes:
         causal: True if a query sees no key after its position.

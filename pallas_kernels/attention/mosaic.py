@@ -17,7 +17,7 @@ INTERPRET = False
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """Return the first rule that the request breaks, or None."""
+    """Return why the kernels cannot compute the request (the first rule that it breaks), or None."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
@@ -40,30 +40,30 @@ def _unsupported_mask(request: AttentionRequest) -> str | None:
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Return why cuDNN goes first: it is faster for wide heads, if it can compute the call (docs/performance.md)."""
+    """Return why cuDNN is preferred, or None: it is faster for wide heads, if it supports the call."""
     if request.head_dim != 256 or cudnn.unsupported_reason(request):
         return None
     return f"cuDNN was measured faster at head dim {request.head_dim}"
 
 
 def attend_deterministic(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
-    """Compute `attend` with the backward in two kernels, whose gradients are bit-equal in every run."""
+    """Compute `attend` with the two-kernel backward, whose gradients are bitwise reproducible."""
     return attend(request, dataclasses.replace(_tiling(request), fused_queries=0))
 
 
 def attend(request: AttentionRequest, tiling: Tiling | None = None) -> tuple[jax.Array, jax.Array]:
-    """Compute out [B, T, N, H] and lse [B, N, T] in blocks of `tiling` (default: from the tables)."""
+    """Compute out [B, T, N, H] and lse [B, N, T]; `tiling` sets the block sizes (default: from the tables)."""
     return mosaic_call.attend(_plan(request, tiling), request.q, request.k, request.v, request.segments)
 
 
 def gradients(request: AttentionRequest, *rows: jax.Array, tiling: Tiling | None = None) -> tuple:
-    """Compute dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
+    """Compute dQ, dK and dV for one part of the keys; `rows` are d_out, and lse and delta over all keys."""
     plan = _plan(request, tiling)
     return mosaic_call.gradients(plan, request.q, request.k, request.v, request.segments, rows)
 
 
 def gradients_deterministic(request: AttentionRequest, *rows: jax.Array) -> tuple:
-    """Compute `gradients` that are bit-equal in every run."""
+    """Compute `gradients` with the two-kernel backward, which is bitwise reproducible."""
     return gradients(request, *rows, tiling=dataclasses.replace(_tiling(request), fused_queries=0))
 
 

@@ -104,7 +104,7 @@ class _QueryBuffers(NamedTuple):
 def query_gradient(
     config: KernelConfig, residuals: Residuals, schedule: tuple[jax.Array, ...], segments: Segments | None
 ) -> Float[Array, "B T N H"]:
-    """Compute dQ [B, T, N, H]; `schedule` is that of `tiles.key_schedule`."""
+    """Compute dQ [B, T, N, H]; `schedule` lists the key blocks of each query block (`tiles.key_schedule`)."""
     batch, length, num_heads, head_dim = residuals.q.shape
     dtype, groups, stages = residuals.q.dtype, config.warpgroups, config.stages
     packed = segments is not None
@@ -266,7 +266,7 @@ def key_value_gradient(
     wanted: tuple[str, ...] = ("d_k", "d_v"),
     d_q: jax.Ref | None = None,
 ) -> tuple[Float[Array, "B S K H"], ...]:
-    """Compute the gradients of the keys and values, and, if `d_q` is given, of the queries.
+    """Compute dK and dV, or the one that is `wanted`; if `d_q` is given, also accumulate dQ into it.
 
     Args:
         config: Static description of the kernel.
@@ -322,7 +322,7 @@ def key_value_gradient(
 
 
 def copies_of_query_gradient(config: KernelConfig) -> int:
-    """Return how many arrays the fused kernel adds dQ to.
+    """Return the number of float32 dQ buffers that the fused kernel adds to; the caller sums them.
 
     Interpret mode cannot add to global memory: there each block of keys stores to an array of its own.
     """

@@ -29,7 +29,7 @@ from pallas_kernels.target import multiprocessors
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """Everything about one call of the kernels that is fixed while tracing.
+    """Static arguments of one call of the Hopper attention kernels, fixed while tracing.
 
     Attributes:
         options: Mask, scale and soft cap.
@@ -46,7 +46,7 @@ class AttentionPlan:
     interpret: bool
 
     def config(self, query_block: int, key_block: int, stages: int, warpgroups: int = 2) -> KernelConfig:
-        """Return the static description of one kernel."""
+        """Return the `KernelConfig` of one kernel with these block sizes."""
         return KernelConfig(
             self.options,
             self.length,
@@ -60,7 +60,7 @@ class AttentionPlan:
         )
 
     def blocks(self, config: KernelConfig) -> Blocks:
-        """Return the lengths and block sizes that a schedule of tiles is made for."""
+        """Return the sequence lengths and one kernel's block sizes, from which `tiles` computes schedules."""
         return Blocks(self.length, self.key_length, config.query_block, config.key_block)
 
 
@@ -126,7 +126,7 @@ def gradients(
     segments: Segments | None,
     rows: tuple[jax.Array, ...],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """Compute dQ, dK and dV.
+    """Compute dQ, dK and dV by the fused backward kernel, or by separate ones if the tiling says so.
 
     Args:
         plan: What is fixed while tracing.

@@ -47,13 +47,13 @@ class KernelConfig:
 
     @property
     def ring(self) -> Ring:
-        """Ring of buffers of the tiles."""
+        """Ring of shared-memory buffers in which the producer passes tiles to the consumers."""
         return Ring(self.stages, self.interpret)
 
     def kernel(
         self, name: str, body: Callable[..., None], synchronises: bool = False, **parameters: Any
     ) -> Callable[..., Any]:
-        """Return `pipeline.launch` with the options that all attention kernels share.
+        """Build the launchable kernel: `pipeline.launch` with the options that all attention kernels share.
 
         Args:
             name: Name of the kernel, which a profile shows.
@@ -76,7 +76,7 @@ class KernelConfig:
         )
 
     def tiled_smem(self, shape: tuple[int, ...], dtype: DTypeLike, slice_columns: int = 0) -> ScratchType:
-        """Return shared memory of shape [..., rows, columns] in the form that wgmma and TMA take.
+        """Return the type of a shared-memory buffer [..., rows, columns] in the layout of wgmma and TMA.
 
         Args:
             shape: Shape of the buffer.
@@ -92,7 +92,7 @@ class KernelConfig:
 
 
 class Visits(NamedTuple):
-    """The tiles that one block of queries or keys visits, counted from 0.
+    """The sequence of tiles that one query block or key block visits, counted from 0.
 
     Attributes:
         total: Number of tiles.
@@ -107,7 +107,7 @@ class Visits(NamedTuple):
     tile: Callable[[Index], Index]
 
     def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
-        """Fold step(masked, count, state) over the tiles from `start` on."""
+        """Run state = step(masked, count, state) for each tile from the `start`-th on; return the last state."""
         whole, end_whole = jnp.maximum(self.whole, start), jnp.maximum(self.end_whole, start)
         state = lax.fori_loop(start, whole, functools.partial(step, True), state)
         state = lax.fori_loop(whole, end_whole, functools.partial(step, False), state)
@@ -115,7 +115,7 @@ class Visits(NamedTuple):
 
 
 def read_visits(schedule: tuple[Ref, ...], batch: Index, block: Index, descending: bool = False) -> Visits:
-    """Return the tiles that a block visits.
+    """Read from a schedule in global memory which tiles a block visits.
 
     Args:
         schedule: `tiles.key_schedule` or `tiles.query_schedule`, in global memory.

@@ -17,20 +17,20 @@ LOG2E = math.log2(math.e)
 
 
 def base2_factor(config: KernelConfig) -> float:
-    """Return the factor that takes a raw product (or the capped score) to the exponent of a power of two."""
+    """Return the factor that turns q.k (or its capped tanh) into exponents of 2 for the softmax."""
     cap = config.options.soft_cap
     return (config.options.scale if cap is None else cap) * LOG2E
 
 
 def cap(config: KernelConfig, products: jax.Array) -> jax.Array:
-    """Return the raw products q.k soft-capped to -1..1, or unchanged if there is no soft cap."""
+    """Return tanh(products * scale / soft_cap) for the raw products q.k, or the products without a soft cap."""
     if config.options.soft_cap is None:
         return products
     return jnp.tanh(products * (config.options.scale / config.options.soft_cap))
 
 
 def late_factor(config: KernelConfig) -> float:
-    """Return the factor of the scores that the forward applies in its softmax: 1 if the factor is not positive.
+    """Return the factor by which the forward scales scores inside its softmax: 1 if it is not positive.
 
     One that is not positive is applied to the scores at once, as it does not commute with the maximum of a row.
     """
@@ -38,7 +38,7 @@ def late_factor(config: KernelConfig) -> float:
 
 
 def fill(config: KernelConfig) -> float:
-    """Return the score of masked entries, which `late_factor` takes to about -1e30.
+    """Return the value that replaces masked scores; times `late_factor` it is about -1e30.
 
     It is a power of two, so that the product is exact: rows that see nothing of a tile subtract it from itself.
     """
@@ -46,7 +46,7 @@ def fill(config: KernelConfig) -> float:
 
 
 def empty_below(config: KernelConfig) -> float:
-    """Return the limit below which a row maximum (in base 2) belongs to a row without a visible key."""
+    """Return the threshold for row maxima (in base 2): a row below it has no visible key."""
     return 0.5 * fill(config) * late_factor(config)
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import Backend, select
 
 @dataclasses.dataclass(frozen=True)
 class PartOptions:
-    """Options that all parts of one call share."""
+    """Arguments of `flash_attention` that are the same for all parts of the keys."""
 
     scale: float | None = None
     soft_cap: float | None = None
@@ -47,13 +47,13 @@ def _request(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair) ->
 
 
 def attend_part(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair) -> tuple[jax.Array, jax.Array]:
-    """Return out [B, T, N, H] in the dtype of q and lse [B, N, T] in float32, over these keys alone."""
+    """Attend to one part of the keys: return out [B, T, N, H] in the dtype of q and lse [B, N, T] in float32."""
     request = _request(options, mask, arrays, ids)
     return select("flash_attention", _PART_BACKENDS, options.implementation, request).call(request)
 
 
 def part_gradients(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair, rows: QKV) -> QKV:
-    """Return dQ, dK and dV of these keys.
+    """Compute dQ, dK and dV of the attention to one part of the keys.
 
     `rows` are d_out [B, T, N, H], and lse and delta [B, N, T] over all keys.
     """

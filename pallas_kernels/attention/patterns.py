@@ -11,7 +11,7 @@ BlockPattern = Bool[np.ndarray, "blocks blocks"]
 
 
 def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> BlockPattern:
-    """Return the `local` nearest blocks, itself included, and every `stride`-th (Child et al., arXiv:1904.10509).
+    """Return a pattern of the `local` nearest blocks and every `stride`-th block (Child et al., arXiv:1904.10509).
 
     Without `causal` the pattern extends to both sides.
     """
@@ -20,7 +20,7 @@ def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> Blo
 
 
 def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> BlockPattern:
-    """Return the fixed pattern of sparse attention (Child et al., arXiv:1904.10509).
+    """Return a pattern of the own stripe of `stride` blocks and the last `summary` blocks of every stripe.
 
     A query sees all blocks of its own stripe of `stride` blocks, and the last `summary` blocks of every stripe.
     """
@@ -35,7 +35,7 @@ def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> Blo
 def bigbird(
     blocks: int, *, window: int, global_blocks: int, random_blocks: int, seed: int = 0, causal: bool = True
 ) -> BlockPattern:
-    """Return neighbours, global blocks and random blocks (BigBird, Zaheer et al., arXiv:2007.14062).
+    """Return a pattern of neighbouring, global and random blocks (BigBird, Zaheer et al., arXiv:2007.14062).
 
     Args:
         blocks: number of rows and columns of the pattern.

@@ -52,7 +52,7 @@ def _position_in_document(ids: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments that are fixed while tracing: hashable, and what a compiled kernel depends on besides shapes."""
+    """Static (hashable) arguments of an attention call; with the shapes they determine the compiled kernel."""
 
     mask: Mask
     scale: float
@@ -81,14 +81,17 @@ class AttentionRequest:
 
     @property
     def query_length(self) -> int:
+        """Number of queries per sequence, T."""
         return self.q.shape[1]
 
     @property
     def key_length(self) -> int:
+        """Number of keys per sequence, S."""
         return self.k.shape[1]
 
     @property
     def head_dim(self) -> int:
+        """Size of a head, H."""
         return self.q.shape[3]
 
     def __str__(self) -> str:

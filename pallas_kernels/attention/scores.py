@@ -61,7 +61,7 @@ def row_delta(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
 
 
 def needs_correction(dtype: jnp.dtype) -> bool:
-    """Return True if inputs are as precise as accumulators, and gradients need more than lse and `row_delta`.
+    """Return True if the backward must correct rounding errors of `row_delta`: for float32 and float64 inputs.
 
     If a row sees few more keys than one, its weights' gradients minus their mean nearly cancel, and `row_delta`,
     rounded in another order, would be off by more than the difference. So the remaining mean is subtracted as well,
@@ -111,7 +111,7 @@ class SoftmaxState(NamedTuple):
 
 
 def absorb(state: SoftmaxState, scores: jax.Array, v: jax.Array) -> SoftmaxState:
-    """Return the state after the keys of masked `scores` [B, K, G, T, S] with values v [B, S, K, H]."""
+    """Update the online softmax with masked `scores` [B, K, G, T, S] and their values v [B, S, K, H]."""
     maximum = jnp.maximum(state.maximum, scores.max(axis=-1))
     shift = finite_or_zero(maximum)
     weights = jnp.exp(scores - shift[..., None])

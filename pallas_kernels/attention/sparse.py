@@ -117,7 +117,7 @@ def block_sparse_attention(
 
 
 def make_layout(pattern: np.ndarray, block_size: int, key_length: int) -> Layout:
-    """Return the checked layout of a boolean [blocks, blocks] array for `key_length` positions.
+    """Check a boolean [blocks, blocks] pattern against `key_length` and return it as a `Layout`.
 
     Raises:
         ValueError: the array or the block size breaks a rule.

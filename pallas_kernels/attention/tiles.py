@@ -50,7 +50,7 @@ def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Arr
 
 
 def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
-    """Return the range of query blocks that each key block visits: int32 [B or 1, key blocks, 4], as `key_ranges`."""
+    """Return the range of query blocks that each key block visits, int32 [B or 1, key blocks, 4] (see `key_ranges`)."""
     some, every = visible_tiles(mask, blocks, segments)
     return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2))
 
@@ -69,19 +69,19 @@ def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> t
 
 
 def query_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return the query blocks that each key block visits, as `key_lists`: int32 [B or 1, key blocks, ...]."""
+    """Return the query blocks that each key block visits, int32 [B or 1, key blocks, ...] (see `key_lists`)."""
     some, every = visible_tiles(mask, blocks, segments)
     most = possible_tiles(mask, blocks, segments is not None).sum(axis=0).max()
     return _lists(some.swapaxes(-1, -2), every.swapaxes(-1, -2), int(most))
 
 
 def key_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
-    """Return (`key_ranges`,) if the visible tiles are a run, else `key_lists`."""
+    """Return the key blocks that each query block visits: (`key_ranges`,) if contiguous, else `key_lists`."""
     return (key_ranges(mask, blocks, segments),) if mask.is_band else key_lists(mask, blocks, segments)
 
 
 def query_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
-    """Return (`query_ranges`,) if the visible tiles are a run, else `query_lists`."""
+    """Return the query blocks that each key block visits: (`query_ranges`,) if contiguous, else `query_lists`."""
     return (query_ranges(mask, blocks, segments),) if mask.is_band else query_lists(mask, blocks, segments)
 
 
@@ -93,7 +93,7 @@ def possible_tiles(mask: Mask, blocks: Blocks, segmented: bool) -> np.ndarray:
 
 
 def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[Visible, Visible]:
-    """Return bool [B or 1, query blocks, key blocks]: some pair of the tile is visible; every pair is.
+    """Return bool [B or 1, query blocks, key blocks] twice: tiles with a visible pair, fully visible tiles.
 
     Exact without segments (numpy). With them (jax) a tile may be called cut that is whole or hides everything.
     """

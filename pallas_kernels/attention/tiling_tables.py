@@ -27,7 +27,7 @@ Known = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Blocks of one kernel on one device, for one head dim.
+    """Table row: the block sizes of one kernel for a device, a head dim and optionally a mask and a length.
 
     Attributes:
         device: Part of the name that jax gives the device.
@@ -49,12 +49,12 @@ class Row:
 
     @property
     def key(self) -> tuple:
-        """Key of the row: of two rows with the same key the later replaces the earlier."""
+        """Identity of the row: in a merge a new row replaces an old one with the same key."""
         return self.device, self.kernel, self.head_dim, self.mask or "", self.length or 0
 
 
 def user_table() -> Path:
-    """Return the path at which a user's own table is read and written."""
+    """Return the path of the user's own table of block sizes."""
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -98,7 +98,7 @@ def _read(path: Path, stamp: tuple[int, int] | None, known: tuple[tuple[str, tup
 
 
 def load(path: Path) -> list[Row]:
-    """Read the rows of a table.
+    """Read a table of block sizes from a JSON file.
 
     Raises:
         ValueError: it is not a JSON list of rows.
@@ -115,13 +115,13 @@ def load(path: Path) -> list[Row]:
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Return the rows of both, sorted; of rows with equal keys those of `new`."""
+    """Merge two tables and sort the rows; of rows with equal keys the one in `new` wins."""
     rows = {row.key: row for row in (*old, *new)}
     return [rows[key] for key in sorted(rows)]
 
 
 def save(path: Path, rows: Sequence[Row]) -> None:
-    """Write a table, one row a line, atomically: a reader sees the old or the new one."""
+    """Write a table as JSON, one row per line, atomically: a reader sees either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = [
         json.dumps({name: value for name, value in dataclasses.asdict(row).items() if value is not None})

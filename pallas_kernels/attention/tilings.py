@@ -22,7 +22,7 @@ def _block(default: int | bool, *others: int | bool) -> Any:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Block sizes of the kernels. A field `kernel_block` belongs to the kernel that its first word names.
+    """Block sizes of all Hopper attention kernels; a field's first word names its kernel (`forward_keys`).
 
     A computing warpgroup has 64 rows: of queries, or of keys in dK and dV.
 
@@ -59,7 +59,7 @@ RUNS_WITH: dict[str, dict[str, Any]] = {"query": {"fused_queries": 0}, "key": {"
 
 
 def kernels() -> dict[str, dict[str, tuple]]:
-    """Return, by kernel and block, the values that tuning tries, the default first."""
+    """Return the values that tuning tries as {kernel: {block name: values}}, the default value first."""
     found: dict[str, dict[str, tuple]] = {}
     for field in dataclasses.fields(Tiling):
         kernel, _, block = field.name.partition("_")
@@ -68,17 +68,17 @@ def kernels() -> dict[str, dict[str, tuple]]:
 
 
 def with_blocks(tiling: Tiling, kernel: str, blocks: Mapping[str, Any]) -> Tiling:
-    """Return `tiling` with other blocks of one kernel."""
+    """Return `tiling` with new block sizes for one kernel."""
     return dataclasses.replace(tiling, **{f"{kernel}_{block}": value for block, value in blocks.items()})
 
 
 def blocks_of(tiling: Tiling, kernel: str) -> dict[str, Any]:
-    """Return the blocks of one kernel, as a row of a table has them."""
+    """Return the block sizes of one kernel as {block name: size}, the form stored in a table row."""
     return {block: getattr(tiling, f"{kernel}_{block}") for block in kernels()[kernel]}
 
 
 def mask_kind(mask: Mask, packed: bool) -> str:
-    """Return the word by which tables tell masks apart: packed, causal, full, or windowed for all others.
+    """Return the mask's kind in the tiling tables: "packed", "causal", "full", or "windowed" for all others.
 
     Masks differ in how many tiles a row of tiles has and how many of those are cut.
     """
