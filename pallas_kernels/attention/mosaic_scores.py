@@ -30,7 +30,7 @@ def cap(config: KernelConfig, products: jax.Array) -> jax.Array:
 
 
 def late_factor(config: KernelConfig) -> float:
-    """Return the factor by which the forward scales scores inside its softmax: 1 if it is not positive.
+    """Return the factor of the scores inside the forward's softmax: `base2_factor`, or 1 if that is not positive.
 
     One that is not positive is applied to the scores at once, as it does not commute with the maximum of a row.
     """

@@ -101,7 +101,7 @@ def _width(head_dim: int) -> int:
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """Return the first rule that the request breaks, or None."""
+    """Return why the kernels cannot compute the request (the first rule that it breaks), or None."""
     target = request.target
     if target.platform != "cuda":
         return f"runs on NVIDIA GPUs, lowered for {target}"
@@ -118,7 +118,7 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Prefer another backend for few queries, which leave most of a block empty and most of the GPU idle."""
+    """Return why another backend is preferred (too few queries to fill a block and the GPU), or None."""
     if request.query_length < _SHORTEST:
         return f"a block of queries would be mostly empty: for T from {_SHORTEST}, got T {request.query_length}"
     return None
@@ -132,7 +132,7 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
 def gradients(
     request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
 ) -> Gradients:
-    """Return dQ, dK and dV from d_out, and lse and delta over all keys (see `dispatch.Backend.gradients`)."""
+    """Compute dQ, dK and dV for one part of the keys; lse and delta are over all keys."""
     return _backward(_static(request), (request.q, request.k, request.v, d_out, lse, delta), request.segments)
 
 
@@ -152,7 +152,7 @@ class _StaticArguments:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKernelPlan:
-    """The constants that one kernel is compiled for.
+    """Compile-time constants of one Triton attention kernel.
 
     Attributes:
         batch, length, key_length, heads, kv_heads, head_dim: B, T, S, N, K and H.
@@ -193,10 +193,12 @@ class AttentionKernelPlan:
 
     @property
     def query_blocks(self) -> int:
+        """Number of query blocks per sequence, rounded up."""
         return -(-self.length // self.query_block)
 
     @property
     def key_blocks(self) -> int:
+        """Number of key blocks per sequence, rounded up."""
         return -(-self.key_length // self.key_block)
 
     @property
@@ -211,6 +213,7 @@ class AttentionKernelPlan:
 
     @property
     def blocks(self) -> Blocks:
+        """Sequence lengths and block sizes, as the functions of `tiles` take them."""
         return Blocks(self.length, self.key_length, self.query_block, self.key_block)
 
 
@@ -251,7 +254,7 @@ def launch(
     arrays: tuple,
     outputs: tuple,
 ) -> tuple[jax.Array, ...]:
-    """Call a Triton kernel on `arrays`; `outputs` are the shapes of its results."""
+    """Launch a Triton kernel with `programs` programs; `outputs` are the shapes and dtypes of its results."""
     import jax_triton
 
     return jax_triton.triton_call(

@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(base, first, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
-    """Load [rows, plan.width] of one head from row `first` on.
+    """Load `rows` rows of one head, starting at row `first`, as a tile [rows, plan.width].
 
     Elements past the head dim and past `length` are 0; `length` is None if no row is past it.
     """
@@ -39,7 +39,7 @@ def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, len
 
 @triton.jit
 def load_limits(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
-    """Return (first, first unmasked, end of the unmasked, end) of the blocks to visit."""
+    """Load the range of blocks to visit: (first, first unmasked, end of the unmasked, end)."""
     row = block
     if plan.packed:
         row += batch * blocks
@@ -49,7 +49,7 @@ def load_limits(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
 
 @triton.jit
 def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
-    """Return the `number`-th block to visit, of the unmasked ones or of those before and after them."""
+    """Return the `number`-th block to visit: of those that need a mask if `masked`, else of the others."""
     if masked:
         tile = first + number
         tile += tl.where(tile >= first_whole, end_whole - first_whole, 0)
@@ -60,7 +60,7 @@ def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
 
 @triton.jit
 def score(products, plan: tl.constexpr):
-    """Return the scores without their last factor, `plan.output_scale`: products q.k times `plan.input_scale`.
+    """Return q.k times `plan.input_scale`: the scores before their last factor, `plan.output_scale`.
 
     With a soft cap it is the tanh instead, computed from exp2(products * plan.input_scale).
     """
@@ -76,7 +76,7 @@ def score(products, plan: tl.constexpr):
 
 @triton.jit
 def visible(ids, query, key, plan: tl.constexpr):
-    """Return which pairs are visible, for query and key numbers of shapes that broadcast against each other."""
+    """Return which (query, key) pairs are visible, from indices whose shapes broadcast against each other."""
     seen = key < plan.key_length
     distance = query + (plan.key_length - plan.length) - key
     if plan.causal:

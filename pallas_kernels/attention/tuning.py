@@ -33,7 +33,7 @@ Measure = Callable[[str, Tiling], float]
 
 @dataclass(frozen=True)
 class Work:
-    """A shape to tune for; with `documents`, so many of uneven length are packed into each sequence."""
+    """Shape and mask to tune for; `documents` is the number of documents packed into each sequence."""
 
     batch: int
     length: int
@@ -45,6 +45,7 @@ class Work:
 
     @property
     def kind(self) -> str:
+        """Kind of mask in the tiling tables (`mask_kind`)."""
         return mask_kind(self.mask, self.documents is not None)
 
     def __str__(self) -> str:
@@ -59,6 +60,7 @@ class Work:
         return q, k, v
 
     def segments(self) -> Segments | None:
+        """Return segment ids of `documents` documents of random lengths per sequence; None without documents."""
         if self.documents is None:
             return None
         rng = np.random.default_rng(0)
@@ -70,11 +72,12 @@ class Work:
         return Segments(ids, ids)
 
     def request(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> AttentionRequest:
+        """Return the attention request for these arrays, with the default scale."""
         options = Options(self.mask, self.head_dim**-0.5)
         return AttentionRequest(q, k, v, segments, options, False, current_target())
 
     def unsupported_reason(self) -> str | None:
-        """Return why the kernels cannot compute this here, or None."""
+        """Return why the Hopper kernels cannot compute this shape on this machine, or None."""
         reasons = []
 
         def ask(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -85,7 +88,7 @@ class Work:
 
 
 def candidates(kernel: str, start: Tiling) -> list[Tiling]:
-    """Return `start`, then all other combinations of the values of one kernel's blocks, least changed first."""
+    """Return the tilings to try for one kernel: `start`, then all others, those with the fewest changes first."""
     values = kernels()[kernel]
     start = dataclasses.replace(start, **RUNS_WITH.get(kernel, {}))
     found = [start]
@@ -114,19 +117,19 @@ def _is_unused(blocks: Mapping[str, int | bool]) -> bool:
 
 
 def kernel_order() -> list[str]:
-    """Return all kernels; alternatives to another kernel come before it, so that it is compared with their best."""
+    """Return the kernels in tuning order: separate backward kernels before the fused one that replaces them."""
     return sorted(kernels(), key=lambda kernel: kernel not in RUNS_WITH)
 
 
 class Limit:
-    """Time limit shared out between `parts`: later parts get what earlier ones leave. None for no limit."""
+    """Time budget for `parts` parts in turn: each gets an equal share of what is left. None for no limit."""
 
     def __init__(self, minutes: float | None, parts: int):
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._parts = parts
 
     def next_part(self) -> float:
-        """Return when the next part has to end, on the monotonic clock."""
+        """Start the next part and return its deadline, in seconds of `time.monotonic`."""
         now = time.monotonic()
         end = now + (self._end - now) / max(self._parts, 1)
         self._parts -= 1
@@ -142,7 +145,7 @@ def tune(
     save: Callable[[str, dict[str, int | bool], str], None],
     report: Callable[[str], None] = print,
 ) -> int:
-    """Tune kernels in turn, each with the best blocks of those before it; return how many of them ran.
+    """Tune kernels one after the other, each with the best blocks so far; return how many of them ran.
 
     Candidates that `measure` cannot run are skipped and reported; so are those that are left when time is out, which
     come in the order of how much they change (`candidates`).
@@ -190,7 +193,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Stopwatch:
-    """Measures on this machine's GPU: the forward alone, or the whole backward alone."""
+    """Timer of a kernel with a given tiling, on this machine's GPU: the forward or the whole backward."""
 
     def __init__(self, work: Work):
         self._work, self._arrays, self._segments = work, work.arrays(), work.segments()
@@ -233,7 +236,7 @@ class Stopwatch:
 
 
 def median_seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Return the median seconds of one call; calls are queued in batches of about 20 ms."""
+    """Return the median time of a call in seconds, measured over batches of calls of about 20 ms."""
     result = jax.block_until_ready(function(*arguments))
     begin = time.perf_counter()
     jax.block_until_ready(function(*arguments))

@@ -13,7 +13,7 @@ from pallas_kernels.attention.context_layout import chunk_order
 
 
 def unsupported_heads(num_heads: int, devices: int) -> str | None:
-    """Return why this number of query heads per device cannot be exchanged, or None."""
+    """Return why `num_heads` query heads cannot be split over the devices by an all-to-all, or None."""
     if num_heads % devices == 0:
         return None
     fits = [d for d in range(1, num_heads + 1) if num_heads % d == 0]

@@ -49,7 +49,7 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
 def gradients(
     request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
 ) -> Gradients:
-    """Return dQ, dK and dV from d_out, and lse and delta over all keys (see `dispatch.Backend.gradients`)."""
+    """Compute dQ, dK and dV for one part of the keys; lse and delta are over all keys."""
     tiling = _tiling(request)
     missing = -tiling.length % tiling.query_block
     lse, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (lse, delta))

@@ -38,7 +38,7 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Prefer the chunked backend, whose memory is linear, for long sequences."""
+    """Return why the chunked backend is preferred (long sequences: its memory is linear), or None."""
     if max(request.query_length, request.key_length) > LONGEST:
         return (
             f"stores the score matrix: for lengths to {LONGEST}, got T {request.query_length}, S {request.key_length}"
@@ -55,7 +55,7 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
 def gradients(
     request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
 ) -> Gradients:
-    """Return dQ, dK and dV from d_out, and lse and delta over all keys (see `dispatch.Backend.gradients`)."""
+    """Compute dQ, dK and dV for one part of the keys; lse and delta are over all keys."""
     rows = d_out, lse, delta
     return _gradients(request.options, request.q, request.k, request.v, request.segments, rows, None)
 

@@ -92,6 +92,6 @@ def matmul_reduce_scatter(
 
 
 def reason_against_kernels(request: CollectiveRequest) -> str | None:
-    """Return why the automatic choice would not take the kernels, or None; for a choice outside of the `shard_map`."""
+    """Return why the Hopper kernels would not be chosen automatically, or None; works outside `shard_map`."""
     kernels = BACKENDS[0]
     return kernels.unsupported_reason(request) or kernels.lower_priority_reason(request)

@@ -28,7 +28,7 @@ INTERPRET = False
 
 @dataclass(frozen=True)
 class Overlapped:
-    """`Multiplier` whose kernels overlap communication and product.
+    """`Multiplier` of Hopper kernels that send and receive over NVLink while they multiply.
 
     Attributes:
         gather: Fields of the all-gather kernel's `CollectiveTiling` that differ from the default, as pairs.
@@ -58,7 +58,7 @@ class Overlapped:
 
 
 def unsupported_reason(request: CollectiveRequest) -> str | None:
-    """Return the first rule that the request breaks, or None."""
+    """Return why the kernels cannot compute the request (the first rule that it breaks), or None."""
     return (
         unsupported_target(request.target, INTERPRET) or _unsupported_devices(request) or _unsupported_shapes(request)
     )
@@ -106,7 +106,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def multiplier(request: CollectiveRequest) -> Overlapped:
-    """Return the kernels with their default tilings."""
+    """Return the overlapped products with their default block sizes, the same for every request."""
     del request
     return Overlapped()
 

@@ -40,19 +40,19 @@ class CollectiveProduct(TiledProduct):
         return self.chunks
 
     def device(self) -> jax.Array:
-        """Return this device's place on the axis."""
+        """Return this device's index along the axis."""
         return lax.axis_index(self.axis_name) if self.devices > 1 else jnp.int32(0)
 
     def peer(self, place: Index) -> dict[str | None, Index]:
-        """Return the device id, as Pallas takes it, of the device at a place on the axis."""
+        """Return the Pallas device id of the device at index `place` along the axis."""
         return {self.axis_name: place}
 
     def claim_scratch(self) -> scheduler.ClaimedTiles | None:
-        """Return the scratch types for claimed tiles; None on one device, where tiles are dealt out beforehand."""
+        """Return the scratch types for claiming tiles at run time; None on one device (static assignment)."""
         return scheduler.claim_scratch(self.tiling.stages) if self.devices > 1 else None
 
     def claim_counters(self) -> tuple[Ref, Ref] | tuple[None, None]:
-        """Return this device's counters of tiles and of blocks to send, both 0 at the start of the kernel."""
+        """Return this device's semaphores that count claimed tiles and sent blocks; None on one device."""
         if self.devices == 1:
             return None, None
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((2,)))

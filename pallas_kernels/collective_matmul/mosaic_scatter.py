@@ -41,7 +41,7 @@ class _Arrays(NamedTuple):
 def multiply_scatter(
     product: CollectiveProduct, xs: tuple[Array, ...], weights: tuple[Array, ...]
 ) -> Float[Array, "rows columns"]:
-    """Sum x @ w over the devices and over the pairs, and scatter the rows: this device gets [rows, columns].
+    """Sum x @ w over the devices and over the pairs (x, w), and scatter its rows: [rows, columns] per device.
 
     Partial sums travel in the dtype of x and are added in float32.
 

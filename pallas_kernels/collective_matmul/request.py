@@ -31,7 +31,7 @@ class Multiplier(Protocol):
     def multiply_scatter(
         self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> jax.Array:
-        """Return this device's rows [T/n, columns] of the sum of x @ w over the devices and over the pairs.
+        """Return this device's rows [T/n, columns] of x @ w, summed over the devices and the pairs (x, w).
 
         Args:
             xs: Each [T, depth].

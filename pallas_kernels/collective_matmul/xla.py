@@ -12,7 +12,7 @@ from pallas_kernels.collective_matmul.request import CollectiveRequest
 
 @dataclass(frozen=True)
 class NotOverlapped:
-    """`Multiplier` that communicates and multiplies one after the other."""
+    """`Multiplier` without overlap: it communicates, then multiplies, or the other way round."""
 
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
@@ -41,6 +41,6 @@ def unsupported_reason(request: CollectiveRequest) -> str | None:
 
 
 def multiplier(request: CollectiveRequest) -> NotOverlapped:
-    """Return the products for a request."""
+    """Return the products without overlap, the same for every request."""
     del request
     return NotOverlapped()

@@ -30,7 +30,7 @@ def capped(logits: jax.Array, options: Options) -> jax.Array:
 
 
 def slope_of_cap(logits: jax.Array, soft_cap: float) -> jax.Array:
-    """Return the derivative of the soft cap at the logits before it.
+    """Return the derivative of the soft cap, evaluated at the uncapped logits.
 
     It is computed from the tanh itself: some versions of XLA do not recognise that the capped logits / soft_cap are
     that tanh, and write the capped logits to memory in float32.
@@ -39,7 +39,7 @@ def slope_of_cap(logits: jax.Array, soft_cap: float) -> jax.Array:
 
 
 def is_label(labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
-    """Return boolean [..., V]: True at the entry of this device's vocabulary that is the token's label."""
+    """Return the one-hot mask of the labels, bool [..., V], over this device's vocabulary shard."""
     labels = labels - first_id(options.axis_name, vocabulary)
     return labels[..., None] == jnp.arange(vocabulary, dtype=labels.dtype)
 

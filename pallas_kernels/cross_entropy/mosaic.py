@@ -11,7 +11,7 @@ from pallas_kernels.cross_entropy.request import CrossEntropyRequest
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """Return the first rule that the request breaks, or None."""
+    """Return why the kernel cannot compute the request (the first rule that it breaks), or None."""
     reason = mosaic_chunk.unsupported_reason(request)
     return reason or next(filter(None, map(mosaic_chunk.unsupported_rows, xla.rows_of_chunks(request))), None)
 

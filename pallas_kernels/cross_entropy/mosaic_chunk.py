@@ -29,7 +29,7 @@ _LARGEST = math.exp(80)
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """Return the first rule that the request breaks, or None."""
+    """Return why the kernel cannot compute the request (the first rule that it breaks), or None."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
@@ -46,12 +46,12 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def unsupported_rows(rows: int) -> str | None:
-    """Return why the kernel does not take a chunk of so many tokens, or None."""
+    """Return why the kernel cannot process a chunk of `rows` tokens, or None."""
     return None if rows % TILE_ROWS == 0 else f"needs chunks of a multiple of {TILE_ROWS} tokens, got one of {rows}"
 
 
 def make_product(rows: int, depth: int, vocabulary: int) -> TiledProduct:
-    """Return the product of hidden [rows, D] and weight [D, V]."""
+    """Return the static description of the matmul hidden [rows, D] @ weight [D, V]."""
     columns = next(width for width in _STAGES if vocabulary % width == 0)
     tiling = ProductTiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=64)
     return single_product(rows, depth, vocabulary, tiling, interpret=INTERPRET)
@@ -65,7 +65,7 @@ def loss_and_gradient(
     labels: Int[Array, "*tokens"],
     d_losses: Float[Array, "*tokens"],
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens V"], Float[Array, "*tokens"]]:
-    """Compute the loss of each token, and the gradient of its logits as a product of two arrays.
+    """Compute each token's loss, and the gradient of its logits in factored form: two arrays to multiply.
 
     Args:
         options: Options of the loss.

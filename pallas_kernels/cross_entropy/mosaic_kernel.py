@@ -66,7 +66,7 @@ def exponentials(
     labels: Int[Array, " R"],
     shift: Float[Array, " R"],
 ) -> Exponentials:
-    """Compute exp(hidden @ weight - shift), and what the loss needs of the logits.
+    """Compute exp(hidden @ weight - shift), the row sums of each tile, and the logit of each label.
 
     Args:
         product: Static description of the product, [R, D] times [D, V].

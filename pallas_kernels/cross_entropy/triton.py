@@ -14,7 +14,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """Return the first rule that the request breaks, or None."""
+    """Return why the kernel cannot compute the request (the first rule that it breaks), or None."""
     capability, vocabulary = request.target.compute_capability, request.weight.shape[1]
     if not all(importlib.util.find_spec(name) for name in ("triton", "jax_triton")):
         return "needs Triton: pip install 'jaxstack[cuda]'"

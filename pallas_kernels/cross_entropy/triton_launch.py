@@ -17,7 +17,7 @@ All rows in progress must fit into the GPU's cache: of long rows, fewer are proc
 
 @dataclasses.dataclass(frozen=True)
 class RowKernelPlan:
-    """The constants that the kernel is compiled for."""
+    """Compile-time constants of the Triton kernel."""
 
     vocabulary: int
     groups: int
@@ -28,13 +28,14 @@ class RowKernelPlan:
 
     @property
     def blocks(self) -> int:
+        """Number of blocks of 8 * `groups` columns in a row of logits, rounded up."""
         return -(-self.vocabulary // (8 * self.groups))
 
 
 def loss_and_gradient(
     options: Options, logits: jax.Array, labels: jax.Array, d_losses: jax.Array, capability: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each token, float32 [...], and the gradient of the logits [..., V], in their memory.
+    """Compute each token's loss, float32 [...], and overwrite the logits [..., V] with their gradient.
 
     Args:
         options: the static arguments of the call.

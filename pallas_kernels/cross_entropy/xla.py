@@ -91,7 +91,7 @@ def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
 
 
 def sum_of_chunks(request: CrossEntropyRequest, capability: int | None, *, exponentials: bool = False) -> jax.Array:
-    """Return `loss_sum`, with the gradients of the logits computed by XLA or by our kernels.
+    """Compute the sum of the losses chunk by chunk, with the logits' gradients from XLA or from a kernel.
 
     Args:
         request: the call.
@@ -105,7 +105,7 @@ def sum_of_chunks(request: CrossEntropyRequest, capability: int | None, *, expon
 
 
 def rows_of_chunks(request: CrossEntropyRequest) -> list[int]:
-    """Return the number of tokens of each size of chunk that the call uses."""
+    """Return the number of tokens in a chunk, for each chunk size that the call uses."""
     plan, (batch, pieces, _) = _plan(request, None)
     return [batch * pieces * size for _, size in plan.sizes]
 

@@ -18,7 +18,7 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def lower_priority_reason(request: CrossEntropyRequest) -> str | None:
-    """Prefer the chunked backend for large logits."""
+    """Return why the chunked backend is preferred (the logits are large), or None."""
     size = 4 * request.logit_count
     if size > MAX_LOGITS_BYTES:
         return f"stores the logits: up to {MAX_LOGITS_BYTES >> 20} MiB, here {size / 2**20:.0f} MiB"
