@@ -65,7 +65,7 @@ def loss_and_gradient(
     labels: Int[Array, "*tokens"],
     d_losses: Float[Array, "*tokens"],
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens V"], Float[Array, "*tokens"]]:
-    """Compute each token's loss, and the gradient of its logits in factored form: two arrays to multiply.
+    """Compute each token's loss, and the gradient of its logits as an array [..., V] and a factor per token.
 
     Args:
         options: Options of the loss.

@@ -37,7 +37,7 @@ BLOCK = 128
 
 
 class Operations(NamedTuple):
-    """The operations of a backend; every array is two-dimensional."""
+    """Quantization and matmul functions of one backend of blockwise FP8; every array is two-dimensional."""
 
     quantize_both: Callable[[Source, Sequence[jax.Array]], list[tuple[Quantized, Quantized]]]
     """Quantize each x [M, K] that the source computes from the arrays.
@@ -63,7 +63,7 @@ def quantize_rows(x: jax.Array) -> Quantized:
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Return, for each x [M, K] that the source computes, `quantize_rows` of x and of its transpose."""
+    """Quantize x and its transpose by `quantize_rows`, for each x [M, K] that `source` computes."""
     return [(quantize_rows(x), quantize_rows(x.T)) for x in source.compute(*arrays)]
 
 

@@ -71,7 +71,7 @@ def name_for_checkpoint(x: Quantized) -> Quantized:
 
 
 def as_bytes(tree: Tree) -> Tree:
-    """Return the tree with E4M3 arrays as bytes on a CPU, the form in which residuals are saved there.
+    """Bitcast the E4M3 arrays of a tree to uint8 if the target is a CPU, as residuals are saved there.
 
     `jax.checkpoint` rounds what it saves to its format once more. On a CPU XLA computes 8-bit floats in wider formats,
     and rounds as if E4M3 had infinities: numbers above 240 would become nan.
@@ -82,7 +82,7 @@ def as_bytes(tree: Tree) -> Tree:
 
 
 def from_bytes(tree: Tree) -> Tree:
-    """Return the tree that `as_bytes` was given."""
+    """Undo `as_bytes`: bitcast the uint8 arrays of a tree to E4M3."""
     return jax.tree.map(lambda x: lax.bitcast_convert_type(x, E4M3) if x.dtype == jnp.uint8 else x, tree)
 
 

@@ -58,17 +58,17 @@ class ScaledProduct:
 
     @property
     def steps(self) -> int:
-        """Steps of `BLOCK` along the summed dim."""
+        """Number of steps of `BLOCK` along the contracted dim."""
         return self.width // BLOCK
 
     @property
     def parts(self) -> int:
-        """64-row parts of a tile."""
+        """Number of 64-row parts of a tile."""
         return CONSUMERS * self.halves
 
     @property
     def ring(self) -> Ring:
-        """Ring of buffers of the operands and their scales."""
+        """Ring of shared-memory buffers for the operands and their scales."""
         return Ring(_STAGES[self.halves], self.interpret)
 
     @property

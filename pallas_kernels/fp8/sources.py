@@ -13,7 +13,7 @@ NormInputs = tuple[jax.Array, ...]
 
 
 class Source(NamedTuple):
-    """A function from arrays, of which the first has the shape of the operands, to operands."""
+    """A function that computes FP8 operands from arrays, and its kernels that quantize the result in one pass."""
 
     compute: Callable[..., tuple[jax.Array, ...]]
     """Compute the operands."""

@@ -45,7 +45,7 @@ def updated_fp8_state(
 
 
 class AmaxHistory(NamedTuple):
-    """The magnitudes of the last steps by which one role's next tensor is scaled."""
+    """Amax history of one role (input, weight or gradient), which sets the scale of its next tensor."""
 
     state: jax.Array
     """State [3, history]."""
@@ -67,5 +67,5 @@ class AmaxHistory(NamedTuple):
 def state_gradient(
     state: Float32[Array, "3 history"], maxima: Sequence[Float[Array, "..."]]
 ) -> Float32[Array, "3 history"]:
-    """Return the gradient of `state` by definition: the largest of each role's `maxima` [...] in the newest place."""
+    """Return the gradient defined for `state`: each role's largest maximum in column 0, zeros elsewhere."""
     return jnp.zeros_like(state).at[:, 0].set(jnp.stack([x.max() for x in maxima]))

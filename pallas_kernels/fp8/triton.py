@@ -47,7 +47,7 @@ def _padded(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizePlan:
-    """The constants that a quantization kernel is compiled for.
+    """Compile-time constants of a quantization kernel.
 
     Attributes:
         rows, columns: shape of the array.
@@ -68,6 +68,7 @@ class QuantizePlan:
 
     @property
     def column_tiles(self) -> int:
+        """Number of tiles along the columns."""
         return self.columns // self.width
 
     @property
@@ -77,12 +78,13 @@ class QuantizePlan:
 
     @property
     def padded_history(self) -> int:
+        """Smallest power of two not below `history`."""
         return _padded(self.history)
 
 
 @dataclasses.dataclass(frozen=True)
 class MaximaPlan:
-    """The constants of `maxima_kernel`.
+    """Compile-time constants of `maxima_kernel`.
 
     Attributes:
         inputs, weights, gradients: number of magnitudes of each role.
@@ -98,6 +100,7 @@ class MaximaPlan:
 
     @property
     def padded_history(self) -> int:
+        """Smallest power of two not below `history`."""
         return _padded(self.history)
 
 
@@ -145,7 +148,7 @@ def quantize_weight(weight: jax.Array) -> tuple[Quantized, jax.Array]:
 def cast_both(
     source: Source, arrays: Sequence[jax.Array], dtype: DTypeLike, expected: Sequence[AmaxHistory | None]
 ) -> list[QuantizedPair]:
-    """Quantize what the source computes with one scale per tensor, as it is and transposed; by a kernel if one applies.
+    """Quantize each array that `source` computes, and its transpose, with one scale per tensor.
 
     Args:
         source: function from the arrays to the operands.

@@ -37,7 +37,7 @@ def quantize_kernel(x, values, inverse, transposed_values, transposed_inverse, p
 
 @triton.jit
 def quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan: tl.constexpr):
-    """Store a 128 x 128 tile with a scale for each of its rows, and transposed with a scale for each column.
+    """Quantize a 128 x 128 tile with a scale per row, and its transpose with a scale per column; store both.
 
     Multiplied by a power of two the tile is exact in two bytes, in which it is transposed faster.
     """
@@ -56,7 +56,7 @@ def quantize_both(block, values, inverse, transposed_values, transposed_inverse,
 
 @triton.jit
 def tile_of(plan: tl.constexpr):
-    """Return the rows [128, 1] and columns [1, width] of this program's tile."""
+    """Return the row indices [128, 1] and the column indices [1, width] of this program's tile."""
     tile = tl.program_id(0)
     rows = tile // plan.column_tiles * 128 + tl.arange(0, 128)
     columns = tile % plan.column_tiles * plan.width + tl.arange(0, plan.width)
@@ -65,7 +65,7 @@ def tile_of(plan: tl.constexpr):
 
 @triton.jit
 def scale_of(history, inverse, plan: tl.constexpr):
-    """Return the scale [] for the largest magnitude in `history` from `plan.history_start` on; store its inverse."""
+    """Return the scalar scale for the largest amax in the history (or the default), and store its inverse."""
     places = tl.arange(0, plan.padded_history)
     amax = tl.max(tl.load(history + plan.history_start + places, places < plan.history, 0.0))
     scale = group_scale(tl.where(amax > 0, amax, plan.default_amax), plan.limit)
@@ -76,7 +76,7 @@ def scale_of(history, inverse, plan: tl.constexpr):
 
 @triton.jit
 def store_both(block, scale, values, transposed, rows, columns, plan: tl.constexpr):
-    """Store a tile times scale [], and its transpose. Casts saturate."""
+    """Multiply a tile by a scalar scale, and store it and its transpose in FP8 with saturating casts."""
     rounded = (block.to(tl.float32) * scale).to(values.dtype.element_ty)
     tl.store(values + rows * plan.columns + columns, rounded)
     tl.store(transposed + tl.trans(columns) * plan.rows + tl.trans(rows), tl.trans(rounded))
@@ -94,7 +94,7 @@ def cast_kernel(x, history, values, transposed, maxima, inverse, plan: tl.conste
 
 @triton.jit
 def recast_kernel(x, x_maxima, history, values, transposed, inverse, plan: tl.constexpr):
-    """Quantize an x in FP8 whose tiles have their own scales, given by their largest magnitudes, with one scale.
+    """Requantize FP8 x from a scale per tile (given by the tile's amax) to one scale for the whole array.
 
     Scales are powers of two: only values that fall below the normal numbers of the format are rounded a second time.
     """
@@ -139,7 +139,7 @@ def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
 
 @triton.jit
 def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
-    """Store a tile with its own scale, and its largest magnitude."""
+    """Quantize a tile with a scale of its own, and store the tile and its amax."""
     block = block.to(tl.float32)
     amax = tl.max(tl.abs(block))
     tl.store(
@@ -150,7 +150,7 @@ def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
 
 @triton.jit
 def swiglu_blocks_kernel(gate, up, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
-    """Quantize silu(gate) * up as `quantize_kernel` does."""
+    """Quantize silu(gate) * up with a scale per 128 values, as `quantize_kernel` does."""
     rows, columns = tile_of(plan)
     block = swiglu_of(gate, up, rows, columns, plan)
     quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
@@ -161,7 +161,7 @@ def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
     gate, up, d_out, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse,
     up_values, up_inverse, up_transposed, up_transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the gradients of gate and up as `quantize_kernel` does."""
+    """Quantize the gradients of gate and up with a scale per 128 values, as `quantize_kernel` does."""
     rows, columns = tile_of(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     quantize_both(d_gate, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse, rows, columns, plan)
@@ -248,7 +248,7 @@ def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
 def norm_blocks_kernel(
     x, inverse_rms, gain, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x * inverse_rms * gain as `quantize_kernel` does."""
+    """Quantize x * inverse_rms * gain with a scale per 128 values, as `quantize_kernel` does."""
     rows, columns = tile_of(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
     quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
@@ -256,7 +256,7 @@ def norm_blocks_kernel(
 
 @triton.jit
 def maxima_kernel(inputs, weights, gradients, found, plan: tl.constexpr):
-    """Store the maximum of each role's values in the first column of `found` [3, history], followed by zeros."""
+    """Store the largest maximum of each role in column 0 of `found` [3, history], and zeros elsewhere."""
     role = tl.program_id(0)
     if role == 0:
         largest = largest_of(inputs, plan.inputs)

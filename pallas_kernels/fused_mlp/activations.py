@@ -16,7 +16,7 @@ _CUBE = 0.044715 * _SLOPE
 
 
 class Activation(NamedTuple):
-    """An activation hidden = forward(*inputs), with gradient(inputs, d_hidden), the gradients of the inputs.
+    """An elementwise activation `forward(*inputs)` with its backward `gradient(inputs, d_hidden)`.
 
     All arrays have one shape.
 

@@ -20,7 +20,7 @@ _FEWEST_TILES = 132
 
 
 def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
-    """Return the first rule that the request breaks, or None."""
+    """Return why the kernel cannot compute the request (the first rule that it breaks), or None."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
@@ -42,7 +42,7 @@ def lower_priority_reason(request: ActivatedMatmulRequest) -> str | None:
 
 
 def make_product(rows: int, width: int, depth: int) -> TiledProduct:
-    """Return the product of d_out [rows, D] and weight [F, D] transposed."""
+    """Return the static description of the matmul d_out [rows, D] @ weight.T, with weight [F, D]."""
     return single_product(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
 
 

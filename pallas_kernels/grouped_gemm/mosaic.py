@@ -20,7 +20,7 @@ def unsupported_target(target: Target | None = None) -> str | None:
 
 
 def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
-    """Return the first rule that the request breaks, or None."""
+    """Return why the kernels cannot compute the request (the first rule that it breaks), or None."""
     reason = unsupported_target(request.target)
     if reason is not None:
         return reason

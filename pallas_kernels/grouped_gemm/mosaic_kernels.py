@@ -51,7 +51,7 @@ class _Buffers(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The grouped matmuls of `products.Products` as Mosaic kernels for Hopper GPUs.
+    """The grouped matmuls (`products.Products`) as persistent Hopper kernels.
 
     Attributes:
         tile: Rows of a tile.
@@ -65,7 +65,7 @@ class Kernels:
 
     @property
     def ring(self) -> Ring:
-        """Ring of buffers of the operands."""
+        """Ring of shared-memory buffers for the operands."""
         return Ring(STAGES, self.interpret)
 
     def rows(

@@ -33,12 +33,12 @@ class Products(Protocol):
     def matrices(
         self, x: Float[Array, "R D"], y: Float[Array, "R F"], sizes: Int32[Array, " G"]
     ) -> Float[Array, "G D F"]:
-        """Return, for each group, the sum over its rows of x [R, D] times y [R, F], [G, D, F]; 0 for empty groups."""
+        """Return x.T @ y over the rows of each group: x [R, D], y [R, F] -> [G, D, F]; 0 for empty groups."""
         ...
 
 
 def multiply(products: Products, request: GroupedMatmulRequest) -> jax.Array:
-    """Compute the request with these matmuls, copying groups to aligned rows if they are not aligned to the tiles."""
+    """Compute the grouped matmul differentiably, first copying groups to tile-aligned rows if they are not."""
     return _multiply(products, request.alignment, request.x, request.weights, request.group_sizes)
 
 

@@ -49,7 +49,7 @@ class Tiles:
     tile: int
 
     def rows(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
-        """Return [R, D] -> [R, F], or [R, F] -> [R, D] if `transposed`."""
+        """Multiply each row with its group's matrix: [R, D] -> [R, F], or [R, F] -> [R, D] if `transposed`."""
         tiles = x.reshape(-1, self.tile, x.shape[1])
         groups, used = group_of_tiles(sizes, self.tile, tiles.shape[0])
         contracted = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -65,7 +65,7 @@ class Tiles:
         return out.reshape(x.shape[0], -1)
 
     def matrices(self, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Return [R, D], [R, F] -> [G, D, F]; the sum of a group is accumulated in float32."""
+        """Sum x.T @ y over the rows of each group in float32: x [R, D], y [R, F] -> [G, D, F]."""
         tiles = x.shape[0] // self.tile
         groups, used = group_of_tiles(sizes, self.tile, tiles)
         accumulated = jnp.promote_types(x.dtype, jnp.float32)

@@ -79,34 +79,34 @@ class TiledProduct:
 
     @property
     def row_tiles(self) -> int:
-        """Rows of tiles of one chunk."""
+        """Number of tiles along the rows of one chunk."""
         return self.rows // TILE_ROWS
 
     @property
     def column_tiles(self) -> int:
-        """Columns of tiles."""
+        """Number of tiles along the columns of the result."""
         return sum(self.columns) // self.tiling.columns
 
     @property
     def order(self) -> TileOrder:
-        """Order of the tiles of the result."""
+        """Order in which the tiles of the result are computed."""
         return TileOrder(self.row_tiles, self.column_tiles, self.tiling.group, self.programs, self.chunks)
 
     @property
     def ring(self) -> Ring:
-        """Ring of buffers of the operands."""
+        """Ring of shared-memory buffers for the operands."""
         return Ring(self.tiling.stages, self.interpret)
 
     def locate_column(self, column: Index, visit: Callable[[int, Index], None]) -> None:
-        """Call visit(i, column within operand i) for the right operand i that holds this column of tiles."""
+        """Call visit(i, local column) for the right operand i that contains this column of tiles."""
         _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
 
     def locate_step(self, step: Index, visit: Callable[[int, Index], None]) -> None:
-        """Call visit(i, step within pair i) for the pair of operands i that holds this step."""
+        """Call visit(i, local step) for the pair of operands i whose contracted dim contains this step."""
         _visit_part([size // DEPTH for size in self.depths], step, visit)
 
     def kernel(self, name: str, body: Callable[..., None], **parameters: Any) -> Callable[..., Any]:
-        """Return the persistent kernel of this product (`pipeline.launch`)."""
+        """Build the persistent kernel that runs `body` with this product's number of programs."""
         return pipeline.launch(
             name, body, consumers=CONSUMERS, programs=self.programs, interpret=self.interpret, **parameters
         )
@@ -115,7 +115,7 @@ class TiledProduct:
 def single_product(
     rows: int, depth: int, columns: int, tiling: ProductTiling, *, transposed: bool = False, interpret: bool = False
 ) -> TiledProduct:
-    """Return the product of [rows, depth] and [depth, columns] (transposed: [columns, depth]) on one device.
+    """Return the static description of [rows, depth] @ [depth, columns] on one device, in one chunk.
 
     One program runs on each multiprocessor, if there are as many tiles.
     """
@@ -198,14 +198,14 @@ def load_tile(
 
 
 def drain(product: TiledProduct, buffers: ProductBuffers, count: Index) -> None:
-    """Wait in the producer until all operands of its `count` tiles have been read."""
+    """Wait in the producer until the consumers have read all operands of its `count` tiles."""
     product.ring.drain(count * product.steps, buffers.empty)
 
 
 def multiply_tile(
     product: TiledProduct, buffers: ProductBuffers, number: Index, finish: Callable[[jax.Array], None]
 ) -> None:
-    """Compute this consumer's half of its program's `number`-th tile: finish(product [64, columns] in float32)."""
+    """Compute this consumer's half of the `number`-th tile, and call finish(half [64, columns] in float32)."""
     rows = pl.ds(lax.axis_index("warpgroup") * wgmma.ROWS, wgmma.ROWS)
 
     def operands(slot: Index) -> tuple[Ref, Ref]:

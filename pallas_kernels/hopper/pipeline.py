@@ -33,7 +33,7 @@ def launch(
     interpret: bool,
     **parameters: Any,
 ) -> Callable[..., Any]:
-    """Return `plgpu.kernel` of `consumers` consumer warpgroups and one producer.
+    """Build a `plgpu.kernel` with `consumers` consumer warpgroups and one producer warpgroup.
 
     Args:
         name: Name of the kernel, which a profile shows.
@@ -57,7 +57,7 @@ def launch(
 
 
 def specialize(warpgroup: jax.Array, consumers: int, consume: Callable[[], None], produce: Callable[[], None]) -> None:
-    """Run `consume` in the first `consumers` warpgroups and `produce` in the last, and share out the registers.
+    """Run `consume` in the consumer warpgroups and `produce` in the last one, and set their register limits.
 
     Args:
         warpgroup: Number of this warpgroup, `lax.axis_index("warpgroup")`.
@@ -85,11 +85,11 @@ class Ring:
     interpret: bool = False
 
     def slot(self, count: Index) -> jax.Array:
-        """Return the buffer of the `count`-th load."""
+        """Return the index of the buffer for the `count`-th load."""
         return lax.rem(count, self.stages)
 
     def acquire(self, count: Index, *empty: Ref) -> None:
-        """Wait in the producer until the buffer of the `count`-th load has been read, at each of the barriers."""
+        """Wait in the producer until consumers have released the `count`-th load's buffer at each barrier."""
         slot = self.slot(count)
 
         @pl.when(count >= self.stages)
@@ -109,7 +109,7 @@ class Ring:
             plgpu.barrier_arrive(barriers.at[slot])
 
     def produce(self, before: Index, count: Index, load: Callable[[Index, Index, Callable[..., None]], None]) -> None:
-        """Load `count` buffers, the producer's loop.
+        """Run the producer's loop, which fills `count` buffers by `load`.
 
         Args:
             before: Number of loads of this program until now.
@@ -125,7 +125,7 @@ class Ring:
         lax.fori_loop(0, count, step, None)
 
     def drain(self, count: Index, *empty: Ref) -> None:
-        """Wait in the producer until the last of its `count` loads have been read.
+        """Wait in the producer until consumers have read all buffers still in flight, after `count` loads.
 
         No barrier may be left in a phase that nobody has waited for.
         """
@@ -144,7 +144,7 @@ class Ring:
         barriers: tuple[Ref, Ref],
         operands: Callable[[Index], tuple[Ref, Ref]],
     ) -> jax.Array:
-        """Return the sum of the products of `count` buffers, float32 in registers: a consumer's loop.
+        """Run a consumer's loop: sum the products of the operands in `count` buffers, float32 in registers.
 
         One product is always running while the next one is started; a buffer is released when its product has ended.
 

@@ -38,7 +38,7 @@ State = TypeVar("State")
 
 
 class Tile(NamedTuple):
-    """A tile of the result: its chunk's place in the order, and its row and column of tiles within the chunk."""
+    """Coordinates of a tile: the chunk's place in the order, and the tile's row and column within the chunk."""
 
     chunk: Index
     row: Index
@@ -72,7 +72,7 @@ class TileOrder:
         return self.chunks * self.rows * self.columns
 
     def tile(self, index: Index) -> Tile:
-        """Return the `index`-th tile."""
+        """Return the coordinates of the `index`-th tile in the order."""
         chunk_tiles, band_tiles = self.rows * self.columns, self.group * self.columns
         chunk, within = lax.div(index, chunk_tiles), lax.rem(index, chunk_tiles)
         band, in_band = lax.div(within, band_tiles), lax.rem(within, band_tiles)
@@ -84,7 +84,7 @@ class TileOrder:
 
 
 def deal(total: int, programs: int, visit: Callable[[Index, Index, State], State], state: State) -> tuple[Index, State]:
-    """Fold visit(number, index, state) over the items program, program + programs, ... of this program.
+    """Fold visit(number, index, state) over this program's share of `total` items, dealt out round-robin.
 
     Args:
         total: Number of items of all programs.
@@ -105,7 +105,7 @@ def deal(total: int, programs: int, visit: Callable[[Index, Index, State], State
 
 
 def item_count(program: Index, programs: int, total: int) -> Index:
-    """Return how many of the items program, program + programs, ... are below `total`."""
+    """Return how many items a program gets when `total` items are dealt out round-robin."""
     return lax.div(total - 1 + programs - program, programs)
 
 
@@ -113,14 +113,14 @@ def item_count(program: Index, programs: int, total: int) -> Index:
 
 
 class ClaimedTiles(NamedTuple):
-    """Ring in shared memory by which the producer tells the consumers which tile comes next."""
+    """Shared-memory ring in which the producer publishes the indices of claimed tiles to the consumers."""
 
     indices: Ref
     written: Ref
 
 
 def claim_scratch(stages: int) -> ClaimedTiles:
-    """Return the shared memory of a `ClaimedTiles` ring for a product with so many stages.
+    """Return the scratch types of a `ClaimedTiles` ring, for a product with `stages` operand buffers.
 
     The producer is at most `stages` steps, and so as many tiles, ahead of the consumers: with one slot more, none is
     overwritten before it is read.
@@ -132,7 +132,7 @@ def claim_scratch(stages: int) -> ClaimedTiles:
 def claim_tiles(
     order: TileOrder, claimed: ClaimedTiles | None, counter: Ref | None, visit: Callable[[Index, Tile], None]
 ) -> Index:
-    """Call visit(number, tile) for every tile of this program, in the producer; return how many these were.
+    """Run the producer's loop over its program's tiles: call visit(number, tile); return their number.
 
     Args:
         order: Order of the tiles.
@@ -161,7 +161,7 @@ def claim_tiles(
 
 
 def follow_tiles(order: TileOrder, claimed: ClaimedTiles | None, visit: Callable[[Index, Tile, Tile], None]) -> Tile:
-    """Call visit(number, tile, previous tile) for the tiles that the producer visits, in a consumer; return the last.
+    """Run a consumer's loop over the producer's tiles: call visit(number, tile, previous); return the last.
 
     The tile before the first one, and the last tile of a program without tiles, is the very last tile of the order.
     """
@@ -191,7 +191,7 @@ def follow_tiles(order: TileOrder, claimed: ClaimedTiles | None, visit: Callable
 
 
 def claim(total: int, counter: Ref, visit: Callable[[Index, Callable[[], Index]], Index]) -> None:
-    """Call visit(index, claim_next) for the items, of `total`, that a warp claims from the counter.
+    """Claim items below `total` from a shared counter, in one warp, and call visit(index, claim_next) for each.
 
     `visit` returns the value of claim_next(), which it calls where the latency of the claim is hidden.
     """

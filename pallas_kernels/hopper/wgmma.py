@@ -24,7 +24,7 @@ First = TypeVar("First")
 
 
 def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, largest_swizzle: int = 128) -> ScratchType:
-    """Shared memory of shape [..., rows, columns] in the tiled and swizzled form that wgmma and TMA take.
+    """Return the type of a shared-memory buffer [..., rows, columns], tiled and swizzled for wgmma and TMA.
 
     Args:
         shape: Shape of the buffer; the last dim is contiguous.
@@ -41,7 +41,7 @@ def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, largest_swizzle: int = 
 
 
 def zeros(rows: int, columns: int) -> jax.Array:
-    """Float32 zeros [rows, columns] in the register layout of an accumulator."""
+    """Return float32 zeros [rows, columns] in the register layout of an accumulator."""
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 

@@ -20,13 +20,17 @@ class Features(NamedTuple):
 class FeatureMap(Protocol):
     """Map from queries and keys [..., H] to features [..., F], with any leading dims."""
 
-    def query(self, x: Float[Array, "*tokens H"]) -> Features: ...
+    def query(self, x: Float[Array, "*tokens H"]) -> Features:
+        """Return the features of queries."""
+        ...
 
-    def key(self, x: Float[Array, "*tokens H"]) -> Features: ...
+    def key(self, x: Float[Array, "*tokens H"]) -> Features:
+        """Return the features of keys."""
+        ...
 
 
 class Elementwise:
-    """The same function for queries and keys, computed in float32 and returned in the dtype of the input."""
+    """Feature map that applies one function to queries and keys, in float32; features have the input's dtype."""
 
     def __init__(self, function: Callable[[jax.Array], jax.Array]):
         self.function = function

@@ -10,7 +10,7 @@ EMPTY = -1e30
 
 
 class LinearState(NamedTuple):
-    """Sums over the keys seen so far, divided by exp(log_scale)."""
+    """Recurrent state of linear attention: sums over the keys seen so far, divided by exp(log_scale)."""
 
     values: jax.Array
     """Sum of features times values, float32 [B, K, F, H]."""

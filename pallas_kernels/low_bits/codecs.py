@@ -16,15 +16,15 @@ Parts = tuple[jax.Array, ...]
 
 
 class Codec(ABC):
-    """A format of vectors [..., H]. Subclasses are frozen dataclasses."""
+    """Interface of a codec that stores vectors [..., H] in few bits. Subclasses are frozen dataclasses."""
 
     @abstractmethod
     def encode(self, x: Float[Array, "*dims H"]) -> Parts:
-        """Return the stored arrays of x."""
+        """Encode x into the tuple of arrays that are stored."""
 
     @abstractmethod
     def decode(self, parts: Parts) -> Float[Array, "*dims H"]:
-        """Return the values of stored arrays, float32."""
+        """Decode the stored arrays to float32 [..., H]."""
 
     def unsupported_reason(self, width: int) -> str | None:
         """Return why vectors of this width cannot be stored, or None."""
@@ -46,7 +46,7 @@ class Fp8Codec(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class IntegerCodec(Codec):
-    """Integers of a grid with a bfloat16 scale for each vector, or for each group of its values.
+    """Stores values as integers, with a bfloat16 scale per vector or per group of its values.
 
     Attributes:
       grid: 8 bits, or 4, of which two values share a byte; and the size of groups.
@@ -73,7 +73,7 @@ class IntegerCodec(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class BlockFloatCodec(Codec):
-    """Block floating point: integers with a shared power of two for each block, whose exponent is one byte.
+    """Stores values in block floating point: integers that share a power of two per block (one exponent byte).
 
     Attributes:
       bits: bits of an integer, its sign included: 8, or 4, of which two values share a byte.

@@ -84,5 +84,5 @@ def round_trip(
 
 
 def stored_bytes(stored: Stored) -> int:
-    """Return the bytes of a stored array in memory, without the order of its channels."""
+    """Return the size of a stored array in bytes, without its channel order."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(without_order(stored)))

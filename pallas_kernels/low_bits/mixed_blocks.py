@@ -20,7 +20,7 @@ BLOCK = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MixedBlocks:
-    """Activations of M tokens and K channels, in permuted order.
+    """Quantized activations [M, K] with permuted channels: the first blocks in 8 bits, the others in 4.
 
     Attributes:
       q: int8 [M, K]; the first `wide` blocks hold 8-bit integers, the others 4-bit ones.
@@ -34,7 +34,7 @@ class MixedBlocks:
 
     @property
     def bits(self) -> float:
-        """Mean bits of a value, without scales."""
+        """Average number of bits per value, without scales."""
         return 4 + 4 * self.wide / self.scales.shape[1]
 
 

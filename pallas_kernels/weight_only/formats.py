@@ -19,12 +19,12 @@ Arrays = Mapping[str, jax.Array]
 
 
 def integer_dtype(bits: int) -> jax.typing.DTypeLike:
-    """Return the dtype that holds signed integers of so many bits in memory: int4, which packs two a byte, or int8."""
+    """Return the storage dtype of signed integers of `bits` bits: int4 (two per byte) or int8."""
     return jnp.int4 if bits <= 4 else jnp.int8
 
 
 def index_dtype(bits: int) -> jax.typing.DTypeLike:
-    """Return the dtype that holds indices of so many bits in memory: uint4, which packs two a byte, or uint8."""
+    """Return the storage dtype of indices of `bits` bits: uint4 (two per byte) or uint8."""
     return jnp.uint4 if bits <= 4 else jnp.uint8
 
 
@@ -36,19 +36,19 @@ class Format(ABC):
     @property
     @abstractmethod
     def bits_of(self) -> Mapping[str, int]:
-        """Bits of each value of the integer arrays, by the array's name; arrays of floats are not listed."""
+        """Bits per value of each integer array, by array name; float arrays are not listed."""
 
     @property
     @abstractmethod
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Dim of the matrix ("out" or "in") along which each dim of an array runs, by the array's name; None: none."""
+        """For each array, by name, the dim of the matrix ("out", "in" or None) that each of its dims follows."""
 
     @abstractmethod
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
-        """Return the matrix in float32."""
+        """Dequantize the matrix to float32 [out, in]."""
 
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
-        """Return the arrays of the matrix of these rows."""
+        """Return the arrays that represent only rows `ids` of the matrix."""
         return {name: array[ids] for name, array in arrays.items()}
 
 

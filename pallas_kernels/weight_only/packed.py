@@ -65,12 +65,12 @@ class PackedWeight:
         return self.matrix().T.reshape(self.shape).astype(dtype)
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... in"]:
-        """Return rows of the matrix in float32, as an embedding looks them up."""
+        """Dequantize rows `ids` of the matrix to float32, as an embedding lookup does."""
         taken = self.format.take_rows(self.arrays, ids.reshape(-1))
         return self.format.dense(taken).reshape(*ids.shape, -1)
 
     def with_dims(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> "PackedWeight":
-        """Return the weight with other dims of the same sizes, such as heads and their width for the outputs.
+        """Reshape the inputs and outputs, e.g. split outputs into heads and head dim; the matrix stays the same.
 
         Raises:
           ValueError: the sizes differ.
@@ -80,7 +80,7 @@ class PackedWeight:
         return dataclasses.replace(self, inputs=inputs, outputs=outputs)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> "PackedWeight":
-        """Return the weight itself: it is cast where it is multiplied."""
+        """Return the weight unchanged: it is cast only when it is multiplied."""
         del dtype
         return self
 

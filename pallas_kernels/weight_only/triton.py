@@ -52,7 +52,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class ProductPlan:
-    """The constants that the kernel is compiled for.
+    """Compile-time constants of the kernel.
 
     Attributes:
         rows: rows of x.
@@ -86,18 +86,22 @@ class ProductPlan:
 
     @property
     def block_out(self) -> int:
+        """Number of outputs that a program computes."""
         return self.tile.block_out
 
     @property
     def block_in(self) -> int:
+        """Number of inputs per step of a program's loop."""
         return self.tile.block_in
 
     @property
     def slices(self) -> int:
+        """Number of warp groups of a program that divide its inputs among them."""
         return self.tile.slices
 
     @property
     def assembly(self) -> bool:
+        """True if inline assembly converts the integers."""
         return self.tile.assembly
 
 
@@ -144,7 +148,7 @@ CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
 
 
 def stored_bits(request: PackedMatmulRequest) -> int:
-    """Return the bits that an integer takes in memory, 4 or 8."""
+    """Return the number of bits per stored integer, 4 or 8."""
     return 4 if request.weight.arrays["q"].dtype == jnp.int4 else 8
 
 
