@@ -47,7 +47,7 @@ class Source:
         return min(self.tokenizer.vocab_size, self.model.vocab_size or 0)
 
     def generation(self) -> dict[str, object]:
-        """Return what a program that generates text needs besides the model."""
+        """Return the settings for text generation: vocabulary size, start and stop tokens, context length."""
         return {
             "vocabulary": self.vocabulary,
             "document_start": self.tokenizer.document_start,
@@ -91,7 +91,7 @@ def load_source(
 
 
 def nested(flat: dict[str, jax.Array]) -> dict[str, Any]:
-    """Return parameters by path as the nested dicts that a module takes."""
+    """Convert parameters from {path: array} to the nested dicts that a module takes."""
     tree: dict[str, Any] = {}
     for path, array in flat.items():
         *folders, name = path.split("/")
@@ -103,14 +103,14 @@ def nested(flat: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def write_parameters(source: Source, folder: Path) -> None:
-    """Write the parameters as safetensors, readable by everybody who may read the folder."""
+    """Write the parameters as safetensors, with the read permissions of the folder."""
     arrays = {path: np.ascontiguousarray(array) for path, array in source.parameters.items()}
     save_file(arrays, folder / PARAMETERS)
     (folder / PARAMETERS).chmod((folder.stat().st_mode & 0o666) | 0o600)
 
 
 def dense_softmax_problem(model: ModelConfig) -> str | None:
-    """Return which feature of a model the targets with a writer of their own (ONNX, web) cannot hold, or None."""
+    """Return the feature of a model that the ONNX and web targets do not support, or None."""
     if model.attention.name != "softmax":
         return f"attention.name: {model.attention.name} (only softmax)"
     if model.moe is not None:

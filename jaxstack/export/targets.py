@@ -9,7 +9,7 @@ from jaxstack.export.source import Source
 
 
 class Target(NamedTuple):
-    """A format that a model is written in."""
+    """An export format (StableHLO, ONNX or web): how to check a model for it, and how to write it."""
 
     summary: str
     """Short description, for the help text."""

@@ -18,7 +18,7 @@ Dict = dict[str, Any]
 
 
 class OuterState(NamedTuple):
-    """State of a method in addition to the islands' parameters; both fields are {} for a method without state."""
+    """State of an island method besides the islands' parameters; both fields are {} for a stateless method."""
 
     shared: Dict
     """Arrays that are equal on all islands."""
@@ -27,7 +27,7 @@ class OuterState(NamedTuple):
 
 
 class Exchange(Protocol):
-    """The communication of a method in one run.
+    """A method's communication in one run: when the islands exchange parameters, and the collectives for it.
 
     A method may have several kinds of exchange, called phases, such as one for each part of the model. Each phase is
     compiled to a program of its own.
@@ -37,11 +37,11 @@ class Exchange(Protocol):
     """Number of phases, which are counted from 0."""
 
     def init(self, params: Dict) -> OuterState:
-        """Return the state at the start of a run, from the trained parameters, which are equal on all islands."""
+        """Return the initial state for trained parameters that are equal on all islands."""
         ...
 
     def due(self, step: int) -> int | None:
-        """Return the phase of the exchange that follows train step `step` (the first is 1); None if none follows."""
+        """Return the phase to exchange after train step `step` (counted from 1), or None for no exchange."""
         ...
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
@@ -61,16 +61,16 @@ class OverlappedExchange(Exchange, Protocol):
     """Steps from `send` to `merge`, at least 1; with 1, `merge` follows the step that `send` overlaps with."""
 
     def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Communicate, given the parameters from before the step that runs at the same time; return the new state."""
+        """Start an exchange during a step, from the parameters before that step; return the new state."""
         ...
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Return the parameters with the result of `send` merged into them; no communication."""
+        """Merge the result of `send` into the parameters, without communication."""
         ...
 
 
 class IslandMethod(Component):
-    """Base class of methods. A subclass has its own file and a `name`, and is listed in `METHODS`."""
+    """Base class of the methods that synchronise islands; each has a file and a `name`, and is listed in `METHODS`."""
 
     every: int = Field(default=30, ge=1)
     """Steps from one exchange of the parameters to the next."""
@@ -82,7 +82,7 @@ class IslandMethod(Component):
 
     @abstractmethod
     def build(self, islands: int, stacked: Mapping[str, Any]) -> Exchange:
-        """Return the method's communication.
+        """Build the method's `Exchange` for one run.
 
         Args:
           islands: number of islands.

@@ -20,7 +20,7 @@ class OuterSGD(IslandMethod):
     """Nesterov momentum of the outer optimizer."""
 
     def step(self, anchor: jax.Array, velocity: jax.Array, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the next synchronised parameter and velocity.
+        """Apply one step of the outer optimizer to a parameter; return the new parameter and velocity.
 
         Args:
           anchor: the parameter at the last exchange.
@@ -32,7 +32,7 @@ class OuterSGD(IslandMethod):
 
 
 class DiLoCo(OuterSGD):
-    """After each exchange all islands have the same parameters; each keeps its own optimizer state."""
+    """DiLoCo: islands train separately, and an outer optimizer applies their mean change every `every` steps."""
 
     name: Literal["diloco"] = "diloco"
     compression: Literal["none", "int8", "powersgd"] = "none"
@@ -46,7 +46,7 @@ class DiLoCo(OuterSGD):
 
 
 class DiLoCoExchange:
-    """The exchange of DiLoCo. The state holds `anchor`, `velocity`, and the entries of the reduction.
+    """DiLoCo's exchange. The state holds `anchor`, `velocity`, and the entries of the reduction.
 
     Args:
       settings: interval and outer optimizer.
@@ -59,7 +59,7 @@ class DiLoCoExchange:
         self._settings, self._reduction = settings, reduction
 
     def init(self, params: Dict) -> OuterState:
-        """Return the state of a run that starts from these parameters."""
+        """Return the initial state of a run: the parameters as anchor, and zero velocity."""
         kept = self._reduction.init(params)
         velocity = jax.tree.map(jnp.zeros_like, params)
         return OuterState({"anchor": params, "velocity": velocity, **kept.shared}, kept.own)

@@ -14,7 +14,7 @@ Weights = tuple[tuple[int, float], ...]
 
 
 class Gossip(IslandMethod):
-    """Averages with neighbours (Lian et al. 2017, arXiv:1705.09056). Islands agree only in the limit."""
+    """Gossip averaging with neighbours (Lian et al. 2017, arXiv:1705.09056): islands agree only in the limit."""
 
     name: Literal["gossip"] = "gossip"
     graph: Literal["ring", "exponential"] = "exponential"
@@ -35,7 +35,7 @@ class Gossip(IslandMethod):
 
 
 def mixing_weights(graph: str, islands: int) -> list[Weights]:
-    """Return the weights of each phase. In each phase the weights of an island and its neighbours sum to 1."""
+    """Return the averaging weights of each phase; those of an island and its neighbours sum to 1."""
     if graph == "ring":
         return [((0, 1 / 3), (1, 1 / 3), (-1, 1 / 3)) if islands > 2 else ((0, 0.5), (1, 0.5))]
     return [((0, 0.5), (1 << turn, 0.5)) for turn in range(islands.bit_length() - 1)]

@@ -44,19 +44,19 @@ class Int8Mean:
         return jnp.concatenate(list(gathered), axis=dim)
 
     def cut(self, shape: tuple[int, ...]) -> int | None:
-        """Return the dim that is cut into a piece for each island; None: the array is not quantized."""
+        """Return the dim along which an array is split among the islands, or None if it is not quantized."""
         # The last dim is that of the scales; the pieces' rows stay whole.
         dims = [d for d in range(len(shape) - 1) if shape[d] % self._islands == 0 and shape[d]]
         return max(dims, key=lambda d: shape[d], default=None)
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return int8 values of the shape of x, and float32 scales of its rows, with 1 in place of the last dim."""
+    """Return x as int8, and a float32 scale per row (the last dim has size 1)."""
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / _LARGEST
     values = jnp.round(x / jnp.where(scale > 0, scale, 1.0))
     return jnp.clip(values, -_LARGEST, _LARGEST).astype(jnp.int8), scale
 
 
 def dequantize(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the float32 values of what `quantize` returned."""
+    """Undo `quantize`: return values * scale in float32."""
     return values.astype(jnp.float32) * scale

@@ -10,7 +10,7 @@ from jaxstack.parallel.config import ISLANDS
 
 
 class LocalSGD(IslandMethod):
-    """Replaces the parameters by their mean every `every` steps, without any further state."""
+    """Local SGD: replaces the parameters by their mean over islands every `every` steps, without extra state."""
 
     name: Literal["local_sgd"] = "local_sgd"
 

@@ -18,7 +18,7 @@ from jaxstack.tree_rules import match
 
 
 class MatrixShape(NamedTuple):
-    """An array seen as matrices."""
+    """An array's shape viewed as a batch of matrices: [*batch, rows, columns]."""
 
     batch: tuple[int, ...]
     rows: int
@@ -30,7 +30,7 @@ class MatrixShape(NamedTuple):
         return (*self.batch, self.rows, self.columns)
 
     def pays(self, rank: int) -> bool:
-        """Return True if the factors of this rank are smaller than the matrix."""
+        """Return True if the two factors of this rank are smaller than the matrix, so that compression pays."""
         return rank * (self.rows + self.columns) < self.rows * self.columns
 
 
@@ -48,7 +48,7 @@ class PowerSGD:
         self._rank = rank
 
     def init(self, tree: Dict) -> OuterState:
-        """Return random factors, equal on all islands, and no error, for each parameter that is compressed."""
+        """Return random factors (equal on all islands) and zero errors for each compressed parameter."""
         factors, errors = {}, {}
         for path, x in flatten(tree).items():
             shape = self.matrix_shape("/".join(path), x)
@@ -73,7 +73,7 @@ class PowerSGD:
         return nest(means.items()), OuterState({**state.shared, **shared}, {**state.own, **own})
 
     def matrix_shape(self, path: str, leaf: jax.Array) -> MatrixShape | None:
-        """Return the matrices that the array holds; None if it is averaged exactly."""
+        """Return the array's shape as matrices if it is compressed, or None if it is averaged exactly."""
         rule: MatrixRule = match(path, [(rule.path, rule) for rule in KNOWN])
         if not is_matrix(path, leaf) or leaf.ndim < rule.inputs + rule.outputs:
             return None
@@ -84,7 +84,7 @@ class PowerSGD:
 
 
 def low_rank_mean(own: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the approximate mean over islands, the next factor, and what the factors left out of this island's matrix.
+    """Return the low-rank mean over islands, the next factor, and this island's approximation error.
 
     Args:
       own: this island's matrices [..., m, n].
@@ -98,7 +98,7 @@ def low_rank_mean(own: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """Return orthonormal columns that span those of x [..., m, r], zero columns where r exceeds m."""
+    """Return an orthonormal basis of the columns of x [..., m, r] by QR; zero columns where r exceeds m."""
     flat = x.reshape(-1, *x.shape[-2:])
     # One at a time: a batched QR of large matrices takes many times as long on GPUs.
     columns = jax.lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], flat)

@@ -11,10 +11,10 @@ from jaxstack.parallel.config import ISLANDS
 
 
 class Reduction(Protocol):
-    """A mean over islands, which may have entries of its own in the method's state."""
+    """An exact or compressed mean over islands, which may keep state such as low-rank factors."""
 
     def init(self, tree: Dict) -> OuterState:
-        """Return its entries at the start of a run, for trees with arrays of these shapes."""
+        """Return the reduction's initial state for a tree of arrays with these shapes."""
         ...
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
@@ -35,7 +35,7 @@ class ExactMean:
 
 
 def make_reduction(compression: str, rank: int, islands: int) -> Reduction:
-    """Return the reduction of this name: none, int8 or powersgd."""
+    """Return the reduction named `compression`: none, int8 or powersgd (with this rank)."""
     if compression == "powersgd":
         return PowerSGD(rank)
     return Int8Mean(islands) if compression == "int8" else ExactMean()

@@ -62,7 +62,7 @@ class StreamingExchange:
         self.phases, self.delay = settings.fragments, settings.delay
 
     def init(self, params: Dict) -> OuterState:
-        """Return the state of a run that starts from these parameters."""
+        """Return the initial state of a run: the parameters as anchor, and zero velocity."""
         return OuterState({"anchor": params, "velocity": jax.tree.map(jnp.zeros_like, params)}, {})
 
     def due(self, step: int) -> int | None:
@@ -72,7 +72,7 @@ class StreamingExchange:
         return starts.get(step % every)
 
     def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Return the state after the outer optimizer's step on a fragment."""
+        """Communicate one fragment and apply the outer optimizer to it; return the new state."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
         own = self._parts(phase, jax.tree.map(jnp.subtract, anchor, params))
         progress, _ = self._reduction(own, OuterState({}, {}))
@@ -83,7 +83,7 @@ class StreamingExchange:
         return OuterState({"anchor": anchor, "velocity": velocity}, {})
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Return the parameters with a fragment mixed with the synchronised one."""
+        """Return the parameters with one fragment mixed with its synchronised value."""
         own, anchors = self._parts(phase, params), self._parts(phase, state.shared["anchor"])
         keep = self._settings.mixing
         return self._replaced(phase, params, {name: keep * x + (1 - keep) * anchors[name] for name, x in own.items()})

@@ -18,10 +18,12 @@ from jaxstack.tree_rules import check_patterns
 
 
 class HasShape(Protocol):
-    """An array, a `jax.ShapeDtypeStruct` or anything else with a shape."""
+    """Protocol of anything with a shape: an array, a `jax.ShapeDtypeStruct`."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Size of each dim."""
+        ...
 
 
 def is_matrix(path: str, leaf: HasShape) -> bool:
@@ -38,7 +40,7 @@ ADAM_WIDTH_POWERS: Mapping[Role, float] = {"input": 0.0, "hidden": -1.0, "output
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """Properties of a run that an optimizer may use: its learning rate, length and layout."""
+    """Properties of a run that an optimizer may use: learning rate, number of steps and parameter sharding."""
 
     learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] = lambda step: jnp.asarray(1.0)
     """Step -> scheduled learning rate."""
@@ -112,11 +114,11 @@ class Optimizer(Component):
         """
 
     def wrap(self, chain: optax.GradientTransformation, run: RunInfo) -> optax.GradientTransformation:
-        """Return the transformation of the trained parameters, made from the whole chain around `core`."""
+        """Wrap the whole chain (clipping, core, weight decay, learning rate), e.g. to average the iterates."""
         return chain
 
     def gradient_point(self, params: PyTree, state: optax.OptState) -> PyTree:
-        """Return the point at which a step evaluates the gradient, if it is not at the parameters.
+        """Return the parameters at which a step evaluates the gradient: by default those given.
 
         Args:
           params: the trained parameters.
@@ -126,7 +128,7 @@ class Optimizer(Component):
 
     @property
     def curvature_interval(self) -> int:
-        """Steps between two estimates of the curvature (`StepOptimizer.curvature_every`); 0: it uses none."""
+        """Number of steps between two curvature estimates (`StepOptimizer.curvature_every`); 0 for none."""
         return 0
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:

@@ -106,7 +106,7 @@ class BlockOptimizer(MatrixOptimizer):
         start: Refresh,
         renew: Refresh,
     ) -> tuple[jax.Array, ...]:
-        """Return `derived`, recomputed from `factors` for the blocks whose turn it is.
+        """Recompute `derived` (e.g. inverse roots) from `factors`, for the blocks that are due at this step.
 
         Args:
           run, count, path: as of `update_parameter`.

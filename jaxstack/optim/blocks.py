@@ -18,7 +18,7 @@ from jaxstack.parallel.rules import state_spec
 
 
 class Blocks(NamedTuple):
-    """Division of a parameter into blocks; its last `inputs` + `outputs` dims form the matrix that is divided."""
+    """How a parameter's matrix is split into blocks; its last `inputs` + `outputs` dims form the matrix."""
 
     shape: tuple[int, ...]
     inputs: int
@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
         return x.reshape(*self.grid_shape, rows, columns)
 
     def join(self, blocks: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return an array of the parameter's shape from its blocks."""
+        """Undo `split`: return an array of the parameter's shape from its blocks, without padding."""
         (m, rows), (n, columns) = self.rows, self.columns
         height, width = self.matrix_shape
         x = jnp.moveaxis(blocks.reshape(*self.batch_dims, m, n, rows, columns), -3, -2)
@@ -110,7 +110,7 @@ def refresh(
     blocks: Blocks,
     spec: PartitionSpec | None,
 ) -> tuple[jax.Array, ...]:
-    """Recompute `renewed` for the blocks that are due, on the devices that store them.
+    """Recompute the arrays in `renewed` for the blocks that are due, on the devices that store them.
 
     Blocks are renewed one after the other: a batched decomposition is slower on a GPU than a loop over single ones.
 

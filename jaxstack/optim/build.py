@@ -111,10 +111,10 @@ def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
 
 
 def frozen_rule(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
-    """Return a function: path -> True if the parameter is frozen.
+    """Return a predicate on parameter paths that is True for frozen parameters.
 
-    A teacher is. For others the first matching group with `frozen` decides. Otherwise, in a model with adapters, all
-    but these are frozen.
+    A teacher is frozen. For others the first matching group with `frozen` decides. Otherwise, in a model with adapters,
+    all but these are frozen.
     """
     rules = [(group.path, group.frozen) for group in optimizer.groups]
     has_adapters = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
@@ -139,7 +139,7 @@ def gradient_norm(gradients: PyTree) -> jax.Array:
 
 
 def largest_overload(gradients: PyTree) -> jax.Array | None:
-    """Return how far the fullest expert of all layers is above an even load: 0 is even, 1 is twice an even load.
+    """Return the load of the fullest expert of all layers relative to an even load, minus 1 (0 is even).
 
     None if no gradient is a load of experts.
     """

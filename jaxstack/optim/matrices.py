@@ -14,7 +14,7 @@ from jaxstack.tree_rules import check_patterns, map_by_path, match
 
 
 class MatrixRule(PathRule):
-    """Which last dims of a parameter form a matrix. Leading dims, such as layers and experts, are batch dims."""
+    """Rule for parameters whose path matches: which of the last dims form a matrix; leading dims are batch dims."""
 
     inputs: int = Field(default=1, ge=1)
     """Number of dims, before the output dims, that are summed over."""
@@ -34,7 +34,7 @@ KNOWN = (
 
 
 class MatrixOptimizer(Optimizer):
-    """Base of optimizers of the matrices of hidden layers; embeddings, output head and vectors are updated by AdamW."""
+    """Base of optimizers for hidden matrices; embeddings, output head and vectors are updated by AdamW."""
 
     matrix_width_power: ClassVar[float] = -1.0
     """Exponent of the width in muP's learning rate of matrices; `width_powers` has those of AdamW's parameters."""

@@ -21,14 +21,14 @@ Multiplier = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
 class Schedule(Component):
-    """A schedule over a run of a known number of steps."""
+    """Base class of learning-rate schedules over a run of a known number of steps."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of the linear warm-up, part of the run's steps."""
 
     @abstractmethod
     def decay(self, steps: int) -> optax.Schedule:
-        """Return the decay after the warm-up: number of steps since its end -> factor of the peak.
+        """Return a function from the number of steps since warm-up to the learning rate's fraction of the peak.
 
         Args:
           steps: number of steps from the end of the warm-up to the end of the run.
@@ -54,7 +54,7 @@ class Schedule(Component):
 
 
 class Constant(Schedule):
-    """The peak learning rate throughout."""
+    """Constant schedule: the peak learning rate throughout."""
 
     name: Literal["constant"] = "constant"
 
@@ -63,7 +63,7 @@ class Constant(Schedule):
 
 
 class Linear(Schedule):
-    """A straight line from the peak to final_fraction of it."""
+    """Linear decay from the peak to final_fraction of it."""
 
     name: Literal["linear"] = "linear"
     final_fraction: float = Field(default=0.0, ge=0)
@@ -73,7 +73,7 @@ class Linear(Schedule):
 
 
 class Cosine(Schedule):
-    """Half a cosine from the peak to final_fraction of it (Loshchilov & Hutter 2017)."""
+    """Cosine decay from the peak to final_fraction of it (Loshchilov & Hutter 2017)."""
 
     name: Literal["cosine"] = "cosine"
     final_fraction: float = Field(default=0.1, ge=0)
@@ -124,7 +124,7 @@ class OneCycle(Schedule):
 
 
 class InverseSqrt(Schedule):
-    """Peak x sqrt(timescale / (timescale + step)) (Vaswani et al. 2017)."""
+    """Inverse square-root decay: peak x sqrt(timescale / (timescale + step)) (Vaswani et al. 2017)."""
 
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
     timescale: int | None = Field(default=None, ge=1)

@@ -36,7 +36,7 @@ QUANTITIES = ("embedding", "residual", "logits")
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Result of a coordinate check.
+    """Result of a coordinate check of muP: activation magnitudes by model width.
 
     Attributes:
       widths: hidden sizes.
@@ -49,7 +49,7 @@ class Coordinates:
     values: Mapping[tuple[str, str], tuple[float, ...]]
 
     def growth(self, parametrization: str, quantity: str) -> float:
-        """Return the value at the largest width over that at the smallest."""
+        """Return a quantity's magnitude at the largest width divided by that at the smallest."""
         found = self.values[parametrization, quantity]
         return found[-1] / found[0]
 
@@ -163,7 +163,7 @@ _COLOURS = ("#4269d0", "#efb118", "#ff725c")
 
 
 def draw(found: Coordinates) -> str:
-    """Return an SVG of the check: one log-log panel of magnitude over width for each parametrization."""
+    """Draw the check as an SVG: a log-log panel of magnitude over width for each parametrization."""
     values = [value for series in found.values.values() for value in series if value > 0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     width, height = 2 * (_PANEL + _MARGIN) + _MARGIN, _PANEL + 2 * _MARGIN

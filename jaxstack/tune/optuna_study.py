@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class TrialRecord:
-    """A trial as the report and the command's output show it.
+    """Record of a trial for the report and the command's output: its values, loss curve and result.
 
     Attributes:
       number: number of the trial, from 0.

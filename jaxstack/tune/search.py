@@ -91,7 +91,7 @@ def run_study(
 
 
 def study_identity(base: RunConfig, settings: StudyConfig) -> dict[str, Any]:
-    """Return what makes the trials of a study comparable, as plain data: configuration, space and metric."""
+    """Return the settings that all trials of a study must share, as plain data: configuration, space, metric."""
     tree = base.model_dump(mode="json", by_alias=True)
     chosen = {name: tree[name] for name in ("model", "train", "optimizer", "schedule", "precision", "adapters")}
     data = {key: value for key, value in tree["data"].items() if key not in ("cache_dir", "read_ahead")}
@@ -120,7 +120,7 @@ class _Running:
 
 
 class Search:
-    """The trials of one study on this host.
+    """Scheduler of one study's trials on this host: starts, watches, prunes and resumes their processes.
 
     Args:
       study: the study.

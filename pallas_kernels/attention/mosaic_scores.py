@@ -32,7 +32,7 @@ def cap(config: KernelConfig, products: jax.Array) -> jax.Array:
 def late_factor(config: KernelConfig) -> float:
     """Return the factor of the scores inside the forward's softmax: `base2_factor`, or 1 if that is not positive.
 
-    One that is not positive is applied to the scores at once, as it does not commute with the maximum of a row.
+    A negative or zero one is applied to the scores at once, as it does not commute with the maximum of a row.
     """
     return base2_factor(config) if base2_factor(config) > 0 else 1.0
 

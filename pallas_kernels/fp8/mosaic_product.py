@@ -73,7 +73,7 @@ class ScaledProduct:
 
     @property
     def order(self) -> TileOrder:
-        """Order of the tiles of the result."""
+        """Order in which the tiles of the result are computed."""
         rows, columns = self.rows // (self.parts * ROWS), self.columns // BLOCK
         return TileOrder(rows, columns, _TILE_ROWS_TOGETHER, min(self.programs, rows * columns))
 

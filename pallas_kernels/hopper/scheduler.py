@@ -68,7 +68,7 @@ class TileOrder:
 
     @property
     def total(self) -> int:
-        """Number of tiles of all chunks."""
+        """Total number of tiles, over all chunks."""
         return self.chunks * self.rows * self.columns
 
     def tile(self, index: Index) -> Tile:

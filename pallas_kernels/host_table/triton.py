@@ -18,7 +18,7 @@ _WIDEST = 1024
 
 @dataclasses.dataclass(frozen=True)
 class GatherPlan:
-    """The constants that the kernel is compiled for.
+    """Compile-time constants of the gather kernel.
 
     Attributes:
         count: number of rows to gather.
@@ -32,7 +32,7 @@ class GatherPlan:
 
     @property
     def block(self) -> int:
-        """Words of a row that a program copies, a power of two."""
+        """Number of 32-bit words of a row that a program copies, a power of two."""
         return min(_WIDEST, 1 << (self.words - 1).bit_length())
 
     @property

@@ -14,7 +14,7 @@ def add_four(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
-    """Load a row of each array, 0 past its end, and the pivot (the value subtracted from x before averaging).
+    """Load a row of each array, 0 past its end, and a pivot that makes the mean of x - pivot small.
 
     The pivot is a value that is subtracted from x (if centered) so that its mean is small.
     """

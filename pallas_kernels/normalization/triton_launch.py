@@ -22,7 +22,7 @@ _ELEMENTS = 512
 
 @dataclasses.dataclass(frozen=True)
 class NormKernelPlan:
-    """The constants that the kernel is compiled for.
+    """Compile-time constants of the Triton kernel of the norm's gradients.
 
     Attributes:
         rows, width: shape of x.

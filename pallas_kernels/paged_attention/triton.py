@@ -27,7 +27,7 @@ _BLOCK_ELEMENTS = 8192
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionPlan:
-    """The constants that the kernels are compiled for.
+    """Compile-time constants of the paged-attention kernels.
 
     Attributes:
         new_tokens: T.

@@ -23,7 +23,7 @@ the neuron of other outputs. Other matrices are averaged over their inputs, othe
 
 
 class AdamMiniState(NamedTuple):
-    """State of Adam-mini."""
+    """Optimizer state of Adam-mini: moments, with one second moment per group of weights."""
 
     steps: jax.Array
     """[] int32: steps taken."""

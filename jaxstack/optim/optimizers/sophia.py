@@ -12,7 +12,7 @@ from jaxstack.optim.base import Optimizer, RunInfo
 
 
 class SophiaState(NamedTuple):
-    """State of Sophia."""
+    """Optimizer state of Sophia: momentum and diagonal curvature."""
 
     mu: PyTree
     """First moments."""
