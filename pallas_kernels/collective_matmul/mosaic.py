@@ -41,6 +41,7 @@ class Overlapped:
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """Multiply the rows of x with each weight as they arrive from the other devices."""
         columns = tuple(w.shape[0 if transposed else 1] for w in weights)
         # The warp that sends needs shared memory of its own.
         tiling = _tiling(columns, {"store_columns": 32, **dict(self.gather)})
@@ -50,6 +51,7 @@ class Overlapped:
     def multiply_scatter(
         self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> jax.Array:
+        """Multiply, and send each device its rows as soon as they are computed."""
         columns = (weights[0].shape[0 if transposed else 1],)
         tiling = _tiling(columns, {"store_columns": 64, **dict(self.scatter)})
         rows = xs[0].shape[0] // jax.lax.axis_size(axis_name)

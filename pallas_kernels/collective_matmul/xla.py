@@ -17,12 +17,14 @@ class NotOverlapped:
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """All-gather x, then multiply it with each weight."""
         gathered = lax.all_gather(x, axis_name, axis=0, tiled=True)
         return tuple(multiply(gathered, w, transposed) for w in weights), gathered
 
     def multiply_scatter(
         self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> jax.Array:
+        """Multiply and add the pairs, then reduce-scatter the sum."""
         products = (multiply(x, w, transposed) for x, w in zip(xs, weights, strict=True))
         total = functools.reduce(jnp.add, products)
         return lax.psum_scatter(total, axis_name, scatter_dimension=0, tiled=True)

@@ -22,7 +22,7 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight that is quantized already, e.g. because it was all-gathered in FP8.
+    """A weight that the caller has already quantized to FP8, e.g. to all-gather it in FP8.
 
     Attributes:
         carrier: array that receives the gradient of the weight; its values are not used.
@@ -45,7 +45,7 @@ class QuantizedWeight(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NormalisedInput:
-    """The RMSNorm of x, for a matmul that may normalise while it quantizes, so that the norm is never stored.
+    """RMSNorm of x as a matmul's input: the norm may be computed during quantization and never stored.
 
     Attributes:
         carrier: the result of `rms_norm` [..., D]. It receives the gradient, and its values are used if no kernel can

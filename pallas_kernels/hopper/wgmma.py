@@ -74,14 +74,14 @@ def along_columns(values: jax.Array, like: jax.Array) -> jax.Array:
 
 
 class Accumulator(Protocol):
-    """Float32 sum of products, in registers."""
+    """Float32 accumulator of asynchronous matrix products (wgmma), in registers."""
 
     def add(self, left: Ref | jax.Array, right: Ref) -> None:
         """Start adding left @ right, with `left` in shared memory or registers and `right` in shared memory."""
         ...
 
     def load(self, pending: int = 0) -> jax.Array:
-        """Return the sum once at most `pending` later products of this warpgroup are still running."""
+        """Wait until at most `pending` products of this warpgroup are still running, and return the sum."""
         ...
 
 
@@ -111,7 +111,7 @@ class _InterpretedAccumulator:
 
 
 def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False) -> Result:
-    """Run `body` with one accumulator for each entry of `starts`, and return its result.
+    """Allocate one accumulator for each entry of `starts`, call `body` with them and return its result.
 
     Args:
         body: Takes as many `Accumulator`s as there are starts; they live in registers until it returns.
@@ -136,7 +136,7 @@ def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array
 def add_products(
     sums: tuple[jax.Array, ...], *operands: tuple[Callable[[], jax.Array], Ref], interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """Return sum + left() @ right for each of `sums`, with left() in registers and `right` in shared memory.
+    """Add left() @ right to each of `sums`, with left() in registers and `right` in shared memory.
 
     Each left operand is computed while the product before it runs; all products are waited for at the end. Accumulators
     that are initialized, instead of stored to as in `accumulate`, need one fence and a few registers less; their
@@ -156,7 +156,7 @@ def add_products(
 
 
 def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> jax.Array:
-    """Run `start` on a zero accumulator of this shape; return the sum of the products that it started, in float32."""
+    """Return the sum of the products that `start` adds to a zero accumulator of this shape, in float32."""
 
     def body(accumulator: Accumulator) -> jax.Array:
         start(accumulator)
@@ -168,7 +168,7 @@ def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> ja
 def multiply_two(
     shape: tuple[int, int], start: Callable[[Accumulator, Accumulator], None], first: Callable[[jax.Array], First]
 ) -> tuple[First, jax.Array]:
-    """Compute two products; return `first` of the first one, computed while the second runs, and the second one.
+    """Compute two products; return `first` of the first, evaluated while the second runs, and the second.
 
     Args:
         shape: Shape of both products.

@@ -54,9 +54,11 @@ class Favor:
         self.projection, self.scale = jnp.asarray(projection), scale
 
     def query(self, x: Float[Array, "*tokens H"]) -> Features:
+        """Return the random features of queries [..., H]."""
         return self._features(x)
 
     def key(self, x: Float[Array, "*tokens H"]) -> Features:
+        """Return the random features of keys [..., H]."""
         return self._features(x)
 
     def _features(self, x: Float[Array, "*tokens H"]) -> Features:

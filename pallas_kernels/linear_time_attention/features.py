@@ -36,6 +36,7 @@ class Elementwise:
         self.function = function
 
     def query(self, x: Float[Array, "*tokens H"]) -> Features:
+        """Apply the function to queries or keys [..., H]."""
         return Features(self.function(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype))
 
     key = query
