@@ -20,7 +20,7 @@ def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> Blo
 
 
 def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> BlockPattern:
-    """Return a pattern of each query's own stripe of blocks, plus summary blocks at the end of every stripe.
+    """Return the fixed pattern of sparse attention (Child et al., arXiv:1904.10509).
 
     A query sees all blocks of its own stripe of `stride` blocks, and the last `summary` blocks of every stripe.
     """

@@ -51,7 +51,7 @@ class _Buffers(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The grouped matmuls (`products.Products`) as persistent Hopper kernels.
+    """The grouped matmuls of `products.Products` as Mosaic kernels for Hopper GPUs.
 
     Attributes:
         tile: Rows of a tile.
