@@ -94,6 +94,8 @@ def compress(
     dims = dense_weights(source.model)
     methods = choose_methods(recipe, dims)
     report(f"compressing {len(methods)} of {len(dims)} weights")
+    if source.model.moe is not None:
+        report(f"no method compresses experts and routers; they are stored in {recipe.store}")
     tokenizer = _tokenizer(directory, report)
     config = _compressed_config(source, directory, output, tokenizer)
     batches = _calibration(methods, directory, source, recipe, report)
