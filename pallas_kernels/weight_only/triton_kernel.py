@@ -38,9 +38,10 @@ _HIGH_HALF = tl.constexpr("""
 {
 .reg .b32 a, b, c;
 mov.b32 c, 0x43084308;
-shr.u32 b, $2, 4;
-prmt.b32 a, b, 0, 0x4140;
-prmt.b32 b, b, 0, 0x4342;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+shr.u32 a, a, 4;
+shr.u32 b, b, 4;
 lop3.b32 a, a, 0x000F000F, c, 0x6A;
 lop3.b32 b, b, 0x000F000F, c, 0x6A;
 sub.rn.bf16x2 $0, a, c;
@@ -62,9 +63,10 @@ _HIGH_HALF_RAISED = tl.constexpr("""
 {
 .reg .b32 a, b, c;
 mov.b32 c, 0x43084308;
-shr.u32 b, $2, 4;
-prmt.b32 a, b, 0, 0x4140;
-prmt.b32 b, b, 0, 0x4342;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+shr.u32 a, a, 4;
+shr.u32 b, b, 4;
 lop3.b32 $0, a, 0x000F000F, c, 0x6A;
 lop3.b32 $1, b, 0x000F000F, c, 0x6A;
 }
