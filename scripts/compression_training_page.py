@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.compression_page import make_page
-from scripts.result_rows import RESULTS, ROOT, Row, read_rows
+from scripts.result_rows import RESULTS, ROOT, Row, read_all
 
 PAGE = ROOT / "docs" / "compression_training.md"
 ROWS = RESULTS / "compressed_training.jsonl"
@@ -52,11 +52,27 @@ def table(part: str, rows: Iterable[Row]) -> str:
     return "\n".join([*lines, "", about[0].upper() + about[1:]])
 
 
-MADE = {part: functools.partial(table, part) for part in ("qat", "sparse", "cluster", "low_rank", "distill")}
+def sizes_table(rows: Iterable[Row]) -> str:
+    """Return the table of the part `sizes`: bytes without and with the table of 16-bit values."""
+    newest: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row["part"] == "sizes":
+            newest.setdefault(row["work"], {})[row["implementation"]] = row
+    lines = ["| | without, MiB | eDKM, MiB | ratio |", "|---|---|---|---|"]
+    for work, found in newest.items():
+        before = next(row["bytes"] for name, row in found.items() if name != "edkm")
+        after = found["edkm"]["bytes"]
+        lines.append(f"| {work} | {before / 2**20:,.0f} | {after / 2**20:,.0f} | {before / after:.1f}x |")
+    return "\n".join(lines)
+
+
+MADE = {part: functools.partial(table, part) for part in ("qat", "sparse", "cluster", "low_rank", "distill")} | {
+    "sizes": sizes_table
+}
 """Name of a made part -> function of the rows."""
 
 
 if __name__ == "__main__":
-    text = make_page(PAGE.read_text(encoding="utf-8"), read_rows(ROWS), MADE)
+    text = make_page(PAGE.read_text(encoding="utf-8"), read_all(ROWS), MADE)
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
