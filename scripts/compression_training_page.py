@@ -39,17 +39,24 @@ def table(part: str, rows: Iterable[Row]) -> str:
     rows = [row for row in rows if row["part"] == part]
     if not rows:
         return f"Not measured yet; `python benchmarks/compressed_training.py --parts {part}` measures it."
-    newest = max(row["run"] for row in rows)
-    rows = [row for row in rows if row["run"] == newest]
+    newest = {penalty: max(row["run"] for row in rows if row.get("penalty") == penalty) for penalty in _penalties(rows)}
+    rows = [row for row in rows if row["run"] == newest[row.get("penalty")]]
+    rows.sort(key=lambda row: row.get("penalty", 0))
     lines = ["| weights | method | held-out loss | more than the first |", "|---|---|---|---|"]
     for row in rows:
-        kept = f" ({row['kept']:.0%} of the values)" if "kept" in row else ""
+        kept = f", penalty {row['penalty']} ({row['kept']:.0%} of the values left)" if "kept" in row else ""
         cells = (row["variant"] + kept, NAMES[row["implementation"]], f"{row['loss']:.4f}", f"{row['rise']:+.4f}")
         lines.append(f"| {' | '.join(cells)} |")
     first, seeds = rows[0], len(rows[0]["losses"])
     of_seeds = f"mean of {seeds} repetitions, " if seeds > 1 else ""
-    about = f"{first['work']}; {of_seeds}{first['date'][:10]}, commit {first['commit'][:7]}, {first['device']}."
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+    about = f"{first['work']}; {of_seeds}{first['date'][:10]}, commit {commits}, {first['device']}."
     return "\n".join([*lines, "", about[0].upper() + about[1:]])
+
+
+def _penalties(rows: Iterable[Row]) -> list[float | None]:
+    """Return the penalties of low rank that were measured; None for rows without one."""
+    return list(dict.fromkeys(row.get("penalty") for row in rows))
 
 
 def sizes_table(rows: Iterable[Row]) -> str:

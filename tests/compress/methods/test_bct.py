@@ -13,6 +13,7 @@ from jaxstack.compress.methods.bct_gptq import BctGptq
 from jaxstack.compress.recipe import choose_methods, dense_weights, load_recipe
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, count_parameters, preset_config
+from pallas_kernels import PackedWeight
 from pallas_kernels.weight_only.formats import powers_of_two
 
 
@@ -46,6 +47,7 @@ def test_tiles_need_not_be_square():
     errors = []
     for rows in (64, 8):
         packed = Bct(path=".*", tile_size=64, tile_outputs=rows).compress(w, None)
+        assert isinstance(packed, PackedWeight)
         assert packed.stored_bytes == 64 * 128 // 2 + 2 * 64 // rows
         errors.append(jnp.square(packed.matrix() - w).sum())
     assert errors[1] < 0.8 * errors[0]
@@ -58,7 +60,8 @@ def test_the_sweep_lowers_the_error_of_outputs_on_the_same_tiles():
     x = jax.random.normal(jax.random.key(3), (512, 64)) @ jax.random.normal(jax.random.key(4), (64, 64))
     w = jax.random.normal(jax.random.key(5), (64, 64))
     statistics = InputStatistics(len(x), hessian=2 / len(x) * x.T @ x)
-    nearest, swept = (method.compress(w, statistics) for method in (Bct(path="."), BctGptq(path=".")))
+    nearest, swept = Bct(path=".").compress(w, None), BctGptq(path=".").compress(w, statistics)
+    assert isinstance(nearest, PackedWeight) and isinstance(swept, PackedWeight)
     np.testing.assert_array_equal(swept.arrays["exponents"], nearest.arrays["exponents"])
     errors = [jnp.square(x @ (packed.matrix() - w).T).sum() for packed in (nearest, swept)]
     assert errors[1] < 0.6 * errors[0]
