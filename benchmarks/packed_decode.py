@@ -13,7 +13,8 @@ Weights are random. Greedy, by `Decoder.generate`, host and all; the fastest of 
     int4, bf16 head  the same with the head in the compute dtype
 
 A step reads all weights but the input embedding, and the filled part of the cache. `bound` is the bytes of bf16 divided
-by those of the variant: the speedup at equal bandwidth. Rows are appended to benchmarks/results/packed_decode.jsonl.
+by those of the variant: the speedup at equal bandwidth. The head of a tied model is never packed here. Rows are
+appended to benchmarks/results/packed_decode.jsonl.
 """
 
 import argparse
