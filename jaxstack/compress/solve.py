@@ -253,12 +253,24 @@ def gptq(w: Float[Array, "out in"], hessian: Float[Array, "in in"], grid: Grid, 
       grid: the integers and the size of a group.
       damping: see `factorize`.
     """
+    w = jnp.where(jnp.diagonal(hessian) <= 0, 0.0, w.astype(jnp.float32))
+    scales = grid.scales(w)
+    spread = jnp.repeat(scales, w.shape[1] // scales.shape[1], axis=1)
+    q, valid = round_to_scales(w, hessian, grid, spread, damping)
+    return Rounded(q, scales.astype(jnp.bfloat16), valid)
+
+
+def round_to_scales(
+    w: Float[Array, "out in"],
+    hessian: Float[Array, "in in"],
+    grid: Grid,
+    spread: Float[Array, "out in"],
+    damping: float = DAMPING,
+) -> tuple[Int[Array, "out in"], Bool[Array, ""]]:
+    """Return the integers of GPTQ for weights with these scales, int8, and `Factor.valid`."""
     order = jnp.argsort(-jnp.diagonal(hessian))
     factor = factorize(hessian[order][:, order], damping)
-    w = w.astype(jnp.float32)
-    w = jnp.where(jnp.zeros_like(factor.dead).at[order].set(factor.dead), 0.0, w)
-    scales = grid.scales(w)
-    spread = jnp.repeat(scales, w.shape[1] // scales.shape[1], axis=1)[:, order]
-    rounded = sweep(w[:, order], factor.upper, Round(grid), spread)
-    rounded = jnp.zeros_like(w).at[:, order].set(rounded)
-    return Rounded(grid.quantize(rounded, scales), scales.astype(jnp.bfloat16), factor.valid)
+    ordered = jnp.where(factor.dead, 0.0, w.astype(jnp.float32)[:, order])
+    rounded = sweep(ordered, factor.upper, Round(Grid(grid.bits)), spread[:, order])
+    rounded = jnp.zeros(w.shape, jnp.float32).at[:, order].set(rounded)
+    return Grid(grid.bits).quantize(rounded, spread), factor.valid

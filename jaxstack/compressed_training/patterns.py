@@ -1,8 +1,11 @@
-"""Table of the 65,536 bfloat16 values, in which k-means over weights is independent of the size of a matrix.
+"""Tables of bfloat16 values, in which k-means over weights is independent of the size of a matrix.
 
 Weights are rounded to bfloat16, and each value counts as often as it occurs (eDKM, Cho et al. 2023, arXiv:2309.00964).
 A pattern is the 16 bits of a value as an integer.
 """
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +33,42 @@ def count_patterns(patterns: Int[Array, "*dims"]) -> Float[Array, "65536"]:
     return jnp.bincount(patterns.ravel(), length=PATTERNS).astype(jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True)
+class ValueTable:
+    """The bfloat16 values with magnitudes from `smallest` to below `largest`, and 0 for all others.
+
+    Attributes:
+      smallest, largest: powers of two.
+    """
+
+    smallest: float
+    largest: float
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        low, high = np.asarray([self.smallest, self.largest], np.float32).view(np.uint32) >> 16
+        return int(low), int(high)
+
+    @functools.cached_property
+    def values(self) -> Float[np.ndarray, " table"]:
+        """The values: 0, the positive ones and the negative ones, float32."""
+        positive = pattern_values()[slice(*self._ends)]
+        return np.concatenate([np.zeros(1, np.float32), positive, -positive])
+
+    def places(self, w: Float[Array, "*dims"]) -> Int[Array, "*dims"]:
+        """Return the place in `values` of each weight, rounded to bfloat16, as int32."""
+        (low, high), patterns = self._ends, patterns_of(w)
+        magnitudes = patterns & (PATTERNS // 2 - 1)
+        place = magnitudes - low + 1 + jnp.where(patterns >= PATTERNS // 2, high - low, 0)
+        return jnp.where((magnitudes >= low) & (magnitudes < high), place, 0)
+
+    def counts(self, places: Int[Array, "*dims"]) -> Float[Array, " table"]:
+        """Return how many weights have each value, float32."""
+        return jnp.bincount(places.ravel(), length=len(self.values)).astype(jnp.float32)
+
+
 def quantiles(
-    values: Float[np.ndarray, "65536"], counts: Float[Array, "65536"], shares: Float[Array, " n"]
+    values: Float[np.ndarray, " table"], counts: Float[Array, " table"], shares: Float[Array, " n"]
 ) -> Float[Array, " n"]:
     """Return for each share the smallest value that at least this share of all weights does not exceed."""
     order = np.argsort(values, kind="stable")

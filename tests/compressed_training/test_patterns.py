@@ -3,7 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.compressed_training.patterns import PATTERNS, count_patterns, pattern_values, patterns_of, quantiles
+from jaxstack.compressed_training.patterns import (
+    PATTERNS,
+    ValueTable,
+    count_patterns,
+    pattern_values,
+    patterns_of,
+    quantiles,
+)
 
 
 def test_the_table_has_every_bfloat16_once():
@@ -20,3 +27,13 @@ def test_counts_are_exact_and_quantiles_are_those_of_the_weights():
     assert counts.sum() == 48 and counts[patterns_of(w)[5, 0]] == 3
     found = quantiles(pattern_values(), counts, jnp.array([0.01, 0.25, 0.5, 0.99]))
     np.testing.assert_array_equal(found, np.quantile(w, [0.01, 0.25, 0.5, 0.99], method="inverted_cdf"))
+
+
+def test_a_table_of_a_range_of_magnitudes_has_each_of_its_values_once():
+    table = ValueTable(smallest=2.0**-2, largest=2.0**3)
+    assert len(table.values) == len(np.unique(table.values)) == 1 + 2 * 5 * 128
+    w = jnp.array([0.25, -0.25, 7.96875, -7.96875, 1.5, 0.2490234375, -1e-30, 8.0, 0.0, -0.0, jnp.inf])
+    places = table.places(w)
+    np.testing.assert_array_equal(table.values[np.asarray(places)], [0.25, -0.25, 7.96875, -7.96875, 1.5] + [0] * 6)
+    counts = table.counts(places)
+    assert counts.sum() == len(w) and counts[0] == 6

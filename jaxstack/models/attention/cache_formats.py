@@ -41,6 +41,7 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
     "int8": CacheFormat(IntegerCodec(Grid(8)), IntegerCodec(Grid(8))),
     "fp8": CacheFormat(Fp8Codec(), Fp8Codec()),
     "int4": CacheFormat(IntegerCodec(Grid(4, _BLOCK)), IntegerCodec(Grid(4, _BLOCK))),
+    "k8v4": CacheFormat(IntegerCodec(Grid(8)), IntegerCodec(Grid(4, _BLOCK))),
     "bfp12": CacheFormat(BlockFloatCodec(4, _BLOCK), BlockFloatCodec(8, _BLOCK), sorts_channels=True),
 }
 """Formats by the name that `precision.kv_cache` has for them. bfp12 (4-bit integers, 8-bit exponents, sorted channels)

@@ -89,7 +89,9 @@ def test_packed_tokens_over_pages_give_the_logits_of_the_forward_with_rounded_ke
         )
 
 
-@pytest.mark.parametrize(("name", "bits"), [("int8", 8.125), ("fp8", 8), ("int4", 4.5), ("bfp12", 6.25)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("int8", 8.125), ("fp8", 8), ("int4", 4.5), ("k8v4", 6.3125), ("bfp12", 6.25)]
+)
 def test_bytes_of_a_cache(name, bits):
     """Bits of a value, of which bfloat16 has 16: int8 with a scale for 128 values just exceeds half of it."""
     config = ModelConfig(**{**BASE, "head_dim": 128, "scan_layers": False})
