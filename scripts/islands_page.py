@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "islands.md"
 NAMES = {
     "data_parallel": "data parallelism",
     "local_sgd": "`local_sgd`",
+    "local_sgd_synchronous": "`local_sgd`, `synchronous_steps: 200`",
     "diloco": "`diloco`, defaults",
     "diloco_calm": "`diloco`, `outer_learning_rate: 0.9`, `momentum: 0.3`",
     "diloco_int8": "`diloco`, `compression: int8`",

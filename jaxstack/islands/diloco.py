@@ -9,7 +9,6 @@ from pydantic import Field
 
 from jaxstack.islands.base import Dict, IslandMethod, OuterState
 from jaxstack.islands.reduction import Reduction, make_reduction
-from jaxstack.parallel.config import ISLANDS
 
 
 class OuterSGD(IslandMethod):
@@ -41,29 +40,23 @@ class DiLoCo(OuterSGD):
     (Vogels et al. 2019, arXiv:1905.13727), while each island keeps what its factors left out for the next exchange."""
     rank: int = Field(default=4, ge=1)
     """Rank of the factors of powersgd."""
-    synchronous_steps: int = Field(default=0, ge=0)
-    """Steps at the start of the run that are each followed by a plain float32 mean of the parameters, while they change
-    quickly (Lin et al. 2020, arXiv:1808.07217)."""
 
     def build(self, islands: int, stacked: Mapping[str, Any]) -> "DiLoCoExchange":
-        reduction = make_reduction(self.compression, self.rank, islands)
-        return DiLoCoExchange(self, reduction, self.synchronous_steps)
+        return DiLoCoExchange(self, make_reduction(self.compression, self.rank, islands))
 
 
 class DiLoCoExchange:
     """The exchange of DiLoCo. The state holds `anchor`, `velocity`, and the entries of the reduction.
 
-    Phase 0 is a step of the outer optimizer, phase 1 the plain mean that follows each of the first steps.
-
     Args:
       settings: interval and outer optimizer.
       reduction: computes the mean over islands.
-      synchronous_steps: steps at the start of the run that are each followed by a plain mean.
     """
 
-    def __init__(self, settings: OuterSGD, reduction: Reduction, synchronous_steps: int = 0):
-        self._settings, self._reduction, self._synchronous_steps = settings, reduction, synchronous_steps
-        self.phases = 2 if synchronous_steps else 1
+    phases = 1
+
+    def __init__(self, settings: OuterSGD, reduction: Reduction):
+        self._settings, self._reduction = settings, reduction
 
     def init(self, params: Dict) -> OuterState:
         """Return the state of a run that starts from these parameters."""
@@ -72,16 +65,11 @@ class DiLoCoExchange:
         return OuterState({"anchor": params, "velocity": velocity, **kept.shared}, kept.own)
 
     def due(self, step: int) -> int | None:
-        """Return the phase of the exchange that follows this step; None if none follows."""
-        if step <= self._synchronous_steps:
-            return 1
+        """Return phase 0 if an exchange follows this step, otherwise None."""
         return None if step % self._settings.every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
         """Return the new synchronised parameters and the state."""
-        if phase == 1:
-            mean = jax.lax.pmean(params, ISLANDS)
-            return mean, state._replace(shared={**state.shared, "anchor": mean})
         progress = jax.tree.map(jnp.subtract, state.shared["anchor"], params)
         progress, kept = self._reduction(progress, state)
         return self.apply(progress, OuterState({**state.shared, **kept.shared}, kept.own))

@@ -56,6 +56,8 @@ class FolderDiLoCo(OuterSGD):
     def _check(self) -> "FolderDiLoCo":
         if self.island >= self.count:
             raise ValueError(f"island ({self.island}) must be below count ({self.count}), as islands count from 0.")
+        if self.synchronous_steps:
+            raise ValueError("separate runs take no synchronous_steps; start from a run with run.init_from instead.")
         return self
 
     def build(self, islands: int, stacked: Mapping[str, Any]) -> "FolderExchange":

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-from pydantic import Field
 
 from jaxstack.islands.base import Dict, IslandMethod, OuterState
 from jaxstack.parallel.config import ISLANDS
@@ -14,12 +13,9 @@ class LocalSGD(IslandMethod):
     """Replaces the parameters by their mean every `every` steps, without any further state."""
 
     name: Literal["local_sgd"] = "local_sgd"
-    synchronous_steps: int = Field(default=0, ge=0)
-    """Steps at the start of the run that are each followed by a mean of the parameters, while they change quickly (Lin
-    et al. 2020, arXiv:1808.07217)."""
 
     def build(self, islands: int, stacked: Mapping[str, Any]) -> "MeanExchange":
-        return MeanExchange(self.every, self.synchronous_steps)
+        return MeanExchange(self.every)
 
 
 class MeanExchange:
@@ -27,13 +23,12 @@ class MeanExchange:
 
     Args:
       every: steps between two exchanges.
-      synchronous_steps: steps at the start that are each followed by one.
     """
 
     phases = 1
 
-    def __init__(self, every: int, synchronous_steps: int = 0):
-        self._every, self._synchronous_steps = every, synchronous_steps
+    def __init__(self, every: int):
+        self._every = every
 
     def init(self, params: Dict) -> OuterState:
         """Return no state."""
@@ -41,7 +36,7 @@ class MeanExchange:
 
     def due(self, step: int) -> int | None:
         """Return phase 0 if an exchange follows this step, otherwise None."""
-        return 0 if step <= self._synchronous_steps or step % self._every == 0 else None
+        return None if step % self._every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
         """Return the mean of the islands' parameters."""
