@@ -287,7 +287,7 @@ class IslandTrainer(Trainer):
             step, begin = self._synchronous
             self._state, metrics = step(self.state, dict(batch))
             if self._taken == self._method.synchronous_steps:
-                self._state = begin(self._state)
+                self._state = begin(jax.block_until_ready(self._state))
             return metrics
         if sent is None:
             metrics = super().train_step(batch)
