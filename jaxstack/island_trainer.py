@@ -348,8 +348,8 @@ class IslandTrainer(Trainer):
         with contextlib.suppress(ValueError, AssertionError):  # HLO text of an unknown form must not stop a run
             described["step_bytes"] = bytes_between_islands(step, axes)
             described["exchange_bytes"] = [bytes_between_islands(program, axes) for program in exchanges]
-            synchronous = self._synchronous and self._synchronous[0]
-            described["synchronous_bytes"] = bytes_between_islands(synchronous, axes)
+            sums = self._synchronous
+            described["synchronous_bytes"] = 0 if sums is None else bytes_between_islands(sums[0], axes)
         return {**super().describe(), "islands": described}
 
 
