@@ -96,7 +96,7 @@ def train(overrides: list[str], megabytes: float, exchanges: int) -> dict[str, A
     limited = limit_connections(int(megabytes * 1e6))
     rate = measured.megabytes_per_second()
     count = exchanges * every
-    began = time.perf_counter()
+    began, loss = time.perf_counter(), float("nan")
     for _ in range(count):
         loss = step()
     seconds = time.perf_counter() - began
