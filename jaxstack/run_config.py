@@ -29,6 +29,7 @@ from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
 from jaxstack.errors import ConfigError
 from jaxstack.islands.diloco import DiLoCo
+from jaxstack.islands.folder import FolderDiLoCo
 from jaxstack.islands.methods import AnyIslandMethod
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
@@ -171,8 +172,10 @@ class RunConfig(Component):
         return None
 
     def _islands_problem(self) -> str | None:
-        count = self.parallel.islands
-        if count == 1:
+        count, separate = self.parallel.islands, isinstance(self.islands, FolderDiLoCo)
+        if separate and count > 1:
+            return "islands.name=folder describes one island of separate runs; set parallel.islands=1."
+        if count == 1 and not separate:
             given = self.islands != DiLoCo()
             return "islands needs parallel.islands of 2 or more; set it, or remove the section." if given else None
         excluded = {
@@ -186,7 +189,8 @@ class RunConfig(Component):
         }
         found = [name for name, given in excluded.items() if given]
         if found:
-            return f"parallel.islands ({count}) does not support {found[0]}; remove it, or set parallel.islands=1."
+            used = "islands.name=folder" if separate else f"parallel.islands ({count})"
+            return f"{used} does not support {found[0]}; remove it, or do without islands."
         return self.islands.problem(count)
 
     @property

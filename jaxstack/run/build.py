@@ -14,8 +14,10 @@ from jaxstack.compressed_training.distill import distillation_loss, empty_model,
 from jaxstack.data.loader import Data
 from jaxstack.distributed.xla_options import narrow_cpu_options
 from jaxstack.errors import ConfigError
+from jaxstack.folder_trainer import FolderTrainer
 from jaxstack.functional.compressed import compress_in_training
 from jaxstack.island_trainer import IslandTrainer
+from jaxstack.islands.folder import FolderDiLoCo
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
     ModelConfig,
@@ -137,7 +139,9 @@ def make_trainer(
         make = _with_teacher(make, config.distill.teacher, dtype)
         loss = functools.partial(distillation_loss, z_loss=config.train.z_loss, settings=config.distill)
     kind = Trainer
-    if config.parallel.islands > 1:
+    if isinstance(config.islands, FolderDiLoCo):
+        kind = functools.partial(FolderTrainer, islands=config.islands)
+    elif config.parallel.islands > 1:
         kind = functools.partial(IslandTrainer, islands=config.islands)
     return kind(
         compress_in_training(make, config.compression.rules),
