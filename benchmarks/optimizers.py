@@ -6,11 +6,11 @@
 
 Each optimizer has six runs to find its learning rate, on a grid of powers of two around its own centre (`CENTRES`):
 `COARSE` in steps of four, then the two neighbours of the best. The best of the six is run again with `--seeds` other
-seeds, which change the initial weights and the order of the text; the results are those of these runs alone. `edge` says
-that the best rate is at the end of the grid, so that a better one may lie beyond.
+seeds, which change the initial weights and the order of the text; the results are those of these runs alone. `edge`
+says that the best rate is at the end of the grid, so that a better one may lie beyond.
 
-`final_loss` is the mean training loss over the last tenth of the steps, over all seeds; no text is seen twice. AdamW's is
-the loss to reach: `steps_to_loss` is the step at which the mean over a tenth of the run first is as low, and
+`final_loss` is the mean training loss over the last tenth of the steps, over all seeds; no text is seen twice. AdamW's
+is the loss to reach: `steps_to_loss` is the step at which the mean over a tenth of the run first is as low, and
 `seconds_to_loss` the training time until there without the first step. On a CPU these are seconds of processor time,
 which hold on a machine that does other work too. `state_bytes` is the optimizer's state.
 
@@ -98,6 +98,8 @@ COLUMNS = (
     "optimizer", "rate", "edge", "final_loss", "spread", "eval_loss", "steps_to_loss", "seconds_to_loss",
     "milliseconds", "state_bytes",
 )  # fmt: skip
+SHOWN = ("work", "device", "optimizer", "rate", "state_bytes", "parameters", "tokens", "commit", "date")
+"""What a summary takes from a row."""
 Row = Mapping[str, Any]
 Key = tuple[int, int]
 """A run of an optimizer: power of two of its learning rate relative to the centre, and its seed."""
@@ -224,7 +226,7 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
         finals = [row["final_loss"] if row["final_loss"] is not None else math.inf for row in again]
         first = again[0]
         found.append({
-            **{key: first[key] for key in ("work", "device", "optimizer", "rate", "state_bytes", "parameters", "tokens")},
+            **{key: first[key] for key in SHOWN},
             "tuned": sum(not row["seed"] for row in runs),
             "seeds": len(again),
             "edge": abs(first["power"]) > max(COARSE),
@@ -243,6 +245,10 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return sorted(
         found, key=lambda row: (row["optimizer"] != BASE, row["steps_to_loss"] or math.inf, row["final_loss"])
     )
+
+
+def _place(row: Row) -> tuple[bool, float, float]:
+    return row["optimizer"] != BASE, row["steps_to_loss"] or math.inf, row["final_loss"]
 
 
 def stored_rows(script: str, same: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -272,11 +278,10 @@ def run_all(args: argparse.Namespace, names: Sequence[str], given: Sequence[str]
             row |= train(name, key, work, [*work.overrides, *changes])
             longest = max(longest, time.perf_counter() - started)
             losses[key] = _loss(row)
-            rows.append(row)
             append_rows(script, [row])
             shown = f"{name} at {row['rate']:.3g}, seed {key[1]}: loss {losses[key]:.4f}"
             print(f"{shown} ({time.perf_counter() - started:.1f} s)", flush=True)
-    return rows, open_
+    return stored_rows(script, same), open_
 
 
 def _loss(row: Row) -> float:
