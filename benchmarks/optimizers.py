@@ -15,7 +15,7 @@ is the loss to reach: `steps_to_loss` is the step at which the mean over a tenth
 which hold on a machine that does other work too. `state_bytes` is the optimizer's state.
 
 Every run is a row of benchmarks/results/optimizers.jsonl. Runs that have a row are not repeated: a command that was
-stopped goes on, and `--minutes` ends it before a run that would take longer. `python scripts/optimizers_page.py` shows
+stopped goes on, and `--minutes` ends it before a run that would take longer. `python scripts/tuning_pages.py` shows
 the results in docs/optimizers.md.
 """
 
@@ -43,7 +43,6 @@ from benchmarks.steps import open_run
 from jaxstack.optim.base import Optimizer, RunInfo
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.run.build import make_trainer
-from jaxstack.trainer import Trainer
 
 BASE = "adamw"
 COARSE = (-3, -1, 1, 3)
@@ -146,16 +145,15 @@ def with_rate_as_value(settings: Optimizer) -> Optimizer:
     return WithRate.model_validate({**settings.model_dump(), "learning_rate": 1.0})
 
 
-def set_rate(trainer: Trainer, rate: float) -> None:
-    """Set the learning rate of an optimizer of `with_rate_as_value`."""
+def set_rate(state: optax.OptState, rate: float) -> optax.OptState:
+    """Return the state of an optimizer of `with_rate_as_value` at another learning rate."""
 
-    def changed(state: Any) -> Any:
-        if not isinstance(state, RateState):
-            return state
-        return state._replace(rate=jax.device_put(jnp.float32(rate), state.rate.sharding))
+    def changed(part: Any) -> Any:
+        if not isinstance(part, RateState):
+            return part
+        return part._replace(rate=jax.device_put(jnp.float32(rate), part.rate.sharding))
 
-    state = jax.tree.map(changed, trainer.state.optimizer, is_leaf=lambda x: isinstance(x, RateState))
-    trainer.state = trainer.state._replace(optimizer=state)
+    return jax.tree.map(changed, state, is_leaf=lambda part: isinstance(part, RateState))
 
 
 def train(name: str, key: Key, work: Work, overrides: Sequence[str]) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def train(name: str, key: Key, work: Work, overrides: Sequence[str]) -> dict[str
     rate = 2.0 ** (work.centre + CENTRES.get(name, 0) + power)
     config, data = open_run([*overrides, f"optimizer.name={name}", *SETTINGS.get(name, ()), f"run.seed={seed}"])
     trainer = make_trainer(config.model_copy(update={"optimizer": with_rate_as_value(config.optimizer)}), data)
-    set_rate(trainer, rate)
+    trainer.state = trainer.state._replace(optimizer=set_rate(trainer.state.optimizer, rate))
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     points = learn(trainer, every=max(1, config.train.steps // POINTS), clock=clock)
     loss, steps = final_loss(points), config.train.steps
