@@ -28,6 +28,8 @@ from jaxstack.tune.study_config import StudyConfig
 _CONSTRAINTS = ("memory", "failure")
 """Constraints of every ended trial, as Optuna's Gaussian process needs the same ones from all of them. A trial is
 feasible if none is positive."""
+_CANDIDATES = 100
+"""Values among which TPE proposes the best."""
 _WORST = 20.0
 """Value of an infeasible trial while no trial has a loss: nats per token, above those of a random model."""
 
@@ -232,9 +234,23 @@ def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSample
         return optuna.samplers.RandomSampler(seed=seed)
     if config.sampler == "gp":
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=config.random_trials)
-    return optuna.samplers.TPESampler(
-        seed=seed, n_startup_trials=config.random_trials, multivariate=True, constant_liar=True
-    )
+    with _quiet():
+        return optuna.samplers.TPESampler(
+            seed=seed,
+            n_startup_trials=config.random_trials,
+            multivariate=True,
+            constant_liar=True,
+            gamma=_good_trials,
+            n_ei_candidates=_CANDIDATES,
+        )
+
+
+def _good_trials(count: int) -> int:
+    """Return how many of `count` trials TPE takes for good ones, which it proposes values close to.
+
+    Optuna's default, a tenth, leaves one to three in a study of 30 trials, and proposes almost as widely as at random.
+    """
+    return min(math.ceil(count / 4), 25)
 
 
 def make_pruner(config: StudyConfig, steps: int) -> optuna.pruners.BasePruner:
