@@ -39,13 +39,18 @@ CHECKED = (
     "pallas_kernels.linear_time_attention.reference",
     "pallas_kernels.linear_time_attention.state",
     "pallas_kernels.normalization.api",
+    "pallas_kernels.low_bits",
+    "pallas_kernels.paged_attention.api",
     "pallas_kernels.pointwise",
+    "pallas_kernels.weight_only.api",
 )
 """Modules, or packages with all of their modules, whose annotations are checked.
 
 Of `jaxstack.models` these are the parts of a layer; `transformer` and `embedding` accept numpy arrays of tokens too,
 and `linear` casts quantized kernels to arrays where no kernel reads them.
 
+`pallas_kernels.collective_matmul.api` and `host_table.api` explain wrong shapes and dtypes themselves, and their tests
+give them such.
 Modules with kernels that Triton or Mosaic compiles from their source are left out: a decorated function is not that
 source any more.
 """
