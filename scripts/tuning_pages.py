@@ -82,7 +82,8 @@ def optimizers(work: str) -> str:
         f"million tokens; {timed} relative to AdamW's ({base['seconds_to_loss']:.1f} s, {base['milliseconds']:.1f} ms "
         f"a step); {source(runs)}"
     )
-    return "\n".join([*lines, "", about])
+    drawn = ["![Training loss of optimizers](pictures/optimizers.svg)", ""] if work == "small" else []
+    return "\n".join([*drawn, *lines, "", about])
 
 
 def _power(rate: float) -> str:
@@ -113,7 +114,9 @@ def transfers(rows: Sequence[Row]) -> str:
     """Return the table of the best learning rate at each width."""
     if not rows:
         return "Not measured yet; `python benchmarks/transfer.py` measures it."
-    lines = ["| parametrization | width | best learning rate | its loss | loss at 2^-8 |", "|---|---|---|---|---|"]
+    drawn = "![Loss over the learning rate at the widths, standard and muP](pictures/transfer.svg)"
+    head = ("parametrization", "width", "best learning rate", "its loss", "loss at 2^-8")
+    lines = [drawn, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         best, at = row["losses"][str(row["best"])], row["losses"]["8"]
         found = f"2^-{row['best']} | {best:.3f} | {at if at is None else format(at, '.3f')}"
@@ -143,7 +146,12 @@ def samplers(studies: Mapping[int, Mapping[str, Row]]) -> str:
         means = [mean(study[sampler][f"loss_at_{count}"] for study in studies.values()) for count in COUNTS]
         lines.append(f"| `{sampler}` | {' | '.join(f'{loss:.3f}' for loss in means)} |")
     rows = [row for study in studies.values() for row in study.values()]
-    return "\n".join([*lines, "", source(rows)])
+    drawn = ["", "![Best loss so far over the trials of a study](pictures/study.svg)"] * _has_bests(studies)
+    return "\n".join([*lines, "", source(rows), *drawn])
+
+
+def _has_bests(studies: Mapping[int, Mapping[str, Row]]) -> bool:
+    return bool(studies) and all("bests" in row for study in studies.values() for row in study.values())
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
@@ -153,7 +161,7 @@ def make_pictures() -> dict[str, str]:
     """Return file name -> SVG of everything that has rows."""
     drawn: dict[str, str] = {}
     studies = read_studies()
-    if studies:
+    if _has_bests(studies):
         curves = {sampler: _mean_bests([study[sampler] for study in studies.values()]) for sampler in ("tpe", "random")}
         drawn["study.svg"] = draw(
             [Panel(f"Best held-out loss so far, mean of {len(studies)} studies", "trials", curves)], "Studies"
