@@ -48,6 +48,7 @@ def test_steps_to_the_loss_are_those_of_the_mean_curve():
     assert last["steps_to_loss"] is None and last["seconds_to_loss"] is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.model_fields["name"].default)
 def test_a_rate_as_a_value_is_the_rate_of_the_schedule(kind):
     params = {"layer": {"kernel": jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)}}
