@@ -94,7 +94,7 @@ def _power(rate: float) -> str:
 def coordinates(rows: Sequence[Row]) -> str:
     """Return the table of the coordinate check: growth from the smallest width to the largest."""
     if not rows:
-        return "Not measured yet; `python benchmarks/coordinates.py` measures it."
+        return "`python benchmarks/coordinates.py` measures it."
     lines = [
         "| optimizer | widths | parametrization | embeddings | residual stream | logits |",
         "|---|---|---|---|---|---|",
@@ -113,7 +113,7 @@ def _named(row: Row) -> str:
 def transfers(rows: Sequence[Row]) -> str:
     """Return the table of the best learning rate at each width."""
     if not rows:
-        return "Not measured yet; `python benchmarks/transfer.py` measures it."
+        return "`python benchmarks/transfer.py` measures it."
     drawn = "![Loss over the learning rate at the widths, standard and muP](pictures/transfer.svg)"
     head = ("parametrization", "width", "best learning rate", "its loss", "loss at 2^-8")
     lines = [drawn, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

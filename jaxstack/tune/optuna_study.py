@@ -28,8 +28,6 @@ from jaxstack.tune.study_config import StudyConfig
 _CONSTRAINTS = ("memory", "failure")
 """Constraints of every ended trial, as Optuna's Gaussian process needs the same ones from all of them. A trial is
 feasible if none is positive."""
-_CANDIDATES = 100
-"""Values among which TPE proposes the best."""
 _WORST = 20.0
 """Value of an infeasible trial while no trial has a loss: nats per token, above those of a random model."""
 
@@ -103,8 +101,9 @@ class OptunaStudy:
         optuna.logging.set_verbosity(logging.ERROR)
         self.config, self.space = config, space
         self._distributions = {key: to_distribution(one) for key, one in space.dimensions.items()}
-        storage = _open_storage(config.storage or str(directory / "study.journal"))
-        with _storage_errors(config.storage):
+        place = config.storage or str(directory / "study.journal")
+        storage = _open_storage(place)
+        with _storage_errors(place):
             self._study = optuna.create_study(
                 storage=storage,
                 study_name=config.name,
@@ -234,23 +233,9 @@ def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSample
         return optuna.samplers.RandomSampler(seed=seed)
     if config.sampler == "gp":
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=config.random_trials)
-    with _quiet():
-        return optuna.samplers.TPESampler(
-            seed=seed,
-            n_startup_trials=config.random_trials,
-            multivariate=True,
-            constant_liar=True,
-            gamma=_good_trials,
-            n_ei_candidates=_CANDIDATES,
-        )
-
-
-def _good_trials(count: int) -> int:
-    """Return how many of `count` trials TPE takes for good ones, which it proposes values close to.
-
-    Optuna's default, a tenth, leaves one to three in a study of 30 trials, and proposes almost as widely as at random.
-    """
-    return min(math.ceil(count / 4), 25)
+    return optuna.samplers.TPESampler(
+        seed=seed, n_startup_trials=config.random_trials, multivariate=True, constant_liar=True
+    )
 
 
 def make_pruner(config: StudyConfig, steps: int) -> optuna.pruners.BasePruner:
@@ -292,29 +277,31 @@ def check_packages(config: StudyConfig) -> None:
 
 
 def _open_storage(place: str) -> optuna.storages.BaseStorage:
-    if "://" in place:
-        with _storage_errors(place):
+    with _storage_errors(place):
+        if "://" in place:
             return optuna.storages.RDBStorage(place)
-    path = Path(place)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
-    except OSError as error:
-        raise ConfigError(f"cannot open the study's storage {path}: {error.strerror or error}.") from None
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(JournalFileBackend(place))
 
 
 @contextlib.contextmanager
-def _storage_errors(place: str | None) -> Iterator[None]:
-    """Convert database errors (no driver, wrong URL, no connection) to a ConfigError."""
+def _storage_errors(place: str) -> Iterator[None]:
+    """Convert errors of a database (no driver, wrong URL, no connection) or a journal file to a ConfigError."""
     try:
         with _quiet():
             yield
     except JaxstackError:
         raise
     except Exception as error:
-        if place is None:
-            raise
-        raise ConfigError(f"cannot open the study's storage {place}: {str(error).splitlines()[0]}") from None
+        if "://" in place:
+            raise ConfigError(f"cannot open the study's storage {place}: {str(error).splitlines()[0]}") from None
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot open the study's storage {place}: {error.strerror or error}.") from None
+        if isinstance(error, ValueError | KeyError):
+            raise ConfigError(
+                f"the study's storage {place} is damaged or no journal of Optuna; move it away to begin the study anew."
+            ) from None
+        raise
 
 
 @contextlib.contextmanager
