@@ -132,11 +132,11 @@ def with_rate_as_value(settings: Optimizer) -> Optimizer:
     def scaled(chain: optax.GradientTransformation) -> optax.GradientTransformation:
         chain = optax.with_extra_args_support(chain)
 
-        def update(updates: Any, state: RateState, params: Any = None, **extra: Any) -> tuple[Any, RateState]:
+        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
             updates, inner = chain.update(updates, state.inner, params, **extra)
             return jax.tree.map(lambda x: state.rate * x, updates), RateState(state.rate, inner)
 
-        return optax.GradientTransformationExtraArgs(lambda p: RateState(jnp.ones(()), chain.init(p)), update)
+        return optax.GradientTransformationExtraArgs(lambda params: RateState(jnp.ones(()), chain.init(params)), update)
 
     class WithRate(type(settings)):
         def wrap(self, chain: optax.GradientTransformation, run: RunInfo) -> optax.GradientTransformation:
