@@ -2,10 +2,9 @@
 
 import pytest
 
-from benchmarks.transfer import transfer
+from benchmarks.transfer import measure
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
-from jaxstack.optim.optimizers import AdamW
 from jaxstack.run_config import load_config
 from jaxstack.tune.coordinates import Coordinates, check_coordinates, draw, main, widen
 
@@ -49,6 +48,6 @@ def test_the_command_reports_a_wrong_width(capsys, tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_best_learning_rate_transfers_over_eight_times_the_width():
-    found = {p: [at.best for at in transfer(p, (64, 512), 100, AdamW)] for p in ("standard", "mup")}
+    found = {p: [measure(width, p, 100, "adamw")["best"] for width in (64, 512)] for p in ("standard", "mup")}
     assert abs(found["mup"][1] - found["mup"][0]) <= 1
     assert found["standard"][1] - found["standard"][0] >= 3
