@@ -123,7 +123,7 @@ def run_child(options: argparse.Namespace) -> None:
     """All checks and times of the variants named, in this process."""
     import jax
 
-    from jaxstack.distributed.devices import start_devices
+    from jaxstack.distributed.device_setup import start_devices
 
     (devices,) = options.devices
     start_devices(devices if options.tiny else None)

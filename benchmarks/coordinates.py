@@ -28,7 +28,7 @@ def measure(name: str, rate: float, widths: list[int], steps: int) -> list[dict[
     import jax
 
     from jaxstack.run_config import load_config
-    from jaxstack.tune.coordinates import PARAMETRIZATIONS, QUANTITIES, check_coordinates
+    from jaxstack.tune.coordinate_check import PARAMETRIZATIONS, QUANTITIES, check_coordinates
 
     chosen = (f"optimizer.name={name}", f"optimizer.learning_rate={rate}", "parallel.simulate_devices=1")
     began = time.process_time()

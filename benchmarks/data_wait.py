@@ -38,7 +38,7 @@ from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.data.augmentations.base import Augmenter, Vocabulary
 from jaxstack.data.config import DataConfig
 from jaxstack.data.mixture import row_order
-from jaxstack.data.reading import Batch, TrainingBatches, Workers, read_batches
+from jaxstack.data.read_batches import Batch, TrainingBatches, Workers, read_batches
 from jaxstack.data.shard_files import LocalFiles
 from jaxstack.data.shards import ShardWriter, TokenStream
 from jaxstack.data.token_rows import TextRows
@@ -172,7 +172,7 @@ def run_steps(step: Callable[[Any, Any], Any], state: Any, source: Iterator[Batc
     """Run a loop like a trainer's, with two steps in flight; return its times and the tokens of all batches."""
     import jax
 
-    from jaxstack.data.device import device_batches
+    from jaxstack.data.device_batches import device_batches
 
     batches = cast(Generator, device_batches(source, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
     flying, waits, tokens, times = [], [], [], [0.0]

@@ -22,7 +22,7 @@ from benchmarks.timing import median_seconds
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.data.loader import open_data
 from jaxstack.plan.choose import training_layout
-from jaxstack.resilience.replicas import ReplicaCheck
+from jaxstack.resilience.replica_check import ReplicaCheck
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import load_config
 from jaxstack.trainer import Trainer

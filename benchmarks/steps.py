@@ -131,7 +131,7 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     """Return the resolved configuration of a run, and its data."""
     from jaxstack.data.build_shards import available_cores
     from jaxstack.data.loader import open_data
-    from jaxstack.distributed.devices import cache_compilations, start_devices
+    from jaxstack.distributed.device_setup import cache_compilations, start_devices
     from jaxstack.plan.choose import training_layout
     from jaxstack.run.build import resolve_model
     from jaxstack.run_config import load_config

@@ -36,7 +36,7 @@ from jaxstack.models import ModelConfig, Transformer
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
-from jaxstack.tune.coordinates import widen
+from jaxstack.tune.coordinate_check import widen
 
 BASE = ModelConfig(
     hidden_size=64, num_layers=2, num_heads=2, vocab_size=320, initialization="fan_in", intermediate_size=192

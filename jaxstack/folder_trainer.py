@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.data.batch_source import peek
-from jaxstack.data.device import abstract_batch
+from jaxstack.data.device_batches import abstract_batch
 from jaxstack.errors import ConfigError
 from jaxstack.islands.base import OuterState
 from jaxstack.islands.folder import FolderDiLoCo, FolderExchange, local_arrays

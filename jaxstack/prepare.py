@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError
-from jaxstack.observe.units import byte_size, plural
+from jaxstack.observe.number_format import byte_size, plural
 
 STOPPED = "stopped; the same command goes on from here"
 

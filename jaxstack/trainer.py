@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxstack.data.batch_ramp import BatchSizes, sliceable
 from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, peek
 from jaxstack.data.batch_source import numpy_batches as numpy_batches
-from jaxstack.data.device import BatchPlacement, abstract_batch, check_rows
+from jaxstack.data.device_batches import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
 from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, flatten, make_functional
 from jaxstack.gradients.pipeline_module import stage_module

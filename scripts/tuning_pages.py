@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.optimizers import mean_curve, summarize
 from benchmarks.picture import Panel, draw
-from jaxstack.tune.coordinates import PARAMETRIZATIONS, QUANTITIES, Coordinates
-from jaxstack.tune.coordinates import draw as draw_coordinates
+from jaxstack.tune.coordinate_check import PARAMETRIZATIONS, QUANTITIES, Coordinates
+from jaxstack.tune.coordinate_check import draw as draw_coordinates
 from scripts.page_parts import fill_page
 from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
 

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from jaxstack.compressed_training.base import Stored, WeightRule
-from jaxstack.compressed_training.matrices import MatrixLayout
-from jaxstack.compressed_training.patterns import ValueTable, quantiles
+from jaxstack.compressed_training.bfloat16_table import ValueTable, quantiles
+from jaxstack.compressed_training.compressible_weights import MatrixLayout
 from pallas_kernels.weight_only.packed import PackedWeight, pack_lookup
 
 _TABLE = ValueTable(smallest=2.0**-40, largest=2.0**13)

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from jaxstack.compressed_training.base import WeightRule
 from jaxstack.compressed_training.cluster import ClusterRule
+from jaxstack.compressed_training.compressible_weights import Weight
 from jaxstack.compressed_training.low_rank import LowRankRule
 from jaxstack.compressed_training.mask import MaskRule
-from jaxstack.compressed_training.matrices import Weight
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, load_yaml

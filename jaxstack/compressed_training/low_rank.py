@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from jaxstack.compressed_training.base import Stored, WeightRule
-from jaxstack.compressed_training.matrices import MatrixLayout, Weight
+from jaxstack.compressed_training.compressible_weights import MatrixLayout, Weight
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.packed import PackedWeight, pack_low_rank
 

@@ -18,7 +18,7 @@ from jaxstack.data.tokenize_documents import sample_texts
 from jaxstack.data.tokenizer import CONFIG_FILE, ByteTokenizer, Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import exclusive, writing_to
-from jaxstack.observe.units import byte_size
+from jaxstack.observe.number_format import byte_size
 
 TRAINING_SAMPLE_BYTES = 16 * 2**20
 Report = Callable[[str], None]

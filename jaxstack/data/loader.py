@@ -12,7 +12,7 @@ from jaxstack.data.config import DataConfig
 from jaxstack.data.fingerprint import list_sources
 from jaxstack.data.mixture import order_hash, row_order
 from jaxstack.data.packing import Stream
-from jaxstack.data.reading import Batch, HeldOutBatches, TrainingBatches, Workers, read_batches
+from jaxstack.data.read_batches import Batch, HeldOutBatches, TrainingBatches, Workers, read_batches
 from jaxstack.data.streams import Streams, open_streams
 from jaxstack.data.token_rows import ExampleRows, ExampleSet, Rows, TextRows, describe_fitted
 from jaxstack.data.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.documents import Split
 from jaxstack.data.mixture import source_seed
 from jaxstack.data.packing import Stream
-from jaxstack.data.prepared import LocalFolder, PreparedFolder, is_prepared, open_folder
+from jaxstack.data.prepared_folders import LocalFolder, PreparedFolder, is_prepared, open_folder
 from jaxstack.data.shards import INDEX, notes_on
 from jaxstack.data.source_files import EXTRA, SourceFile, find_files
 from jaxstack.data.synthetic import HELD_OUT_TOKENS, TRAIN_TOKENS, SyntheticStream

@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.score import Scorer
-from jaxstack.decoding.text import TextGenerator
+from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.errors import ConfigError, JaxstackError, nearest
 
 _DEFAULT_TOKENS = 256

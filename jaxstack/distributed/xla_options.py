@@ -61,7 +61,7 @@ PEER_COPIES = (
         "Otherwise a permute starts only after the previous one has ended and its result was used.",
     ),
 )
-"""Options of steps whose weights travel by peer-to-peer copies, see `jaxstack.parallel.transfers`."""
+"""Options of steps whose weights travel by peer-to-peer copies, see `jaxstack.parallel.collectives`."""
 NARROW_ON_CPU = (
     Option(
         "xla_cpu_experimental_ynn_fusion_type",

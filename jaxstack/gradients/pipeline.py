@@ -24,12 +24,12 @@ from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loss import Batch, Loss, LossSum
 from jaxstack.models import Transformer
 from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition_of, shared_inputs
-from jaxstack.parallel.context import ShardingContext, TracedParameters
-from jaxstack.parallel.exchange import Dims
 from jaxstack.parallel.pipeline.execute import StageFunctions, execute
 from jaxstack.parallel.pipeline.schedule import Schedule, forward_only
 from jaxstack.parallel.rules import is_cast, restrict
-from jaxstack.parallel.weights import dims_of, on_tensor_shards
+from jaxstack.parallel.shard_map_weights import Dims
+from jaxstack.parallel.sharding_context import ShardingContext, TracedParameters
+from jaxstack.parallel.weight_gather import dims_of, on_tensor_shards
 from jaxstack.precision.recipe import ScalingState
 
 Result = TypeVar("Result")

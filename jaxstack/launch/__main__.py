@@ -83,7 +83,7 @@ def make_job(args: argparse.Namespace) -> Job:
         check_trust(nodes.coordinator)
     limits = Limits(args.step_seconds, args.start_seconds, args.save_seconds)
     if args.preflight:
-        command, restarts = (sys.executable, "-m", "jaxstack.launch.check"), 0
+        command, restarts = (sys.executable, "-m", "jaxstack.launch.preflight"), 0
         limits = Limits(start=min(args.start_seconds, 600.0))
     else:
         command, restarts = tuple(args.command), args.max_restarts

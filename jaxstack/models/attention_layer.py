@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.models.attention.base import CacheSlots, LayerCache, SegmentIds
 from jaxstack.models.attention.cache_formats import as_stored, magnitude_order
-from jaxstack.models.attention.key_cache import KeyCache
+from jaxstack.models.attention.kv_cache import KeyCache
 from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jaxstack.models.initialization import Initializer
 from jaxstack.models.norm import LayerInput, carrier_of
 from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, save_for_backward, shard
-from jaxstack.parallel.context import is_sharded
+from jaxstack.parallel.sharding_context import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
 from pallas_kernels import NormalisedInput, PackedWeight, QuantizedWeight, activated_matmul, packed_matmul, swiglu
 from pallas_kernels.target import current_target

@@ -152,7 +152,7 @@ class Transformer(nnx.Module):
         if positions is None and splits_length():
             raise ValueError(
                 "a mesh with several devices on context holds sequences in another order, so `positions` must be given "
-                "(jaxstack.data.device.arrange puts a batch into that order and adds them)."
+                "(jaxstack.data.device_batches.arrange puts a batch into that order and adds them)."
             )
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

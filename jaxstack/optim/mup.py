@@ -5,7 +5,7 @@ from typing import TypeVar
 from jaxstack.errors import ConfigError
 from jaxstack.models.parametrization import Width
 from jaxstack.optim.base import HasShape, Optimizer
-from jaxstack.optim.matrices import MatrixOptimizer
+from jaxstack.optim.matrix_optimizer import MatrixOptimizer
 
 AnyKind = TypeVar("AnyKind", bound=Optimizer)
 

@@ -7,11 +7,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstack.config.sections import TrainConfig
-from jaxstack.distributed.devices import DEVICE_FRACTION, memory_per_device
+from jaxstack.distributed.device_setup import DEVICE_FRACTION, memory_per_device
 from jaxstack.distributed.xla_options import supports_peer_copies
 from jaxstack.errors import ConfigError
+from jaxstack.parallel.collectives import in_one_process
 from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.transfers import in_one_process
 from jaxstack.plan.cluster import Cluster, cluster_of_devices, parse_cluster, resized
 from jaxstack.plan.feasibility import layout_problems, suggest_layout
 from jaxstack.plan.forecast import Forecast, forecast

@@ -12,7 +12,7 @@ from jaxstack.observe.device_grid import (
     replicating_axes,
     split_panels,
 )
-from jaxstack.observe.units import byte_size
+from jaxstack.observe.number_format import byte_size
 from jaxstack.plan.describe import LayoutPlan
 from jaxstack.plan.rehearsal import Rehearsal
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxstack.distributed.devices import DEVICE_FRACTION
+from jaxstack.distributed.device_setup import DEVICE_FRACTION
 from jaxstack.models.count import model_flops_per_token
 from jaxstack.plan.cluster import Cluster
 from jaxstack.plan.efficiency import Efficiency, load_efficiency

@@ -20,7 +20,7 @@ A pipeline stores the activations of several microbatches: m with `gpipe`, 2p - 
 
 import numpy as np
 
-from jaxstack.models.chunks import CHUNK_BYTES
+from jaxstack.models.feed_forward_chunks import CHUNK_BYTES
 from jaxstack.plan.layouts import Floats, LayoutTable
 from jaxstack.plan.model_shape import ModelShape
 

@@ -10,7 +10,7 @@ import jax
 
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Decoder, Params
-from jaxstack.decoding.text import TextGenerator
+from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.errors import ConfigError
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer

@@ -13,13 +13,13 @@ from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve import schedule
+from jaxstack.serve.capacity import choose_sizes
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.draft import DraftPrograms
+from jaxstack.serve.draft_model import DraftPrograms
 from jaxstack.serve.pages import PagePool
 from jaxstack.serve.requests import Constraint, FinishReason, Handle, Request
 from jaxstack.serve.runner import DraftRunner, Runner
 from jaxstack.serve.schedule import Scheduler
-from jaxstack.serve.sizes import choose_sizes
 from jaxstack.serve.stats import EngineState, EngineStats
 from jaxstack.serve.step import Programs
 

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.draft import DraftPrograms, Recent
+from jaxstack.serve.draft_model import DraftPrograms, Recent
+from jaxstack.serve.ngram_draft import accept
 from jaxstack.serve.sampling import Mode
 from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, row_counts
-from jaxstack.serve.speculate import accept
 from jaxstack.serve.step import Programs, choose_mode, pad_chunks
 
 _LONGEST = 0.03

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
+from jaxstack.serve.ngram_draft import NGrams
 from jaxstack.serve.pages import ROOT, PagePool, page_digest
 from jaxstack.serve.requests import Handle
-from jaxstack.serve.speculate import NGrams
 
 _SHORT = 64
 """Width of the rows for short prompts and the ends of long ones."""

@@ -127,13 +127,13 @@ def _find_learning_rate(arguments: argparse.Namespace) -> None:
 
 
 def _coordinates_parser() -> CommandParser:
-    from jaxstack.tune.coordinates import make_parser as make_coordinates_parser
+    from jaxstack.tune.coordinate_check import make_parser as make_coordinates_parser
 
     return make_coordinates_parser()
 
 
 def _check_coordinates(arguments: argparse.Namespace) -> None:
-    from jaxstack.tune.coordinates import run
+    from jaxstack.tune.coordinate_check import run
 
     run(arguments)
 

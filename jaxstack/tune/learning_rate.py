@@ -14,7 +14,7 @@ import optax
 
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import open_data
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.observe.report.page import page_head, render_tiles
@@ -23,7 +23,7 @@ from jaxstack.optim.schedules import Schedule
 from jaxstack.plan.choose import training_layout
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.init_from import initial_parameters
-from jaxstack.run.memory import check_memory
+from jaxstack.run.memory_check import check_memory
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 

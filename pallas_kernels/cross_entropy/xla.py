@@ -21,7 +21,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.cross_entropy import mosaic_chunk, triton_launch
-from pallas_kernels.cross_entropy.from_logits import (
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
+from pallas_kernels.cross_entropy.xla_common import (
     accumulator_dtype,
     capped,
     log_sum_exp,
@@ -29,7 +30,6 @@ from pallas_kernels.cross_entropy.from_logits import (
     loss_shares,
     slope_of_cap,
 )
-from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 from pallas_kernels.target import automatic_axes
 
 CHUNK_BYTES = 788 * 2**20

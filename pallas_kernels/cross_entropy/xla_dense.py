@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.cross_entropy.from_logits import accumulator_dtype, capped, is_label, logits_gradient, loss_shares
 from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
+from pallas_kernels.cross_entropy.xla_common import accumulator_dtype, capped, is_label, logits_gradient, loss_shares
 
 MAX_LOGITS_BYTES = 2**27
 """Size of float32 logits up to which this backend is preferred to chunks."""

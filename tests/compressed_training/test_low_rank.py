@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxstack.compressed_training.compressible_weights import MatrixLayout
 from jaxstack.compressed_training.low_rank import LowRankRule, first_ranks, split_by_svd, trim
-from jaxstack.compressed_training.matrices import MatrixLayout
 
 SIZE = 6
 LAYOUT = MatrixLayout((SIZE, SIZE), stack=0, inputs=1)

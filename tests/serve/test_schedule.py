@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from jaxstack.serve import engine as engine_module
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
+from jaxstack.serve.ngram_draft import accept
 from jaxstack.serve.schedule import ChunkShape, chunk_shapes, row_counts, shapes_beside
-from jaxstack.serve.speculate import accept
 from jaxstack.serve.step import Column, Programs
 
 V = 3

@@ -6,10 +6,10 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxstack.compress.column_sweep import round_to_scales
 from jaxstack.compress.methods.base import Compressed, InputStatistics
 from jaxstack.compress.methods.bct import Bct, round_tiles
-from jaxstack.compress.methods.sweep import SweepMethod
-from jaxstack.compress.solve import round_to_scales
+from jaxstack.compress.methods.column_sweep_base import SweepMethod
 from pallas_kernels.weight_only.formats import TileFloatFormat
 from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import pack_tile_float

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxstack.compress.methods.base import Compressed, InputStatistics, Method
-from jaxstack.compress.methods.rounding import group_reason
+from jaxstack.compress.methods.rounding_base import group_reason
 from pallas_kernels.weight_only.formats import powers_of_two
 from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import pack_block_float

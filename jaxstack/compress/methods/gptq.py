@@ -4,10 +4,10 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from jaxstack.compress.column_sweep import gptq
 from jaxstack.compress.methods.base import Compressed, InputStatistics
-from jaxstack.compress.methods.rounding import RoundingMethod
-from jaxstack.compress.methods.sweep import SweepMethod
-from jaxstack.compress.solve import gptq
+from jaxstack.compress.methods.column_sweep_base import SweepMethod
+from jaxstack.compress.methods.rounding_base import RoundingMethod
 from pallas_kernels.weight_only.packed import pack_integers
 
 

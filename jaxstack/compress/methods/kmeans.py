@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from jaxstack.compress.methods.base import Compressed, InputStatistics, Method
-from jaxstack.compressed_training.patterns import count_patterns, pattern_values, patterns_of, quantiles
+from jaxstack.compressed_training.bfloat16_table import count_patterns, pattern_values, patterns_of, quantiles
 from pallas_kernels.weight_only.packed import pack_lookup
 
 

@@ -4,10 +4,10 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from jaxstack.compress.column_sweep import sparsegpt
 from jaxstack.compress.methods.base import Compressed, InputStatistics
-from jaxstack.compress.methods.pruning import PruningMethod
-from jaxstack.compress.methods.sweep import SweepMethod
-from jaxstack.compress.solve import sparsegpt
+from jaxstack.compress.methods.column_sweep_base import SweepMethod
+from jaxstack.compress.methods.pruning_base import PruningMethod
 
 
 class SparseGpt(SweepMethod, PruningMethod):

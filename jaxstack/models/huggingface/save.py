@@ -16,8 +16,8 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import choose_family
 from jaxstack.models.huggingface.files import CONFIG, claim_directory, write_json, write_weights
 from jaxstack.models.huggingface.leaves import Leaf, find_leaves
-from jaxstack.models.huggingface.quantization import KEY, Scheme, write_quantization
-from jaxstack.models.huggingface.quantized import store
+from jaxstack.models.huggingface.quantization_config import KEY, Scheme, write_quantization
+from jaxstack.models.huggingface.quantized_weights import store
 from jaxstack.models.transformer import Transformer
 from pallas_kernels import PackedWeight
 

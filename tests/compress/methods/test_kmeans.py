@@ -8,7 +8,7 @@ from scipy.cluster.vq import kmeans2
 
 from jaxstack.compress.methods.kmeans import KMeans, cluster_patterns
 from jaxstack.compress.recipe import load_recipe
-from jaxstack.compressed_training.patterns import count_patterns, patterns_of
+from jaxstack.compressed_training.bfloat16_table import count_patterns, patterns_of
 
 
 @pytest.mark.longer

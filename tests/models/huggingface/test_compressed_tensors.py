@@ -21,13 +21,19 @@ from jaxstack.models import Transformer, from_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.files import WeightFiles, read_json
 from jaxstack.models.huggingface.load import read_parameters
-from jaxstack.models.huggingface.quantization import (
+from jaxstack.models.huggingface.quantization_config import (
     Scheme,
     is_quantized,
     read_quantization,
     write_quantization,
 )
-from jaxstack.models.huggingface.quantized import QuantizedTensor, open_quantized, pack_words, store, unpack_words
+from jaxstack.models.huggingface.quantized_weights import (
+    QuantizedTensor,
+    open_quantized,
+    pack_words,
+    store,
+    unpack_words,
+)
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat

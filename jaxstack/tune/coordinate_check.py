@@ -20,7 +20,7 @@ import numpy as np
 from jaxstack.cli import CommandParser, add_examples, lasting_output, run_command
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import Data, open_data
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.models import ModelConfig, Transformer

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxstack.data.subword import SubwordTokenizer
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.text import TextGenerator, TextStream
+from jaxstack.decoding.text_stream import TextGenerator, TextStream
 from jaxstack.errors import ConfigError
 
 BYTES = ByteTokenizer()

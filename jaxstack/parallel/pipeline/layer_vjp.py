@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxstack.parallel.pipeline.operations import SAME_SIZE_VIEWS, VIEWS, function_of, inlined
+from jaxstack.parallel.pipeline.jaxpr import SAME_SIZE_VIEWS, VIEWS, function_of, inlined
 
 Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array | None]]
 """(weights, x, shared by all layers of a microbatch, index of the layer) -> (x, loss of its own or None)."""

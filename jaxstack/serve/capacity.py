@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxstack.decoding.decode import ModelOnMesh
-from jaxstack.distributed.devices import memory_per_device
+from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.step import page_bytes

@@ -6,7 +6,7 @@ from benchmarks.transfer import measure
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
 from jaxstack.run_config import load_config
-from jaxstack.tune.coordinates import Coordinates, check_coordinates, draw, main, widen
+from jaxstack.tune.coordinate_check import Coordinates, check_coordinates, draw, main, widen
 
 
 def test_a_wider_model_has_more_heads():

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from jaxstack.parallel.context import current_context, current_rules
 from jaxstack.parallel.rules import axes_of
+from jaxstack.parallel.sharding_context import current_context, current_rules
 from jaxstack.precision.recipe import ScalingState
 
 CHUNK_BYTES = 2**30

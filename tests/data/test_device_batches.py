@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.data.device import BatchPlacement, device_batches, local_rows, put_rows
+from jaxstack.data.device_batches import BatchPlacement, device_batches, local_rows, put_rows
 from jaxstack.errors import JaxstackError
 from jaxstack.parallel import make_mesh, make_rules
 

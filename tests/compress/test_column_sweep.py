@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic_layer import SyntheticLayer, make_layer
+from jaxstack.compress.column_sweep import Rounded, factorize, gptq, sparsegpt
+from jaxstack.compress.input_scales import candidate_scales, round_scaled, rounding_errors
 from jaxstack.compress.prune import Pattern, magnitude, wanda
-from jaxstack.compress.smooth import candidate_scales, round_scaled, rounding_errors
-from jaxstack.compress.solve import Rounded, factorize, gptq, sparsegpt
 from pallas_kernels.weight_only.grid import Grid
 
 PRUNING = {

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.parallel.pipeline.layer import split_layer
-from jaxstack.parallel.pipeline.split import split_backward
+from jaxstack.parallel.pipeline.backward_split import split_backward
+from jaxstack.parallel.pipeline.layer_vjp import split_layer
 
 B, T, D, F = 4, 32, 64, 256
 

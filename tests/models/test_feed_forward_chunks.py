@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxstack.loss import language_model_loss
-from jaxstack.models import ModelConfig, Transformer, chunks, in_fp8
+from jaxstack.models import ModelConfig, Transformer, feed_forward_chunks, in_fp8
 from jaxstack.precision.config import PrecisionConfig
 from tests.small_runs import batch_at
 
@@ -24,7 +24,8 @@ def model_of(remat: str = "full", fp8: str = "none", dtype=jnp.float32, **change
 def lowered(monkeypatch, tokens: int | None, **changes):
     """Loss and gradients with at most so many tokens of each sequence in a chunk, and their arguments."""
     model = model_of(**changes)
-    size = chunks.CHUNK_BYTES if tokens is None else ROWS * tokens * WIDTH * jnp.dtype(model.dtype).itemsize
+    bytes_of = ROWS * WIDTH * jnp.dtype(model.dtype).itemsize
+    size = feed_forward_chunks.CHUNK_BYTES if tokens is None else tokens * bytes_of
     graphdef, params, non_params = nnx.split(model, nnx.Param, ...)
     batch = {name: jnp.asarray(x) for name, x in batch_at(0, ROWS).items()}
     assert batch["tokens"].shape == (ROWS, LENGTH)
@@ -33,7 +34,7 @@ def lowered(monkeypatch, tokens: int | None, **changes):
         return language_model_loss(nnx.merge(graphdef, params, non_params), batch).total
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_BYTES", size)
+        patch.setattr(feed_forward_chunks, "CHUNK_BYTES", size)
         both = jax.value_and_grad(loss, argnums=(0, 1) if jax.tree.leaves(non_params) else 0)
         return jax.jit(both).lower(params, non_params), (params, non_params)
 
@@ -57,8 +58,9 @@ def test_gradients_of_weights_are_added_up_in_float32(monkeypatch):
     def loss(state, most):
         apply = lambda module, x: module(x)  # noqa: E731
         module = nnx.merge(graphdef, state)
-        count = chunks.count_chunks(module, x.astype(jnp.bfloat16), 8, most)
-        return chunks.apply_in_chunks(apply, module, x.astype(jnp.bfloat16), count).astype(jnp.float32).sum()
+        count = feed_forward_chunks.count_chunks(module, x.astype(jnp.bfloat16), 8, most)
+        outputs = feed_forward_chunks.apply_in_chunks(apply, module, x.astype(jnp.bfloat16), count)
+        return outputs.astype(jnp.float32).sum()
 
     exact = np.asarray(x.astype(jnp.bfloat16), np.float64).sum((0, 1))[:, None]
     gradient = {most: jax.tree.leaves(jax.grad(loss)(state, most))[0] for most in (2**30, 128)}

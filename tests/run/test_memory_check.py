@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxstack.distributed import devices
+from jaxstack.distributed import device_setup
 from jaxstack.errors import ConfigError
 from jaxstack.models import preset_config
-from jaxstack.run import memory
+from jaxstack.run import memory_check
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.train import train
 from jaxstack.run_config import config_from_tree, load_config
@@ -22,7 +22,7 @@ def tiny_trainer(**parallel):
 
 
 def test_a_model_too_large_is_refused_before_its_data_is_prepared(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "host_memory", lambda: 8 * 24 * 2**30)
+    monkeypatch.setattr(device_setup, "host_memory", lambda: 8 * 24 * 2**30)
     layout = ["parallel.fsdp=1", "parallel.data=8", "train.global_batch_size=8"]
     overrides = [*layout, f"run.dir={tmp_path}", "data.sources=[{path: /nowhere}]"]
     with pytest.raises(ConfigError) as raised:
@@ -36,11 +36,11 @@ def test_a_model_too_large_is_refused_before_its_data_is_prepared(tmp_path, monk
 
 @pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (2, 4)])
 def test_bytes_are_those_of_the_shards(monkeypatch, data, fsdp):
-    monkeypatch.setattr(devices, "host_memory", lambda: 8)
+    monkeypatch.setattr(device_setup, "host_memory", lambda: 8)
     trainer = tiny_trainer(data=data, fsdp=fsdp)
     with pytest.raises(ConfigError, match="does not fit"):
-        memory.check_memory(trainer)
-    weights = memory._bytes_per_device(trainer.abstract_state.params, trainer.shardings.params)
+        memory_check.check_memory(trainer)
+    weights = memory_check._bytes_per_device(trainer.abstract_state.params, trainer.shardings.params)
     count = trainer.count_parameters()
     assert weights >= 4 * count / fsdp and weights < 4 * count / fsdp * 1.02
 
@@ -48,22 +48,22 @@ def test_bytes_are_those_of_the_shards(monkeypatch, data, fsdp):
 def test_a_model_that_fits_tightly_is_warned_about(monkeypatch):
     trainer = tiny_trainer(data=8)
     needed = 16 * trainer.count_parameters()
-    monkeypatch.setattr(devices, "host_memory", lambda: 8 * int(1.1 * needed))
-    assert "of gradients" in (memory.check_memory(trainer) or "")
-    monkeypatch.setattr(devices, "host_memory", lambda: 8 * 10 * needed)
-    assert memory.check_memory(trainer) is None
+    monkeypatch.setattr(device_setup, "host_memory", lambda: 8 * int(1.1 * needed))
+    assert "of gradients" in (memory_check.check_memory(trainer) or "")
+    monkeypatch.setattr(device_setup, "host_memory", lambda: 8 * 10 * needed)
+    assert memory_check.check_memory(trainer) is None
 
 
 def test_an_unknown_memory_refuses_nothing(monkeypatch):
-    monkeypatch.setattr(devices, "host_memory", lambda: None)
-    assert memory.check_memory(tiny_trainer(data=8)) is None
-    memory.check_size(load_config(CONFIGS / "llama3-8b-fsdp4.yaml", ["model.preset=llama3-70b"]))
+    monkeypatch.setattr(device_setup, "host_memory", lambda: None)
+    assert memory_check.check_memory(tiny_trainer(data=8)) is None
+    memory_check.check_size(load_config(CONFIGS / "llama3-8b-fsdp4.yaml", ["model.preset=llama3-70b"]))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("layers", [2048, 4096])
 def test_many_layers_that_do_not_fit_are_refused_before_they_are_traced(tmp_path, monkeypatch, layers):
-    monkeypatch.setattr(devices, "host_memory", lambda: 2**30)
+    monkeypatch.setattr(device_setup, "host_memory", lambda: 2**30)
     overrides = ["model.preset=tiny", f"model.num_layers={layers}", "model.scan_layers=false", f"run.dir={tmp_path}"]
     lines: list[str] = []
     began = time.perf_counter()
@@ -75,13 +75,13 @@ def test_many_layers_that_do_not_fit_are_refused_before_they_are_traced(tmp_path
 @pytest.mark.parametrize(("optimizer", "state"), [("adamw", 8), ("lion", 4), ("sgd", 4), ("muon", 4), ("adafactor", 0)])
 def test_the_estimate_counts_what_the_optimizer_keeps(optimizer, state):
     config = load_config(None, [f"optimizer.name={optimizer}"])
-    assert memory._state_bytes_per_weight(config.optimizer) == state
+    assert memory_check._state_bytes_per_weight(config.optimizer) == state
 
 
 def test_gradients_alone_refuse_nothing_but_are_warned_about(monkeypatch):
     trainer = tiny_trainer(data=8)
-    monkeypatch.setattr(devices, "host_memory", lambda: 8 * int(1.1 * 12 * trainer.count_parameters()))
-    assert (memory.check_memory(trainer) or "").endswith("it probably does not fit")
+    monkeypatch.setattr(device_setup, "host_memory", lambda: 8 * int(1.1 * 12 * trainer.count_parameters()))
+    assert (memory_check.check_memory(trainer) or "").endswith("it probably does not fit")
 
 
 def test_many_unrolled_layers_are_announced_before_they_take_long(tmp_path):

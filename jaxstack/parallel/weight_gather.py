@@ -10,9 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxstack.parallel.context import ShardingContext, current_context, placed
-from jaxstack.parallel.exchange import Dims, Exchange, WorkingCopy, exchange
 from jaxstack.parallel.rules import AxisRules, Names, axes_of, is_cast, restrict
+from jaxstack.parallel.shard_map_weights import Dims, Exchange, WorkingCopy, exchange
+from jaxstack.parallel.sharding_context import ShardingContext, current_context, placed
 from pallas_kernels import PackedWeight
 
 Value = TypeVar("Value", bound=jax.Array | WorkingCopy)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxstack.data.device import BatchShardings, arrange
+from jaxstack.data.device_batches import BatchShardings, arrange
 from jaxstack.errors import ConfigError
 from jaxstack.loss import language_model_loss
 from jaxstack.parallel import ParallelConfig, context_axis, logical_axis_rules, make_mesh, make_rules

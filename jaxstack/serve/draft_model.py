@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.base import PageSlots
-from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.parallel.sharding_context import logical_axis_rules
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
 from jaxstack.serve.step import (
     Column,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxstack.parallel.transfers import gather, scatter
+from jaxstack.parallel.collectives import gather, scatter
 
 Dims = tuple[tuple[tuple[str, ...], int], ...]
 """(mesh axes, major to minor; dim of the array that they split), for each such dim."""

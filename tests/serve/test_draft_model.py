@@ -8,7 +8,7 @@ import pytest
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.draft import accept_drafts
+from jaxstack.serve.draft_model import accept_drafts
 from jaxstack.serve.engine import Engine
 from jaxstack.serve.sampling import RowSampling, probabilities
 from tests.marks import longer

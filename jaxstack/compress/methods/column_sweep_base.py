@@ -6,8 +6,8 @@ from typing import ClassVar
 from jaxtyping import Array, Bool, Float
 from pydantic import Field
 
+from jaxstack.compress.column_sweep import DAMPING
 from jaxstack.compress.methods.base import InputStatistics, Method, Statistic
-from jaxstack.compress.solve import DAMPING
 
 
 class SweepMethod(Method):
@@ -27,7 +27,7 @@ class SweepMethod(Method):
         """Warn that the Hessian could not be factorized.
 
         Args:
-          valid: `jaxstack.compress.solve.Factor.valid`.
+          valid: `jaxstack.compress.column_sweep.Factor.valid`.
           fallback: what was done with the weights, such as `rounded to the nearest values`.
         """
         if not valid:

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxstack.parallel.pipeline.layer import SplitLayer
-from jaxstack.parallel.pipeline.operations import function_of, inlined, needed
+from jaxstack.parallel.pipeline.jaxpr import function_of, inlined, needed
+from jaxstack.parallel.pipeline.layer_vjp import SplitLayer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxstack.serve.speculate import NGrams, accept
+from jaxstack.serve.ngram_draft import NGrams, accept
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.collective_matmul.chunks import chunk_gathered, chunk_scattered
+from pallas_kernels.collective_matmul.chunk_order import chunk_gathered, chunk_scattered
 from pallas_kernels.hopper.scheduler import TileOrder
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.compressed_training.patterns import (
+from jaxstack.compressed_training.bfloat16_table import (
     PATTERNS,
     ValueTable,
     count_patterns,

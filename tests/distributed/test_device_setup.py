@@ -7,7 +7,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxstack.distributed.devices import DEVICE_MEMORY, HOST_MEMORY, cache_compilations, start_devices, use_whole_memory
+from jaxstack.distributed.device_setup import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    cache_compilations,
+    start_devices,
+    use_whole_memory,
+)
 from jaxstack.errors import ConfigError
 from jaxstack.run import train as run_train
 from jaxstack.run_config import load_config

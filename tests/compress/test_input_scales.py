@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxstack.compress.calibrate import replace_weights, weights_by_path
-from jaxstack.compress.smooth import apply_fold, candidate_scales, find_folds
+from jaxstack.compress.input_scales import apply_fold, candidate_scales, find_folds
 from jaxstack.models import ModelConfig
 from jaxstack.models.attention_layer import Context
 from jaxstack.models.block import Block
