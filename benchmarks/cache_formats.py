@@ -37,7 +37,7 @@ from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS, CacheFormat
 from jaxstack.models.huggingface.load import nest
-from jaxstack.plan.choose import evaluation_layout
+from jaxstack.plan.choose import with_evaluation_layout
 from jaxstack.run.evaluate import TextOptions, measure_loss, open_evaluation
 from jaxstack.run.load import load_decoder, read_config
 from jaxstack.trainer import Trainer
@@ -87,7 +87,7 @@ class Measurement:
     def __init__(self, directory: Path, max_tokens: int | None):
         config = read_config(directory, ["precision.compute=float32"])
         model = config.model.model_copy(update={"scan_layers": False})
-        self.config = evaluation_layout(config.model_copy(update={"model": model}), 1, chosen=False)
+        self.config = with_evaluation_layout(config.model_copy(update={"model": model}), 1, chosen=False)
         self.max_tokens = max_tokens
         self.trainer, self.data = open_evaluation(self.config, directory, TextOptions(), print)
         decoder, self.step = load_decoder(directory, ["parallel.data=1", "precision.compute=float32"])

@@ -170,14 +170,14 @@ def _check_output(output: Path, sources: Sequence[str]) -> None:
 
 
 def _summarize(index: dict, say: Callable[[str], None]) -> None:
-    from jaxstack.data.shards import notes_on
+    from jaxstack.data.shards import describe_altered_inputs
 
     for name, split in index["splits"].items():
         say(
             f"{name}: {plural(split['documents'], 'document')}, {byte_size(split['bytes'])}, "
             f"{plural(split['tokens'], 'token')}, {plural(len(split['shards']), 'shard')}"
         )
-    for note in notes_on(index):
+    for note in describe_altered_inputs(index):
         say(note)
 
 

@@ -34,10 +34,10 @@ from jaxstack.islands.methods import AnyIslandMethod
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
-from jaxstack.models.pretrained import fill_in
+from jaxstack.models.pretrained import fill_in_model_and_tokenizer
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.noise_scale import noise_problem
-from jaxstack.optim.mup import check_rule
+from jaxstack.optim.mup import check_mup_support
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from jaxstack.optim.schedules import AnySchedule, Cosine
@@ -150,7 +150,7 @@ class RunConfig(Component):
                 "width; set model.parametrization=standard."
             )
         try:
-            check_rule(self.optimizer)
+            check_mup_support(self.optimizer)
         except ConfigError as error:
             return str(error)
         return None
@@ -299,7 +299,7 @@ def config_from_tree(
     run = sections.get("run")
     for key in ("init_from", "branch_from"):
         if isinstance(run, dict) and isinstance(run.get(key), str):
-            sections = fill_in(sections, run[key])
+            sections = fill_in_model_and_tokenizer(sections, run[key])
     model = sections.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         sections["model"] = merge_trees(load_preset(model["preset"]), model)

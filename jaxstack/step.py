@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxstack.distributed.xla_options import installed_options, own_options
+from jaxstack.distributed.xla_options import builtin_step_options, translate_options
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.functional.shardings import describe_shardings
@@ -281,8 +281,8 @@ class StepProgram:
     def _installed_options(self) -> tuple[XlaOptions, list[str]]:
         layout, own = self._steps.layout, {}
         if self._on_gpu:
-            own = own_options(pipeline=layout.pipeline is not None, peer_copies=layout.peer_copies)
-        return installed_options({**own, **self._xla_options})
+            own = builtin_step_options(pipeline=layout.pipeline is not None, peer_copies=layout.peer_copies)
+        return translate_options({**own, **self._xla_options})
 
     @property
     def _on_gpu(self) -> bool:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.optimizers import mean_curve, summarize
 from benchmarks.picture import Panel, draw
-from jaxstack.tune.coordinate_check import PARAMETRIZATIONS, QUANTITIES, Coordinates
+from jaxstack.tune.coordinate_check import PARAMETRIZATIONS, QUANTITIES, CoordinateCheckResult
 from jaxstack.tune.coordinate_check import draw as draw_coordinates
 from scripts.page_parts import fill_page
 from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
@@ -171,7 +171,9 @@ def make_pictures() -> dict[str, str]:
     checks = [row for row in read_rows(RESULTS / "coordinates.jsonl") if row["optimizer"] == "adamw"]
     if checks:
         values = {(row["parametrization"], quantity): tuple(row[quantity]) for row in checks for quantity in QUANTITIES}
-        drawn["coordinates.svg"] = draw_coordinates(Coordinates(tuple(checks[0]["widths"]), checks[0]["steps"], values))
+        drawn["coordinates.svg"] = draw_coordinates(
+            CoordinateCheckResult(tuple(checks[0]["widths"]), checks[0]["steps"], values)
+        )
     again = [row for row in read_runs("small") if row["seed"]]
     if again:
         runs = {name: [row for row in again if row["optimizer"] == name] for name in DRAWN}

@@ -22,7 +22,14 @@ from jaxstack.compress.config import Recipe
 from jaxstack.compress.layerwise import compress_layers
 from jaxstack.compress.methods.base import Compressed, Method
 from jaxstack.compress.methods.bfp import BlockFloat
-from jaxstack.compress.recipe import WeightDims, choose_methods, dense_weights, load_recipe, method_name, order_of
+from jaxstack.compress.recipe import (
+    WeightDims,
+    choose_methods,
+    dense_weights,
+    forward_order_key,
+    load_recipe,
+    method_name,
+)
 from jaxstack.compress.report import CompressionReport, WeightRow, write_report
 from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.compressed_training.distill import DistillConfig
@@ -35,7 +42,7 @@ from jaxstack.files import write_file, writing_to
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.huggingface.load import nest
 from jaxstack.models.pretrained import is_run
-from jaxstack.plan.choose import evaluation_layout
+from jaxstack.plan.choose import with_evaluation_layout
 from jaxstack.run.convert import converted_config, copy_stop_tokens
 from jaxstack.run.evaluate import TextLoss, TextOptions, measure_loss, on_one_device, open_evaluation
 from jaxstack.run.load import load_decoder, read_config, read_tokenizer
@@ -313,7 +320,7 @@ def _open_measure(
     if not text.paths and not is_run(directory):
         report(f"{directory} has no held-out text of its own, so that no loss is measured; give some with --data")
         return None
-    trainer, data = open_evaluation(evaluation_layout(config, 1, chosen=False), directory, text, report)
+    trainer, data = open_evaluation(with_evaluation_layout(config, 1, chosen=False), directory, text, report)
     non_params = jax.jit(lambda key: trainer.module.init(key)[1])(jax.random.key(0))
 
     def measure(leaves: Leaves, max_tokens: int | None) -> TextLoss:
@@ -352,7 +359,7 @@ def _compressed_config(config: RunConfig, directory: Path, output: Path, tokeniz
 
 def _write(output: Path, leaves: Leaves, step: int, tokenizer: Tokenizer | None, directory: Path) -> None:
     """Write the weights and the tokenizer."""
-    ordered = dict(sorted(leaves.items(), key=lambda item: order_of(item[0])))
+    ordered = dict(sorted(leaves.items(), key=lambda item: forward_order_key(item[0])))
     with writing_to(output):
         write_compressed(output, nest(ordered), step)
         if tokenizer is not None:

@@ -22,7 +22,7 @@ def pattern_values(largest: float = np.inf) -> Float[np.ndarray, "65536"]:
     return np.where(np.abs(values) < largest, values, np.float32(0))
 
 
-def patterns_of(w: Float[Array, "*dims"]) -> Int[Array, "*dims"]:
+def bfloat16_patterns(w: Float[Array, "*dims"]) -> Int[Array, "*dims"]:
     """Return the pattern of each weight, rounded to bfloat16, as int32."""
     return jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
 
@@ -57,7 +57,7 @@ class ValueTable:
 
     def places(self, w: Float[Array, "*dims"]) -> Int[Array, "*dims"]:
         """Return the place in `values` of each weight, rounded to bfloat16, as int32."""
-        (low, high), patterns = self._ends, patterns_of(w)
+        (low, high), patterns = self._ends, bfloat16_patterns(w)
         magnitudes = patterns & (PATTERNS // 2 - 1)
         place = magnitudes - low + 1 + jnp.where(patterns >= PATTERNS // 2, high - low, 0)
         return jnp.where((magnitudes >= low) & (magnitudes < high), place, 0)

@@ -113,7 +113,7 @@ def plan_source(source: SourceConfig, held_out_fraction: float) -> TokenizationP
     return make_plan([source], held_out_fraction)
 
 
-def prepared_tokenizer(folder: Path) -> Tokenizer:
+def load_prepared_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a prepared directory, checked against its index.
 
     Raises:

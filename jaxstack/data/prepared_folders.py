@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxstack.data.build_shards import TOKENIZER
-from jaxstack.data.cache import prepared_tokenizer
+from jaxstack.data.cache import load_prepared_tokenizer
 from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
 from jaxstack.data.object_store import ObjectStore, is_object_url
 from jaxstack.data.shard_files import RemoteFiles
@@ -52,7 +52,7 @@ class LocalFolder:
         return read_index(self._path)
 
     def tokenizer(self) -> Tokenizer:
-        return prepared_tokenizer(self._path)
+        return load_prepared_tokenizer(self._path)
 
     def open_split(self, split: str) -> TokenStream:
         return open_split(self._path, self.read_index(), split)
@@ -91,7 +91,7 @@ class RemoteFolder:
                 needed = file == CONFIG_FILE or (file == MODEL_FILE and kind in ("bpe", "file"))
                 if needed or self._store.exists(place):
                     (folder / place).write_bytes(self._store.read(place))
-            return prepared_tokenizer(folder)
+            return load_prepared_tokenizer(folder)
 
     def open_split(self, split: str) -> TokenStream:
         index = self.read_index()

@@ -21,7 +21,7 @@ Batch = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Workers:
+class WorkerOptions:
     """Number of Grain's workers, and how far they read ahead."""
 
     threads: int
@@ -102,7 +102,7 @@ class HeldOutBatches:
         return f"{len(self)} held-out batches"
 
 
-def read_batches(batches: IndexedBatches, workers: Workers) -> Iterator[Batch]:
+def read_batches(batches: IndexedBatches, workers: WorkerOptions) -> Iterator[Batch]:
     """Yield all batches in order, read ahead by Grain's workers; these stop when the iterator is closed or dropped.
 
     A worker reads a whole batch, so that a slow read delays one batch and not those after it. The batches are those of
@@ -146,7 +146,7 @@ class ParallelBatches:
     """
 
     def __init__(self, function: Callable[[int], HostBatch], *, threads: int = 16, ahead: int = 32):
-        self._function, self._workers = function, Workers(threads, 0, ahead)
+        self._function, self._workers = function, WorkerOptions(threads, 0, ahead)
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
         """Yield the rows `rows` of the batches `start`, `start` + 1, ... without end."""

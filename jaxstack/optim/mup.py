@@ -10,7 +10,7 @@ from jaxstack.optim.matrix_optimizer import MatrixOptimizer
 AnyKind = TypeVar("AnyKind", bound=Optimizer)
 
 
-def check_rule(optimizer: Optimizer) -> None:
+def check_mup_support(optimizer: Optimizer) -> None:
     """Check that the optimizer supports muP.
 
     Raises:

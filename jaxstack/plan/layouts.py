@@ -88,7 +88,7 @@ class LayoutTable:
         )
 
 
-def layout_of(config: RunConfig) -> LayoutTable:
+def layout_table_of(config: RunConfig) -> LayoutTable:
     """Return the table with one row: the layout of a configuration whose degrees are given."""
     parallel, train = config.parallel, config.train
     stages = parallel.pipeline > 1

@@ -63,7 +63,7 @@ class TrainingTasks:
         self._model: HarnessModel | None = None
         if config.train.eval_tasks:
             self._harness = import_harness()
-            self._manager = self._harness.find_tasks(config.train.eval_tasks)
+            self._manager = self._harness.make_task_manager(config.train.eval_tasks)
 
     def run(self, report_alive: Callable[[], None]) -> dict[str, float]:
         """Run all tasks and return their metrics as `eval_<task>_<metric>`; empty without tasks.

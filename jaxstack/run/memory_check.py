@@ -37,7 +37,7 @@ class DoesNotFit(ConfigError):
         self.needed, self.available = needed, available
 
 
-def check_size(config: RunConfig) -> None:
+def check_state_size(config: RunConfig) -> None:
     """Check, from the number of parameters alone, that the train state can fit the devices.
 
     Nothing is traced, which would take minutes for thousands of layers. The count is a lower bound: an unknown

@@ -13,7 +13,7 @@ from jaxstack.serve.step import page_bytes
 _DEFAULT_CONTEXT = 4096
 
 
-def choose_sizes(models: Sequence[ModelOnMesh], config: EngineConfig) -> tuple[int, int]:
+def choose_context_and_pages(models: Sequence[ModelOnMesh], config: EngineConfig) -> tuple[int, int]:
     """Return the token limit of a request and the number of KV-cache pages.
 
     Args:

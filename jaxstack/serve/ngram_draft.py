@@ -11,7 +11,7 @@ _LENGTHS = (3, 2)
 """Lengths of the newest n-gram to look up, in this order; the first that is found is used."""
 
 
-class NGrams:
+class NGramDrafter:
     """Drafts tokens by looking up the newest n-gram earlier in the text (prompt lookup, Saxena 2023).
 
     Args:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.cli import CommandParser, add_examples, lasting_output, run_command
+from jaxstack.cli import CommandParser, add_examples, run_command, tolerate_broken_pipe
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
@@ -25,7 +25,7 @@ from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.optim.schedules import Constant
-from jaxstack.plan.choose import training_layout
+from jaxstack.plan.choose import with_training_layout
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 
@@ -35,7 +35,7 @@ QUANTITIES = ("embedding", "residual", "logits")
 
 
 @dataclasses.dataclass(frozen=True)
-class Coordinates:
+class CoordinateCheckResult:
     """Result of a coordinate check.
 
     Attributes:
@@ -101,7 +101,7 @@ def parametrize(config: RunConfig, width: int, parametrization: str) -> RunConfi
 
 def check_coordinates(
     config: RunConfig, widths: Sequence[int] | None = None, steps: int = 5, *, report: Callable[[str], None] = print
-) -> Coordinates:
+) -> CoordinateCheckResult:
     """Train the model for some steps at each width in both parametrizations, and measure its activations.
 
     Args:
@@ -116,7 +116,7 @@ def check_coordinates(
     widths = tuple(sorted(set(widths or [config.model.hidden_size * m for m in (1, 2, 4, 8)])))
     if len(widths) < 2 or widths[0] < 1 or steps < 1:
         raise ConfigError("a coordinate check needs two widths or more (--widths 64,128,256) and one step or more.")
-    config = training_layout(config, start_devices(config.parallel.simulate_devices))
+    config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
     length, seed = config.train.sequence_length, config.run.seed
     data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())
@@ -134,7 +134,7 @@ def check_coordinates(
         for quantity, size in sizes.items():
             found[parametrization, quantity].append(size)
         report(f"{parametrization} {width}: " + ", ".join(f"{name} {size:.3g}" for name, size in sizes.items()))
-    return Coordinates(widths, steps, {key: tuple(values) for key, values in found.items()})
+    return CoordinateCheckResult(widths, steps, {key: tuple(values) for key, values in found.items()})
 
 
 def _measure(config: RunConfig, data: Data, steps: int) -> dict[str, float]:
@@ -162,7 +162,7 @@ _PANEL, _MARGIN = 300, 56
 _COLOURS = ("#4269d0", "#efb118", "#ff725c")
 
 
-def draw(found: Coordinates) -> str:
+def draw(found: CoordinateCheckResult) -> str:
     """Return an SVG of the check: one log-log panel of magnitude over width for each parametrization."""
     values = [value for series in found.values.values() for value in series if value > 0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -182,7 +182,7 @@ def draw(found: Coordinates) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _panel(found: Coordinates, parametrization: str, left: int, decades: tuple[int, int]) -> str:
+def _panel(found: CoordinateCheckResult, parametrization: str, left: int, decades: tuple[int, int]) -> str:
     low, high = decades
     first, last = math.log2(found.widths[0]), math.log2(found.widths[-1])
     x = [left + _PANEL * (math.log2(width) - first) / (last - first) for width in found.widths]
@@ -247,5 +247,5 @@ def run(arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand and return its exit code."""
     arguments = make_parser().parse_intermixed_args(list(sys.argv[1:] if argv is None else argv))
-    with lasting_output("jaxstack tune coordinates"):
+    with tolerate_broken_pipe("jaxstack tune coordinates"):
         return run_command("jaxstack tune coordinates", lambda: run(arguments))

@@ -20,7 +20,7 @@ from jaxstack.files import write_file
 from jaxstack.observe.report.page import page_head, render_tiles
 from jaxstack.observe.report.scatter import Point, Scatter, render_scatter
 from jaxstack.optim.schedules import Schedule
-from jaxstack.plan.choose import training_layout
+from jaxstack.plan.choose import with_training_layout
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.init_from import initial_parameters
 from jaxstack.run.memory_check import check_memory
@@ -173,7 +173,7 @@ def diverged_at(averages: np.ndarray) -> int:
 
 def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], None]) -> tuple[Trainer, RunConfig]:
     """Return a trainer of a fresh model with the rising schedule, and its resolved configuration."""
-    config = training_layout(config, start_devices(config.parallel.simulate_devices))
+    config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
     length, seed = config.train.sequence_length, config.run.seed
     data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())

@@ -45,7 +45,7 @@ def fill(config: KernelConfig) -> float:
     return -(2.0 ** min(math.floor(math.log2(1e30 / late_factor(config))), 126))
 
 
-def empty_below(config: KernelConfig) -> float:
+def empty_row_threshold(config: KernelConfig) -> float:
     """Return the limit below which a row maximum (in base 2) belongs to a row without a visible key."""
     return 0.5 * fill(config) * late_factor(config)
 

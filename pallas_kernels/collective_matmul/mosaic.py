@@ -27,7 +27,7 @@ INTERPRET = False
 
 
 @dataclass(frozen=True)
-class Overlapped:
+class OverlappedMultiplier:
     """`Multiplier` whose kernels overlap communication and product.
 
     Attributes:
@@ -105,10 +105,10 @@ def _listed(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def multiplier(request: CollectiveRequest) -> Overlapped:
+def multiplier(request: CollectiveRequest) -> OverlappedMultiplier:
     """Return the kernels with their default tilings."""
     del request
-    return Overlapped()
+    return OverlappedMultiplier()
 
 
 def _tiling(columns: tuple[int, ...], fields: dict[str, Any]) -> CollectiveTiling:

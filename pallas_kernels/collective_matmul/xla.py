@@ -11,7 +11,7 @@ from pallas_kernels.collective_matmul.request import CollectiveRequest
 
 
 @dataclass(frozen=True)
-class NotOverlapped:
+class SequentialMultiplier:
     """`Multiplier` that communicates and multiplies one after the other."""
 
     def gather_multiply(
@@ -40,7 +40,7 @@ def unsupported_reason(request: CollectiveRequest) -> str | None:
     return None
 
 
-def multiplier(request: CollectiveRequest) -> NotOverlapped:
+def multiplier(request: CollectiveRequest) -> SequentialMultiplier:
     """Return the products for a request."""
     del request
-    return NotOverlapped()
+    return SequentialMultiplier()

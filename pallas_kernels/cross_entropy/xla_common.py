@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cross_entropy.request import Options
-from pallas_kernels.cross_entropy.vocabulary_shards import axis_size, first_id, on_first_device
+from pallas_kernels.cross_entropy.vocabulary_shards import axis_size, first_vocabulary_id, mask_to_first_device
 
 Statistics = tuple[jax.Array, jax.Array, jax.Array]
 """Three arrays [...], per token: maximum of the logits, sum of exp(logit - maximum), and the label's logit or 0."""
@@ -29,7 +29,7 @@ def capped(logits: jax.Array, options: Options) -> jax.Array:
     return logits if options.soft_cap is None else options.soft_cap * jnp.tanh(logits / options.soft_cap)
 
 
-def slope_of_cap(logits: jax.Array, soft_cap: float) -> jax.Array:
+def soft_cap_derivative(logits: jax.Array, soft_cap: float) -> jax.Array:
     """Return the derivative of the soft cap at the logits before it.
 
     It is computed from the tanh itself: some versions of XLA do not recognise that the capped logits / soft_cap are
@@ -38,9 +38,9 @@ def slope_of_cap(logits: jax.Array, soft_cap: float) -> jax.Array:
     return 1.0 - jnp.square(jnp.tanh(logits.astype(accumulator_dtype(logits.dtype)) / soft_cap))
 
 
-def is_label(labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
+def label_mask(labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
     """Return boolean [..., V]: True at the entry of this device's vocabulary that is the token's label."""
-    labels = labels - first_id(options.axis_name, vocabulary)
+    labels = labels - first_vocabulary_id(options.axis_name, vocabulary)
     return labels[..., None] == jnp.arange(vocabulary, dtype=labels.dtype)
 
 
@@ -68,7 +68,7 @@ def log_sum_exp(logits: jax.Array, labels: jax.Array, options: Options, group: i
 
 
 def _label_logit(logits: jax.Array, labels: jax.Array, options: Options) -> jax.Array:
-    return jnp.where(is_label(labels, logits.shape[-1], options), logits, 0.0).sum(axis=-1)
+    return jnp.where(label_mask(labels, logits.shape[-1], options), logits, 0.0).sum(axis=-1)
 
 
 def _read_capped(logits: jax.Array, labels: jax.Array, options: Options) -> Statistics:
@@ -104,11 +104,11 @@ def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: in
     members = [grouped[..., i] for i in range(group)]
     maximum = functools.reduce(jnp.maximum, members)
     total = functools.reduce(jnp.add, (jnp.exp(x - maximum) for x in members))
-    here = labels - first_id(options.axis_name, vocabulary)
+    here = labels - first_vocabulary_id(options.axis_name, vocabulary)
     place, chosen = (here % group)[..., None], members[0]
     for i in range(1, group):
         chosen = jnp.where(place == i, members[i], chosen)
-    chosen = jnp.where(is_label(here // group, vocabulary // group, Options()), chosen, 0.0)
+    chosen = jnp.where(label_mask(here // group, vocabulary // group, Options()), chosen, 0.0)
 
     def merge(a: Statistics, b: Statistics) -> Statistics:
         top = jnp.maximum(a[0], b[0])
@@ -125,7 +125,7 @@ def loss_shares(lse: jax.Array, chosen: jax.Array, labels: jax.Array, vocabulary
 
     It is nan if a label is out of range and not `ignore_index`.
     """
-    loss = on_first_device(options.axis_name, lse + options.z_loss * jnp.square(lse)) - chosen
+    loss = mask_to_first_device(options.axis_name, lse + options.z_loss * jnp.square(lse)) - chosen
     inside = (labels >= 0) & (labels < vocabulary * axis_size(options.axis_name))
     return jnp.where(labels == options.ignore_index, 0.0, jnp.where(inside, loss, jnp.nan))
 
@@ -142,11 +142,11 @@ def logits_gradient(
     """Return the gradient [..., V] of hidden @ weight in the accumulator dtype, from the gradient d_loss [...].
 
     exponentials / total is the softmax. `logits` (capped) are only read with a soft cap; if None, the caller multiplies
-    the result by `slope_of_cap`.
+    the result by `soft_cap_derivative`.
     """
     d_loss = jnp.where(labels == options.ignore_index, 0.0, d_loss)
     d_lse = d_loss * (1.0 + 2.0 * options.z_loss * lse)
-    label = is_label(labels, exponentials.shape[-1], options)
+    label = label_mask(labels, exponentials.shape[-1], options)
     gradient = exponentials * (d_lse / total)[..., None] - jnp.where(label, d_loss[..., None], 0.0)
     if options.soft_cap is not None and logits is not None:
         gradient = gradient * (1.0 - jnp.square(logits / options.soft_cap))

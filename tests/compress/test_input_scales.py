@@ -11,7 +11,7 @@ from jaxstack.compress.input_scales import apply_fold, candidate_scales, find_fo
 from jaxstack.models import ModelConfig
 from jaxstack.models.attention_layer import Context
 from jaxstack.models.block import Block
-from jaxstack.models.rope import rope_angles, rope_frequencies
+from jaxstack.models.rope import rope_cos_sin, rope_frequencies
 
 GATED = {"mlp/gate_proj/kernel": None}
 SHAPE = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 24}
@@ -46,7 +46,7 @@ def test_folds_change_no_output(changes: dict):
     state = jax.tree.map(lambda x: x + 0.1 * jnp.asarray(random.normal(size=x.shape), jnp.float32), state)
     x = jnp.asarray(random.normal(size=(2, 5, 16)), jnp.float32)
     positions = jnp.arange(5)[None]
-    angles = rope_angles(positions, rope_frequencies(8, 10000.0, None))
+    angles = rope_cos_sin(positions, rope_frequencies(8, 10000.0, None))
     context = Context(positions, angles, None, None)
 
     @jax.jit

@@ -57,7 +57,7 @@ def test_a_model_that_fits_tightly_is_warned_about(monkeypatch):
 def test_an_unknown_memory_refuses_nothing(monkeypatch):
     monkeypatch.setattr(device_setup, "host_memory", lambda: None)
     assert memory_check.check_memory(tiny_trainer(data=8)) is None
-    memory_check.check_size(load_config(CONFIGS / "llama3-8b-fsdp4.yaml", ["model.preset=llama3-70b"]))
+    memory_check.check_state_size(load_config(CONFIGS / "llama3-8b-fsdp4.yaml", ["model.preset=llama3-70b"]))
 
 
 @pytest.mark.quick

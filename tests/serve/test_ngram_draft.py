@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxstack.serve.ngram_draft import NGrams, accept
+from jaxstack.serve.ngram_draft import NGramDrafter, accept
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from jaxstack.serve.ngram_draft import NGrams, accept
     ],
 )
 def test_what_followed_before_is_guessed(tokens, guess):
-    ngrams = NGrams(tokens[:2])
+    ngrams = NGramDrafter(tokens[:2])
     for token in tokens[2:]:
         ngrams.extend([token])
     assert ngrams.guess(3) == guess and ngrams.count == len(tokens)

@@ -6,7 +6,7 @@ from benchmarks.transfer import measure
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
 from jaxstack.run_config import load_config
-from jaxstack.tune.coordinate_check import Coordinates, check_coordinates, draw, main, widen
+from jaxstack.tune.coordinate_check import CoordinateCheckResult, check_coordinates, draw, main, widen
 
 
 def test_a_wider_model_has_more_heads():
@@ -20,7 +20,7 @@ def test_a_wider_model_has_more_heads():
 def test_the_picture_has_a_line_for_each_quantity():
     names = ("embedding", "residual", "logits")
     values = {(p, q): (1.0, 2.0 + i) for p in ("standard", "mup") for i, q in enumerate(names)}
-    found = Coordinates((64, 512), 5, values)
+    found = CoordinateCheckResult((64, 512), 5, values)
     assert found.growth("mup", "logits") == 4.0
     svg = draw(found)
     assert svg.count("<polyline") == 6 and "standard: mean magnitude after 5 steps" in svg and ">512<" in svg

@@ -9,13 +9,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxstack.compress.column_sweep import round_to_scales
 from jaxstack.compress.methods.base import Compressed, InputStatistics
 from jaxstack.compress.methods.bct import Bct, round_tiles
-from jaxstack.compress.methods.column_sweep_base import SweepMethod
+from jaxstack.compress.methods.column_sweep_base import ColumnSweepMethod
 from pallas_kernels.weight_only.formats import TileFloatFormat
 from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import pack_tile_float
 
 
-class BctGptq(SweepMethod, Bct):
+class BctGptq(ColumnSweepMethod, Bct):
     """Rounds tiles to integers that share a power of two as `bct` does, by the column sweep of GPTQ."""
 
     method: Literal["bct_gptq"] = "bct_gptq"  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from jaxstack.compress.column_sweep import DAMPING
 from jaxstack.compress.methods.base import InputStatistics, Method, Statistic
 
 
-class SweepMethod(Method):
+class ColumnSweepMethod(Method):
     """Compresses column by column with corrections from the inverse Hessian of the layer's inputs."""
 
     needs: ClassVar[frozenset[Statistic]] = frozenset({"hessian"})

@@ -21,10 +21,10 @@ class RoundingMethod(Method):
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
         del outputs
-        return group_reason(self.group_size, inputs)
+        return group_size_problem(self.group_size, inputs)
 
 
-def group_reason(group_size: int | None, inputs: int, name: str = "group_size") -> str | None:
+def group_size_problem(group_size: int | None, inputs: int, name: str = "group_size") -> str | None:
     """Return why rows of so many inputs cannot be cut into groups, or None."""
     if group_size is None or inputs % group_size == 0:
         return None

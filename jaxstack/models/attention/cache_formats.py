@@ -48,7 +48,7 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
 follows Trukhanov & Soloveychik 2024, arXiv:2403.20137; its values have 8-bit integers."""
 
 
-def empty_pair(
+def empty_keys_and_values(
     format: CacheFormat | None,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],

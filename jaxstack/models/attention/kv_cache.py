@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
-from jaxstack.models.attention.cache_formats import empty_pair
+from jaxstack.models.attention.cache_formats import empty_keys_and_values
 from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, sort_queries, without_order
 from pallas_kernels.paged_attention.api import paged_attention, reads_pages_in_place
 
@@ -35,7 +35,9 @@ class KeyCache(NamedTuple):
 def empty_cache(heads: AttentionSpec, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> KeyCache:
     """Return a cache of zeros with `slots` slots per row."""
     shape = (batch, heads.num_kv_heads, slots, heads.head_dim)
-    return KeyCache(*empty_pair(heads.cache_format, shape, ("batch", "act_kv_heads", None, "act_head_dim"), dtype))
+    return KeyCache(
+        *empty_keys_and_values(heads.cache_format, shape, ("batch", "act_kv_heads", None, "act_head_dim"), dtype)
+    )
 
 
 def slot_positions(seen: Int[Array, " B"], slots: int, pinned: int = 0) -> Int[Array, "B S"]:

@@ -120,7 +120,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     return Quantization(found, kv_cache=bool(said.get("kv_cache_scheme")))
 
 
-def write_quantization(schemes: Mapping[str, Scheme], dense: Iterable[str], format: str) -> dict[str, Any]:
+def make_quantization_config(schemes: Mapping[str, Scheme], dense: Iterable[str], format: str) -> dict[str, Any]:
     """Return the `quantization_config` of a checkpoint.
 
     Args:

@@ -220,7 +220,9 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
     return found
 
 
-def describe_reading(quantization: Quantization, found: dict[str, QuantizedTensor], dense: int) -> list[str]:
+def describe_quantization_differences(
+    quantization: Quantization, found: dict[str, QuantizedTensor], dense: int
+) -> list[str]:
     """Return messages on what is computed differently here than by the program that the checkpoint was made for.
 
     Args:
