@@ -5,7 +5,7 @@
 Each format of `precision.kv_cache` is evaluated on the run's held-out text, where every query sees rounded keys and
 values, so that the loss is that of decoding through the cache. The bits of a value are counted on the arrays of a cache
 in bfloat16. The rows of weights have the recipes `bct` and `cluster3`, with activations in the compute dtype and, for
-`bct`, in integers.
+`bct`, in integers; and `bct_gptq`, calibrated on 128 sequences of the training text.
 """
 
 import argparse
@@ -22,17 +22,22 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.compression_methods import calibration_batches
 from benchmarks.rows import append_rows, print_table, require_commit
 from jaxstack.checkpoint.compressed import dense_parameter, named_leaves
-from jaxstack.compress.integers import encode_blocks, in_integers, round_blocks
+from jaxstack.compress.config import Recipe
+from jaxstack.compress.integers import in_integers
+from jaxstack.compress.layerwise import compress_layers
+from jaxstack.compress.methods.bct_gptq import BctGptq
 from jaxstack.compress.recipe import choose_methods, dense_weights, load_recipe
-from jaxstack.compress.run import compress_leaves
+from jaxstack.compress.run import as_stored, compress_leaves
+from jaxstack.data.loader import open_data
 from jaxstack.decoding.decode import Params
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS, CacheFormat
 from jaxstack.models.huggingface.load import nest
-from jaxstack.plan.choose import evaluation_layout
+from jaxstack.plan.choose import with_evaluation_layout
 from jaxstack.run.evaluate import TextOptions, measure_loss, open_evaluation
 from jaxstack.run.load import load_decoder, read_config
 from jaxstack.trainer import Trainer
@@ -41,6 +46,16 @@ from pallas_kernels.low_bits.encoded import stored_bytes
 
 SCRIPT = "cache_formats"
 COLUMNS = ("format", "bits_per_value", "ratio", "perplexity", "change_percent")
+SEQUENCES = 128
+"""Calibration sequences."""
+CALIBRATED = Recipe(
+    layers=(
+        BctGptq(path="embedding/table", tile_outputs=16),
+        BctGptq(path="."),
+    ),
+    vectors="bfp8",
+)
+"""The recipe `bct` with the column sweep; for models whose embedding is tied to the head."""
 Change = Callable[[Transformer], Transformer]
 """Function that changes a model in place, and returns it."""
 
@@ -72,11 +87,21 @@ class Measurement:
     def __init__(self, directory: Path, max_tokens: int | None):
         config = read_config(directory, ["precision.compute=float32"])
         model = config.model.model_copy(update={"scan_layers": False})
-        self.config = evaluation_layout(config.model_copy(update={"model": model}), 1, chosen=False)
+        self.config = with_evaluation_layout(config.model_copy(update={"model": model}), 1, chosen=False)
         self.max_tokens = max_tokens
         self.trainer, self.data = open_evaluation(self.config, directory, TextOptions(), print)
         decoder, self.step = load_decoder(directory, ["parallel.data=1", "precision.compute=float32"])
         self.params, self.non_params = decoder.params, decoder.non_params
+
+    def compress(self, leaves: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+        """Return the parameters by path with the matrices compressed that the recipe chooses."""
+        dims = dense_weights(self.config.model)
+        methods = choose_methods(recipe, dims)
+        if not any(method.needs for method in methods.values()):
+            return compress_leaves(leaves, methods, dims)
+        model = self.trainer.module.merge(self.params, self.non_params)
+        text = open_data(self.config.data, sequence_length=self.config.train.sequence_length, seed=0)
+        return {**leaves, **compress_layers(model, calibration_batches(text, SEQUENCES), methods).weights}
 
     def make(self, change: Change, rngs: nnx.Rngs) -> Transformer:
         return change(Transformer(self.config.model, rngs))
@@ -110,36 +135,23 @@ def cache_rows(measurement: Measurement) -> list[dict[str, Any]]:
 
 
 def weight_rows(measurement: Measurement) -> list[dict[str, Any]]:
-    """Return rows of the weights' recipes, relative to float32.
-
-    Vectors stay float32, but for the row in which everything is in integers.
-    """
-    leaves, dims = named_leaves(measurement.params), dense_weights(measurement.config.model)
-    count, rows = sum(leaf.size for leaf in leaves.values()), []
-    for recipe, integers in (("bct", False), ("bct", True), ("cluster3", False)):
-        packed = compress_leaves(leaves, choose_methods(load_recipe(recipe), dims), dims)
-        stored = sum(_stored_bytes(leaf, integers) for leaf in packed.values())
-        dense = {path: dense_parameter(path, leaf) for path, leaf in packed.items()}
-        params = {path: round_blocks(x) if integers and x.ndim == 1 else x for path, x in dense.items()}
-        change = in_integers if integers else lambda model: model
-        rows.append(
-            {
-                "work": "weights",
-                "format": recipe + "; vectors, activations and softmax in 8-bit integers" * integers,
-                "bits_per_value": 8 * stored / count,
-                "ratio": 4 * count / stored,
-                "perplexity": measurement.perplexity(change, nest(params)),
-            }
-        )
-        print(rows[-1], flush=True)
+    """Return rows of recipes for weights, relative to float32; one of them with activations in integers too."""
+    leaves, rows = named_leaves(measurement.params), []
+    count = sum(leaf.size for leaf in leaves.values())
+    recipes = {"bct": load_recipe("bct"), "bct, by the sweep of GPTQ": CALIBRATED, "cluster3": load_recipe("cluster3")}
+    for name, recipe in recipes.items():
+        stored = {path: as_stored(leaf, recipe) for path, leaf in measurement.compress(leaves, recipe).items()}
+        size = sum(leaf.stored_bytes if isinstance(leaf, PackedWeight) else leaf.nbytes for leaf in stored.values())
+        params = nest({path: dense_parameter(path, leaf) for path, leaf in stored.items()})
+        for integers in (False, True) if name == "bct" else (False,):
+            change = in_integers if integers else lambda model: model
+            rows.append({
+                "work": "weights", "format": name + "; activations and softmax in 8-bit integers" * integers,
+                "bits_per_value": 8 * size / count, "ratio": 4 * count / size,
+                "perplexity": measurement.perplexity(change, params),
+            })  # fmt: skip
+            print(rows[-1], flush=True)
     return rows
-
-
-def _stored_bytes(leaf: PackedWeight | jax.Array, integers: bool) -> int:
-    """Return the bytes of a parameter; with `integers` a vector has 8-bit integers and an exponent for each block."""
-    if isinstance(leaf, PackedWeight):
-        return leaf.stored_bytes
-    return sum(x.size for x in encode_blocks(leaf)) if integers and leaf.ndim == 1 else 4 * leaf.size
 
 
 def main() -> None:

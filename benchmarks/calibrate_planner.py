@@ -28,7 +28,7 @@ from benchmarks.rows import RESULTS, print_table
 from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
 from jaxstack.plan.efficiency import FILE, Efficiency
 from jaxstack.plan.forecast import LayoutModel
-from jaxstack.plan.layouts import LayoutTable, layout_of
+from jaxstack.plan.layouts import LayoutTable, layout_table_of
 from jaxstack.plan.model_shape import model_shape
 from jaxstack.run_config import load_config
 
@@ -84,7 +84,7 @@ def open_row(row: Row) -> tuple[LayoutModel, LayoutTable]:
     config = load_config(None, overrides, report=lambda _: None)
     cluster = cluster_of_devices(row["device"], row["devices"], one_host=True)
     assert cluster is not None
-    return LayoutModel(config, cluster), layout_of(config)
+    return LayoutModel(config, cluster), layout_table_of(config)
 
 
 def predict(opened: tuple[LayoutModel, LayoutTable], efficiency: Efficiency) -> float:

@@ -123,7 +123,7 @@ def run_child(options: argparse.Namespace) -> None:
     """All checks and times of the variants named, in this process."""
     import jax
 
-    from jaxstack.distributed.devices import start_devices
+    from jaxstack.distributed.device_setup import start_devices
 
     (devices,) = options.devices
     start_devices(devices if options.tiny else None)
@@ -163,15 +163,17 @@ class Work:
         )
 
     def multiplier(self, name: str) -> Any:
-        from pallas_kernels.collective_matmul.mosaic import Overlapped
-        from pallas_kernels.collective_matmul.xla import NotOverlapped
+        from pallas_kernels.collective_matmul.mosaic import OverlappedMultiplier
+        from pallas_kernels.collective_matmul.xla import SequentialMultiplier
 
         if name == "serialised":
-            return NotOverlapped()
+            return SequentialMultiplier()
         if name == "no communication":
             return Local(self.devices)
         fields = VARIANTS[name]
-        return Overlapped(*(tuple(sorted(fields.get(kernel, {}).items())) for kernel in ("gather", "scatter")))
+        return OverlappedMultiplier(
+            *(tuple(sorted(fields.get(kernel, {}).items())) for kernel in ("gather", "scatter"))
+        )
 
     def parts(self, name: str) -> dict[str, tuple[Callable, tuple, Any]]:
         """Name -> local function, in_specs, out_specs."""

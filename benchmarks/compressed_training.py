@@ -51,6 +51,7 @@ from jaxstack.compressed_training.base import WeightRule
 from jaxstack.compressed_training.cluster import (
     Clustering,
     ClusterRule,
+    count_values,
     soft_clusters,
     start_centroids,
     stored_bytes,
@@ -59,7 +60,6 @@ from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.compressed_training.distill import DistillConfig, distillation_loss, empty_model, with_teacher
 from jaxstack.compressed_training.low_rank import LowRankRule
 from jaxstack.compressed_training.mask import MaskRule
-from jaxstack.compressed_training.patterns import count_patterns, patterns_of
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.functional.compressed import CompressedModule
 from jaxstack.functional.module import Dict, FunctionalModule
@@ -286,7 +286,7 @@ def size_rows() -> Iterator[Row]:
 
 def dense_clusters(w: jax.Array, settings: Clustering) -> jax.Array:
     """Return `soft_clusters` of weights [out, in] as DKM defines it, with a map of every weight to every centroid."""
-    centroids, temperature = start_centroids(count_patterns(patterns_of(w)), settings)
+    centroids, temperature = start_centroids(count_values(w), settings)
     x = w.reshape(-1, 1)
     shares = x
     for _ in range(settings.iterations):

@@ -38,10 +38,10 @@ from benchmarks.learning import learn
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.steps import open_run
 from benchmarks.synthetic_layer import make_layer
+from jaxstack.compress.input_scales import candidate_scales, round_scaled, rounding_errors
 from jaxstack.compress.layerwise import compress_layers
 from jaxstack.compress.methods import Awq, Gptq, Magnitude, Method, Rtn, SparseGpt, Wanda
 from jaxstack.compress.methods.base import InputStatistics
-from jaxstack.compress.smooth import candidate_scales, round_scaled, rounding_errors
 from jaxstack.data.loader import Data, open_data
 from jaxstack.models import ModelConfig, Transformer, preset_config
 from jaxstack.observe.memory import peak_memory_bytes

@@ -56,7 +56,7 @@ def timed(step) -> dict:
 
 def measure_jaxstack() -> dict:
     """Our step, through `Trainer`."""
-    from jaxstack.distributed.devices import start_devices
+    from jaxstack.distributed.device_setup import start_devices
     from jaxstack.loss import language_model_loss
     from jaxstack.models import Transformer
     from jaxstack.run_config import load_config

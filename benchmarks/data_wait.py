@@ -38,7 +38,7 @@ from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.data.augmentations.base import Augmenter, Vocabulary
 from jaxstack.data.config import DataConfig
 from jaxstack.data.mixture import row_order
-from jaxstack.data.reading import Batch, TrainingBatches, Workers, read_batches
+from jaxstack.data.read_batches import Batch, TrainingBatches, WorkerOptions, read_batches
 from jaxstack.data.shard_files import LocalFiles
 from jaxstack.data.shards import ShardWriter, TokenStream
 from jaxstack.data.token_rows import TextRows
@@ -46,9 +46,9 @@ from jaxstack.data.token_rows import TextRows
 ROWS, LENGTH, SHARDS, SHARD_TOKENS, START = 8, 256, 64, 2**14, 0
 _DEFAULT = DataConfig()
 WORKERS = {
-    "1 thread, 4 ahead": Workers(threads=1, processes=0, ahead=4),
-    f"{_DEFAULT.read_threads} threads": Workers(_DEFAULT.read_threads, 0, _DEFAULT.read_ahead),
-    "2 processes x 8 threads": Workers(8, 2, _DEFAULT.read_ahead),
+    "1 thread, 4 ahead": WorkerOptions(threads=1, processes=0, ahead=4),
+    f"{_DEFAULT.read_threads} threads": WorkerOptions(_DEFAULT.read_threads, 0, _DEFAULT.read_ahead),
+    "2 processes x 8 threads": WorkerOptions(8, 2, _DEFAULT.read_ahead),
 }
 COLUMNS = ("work", "implementation", "device", "wait_fraction", "slowdown", "milliseconds", "longest_wait_steps")
 
@@ -172,7 +172,7 @@ def run_steps(step: Callable[[Any, Any], Any], state: Any, source: Iterator[Batc
     """Run a loop like a trainer's, with two steps in flight; return its times and the tokens of all batches."""
     import jax
 
-    from jaxstack.data.device import device_batches
+    from jaxstack.data.device_batches import device_batches
 
     batches = cast(Generator, device_batches(source, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
     flying, waits, tokens, times = [], [], [], [0.0]

@@ -41,7 +41,7 @@ from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import rates
 from benchmarks.timing import median_seconds
 from benchmarks.train_step import WORKS
-from jaxstack.distributed.devices import start_devices
+from jaxstack.distributed.device_setup import start_devices
 from jaxstack.distributed.xla_options import step_options
 from jaxstack.models import count_parameters, model_flops_per_token
 from jaxstack.run_config import RunConfig, load_config

@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks.rows import append_rows, print_table
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer
 from jaxstack.observe.memory import peak_memory_bytes

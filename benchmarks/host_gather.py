@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks.arguments import positive
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
-from jaxstack.distributed.devices import start_devices
+from jaxstack.distributed.device_setup import start_devices
 from pallas_kernels.host_table.api import host_gather
 from pallas_kernels.host_table.table import HostTable
 

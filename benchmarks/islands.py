@@ -27,6 +27,7 @@ from benchmarks.steps import open_run
 METHODS = {
     "data_parallel": (),
     "local_sgd": ("islands={name: local_sgd, every: 20}",),
+    "local_sgd_synchronous": ("islands={name: local_sgd, every: 20, synchronous_steps: 200}",),
     "diloco": ("islands={name: diloco, every: 20}",),
     "diloco_calm": ("islands={name: diloco, every: 20, outer_learning_rate: 0.9, momentum: 0.3}",),
     "diloco_int8": ("islands={name: diloco, every: 20, compression: int8}",),
@@ -42,8 +43,8 @@ WORKS = {
         "optimizer.b2=0.98", "schedule={name: linear, warmup_steps: 40}",
     ),
     "quickstart": (
-        "model.preset=tiny", "train.steps=1000", "train.global_batch_size=8", "train.sequence_length=128",
-        "optimizer.learning_rate=3e-3", "optimizer.b2=0.98", "schedule={name: linear, warmup_steps: 100}",
+        "model.preset=tiny", "train.steps=300", "train.global_batch_size=8", "train.sequence_length=128",
+        "optimizer.learning_rate=3e-3", "optimizer.b2=0.98", "schedule={name: linear, warmup_steps: 30}",
     ),
     "tiny": (
         "model={num_layers: 2, hidden_size: 32, num_heads: 2}", "data.tokenizer.name=byte", "train.steps=40",
@@ -63,7 +64,7 @@ def train(method: str, overrides: list[str]) -> dict[str, Any]:
     trainer = make_trainer(config, data)
     trainer.compile(trainer.peek_batch())
     batches = trainer.batches(0)
-    began = time.perf_counter()
+    began, loss = time.perf_counter(), float("nan")
     for _ in range(config.train.steps):
         # Each step is waited for: with hundreds of queued programs simulated CPU devices run out of threads and hang.
         loss = trainer.read(trainer.train_step(next(batches)[0]))["loss"]
@@ -76,23 +77,17 @@ def train(method: str, overrides: list[str]) -> dict[str, Any]:
         "steps": config.train.steps,
         "train_loss": loss,
         **{key: evaluated.get(key) for key in ("eval_loss", "eval_island_distance")},
-        "bytes_per_step": bytes_per_step(trainer.describe(), config.islands.every),
+        "bytes_per_step": bytes_per_step(trainer),
         "seconds": seconds,
     }
 
 
-def bytes_per_step(ran: dict[str, Any], every: int) -> float:
-    """Return the bytes that each device sends to other islands in a step on average.
-
-    Args:
-        ran: What the trainer's `describe` returns; without islands all bytes count.
-        every: Steps from one exchange to the next.
-    """
-    if "islands" not in ran:
-        return sum(row["wire_bytes"] for row in ran["collectives"])
-    sent, known = ran["islands"]["exchange_bytes"], ran["islands"]
-    # Fragments are all sent once in this interval; the exchanges of gossip take turns.
-    return known["step_bytes"] + sum(sent) / (every if known["name"] == "streaming" else every * len(sent))
+def bytes_per_step(trainer: Any) -> float:
+    """Return the bytes that each device sends to other islands in a step on average; without islands all bytes."""
+    steps = trainer.train.steps
+    if hasattr(trainer, "bytes_of_steps"):
+        return trainer.bytes_of_steps(steps) / steps
+    return sum(row["wire_bytes"] for row in trainer.describe()["collectives"])
 
 
 def stored_base(script: str, work: str, islands: int) -> dict[str, Any] | None:

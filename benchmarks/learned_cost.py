@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
 from jaxstack.plan.learned_cost import MeasuredProgram, held_out_predictions, kendall_tau, median_error
-from jaxstack.plan.program_features import ProgramFeatures, read_features
+from jaxstack.plan.program_features import ProgramFeatures, parse_program_features
 
 Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
@@ -137,7 +137,7 @@ def measure(program: Program) -> tuple[str, ProgramFeatures, float]:
     family, function, arguments = program
     compiled = jax.jit(function).lower(*arguments).compile()
     seconds = median_seconds(lambda: compiled(*arguments), jax.block_until_ready)
-    return family, read_features(compiled.as_text() or ""), seconds
+    return family, parse_program_features(compiled.as_text() or ""), seconds
 
 
 def peak_rates() -> tuple[float, float]:

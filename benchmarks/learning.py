@@ -13,11 +13,17 @@ Point = dict[str, float]
 
 
 def learn(
-    trainer: Any, *, every: int, seconds: float = math.inf, say: Callable[[Point], None] = lambda point: None
+    trainer: Any,
+    *,
+    every: int,
+    seconds: float = math.inf,
+    say: Callable[[Point], None] = lambda point: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Point]:
     """Trains for `train.steps`, or until about so many seconds have gone; a point for every `every` steps.
 
-    Steps between two points are queued together. The first one, which loads kernels, is not timed.
+    Steps between two points are queued together. The first one, which loads kernels, is not timed. `clock` returns the
+    seconds to count: of the wall, or of the processor with `time.process_time`.
     """
     train = trainer.train
     tokens, points = train.global_batch_size * train.sequence_length, []
@@ -27,10 +33,10 @@ def learn(
     while points[-1]["step"] < train.steps and spent < seconds:
         begin = int(points[-1]["step"])
         end = min(begin // every * every + every, train.steps)
-        began = time.perf_counter()
+        began = clock()
         losses = [trainer.train_step(batch)["loss"] for batch, _ in itertools.islice(batches, end - begin)]
         mean = sum(map(float, losses)) / len(losses)
-        spent += time.perf_counter() - began
+        spent += clock() - began
         points.append({"step": end, "tokens": end * tokens, "seconds": spent, "loss": mean})
         say(points[-1])
     batches.close()

@@ -51,7 +51,8 @@ class Work:
         def one_pass(_: jax.Array | int, results: list[jax.Array]) -> list[jax.Array]:
             # Arguments that depend on the last results: no product can be left out or made only once.
             x_now, stored, _ = jax.lax.optimization_barrier((x, weights, results))
-            return [self.product(x_now, w) for w in stored]
+            # x by itself for each weight: what a product computes of it first is not shared with the others.
+            return [self.product(*jax.lax.optimization_barrier((x_now, w))) for w in stored]
 
         start = [jnp.zeros((x.shape[0], self.row["out"]), x.dtype) for _ in weights]
         return jax.lax.fori_loop(0, self.passes, one_pass, start)
@@ -130,7 +131,7 @@ def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]]) -> No
         shown += [row for n, row in enumerate(here) if n < 3 or row["variant"] == "xla"]
         tile = next((row["tile"] for row in here if row["tile"]), None)
         if tile is not None:
-            blocks = ", ".join(str(tile[name]) for name in TILE_FIELDS)
+            blocks = ", ".join(str(tile[name]) for name in TILE_FIELDS) + ", raised=True" * tile["raised"]
             lines.append(f"    ({GRIDS[kind].bits}, {outputs}, {inputs}, {8 if count <= 8 else 16}): Tile({blocks}),")
     print_table(shown, COLUMNS)
     print("\n".join(["Lines for `MEASURED` in pallas_kernels/weight_only/triton.py:", *lines]))

@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.launch.supervisor import count_gpus
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, model_flops_per_token

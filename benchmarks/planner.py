@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, print_table, require_commit
 from benchmarks.steps import SYNTHETIC, first_gpus, open_trainer, rates, time_steps
-from jaxstack.distributed.devices import start_devices
+from jaxstack.distributed.device_setup import start_devices
 from jaxstack.launch.supervisor import count_gpus
 from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
 from jaxstack.plan.forecast import Forecast, LayoutModel

@@ -21,8 +21,8 @@ from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.data.loader import open_data
-from jaxstack.plan.choose import training_layout
-from jaxstack.resilience.replicas import ReplicaCheck
+from jaxstack.plan.choose import with_training_layout
+from jaxstack.resilience.replica_check import ReplicaCheck
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import load_config
 from jaxstack.trainer import Trainer
@@ -34,7 +34,7 @@ COLUMNS = ("work", "devices", "leaves", "bytes_per_device", "milliseconds", "gig
 def open_trainer(path: str, overrides: list[str]) -> Trainer:
     """Return a run's trainer on synthetic data."""
     config = load_config(path, [*overrides, "data.sources=[{path: synthetic}]"])
-    config = training_layout(config, jax.device_count())
+    config = with_training_layout(config, jax.device_count())
     data = open_data(config.data, sequence_length=config.train.sequence_length, seed=0)
     model = resolve_model(config.model, data.tokenizer.vocab_size)
     return make_trainer(config.model_copy(update={"model": model}), data)

@@ -30,7 +30,7 @@ from benchmarks.generate import make_decoder
 from benchmarks.rows import append_rows, print_table
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.run_config import load_config
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine

@@ -131,13 +131,13 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     """Return the resolved configuration of a run, and its data."""
     from jaxstack.data.build_shards import available_cores
     from jaxstack.data.loader import open_data
-    from jaxstack.distributed.devices import cache_compilations, start_devices
-    from jaxstack.plan.choose import training_layout
+    from jaxstack.distributed.device_setup import cache_compilations, start_devices
+    from jaxstack.plan.choose import with_training_layout
     from jaxstack.run.build import resolve_model
     from jaxstack.run_config import load_config
 
     config = load_config(None, list(overrides))
-    config = training_layout(config, start_devices(config.parallel.simulate_devices))
+    config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, workers=workers)

@@ -1,18 +1,22 @@
 """The best learning rate over the width of a model, in the standard parametrization and in muP.
 
-    python benchmarks/transfer.py --widths 64,512 --steps 100 --optimizer adamw
+    python benchmarks/transfer.py
+    python benchmarks/transfer.py --widths 64,128,512 --steps 200 --optimizer soap
 
 A Transformer of two layers learns the bytes of the quickstart's text. Every learning rate 2^-k of the range is tried at
 every width; a row has the losses of one width, the mean over the last fifth of the steps. The learning rate is an
-argument of one compiled program, so that a width is compiled once.
+argument of one compiled program, so that a width is compiled once. `cpu_seconds` is the processor time of a width with
+its compilation, which holds on a machine that does other work too. `python scripts/tuning_pages.py` shows the rows
+in docs/optimizers.md.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.rows import append_rows, print_table, require_commit
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.arguments import positive
+from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.data.config import DataConfig
 from jaxstack.data.loader import open_data
 from jaxstack.functional.module import FunctionalModule
@@ -29,7 +36,7 @@ from jaxstack.models import ModelConfig, Transformer
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
-from jaxstack.tune.coordinates import widen
+from jaxstack.tune.coordinate_check import widen
 
 BASE = ModelConfig(
     hidden_size=64, num_layers=2, num_heads=2, vocab_size=320, initialization="fan_in", intermediate_size=192
@@ -37,24 +44,6 @@ BASE = ModelConfig(
 ROWS, LENGTH = 4, 32
 EXPONENTS = {"standard": range(6, 14), "mup": range(6, 11)}
 """Parametrization -> k of the learning rates 2^-k that are tried."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-    """Losses at one width.
-
-    Attributes:
-      width: hidden_size.
-      losses: k -> loss at the learning rate 2^-k.
-    """
-
-    width: int
-    losses: dict[int, float]
-
-    @property
-    def best(self) -> int:
-        """k of the best learning rate."""
-        return min(self.losses, key=lambda k: self.losses[k])
 
 
 @functools.cache
@@ -101,48 +90,49 @@ def losses_at(model: ModelConfig, kind: type[Optimizer], rates: Sequence[float],
     return np.stack([np.asarray(run(jnp.asarray(rate, jnp.float32))) for rate in rates])
 
 
-def transfer(
-    parametrization: str, widths: Sequence[int], steps: int, kind: type[Optimizer], exponents: Sequence[int] = ()
-) -> list[Transfer]:
-    """Return the losses at each width."""
-    tried = exponents or EXPONENTS[parametrization]
-    found = []
-    for width in widths:
-        losses = losses_at(model_at(width, parametrization), kind, [2.0**-k for k in tried], steps)
-        last = np.nan_to_num(losses[:, -max(steps // 5, 1) :].mean(1), nan=np.inf)
-        found.append(Transfer(width, {k: round(float(loss), 4) for k, loss in zip(tried, last, strict=True)}))
-    return found
+def measure(width: int, parametrization: str, steps: int, name: str) -> dict[str, Any]:
+    """Return the row of a width: the loss at each learning rate, None where it is not finite, and the best k."""
+    kinds = {kind.model_fields["name"].default: kind for kind in OPTIMIZERS}
+    tried, began = EXPONENTS[parametrization], (time.process_time(), time.perf_counter())
+    losses = losses_at(model_at(width, parametrization), kinds[name], [2.0**-k for k in tried], steps)
+    last = losses[:, -max(steps // 5, 1) :].mean(1)
+    return {
+        "work": f"learning-rate transfer, {name}, {steps} steps",
+        "implementation": "jaxstack",
+        "variant": f"{parametrization} width {width}",
+        "device": jax.devices()[0].device_kind,
+        "devices": 1,
+        "optimizer": name,
+        "parametrization": parametrization,
+        "width": width,
+        "steps": steps,
+        "best": tried[int(np.argmin(np.nan_to_num(last, nan=np.inf)))],
+        "losses": {k: round(float(x), 4) if np.isfinite(x) else None for k, x in zip(tried, last, strict=True)},
+        "cpu_seconds": round(time.process_time() - began[0], 1),
+        "seconds": round(time.perf_counter() - began[1], 1),
+    }
 
 
 def main() -> None:
     """Measure, print and store the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", default="64,512", help="hidden sizes, multiples of 64 (64,512)")
-    parser.add_argument("--steps", type=int, default=100, help="steps of each run (100)")
+    parser.add_argument("--steps", type=positive(int), default=100, help="steps of each run (100)")
     parser.add_argument("--optimizer", default="adamw", help="optimizer.name (adamw)")
-    arguments = parser.parse_args()
-    require_commit("transfer")
-    kinds = {kind.model_fields["name"].default: kind for kind in OPTIMIZERS}
+    parser.add_argument("--tiny", action="store_true", help="few steps at widths 64 and 128, rows in tiny/")
+    args = parser.parse_args()
+    script = f"{SCRATCH}transfer" if args.tiny else "transfer"
+    require_commit(script)
+    widths = [64, 128] if args.tiny else sorted({int(width) for width in args.widths.split(",")})
     rows = []
+    for parametrization, width in itertools.product(EXPONENTS, widths):
+        rows.append(measure(width, parametrization, 10 if args.tiny else args.steps, args.optimizer))
+        append_rows(script, rows[-1:])
+        print_table(rows[-1:], ["parametrization", "width", "best", "losses", "cpu_seconds"])
     for parametrization in EXPONENTS:
-        began = time.perf_counter()
-        widths = [int(width) for width in arguments.widths.split(",")]
-        for found in transfer(parametrization, widths, arguments.steps, kinds[arguments.optimizer]):
-            rows.append(
-                {
-                    "work": "learning-rate transfer",
-                    "optimizer": arguments.optimizer,
-                    "parametrization": parametrization,
-                    "width": found.width,
-                    "steps": arguments.steps,
-                    "best_rate": f"2^-{found.best}",
-                    "losses": found.losses,
-                    "device": jax.devices()[0].device_kind,
-                    "seconds": round(time.perf_counter() - began, 1),
-                }
-            )
-            print_table(rows[-1:], ["optimizer", "parametrization", "width", "best_rate", "losses", "seconds"])
-    append_rows("transfer", rows)
+        ends = [row["best"] for row in rows if row["parametrization"] == parametrization]
+        print(f"{parametrization}: best rate 2^-{ends[0]} at width {widths[0]}, 2^-{ends[-1]} at {widths[-1]}")
+    print(f"{sum(row['cpu_seconds'] for row in rows):.0f} CPU seconds")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@
 The model is a one-layer Transformer over the bytes of Python's standard library. All of its training steps are one
 compiled program with the hyperparameters as arguments, so that a trial takes a fraction of a second; proposals, records
 and constraints are those of `jaxstack.tune`. Each seed draws its own initial weights and its own proposals, the same
-weights for both samplers. The row of a seed has the best loss after each number of trials.
+weights for both samplers. The row of a seed has the best loss after each number of trials. `python
+scripts/tuning_pages.py` shows the rows in docs/tuning.md.
 """
 
 import argparse
 import functools
+import itertools
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +26,8 @@ import jax.numpy as jnp
 import optax
 import yaml
 from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, require_commit
 from jaxstack.data.loader import open_data
@@ -114,7 +119,7 @@ def search(train: Train, sampler: str, seed: int, folder: Path, config: Path) ->
     # Both begin at random: the configuration's own values would be the same good first trial for both.
     space = read_space(SPACE, config, [], "SPACE")
     stored = OptunaStudy(study, space, folder, {"seed": seed}, STEPS, base_first=False)
-    began, losses = time.perf_counter(), []
+    began, losses = time.process_time(), []
     for _ in range(study.trials):
         number, values = stored.ask()
         loss = train(seed, values)
@@ -124,7 +129,9 @@ def search(train: Train, sampler: str, seed: int, folder: Path, config: Path) ->
     best = best_of(stored.records())
     assert best is not None and best.value == min(losses)
     bests = {f"loss_at_{count}": min(losses[:count]) for count in COUNTS}
-    return {"sampler": sampler, "seed": seed, **bests, "seconds": round(time.perf_counter() - began, 1)}
+    lowest = [round(loss, 4) if math.isfinite(loss) else None for loss in itertools.accumulate(losses, min)]
+    seconds = round(time.process_time() - began, 1)
+    return {"sampler": sampler, "seed": seed, **bests, "bests": lowest, "cpu_seconds": seconds}
 
 
 def main() -> None:
@@ -145,7 +152,7 @@ def main() -> None:
                 row = search(train, sampler, seed, folder, config)
                 losses.append(row[f"loss_at_{COUNTS[-1]}"])
                 shown = ", ".join(f"{count} trials {row[f'loss_at_{count}']:.4f}" for count in COUNTS)
-                print(f"seed {seed}, {sampler:6}: {shown} ({row['seconds']} s)", flush=True)
+                print(f"seed {seed}, {sampler:6}: {shown} ({row['cpu_seconds']} s)", flush=True)
                 common = {"work": WORK, "implementation": f"jaxstack {sampler}", "device": device, "devices": 1}
                 append_rows(SCRIPT, [{**common, **row}])
     wins = sum(a < b for a, b in zip(found["tpe"], found["random"], strict=True))

@@ -30,7 +30,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message.rstrip('.')}{'' if message.endswith('?') else '.'}{example}\n")
 
 
-def required_option(
+def fill_option_from_overrides(
     parser: CommandParser, arguments: argparse.Namespace, name: str, accepts: Callable[[str], bool], hint: str = ""
 ) -> argparse.Namespace:
     """Fill in an option that was left out from the overrides: its value may stand there without the option's name.
@@ -80,7 +80,7 @@ _FILE_SYSTEM_ERRORS = frozenset(
 """Errors of disks, permissions and paths, which are not faults of the program."""
 
 
-class LastingOutput:
+class BrokenPipeTolerantOutput:
     """A text stream that drops its output once nobody reads it any more.
 
     A pager, `head` or `tee` may end, and a terminal may be closed, before the command does. Without this, the work of
@@ -119,15 +119,15 @@ class LastingOutput:
 
 
 @contextlib.contextmanager
-def lasting_output(name: str) -> Iterator[None]:
+def tolerate_broken_pipe(name: str) -> Iterator[None]:
     """Keep the command running if the reader of its output goes away, with one message on standard error.
 
     Args:
       name: name of the command, which begins the message.
     """
     text = f"{name}: nobody reads standard output any more; going on without it"
-    errors = LastingOutput(sys.stderr)
-    output = LastingOutput(sys.stdout, lambda: print(text, file=cast(TextIO, errors), flush=True))
+    errors = BrokenPipeTolerantOutput(sys.stderr)
+    output = BrokenPipeTolerantOutput(sys.stdout, lambda: print(text, file=cast(TextIO, errors), flush=True))
     with contextlib.redirect_stdout(cast(TextIO, output)), contextlib.redirect_stderr(cast(TextIO, errors)):
         yield
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxstack.cli import CommandParser, add_examples, required_option, run_command
+from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # An option that takes several words would take overrides that follow it too.
     parser = make_parser()
     args = parser.parse_intermixed_args(sorted(words, key=lambda word: not _OVERRIDE.match(word)))
-    required_option(parser, args, "run", os.path.isdir)
+    fill_option_from_overrides(parser, args, "run", os.path.isdir)
     return run_command("jaxstack evaluate", lambda: _evaluate(args))
 
 

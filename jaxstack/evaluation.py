@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstack.data.batch_source import HostBatch, check_batch, check_not_one_batch
-from jaxstack.data.device import BatchPlacement, check_rows
+from jaxstack.data.device_batches import BatchPlacement, check_rows
 from jaxstack.errors import JaxstackError
 from jaxstack.functional.module import Dict
 from jaxstack.loss import Batch, LossSum

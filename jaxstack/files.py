@@ -132,7 +132,7 @@ class FileLock:
         self._file.close()
 
 
-def holder_of(path: Path) -> str | None:
+def lock_holder(path: Path) -> str | None:
     """Return who holds the POSIX record lock on a file, without taking it; None if nobody does, or it is not known.
 
     A process that holds a record lock on the file itself must not ask: closing the file would free its lock.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxstack.cli import CommandParser, add_examples, required_option, run_command
+from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = make_parser()
     hint = " (the text to continue is --prompt)"
-    args = required_option(parser, parser.parse_intermixed_args(argv), "run", os.path.isdir, hint)
+    args = fill_option_from_overrides(parser, parser.parse_intermixed_args(argv), "run", os.path.isdir, hint)
     return run_command("jaxstack generate", lambda: _generate(args))
 
 

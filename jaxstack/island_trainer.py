@@ -7,6 +7,7 @@ programs of their own; that of an `OverlappedExchange` also contains the train s
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import Dict, flatten, nest
+from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.islands.base import Exchange, IslandMethod, OuterState, OverlappedExchange
 from jaxstack.loss import Batch, LossSum
 from jaxstack.observe.collectives import collectives
@@ -42,6 +44,7 @@ class IslandSteps(StepFunctions):
 
     metrics_spec = _OWN
     _beside: tuple[OverlappedExchange, int] | None = None
+    _synchronous = False
 
     @property
     def inner_rules(self) -> AxisRules:
@@ -58,6 +61,18 @@ class IslandSteps(StepFunctions):
         other = copy.copy(self)
         other._beside = exchange, phase
         return other
+
+    def synchronous(self) -> "IslandSteps":
+        """Return a copy whose train step is data-parallel over the islands."""
+        other = copy.copy(self)
+        other._synchronous = True
+        return other
+
+    def _all_sums(self, sums: GradientSums) -> GradientSums:
+        if not self._synchronous:
+            return sums
+        total = jax.lax.psum((sums.gradients, sums.loss, sums.count), ISLANDS)
+        return dataclasses.replace(sums, gradients=total[0], loss=total[1], count=total[2])
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step on each island; metrics are arrays [islands]."""
@@ -136,6 +151,7 @@ class IslandTrainer(Trainer):
         self._method = islands
         self._beside: dict[int, jax.stages.Compiled] = {}
         self._between: dict[int, jax.stages.Compiled] = {}
+        self._synchronous: tuple[jax.stages.Compiled, jax.stages.Compiled] | None = None
         self._taken: int | None = None
         super().__init__(*arguments, **settings)
         if self.rules.mesh.devices.flat[0].platform == "cpu":
@@ -238,6 +254,10 @@ class IslandTrainer(Trainer):
         """Compile the step and all exchanges, see `Trainer.compile`."""
         step = super().compile(batch, create_state=create_state)
         exchange, state = self.exchange, self.abstract_state
+        if self._method.synchronous_steps:
+            program = StepProgram(self.steps.synchronous(), state, self.train.xla_options)
+            begin = self._compile_exchange(lambda params, _: (params, exchange.init(params)))
+            self._synchronous = program.compile(program.lower(batch)), begin
         for phase in range(exchange.phases):
             if isinstance(exchange, OverlappedExchange):
                 program = StepProgram(self.steps.beside(exchange, phase), state, self.train.xla_options)
@@ -262,11 +282,17 @@ class IslandTrainer(Trainer):
         taken = int(jax.device_get(self.state.step)) if self._taken is None else self._taken
         delay = self.exchange.delay if isinstance(self.exchange, OverlappedExchange) else 0
         sent = self._due(taken) if delay else None
+        self._taken = taken + 1
+        if self._synchronous is not None and taken < self._method.synchronous_steps:
+            step, begin = self._synchronous
+            self._state, metrics = step(self.state, dict(batch))
+            if self._taken == self._method.synchronous_steps:
+                self._state = begin(jax.block_until_ready(self._state))
+            return metrics
         if sent is None:
             metrics = super().train_step(batch)
         else:
             self._state, metrics = self._beside[sent](self.state, dict(batch))
-        self._taken = taken + 1
         if delay != 1 and (phase := self._due(self._taken - delay)) is not None:
             # Simulated CPU devices share threads, which collectives of two programs at once may block for good.
             on_cpu = self.rules.mesh.devices.flat[0].platform == "cpu"
@@ -276,7 +302,15 @@ class IslandTrainer(Trainer):
         return metrics
 
     def _due(self, step: int) -> int | None:
-        return self.exchange.due(step) if step > 0 else None
+        """Return the phase of the exchange that is due after a step; None if none is."""
+        return self.exchange.due(step) if step > self._method.synchronous_steps else None
+
+    def bytes_of_steps(self, steps: int) -> float:
+        """Return the bytes that each device sends to other islands in the first `steps` steps of a run."""
+        known, first = self.describe()["islands"], min(steps, self._method.synchronous_steps)
+        phases = [phase for step in range(1, steps + 1) if (phase := self._due(step)) is not None]
+        sent = sum(known["exchange_bytes"][phase] for phase in phases)
+        return first * known["synchronous_bytes"] + (steps - first) * known["step_bytes"] + sent
 
     def read(self, metrics: Metrics) -> dict[str, float]:
         """Wait for the metrics of a step, and return their means over the islands of this process as numbers.
@@ -305,7 +339,8 @@ class IslandTrainer(Trainer):
     def describe(self) -> dict[str, Any]:
         """Return what the compiled programs run, see `Trainer.describe`.
 
-        `islands` has the bytes that each device sends to other islands: in a step, and in the exchanges.
+        `islands` has the bytes that each device sends to other islands: in a step, in the exchanges, and in each of
+        the synchronous steps.
         """
         axes, step = dict(self.rules.mesh.shape), self.program.compiled
         exchanges = [*(self._beside or self._between).values()]
@@ -313,6 +348,8 @@ class IslandTrainer(Trainer):
         with contextlib.suppress(ValueError, AssertionError):  # HLO text of an unknown form must not stop a run
             described["step_bytes"] = bytes_between_islands(step, axes)
             described["exchange_bytes"] = [bytes_between_islands(program, axes) for program in exchanges]
+            sums = self._synchronous
+            described["synchronous_bytes"] = 0 if sums is None else bytes_between_islands(sums[0], axes)
         return {**super().describe(), "islands": described}
 
 

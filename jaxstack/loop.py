@@ -21,11 +21,11 @@ from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
 from jaxstack.functional.shardings import describe_unsplit
 from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.number_format import plural
 from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.run_log import RunLog
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import last_evaluation, last_logged
-from jaxstack.observe.units import plural
 from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
 from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig

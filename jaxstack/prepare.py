@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError
-from jaxstack.observe.units import byte_size, plural
+from jaxstack.observe.number_format import byte_size, plural
 
 STOPPED = "stopped; the same command goes on from here"
 
@@ -170,14 +170,14 @@ def _check_output(output: Path, sources: Sequence[str]) -> None:
 
 
 def _summarize(index: dict, say: Callable[[str], None]) -> None:
-    from jaxstack.data.shards import notes_on
+    from jaxstack.data.shards import describe_altered_inputs
 
     for name, split in index["splits"].items():
         say(
             f"{name}: {plural(split['documents'], 'document')}, {byte_size(split['bytes'])}, "
             f"{plural(split['tokens'], 'token')}, {plural(len(split['shards']), 'shard')}"
         )
-    for note in notes_on(index):
+    for note in describe_altered_inputs(index):
         say(note)
 
 

@@ -29,14 +29,15 @@ from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
 from jaxstack.errors import ConfigError
 from jaxstack.islands.diloco import DiLoCo
+from jaxstack.islands.folder import FolderDiLoCo
 from jaxstack.islands.methods import AnyIslandMethod
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
-from jaxstack.models.pretrained import fill_in
+from jaxstack.models.pretrained import fill_in_model_and_tokenizer
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.noise_scale import noise_problem
-from jaxstack.optim.mup import check_rule
+from jaxstack.optim.mup import check_mup_support
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from jaxstack.optim.schedules import AnySchedule, Cosine
@@ -149,7 +150,7 @@ class RunConfig(Component):
                 "width; set model.parametrization=standard."
             )
         try:
-            check_rule(self.optimizer)
+            check_mup_support(self.optimizer)
         except ConfigError as error:
             return str(error)
         return None
@@ -171,8 +172,10 @@ class RunConfig(Component):
         return None
 
     def _islands_problem(self) -> str | None:
-        count = self.parallel.islands
-        if count == 1:
+        count, separate = self.parallel.islands, isinstance(self.islands, FolderDiLoCo)
+        if separate and count > 1:
+            return "islands.name=folder describes one island of separate runs; set parallel.islands=1."
+        if count == 1 and not separate:
             given = self.islands != DiLoCo()
             return "islands needs parallel.islands of 2 or more; set it, or remove the section." if given else None
         excluded = {
@@ -186,7 +189,8 @@ class RunConfig(Component):
         }
         found = [name for name, given in excluded.items() if given]
         if found:
-            return f"parallel.islands ({count}) does not support {found[0]}; remove it, or set parallel.islands=1."
+            used = "islands.name=folder" if separate else f"parallel.islands ({count})"
+            return f"{used} does not support {found[0]}; remove it, or do without islands."
         return self.islands.problem(count)
 
     @property
@@ -295,7 +299,7 @@ def config_from_tree(
     run = sections.get("run")
     for key in ("init_from", "branch_from"):
         if isinstance(run, dict) and isinstance(run.get(key), str):
-            sections = fill_in(sections, run[key])
+            sections = fill_in_model_and_tokenizer(sections, run[key])
     model = sections.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         sections["model"] = merge_trees(load_preset(model["preset"]), model)

@@ -14,19 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxstack.distributed.xla_options import installed_options, own_options
+from jaxstack.distributed.xla_options import builtin_step_options, translate_options
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.functional.shardings import describe_shardings
 from jaxstack.gradients.build import make_gradients
+from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.loss import Batch, Loss, LossFunction, LossSum, as_loss
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
 from jaxstack.observe.what_ran import describe_program
 from jaxstack.optim.build import gradient_norm, largest_overload
-from jaxstack.parallel.context import ShardingContext
 from jaxstack.parallel.layout import StepLayout
 from jaxstack.parallel.pipeline.simulate import describe_schedule
 from jaxstack.parallel.rules import AxisRules
+from jaxstack.parallel.sharding_context import ShardingContext
 from jaxstack.state import TrainState
 from jaxstack.tree_rules import path_name
 from pallas_kernels import Choice, NotSupported, record_choices, sequence_order
@@ -126,6 +127,7 @@ class StepFunctions:
             point = self.module.join(at(trained, state.optimizer), frozen)
         used, to_stored = self._use(point, key)
         sums, non_params = self.gradients(used, state.non_params, batch, key, noise=self.noise_scale)
+        sums = self._all_sums(sums)
         count = jnp.maximum(sums.count, 1.0)
         gradients = to_stored(jax.tree.map(lambda g: g / count, sums.gradients), 1.0)
         loss, norm = sums.loss / count, gradient_norm(gradients)
@@ -165,6 +167,10 @@ class StepFunctions:
         if self.learning_rate is not None:
             metrics["learning_rate"] = self.learning_rate(state.step)
         return new, metrics
+
+    def _all_sums(self, sums: GradientSums) -> GradientSums:
+        """Return the sums of the whole batch that decides on an optimizer step, from those of `gradients`."""
+        return sums
 
     def _use(self, params: Dict, key: jax.Array) -> tuple[Dict, Callable[[Dict, float], Dict]]:
         """Return the parameters to compute with, and a function from their gradients to those of the stored ones.
@@ -275,8 +281,8 @@ class StepProgram:
     def _installed_options(self) -> tuple[XlaOptions, list[str]]:
         layout, own = self._steps.layout, {}
         if self._on_gpu:
-            own = own_options(pipeline=layout.pipeline is not None, peer_copies=layout.peer_copies)
-        return installed_options({**own, **self._xla_options})
+            own = builtin_step_options(pipeline=layout.pipeline is not None, peer_copies=layout.peer_copies)
+        return translate_options({**own, **self._xla_options})
 
     @property
     def _on_gpu(self) -> bool:

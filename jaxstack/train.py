@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxstack.cli import CommandParser, add_examples, lasting_output, required_option, run_command
-from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
+from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command, tolerate_broken_pipe
+from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, add_tls_arguments, tls_variables
 from jaxstack.errors import ConfigError
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
 
@@ -29,7 +29,7 @@ def make_parser() -> CommandParser:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address at which process 0 listens")
     group.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
     group.add_argument("--process-id", type=int, metavar="I", help="index of this process, from 0")
-    add_trust_arguments(group)
+    add_tls_arguments(group)
     return add_examples(
         parser,
         "train --config configs/quickstart.yaml",
@@ -41,12 +41,12 @@ def make_parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = make_parser()
-    arguments = required_option(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
-    with lasting_output("jaxstack train"), ExitOnSignal("jaxstack train"):
+    arguments = fill_option_from_overrides(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
+    with tolerate_broken_pipe("jaxstack train"), ExitOnSignal("jaxstack train"):
         code = _run(arguments)
         # Imported only by a run that has several processes or uses devices; --help and usage errors stay quick.
         coordination = sys.modules.get("jaxstack.distributed.coordination")
-        return coordination.exit_process(code) if coordination is not None else code
+        return coordination.exit_at_once_on_failure(code) if coordination is not None else code
 
 
 def _check_place(file: Path, config: "RunConfig", overrides: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ def _check_place(file: Path, config: "RunConfig", overrides: Sequence[str]) -> N
 
 def _run(args: argparse.Namespace) -> int:
     names = {COORDINATOR: args.coordinator, COUNT: args.processes, INDEX: args.process_id}
-    os.environ |= {name: str(value) for name, value in names.items() if value is not None} | trust_variables(args)
+    os.environ |= {name: str(value) for name, value in names.items() if value is not None} | tls_variables(args)
 
     def body() -> None:
         from jaxstack.config.loader import dump_yaml, load_yaml

@@ -17,14 +17,14 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxstack.data.batch_ramp import BatchSizes, sliceable
 from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, peek
 from jaxstack.data.batch_source import numpy_batches as numpy_batches
-from jaxstack.data.device import BatchPlacement, abstract_batch, check_rows
+from jaxstack.data.device_batches import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
 from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, flatten, make_functional
 from jaxstack.gradients.pipeline_module import stage_module
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.loss import Loss, LossFunction
 from jaxstack.optim.base import Optimizer, StepOptimizer
-from jaxstack.optim.build import build_optimizer, frozen_rule
+from jaxstack.optim.build import build_optimizer, make_frozen_predicate
 from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Cosine, Schedule
 from jaxstack.parallel import AxisRules, ParallelConfig, StepLayout, make_mesh, make_rules
@@ -136,7 +136,7 @@ class Trainer:
         else:
             self.learning_rate = lambda step: peak * multiplier(step)
         everything = self.module.abstract_params
-        self.module.freeze(frozen_rule(optimizer, everything))
+        self.module.freeze(make_frozen_predicate(optimizer, everything))
         trained = self.module.split_frozen(everything)[0]
         stacked = self.module.stacked_parameters(self.rules)
         specs = self.module.split_frozen(self.module.parameter_specs(self.rules, zero))[0]

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.tiling_tables import Row, load, merge, save, user_table
+from pallas_kernels.attention.tiling_tables import Row, load, merge, save, user_table_path
 from pallas_kernels.attention.tilings import Tiling, blocks_of, choose_tiling, kernels
-from pallas_kernels.attention.tuning import Limit, Measure, Stopwatch, Work, candidates, kernel_order, tune
+from pallas_kernels.attention.tuning import Limit, Measure, Stopwatch, Work, candidates, kernels_in_tuning_order, tune
 from pallas_kernels.target import device_kind
 
 _LONGEST_CANDIDATE = 60.0
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Mea
     options = parser.parse_args(arguments)
     mask_options = {"mask": Mask(not options.full, options.window), "documents": options.documents}
     works = [Work(*shape, **mask_options) for shape in options.shape]
-    names = options.kernel or kernel_order()
+    names = options.kernel or kernels_in_tuning_order()
     if options.dry_run:
         _list_candidates(names)
         return 0
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Mea
             print(f"the kernels cannot be tuned for {work} here: Mosaic {reason}", file=sys.stderr)
             return 2
     try:
-        return _tune(works, names, options.table or user_table(), options.minutes, stopwatch)
+        return _tune(works, names, options.table or user_table_path(), options.minutes, stopwatch)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

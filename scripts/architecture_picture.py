@@ -24,7 +24,7 @@ LAYERS = (
 """Layers from top to bottom, with the modules and packages of `jaxstack` on each. Imports point down."""
 WAY = (
     ("data", "rows of token ids", "in the order of the seed"),
-    ("data.device", "global batch", "sharded, ahead of use"),
+    ("data.device_batches", "global batch", "sharded, ahead of use"),
     ("gradients", "microbatches", "over devices and stages"),
     ("models", "forward pass", "kernels chosen by dispatch"),
     ("loss", "sum and count", "large logits in chunks"),

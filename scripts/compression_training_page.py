@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.compression_page import make_page
-from scripts.result_rows import RESULTS, ROOT, Row, read_rows
+from scripts.result_rows import RESULTS, ROOT, Row, read_all
 
 PAGE = ROOT / "docs" / "compression_training.md"
 ROWS = RESULTS / "compressed_training.jsonl"
@@ -39,24 +39,47 @@ def table(part: str, rows: Iterable[Row]) -> str:
     rows = [row for row in rows if row["part"] == part]
     if not rows:
         return f"Not measured yet; `python benchmarks/compressed_training.py --parts {part}` measures it."
-    newest = max(row["run"] for row in rows)
-    rows = [row for row in rows if row["run"] == newest]
+    newest = {penalty: max(row["run"] for row in rows if row.get("penalty") == penalty) for penalty in _penalties(rows)}
+    rows = [row for row in rows if row["run"] == newest[row.get("penalty")]]
+    rows.sort(key=lambda row: row.get("penalty", 0))
     lines = ["| weights | method | held-out loss | more than the first |", "|---|---|---|---|"]
     for row in rows:
-        kept = f" ({row['kept']:.0%} of the values)" if "kept" in row else ""
+        kept = f", penalty {row['penalty']} ({row['kept']:.0%} of the values left)" if "kept" in row else ""
         cells = (row["variant"] + kept, NAMES[row["implementation"]], f"{row['loss']:.4f}", f"{row['rise']:+.4f}")
         lines.append(f"| {' | '.join(cells)} |")
     first, seeds = rows[0], len(rows[0]["losses"])
     of_seeds = f"mean of {seeds} repetitions, " if seeds > 1 else ""
-    about = f"{first['work']}; {of_seeds}{first['date'][:10]}, commit {first['commit'][:7]}, {first['device']}."
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+    about = f"{first['work']}; {of_seeds}{first['date'][:10]}, commit {commits}, {first['device']}."
     return "\n".join([*lines, "", about[0].upper() + about[1:]])
 
 
-MADE = {part: functools.partial(table, part) for part in ("qat", "sparse", "cluster", "low_rank", "distill")}
+def _penalties(rows: Iterable[Row]) -> list[float | None]:
+    """Return the penalties of low rank that were measured; None for rows without one."""
+    return list(dict.fromkeys(row.get("penalty") for row in rows))
+
+
+def sizes_table(rows: Iterable[Row]) -> str:
+    """Return the table of the part `sizes`: bytes without and with the table of 16-bit values."""
+    newest: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row["part"] == "sizes":
+            newest.setdefault(row["work"], {})[row["implementation"]] = row
+    lines = ["| | without, MiB | eDKM, MiB | ratio |", "|---|---|---|---|"]
+    for work, found in newest.items():
+        before = next(row["bytes"] for name, row in found.items() if name != "edkm")
+        after = found["edkm"]["bytes"]
+        lines.append(f"| {work} | {before / 2**20:,.0f} | {after / 2**20:,.0f} | {before / after:.1f}x |")
+    return "\n".join(lines)
+
+
+MADE = {part: functools.partial(table, part) for part in ("qat", "sparse", "cluster", "low_rank", "distill")} | {
+    "sizes": sizes_table
+}
 """Name of a made part -> function of the rows."""
 
 
 if __name__ == "__main__":
-    text = make_page(PAGE.read_text(encoding="utf-8"), read_rows(ROWS), MADE)
+    text = make_page(PAGE.read_text(encoding="utf-8"), read_all(ROWS), MADE)
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -131,6 +131,8 @@ def named_table(components: Sequence[type[BaseModel]], shared: Iterable[str] = (
 
 def named_key(key: str, field: FieldInfo) -> str:
     """Return a key with its default and, of a few words that one can choose, the others."""
+    if field.is_required():
+        return f"`{key}` (required)"
     default = field.default.name if isinstance(field.default, BaseModel) else flow(plain(field.default))  # pyright: ignore
     others = [f"`{word}`" for word in choices(field.annotation) if word != default]
     words = f" (or {', '.join(others)})" if others else ""

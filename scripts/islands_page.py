@@ -1,6 +1,6 @@
-"""Makes the tables of docs/islands.md from benchmarks/results/islands.jsonl.
+"""Makes the tables of docs/islands.md from benchmarks/results/islands.jsonl and slow_link.jsonl.
 
-python benchmarks/islands.py && python scripts/islands_page.py
+python benchmarks/islands.py && python benchmarks/slow_link.py && python scripts/islands_page.py
 """
 
 import functools
@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "islands.md"
 NAMES = {
     "data_parallel": "data parallelism",
     "local_sgd": "`local_sgd`",
+    "local_sgd_synchronous": "`local_sgd`, `synchronous_steps: 200`",
     "diloco": "`diloco`, defaults",
     "diloco_calm": "`diloco`, `outer_learning_rate: 0.9`, `momentum: 0.3`",
     "diloco_int8": "`diloco`, `compression: int8`",
@@ -43,13 +44,33 @@ def table(work: str, rows: Iterable[Row]) -> str:
     return "\n".join([*lines, "", f"{about}, commit {last['commit'][:7]}."])
 
 
-def make_page(page: str, rows: Iterable[Row]) -> str:
-    """Return the page with its made parts replaced."""
+def speed_table(rows: Iterable[Row]) -> str:
+    """Return the speed of each method over a limited link, relative to data parallelism."""
+    newest = {row["method"]: row for row in rows}
+    if not newest:
+        return "Not measured yet; `python benchmarks/slow_link.py` measures it."
+    lines = ["| | ms a step | tokens/s | relative speed | bytes sent a step |", "|---|---|---|---|---|"]
+    for method in (name for name in NAMES if name in newest):
+        row = newest[method]
+        lines.append(
+            f"| {NAMES[method]} | {row['milliseconds']:.0f} | {row['tokens_per_second']:,.0f} | "
+            f"{row['relative_speed']:.1f} | {row['bytes_per_step']:,.0f} |"
+        )
+    last = max(newest.values(), key=lambda row: row["date"])
+    link = f"two processes, {last['limit_megabytes']:g} MB/s on each connection"
+    about = f"{link}, {last['steps']} steps, {last['device']}, {last['date'][:10]}"
+    return "\n".join([*lines, "", f"{about[0].upper()}{about[1:]}, commit {last['commit'][:7]}."])
+
+
+def make_page(page: str, rows: Iterable[Row], speeds: Iterable[Row]) -> str:
+    """Return the page with its made parts replaced, from rows of benchmarks/islands.py and benchmarks/slow_link.py."""
     rows = list(rows)
-    return fill_page(page, {work: functools.partial(table, work, rows) for work in WORKS})
+    tables = {work: functools.partial(table, work, rows) for work in WORKS}
+    return fill_page(page, {**tables, "slow link": functools.partial(speed_table, speeds)})
 
 
 if __name__ == "__main__":
-    text = make_page(PAGE.read_text(encoding="utf-8"), read_all(RESULTS / "islands.jsonl"))
+    found = [read_all(RESULTS / f"{name}.jsonl") for name in ("islands", "slow_link")]
+    text = make_page(PAGE.read_text(encoding="utf-8"), *found)
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

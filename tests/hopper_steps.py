@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxstack.data.device import abstract_batch
+from jaxstack.data.device_batches import abstract_batch
 from jaxstack.parallel import make_mesh
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import RunConfig

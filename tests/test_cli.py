@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from jaxstack.cli import LastingOutput, run_command
+from jaxstack.cli import BrokenPipeTolerantOutput, run_command
 from jaxstack.files import write_file
 
 
@@ -33,21 +33,21 @@ class Gone(io.StringIO):
 def test_output_goes_on_without_its_reader(error):
     noticed = []
     stream = Gone(error)
-    output = LastingOutput(stream, lambda: noticed.append(True))
+    output = BrokenPipeTolerantOutput(stream, lambda: noticed.append(True))
     for _ in range(4):
         print("a line", file=output, flush=True)
     assert stream.getvalue() == "a line" and noticed == [True]
 
 
 def test_other_errors_are_raised():
-    output = LastingOutput(Gone(errno.ENOSPC))
+    output = BrokenPipeTolerantOutput(Gone(errno.ENOSPC))
     output.write("first")
     with pytest.raises(OSError, match="gone"):
         output.write("second")
 
 
 def test_the_stream_itself_shows_through():
-    assert not LastingOutput(io.StringIO()).isatty()
+    assert not BrokenPipeTolerantOutput(io.StringIO()).isatty()
 
 
 def test_a_file_over_the_limit_on_file_sizes_is_named_with_the_way_out(tmp_path, capsys):

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
-from jaxstack.data.device import abstract_batch
+from jaxstack.data.device_batches import abstract_batch
 from jaxstack.islands.methods import METHODS
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS

@@ -8,7 +8,7 @@ import yaml
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, count_parameters, preset_names
-from jaxstack.plan.choose import training_layout
+from jaxstack.plan.choose import with_training_layout
 from jaxstack.run_config import config_schema, load_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -18,7 +18,7 @@ SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
 def refusal(*overrides: str, devices: int | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         config = load_config(None, overrides)
-        training_layout(config, devices or 1)
+        with_training_layout(config, devices or 1)
     return str(caught.value)
 
 
@@ -168,7 +168,7 @@ def test_impossible_combinations_name_the_way_out(overrides, devices, said):
 @pytest.mark.parametrize(("devices", "fsdp"), [(2, 1), (8, 4), (6, 3)])
 def test_minus_one_takes_the_rest(devices, fsdp):
     config = load_config(None, ["parallel.fsdp=-1", "parallel.data=2", "train.global_batch_size=24"])
-    assert training_layout(config, devices).parallel.fsdp == fsdp
+    assert with_training_layout(config, devices).parallel.fsdp == fsdp
 
 
 @pytest.mark.parametrize("devices", range(1, 13))

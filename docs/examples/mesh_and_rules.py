@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxstack.distributed.devices import start_devices
+from jaxstack.distributed.device_setup import start_devices
 from jaxstack.parallel import AxisRules, ParallelConfig, logical_axis_rules, make_mesh, make_rules, shard
 
 

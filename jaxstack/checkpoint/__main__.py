@@ -9,7 +9,7 @@ from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.policy import steps_to_delete
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.observe.units import byte_size
+from jaxstack.observe.number_format import byte_size
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import write_json
 from jaxstack.models.huggingface.files import read_json, write_weights
 from jaxstack.models.huggingface.load import nest
-from jaxstack.parallel.packed import place_packed
+from jaxstack.parallel.packed_weights import place_packed
 from jaxstack.tree_rules import path_name
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
@@ -79,7 +79,7 @@ def read_compressed(
     mesh: jax.sharding.Mesh | None = None,
     wanted: Callable[[str], bool] = lambda path: True,
 ) -> tuple[Params, int]:
-    """Read the parameters that `write_compressed` wrote; return them and their step.
+    """Read the parameters that `write_compressed` wrote, vectors as plain arrays; return them and their step.
 
     Args:
       place: the layout of each parameter on `mesh`; None: on one device.
@@ -117,6 +117,11 @@ def dense_parameter(path: str, leaf: PackedWeight | jax.Array) -> jax.Array:
     if not isinstance(leaf, PackedWeight):
         return leaf
     return leaf.matrix() if path.endswith("/table") else leaf.dense()  # a packed table is the transpose
+
+
+def unpack_vectors(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters by path with packed vectors as plain arrays, as models use them."""
+    return {path: leaf.dense() if is_packed(leaf) and leaf.ndim == 1 else leaf for path, leaf in leaves.items()}
 
 
 def _tensors(leaves: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
@@ -165,11 +170,13 @@ def _make_leaf(
     sharding = None
     if mesh is not None:
         sharding = jax.NamedSharding(mesh, jax.P() if place is None else place(path, shape))
-    if known is None:
+    if known is not None:
+        arrays = {name: array.astype(jnp.dtype(known["arrays"][name]["dtype"])) for name, array in value.items()}
+        weight = PackedWeight(arrays, _format(known), tuple(known["inputs"]), tuple(known["outputs"]))
+        value = weight.dense() if weight.ndim == 1 else weight  # nothing multiplies with a packed vector
+    if not is_packed(value):
         return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
-    arrays = {name: array.astype(jnp.dtype(known["arrays"][name]["dtype"])) for name, array in value.items()}
-    weight = PackedWeight(arrays, _format(known), tuple(known["inputs"]), tuple(known["outputs"]))
-    return place_packed(weight, sharding, transposed=path.endswith("/table"))
+    return place_packed(value, sharding, transposed=path.endswith("/table"))
 
 
 def _check_files(folder: Path, hashes: Mapping[str, str]) -> None:

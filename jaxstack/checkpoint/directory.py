@@ -20,7 +20,7 @@ from typing import Literal
 
 from jaxstack.checkpoint.manifest import INDEX, MANIFEST
 from jaxstack.errors import JaxstackError
-from jaxstack.files import FileLock, LockHeld, holder_of, sync_directory
+from jaxstack.files import FileLock, LockHeld, lock_holder, sync_directory
 
 Kind = Literal["committed", "half-written", "deleting", "foreign"]
 _STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the range of an int32, the type of a state's step
@@ -129,7 +129,7 @@ def clear_unfinished(directory: Path) -> None:
 
 def saving_process(directory: Path) -> str | None:
     """Return the process that saves in `directory` now, such as `process 17 on host a`; None if there is none."""
-    return holder_of(directory / ".lock")
+    return lock_holder(directory / ".lock")
 
 
 def lock_directory(directory: Path) -> FileLock:

@@ -59,7 +59,7 @@ def check_layout(source: str, wanted: dict[str, LeafSpec], stored: dict[str, Lea
     )
 
 
-def initial_leaves(
+def initialize_missing_leaves(
     wanted: dict[str, Any], stored: dict[str, LeafSpec], later: Mapping[str, Callable[[], PyTree]]
 ) -> dict[str, Any]:
     """Return new leaves for those fields of `later` that the checkpoint lacks, with the wanted shardings.
@@ -102,7 +102,7 @@ def abstract_state(tree: PyTree, shardings: PyTree = None) -> PyTree:
     return structure.unflatten([abstract(leaf, place) for leaf, place in zip(leaves, places, strict=True)])
 
 
-def load_target(wanted: jax.Array | jax.ShapeDtypeStruct | np.ndarray, stored: LeafSpec) -> Any:
+def orbax_target(wanted: jax.Array | jax.ShapeDtypeStruct | np.ndarray, stored: LeafSpec) -> Any:
     """Return the target of Orbax for a leaf: a numpy array, or an abstract array with the wanted sharding.
 
     Each device then reads only its own shard from the files; nothing is gathered on one host. The default sharding is
@@ -132,7 +132,7 @@ def restored_leaf(name: str, loaded: Any, wanted: Any, stored: LeafSpec) -> Any:
     if stored.is_python_value:
         return stored.value
     if loaded is None:
-        loaded = load_target(wanted, stored)
+        loaded = orbax_target(wanted, stored)
         if isinstance(loaded, jax.ShapeDtypeStruct):
             loaded = jax.device_put(jnp.empty(loaded.shape, loaded.dtype), loaded.sharding)
     if stored.key_impl is not None:

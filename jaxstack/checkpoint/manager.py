@@ -16,7 +16,7 @@ from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import SaveJob, commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.damage import DamageFinder, DeletionCheck, has_right_sizes
-from jaxstack.checkpoint.layout import check_layout, initial_leaves, load_target, restored_leaf
+from jaxstack.checkpoint.layout import check_layout, initialize_missing_leaves, orbax_target, restored_leaf
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
 from jaxstack.distributed import coordination
@@ -229,13 +229,13 @@ class CheckpointManager:
         source = str(self._path(step))
         stored = {name: LeafSpec.from_json(fields) for name, fields in index["leaves"].items()}
         wanted, structure = name_leaves(abstract_tree)
-        fresh = initial_leaves(wanted, stored, later or {})
+        fresh = initialize_missing_leaves(wanted, stored, later or {})
         for field in dict.fromkeys(name.partition("/")[0] for name in fresh):
             self._report(f"the checkpoint {source} is older than {field!r}, which begins anew")
         stored |= {name: describe(name, leaf) for name, leaf in fresh.items()}
         check_layout(source, {name: describe(name, leaf) for name, leaf in wanted.items()}, stored, subset)
         to_read = [name for name in wanted if stored[name].has_array and name not in fresh]
-        targets = {name: load_target(wanted[name], stored[name]) for name in to_read}
+        targets = {name: orbax_target(wanted[name], stored[name]) for name in to_read}
         try:
             loaded = arrays.read(self._path(step) / _ARRAYS, targets, self._timeout_seconds)
         except Exception as error:

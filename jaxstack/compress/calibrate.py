@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxstack.compress.input_scales import Sublayer
 from jaxstack.compress.methods.base import CalibrationBlock, Change, InputStatistics, Method, Statistic
-from jaxstack.compress.smooth import Sublayer
 from jaxstack.models.attention_layer import Context
 from jaxstack.models.block import Block
 from jaxstack.models.layer_weights import Weights, gather_weights

@@ -59,10 +59,10 @@ def dense_weights(model: ModelConfig) -> dict[str, WeightDims]:
             found["/".join(map(str, (*path, "kernel")))] = dims
     if module.head is not None:
         found["head"] = WeightDims((width,), (vocab,))
-    return dict(sorted(found.items(), key=lambda item: order_of(item[0])))
+    return dict(sorted(found.items(), key=lambda item: forward_order_key(item[0])))
 
 
-def order_of(path: str) -> tuple[int | str, ...]:
+def forward_order_key(path: str) -> tuple[int | str, ...]:
     """Return a key that sorts paths in the order of the forward pass: embedding, layers by number, head."""
     parts = path.split("/")
     place = {"embedding": 0, "decoder": 1}.get(parts[0], 2)

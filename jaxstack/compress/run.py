@@ -1,6 +1,7 @@
 """Compresses the model of a run or a Hugging Face checkpoint, and writes it as a run directory."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -8,13 +9,27 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxstack.checkpoint.compressed import dense_parameter, is_compressed, named_leaves, write_compressed
+from jaxstack.checkpoint.compressed import (
+    dense_parameter,
+    is_compressed,
+    named_leaves,
+    unpack_vectors,
+    write_compressed,
+)
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.calibration_text import read_calibration
 from jaxstack.compress.config import Recipe
 from jaxstack.compress.layerwise import compress_layers
 from jaxstack.compress.methods.base import Compressed, Method
-from jaxstack.compress.recipe import WeightDims, choose_methods, dense_weights, load_recipe, method_name, order_of
+from jaxstack.compress.methods.bfp import BlockFloat
+from jaxstack.compress.recipe import (
+    WeightDims,
+    choose_methods,
+    dense_weights,
+    forward_order_key,
+    load_recipe,
+    method_name,
+)
 from jaxstack.compress.report import CompressionReport, WeightRow, write_report
 from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.compressed_training.distill import DistillConfig
@@ -27,7 +42,7 @@ from jaxstack.files import write_file, writing_to
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.huggingface.load import nest
 from jaxstack.models.pretrained import is_run
-from jaxstack.plan.choose import evaluation_layout
+from jaxstack.plan.choose import with_evaluation_layout
 from jaxstack.run.convert import converted_config, copy_stop_tokens
 from jaxstack.run.evaluate import TextLoss, TextOptions, measure_loss, on_one_device, open_evaluation
 from jaxstack.run.load import load_decoder, read_config, read_tokenizer
@@ -86,6 +101,8 @@ def compress(
     dims = dense_weights(source.model)
     methods = choose_methods(recipe, dims)
     report(f"compressing {len(methods)} of {len(dims)} weights")
+    if source.model.moe is not None:
+        report(f"no method compresses experts and routers; they are stored in {recipe.store}")
     tokenizer = _tokenizer(directory, report)
     config = _compressed_config(source, directory, output, tokenizer)
     batches = _calibration(methods, directory, source, recipe, report)
@@ -94,7 +111,7 @@ def compress(
     one_device = ["parallel.data=1", "precision.compute=float32"]
     decoder, step = load_decoder(directory, one_device, step=options.step, master=True, report=report)
     _unpack(decoder)
-    weights = _compress_weights(decoder, methods, dims, batches, recipe.store, report)
+    weights = _compress_weights(decoder, methods, dims, batches, recipe, report)
     measure = None if tokenizer is None else _open_measure(config, directory, options.text, report)
     result = _describe(directory, step, weights, methods, dims, measure, options, report)
     _write(output, weights.stored, step, tokenizer, directory)
@@ -172,10 +189,10 @@ def _compress_weights(
     methods: Mapping[str, Method],
     dims: Mapping[str, WeightDims],
     batches: Sequence[Mapping[str, Any]],
-    dtype: str,
+    recipe: Recipe,
     report: Callable[[str], None],
 ) -> _Weights:
-    """Compress the weights of `methods`; `dtype` is that of stored matrices of plain numbers."""
+    """Compress the weights of `methods`; the recipe says how all others are stored."""
     before, errors = named_leaves(decoder.params), dict[str, float]()
     if batches:
         model = decoder.module.merge(decoder.params, decoder.non_params)
@@ -183,7 +200,7 @@ def _compress_weights(
         after, errors = {**before, **found.weights}, found.output_errors
     else:
         after = compress_leaves(before, methods, dims, report)
-    return _Weights(before, after, {path: _as_stored(leaf, dtype) for path, leaf in after.items()}, errors)
+    return _Weights(before, after, {path: as_stored(leaf, recipe) for path, leaf in after.items()}, errors)
 
 
 def _check_directories(directory: Path, output: Path, report: Callable[[str], None]) -> None:
@@ -260,9 +277,16 @@ def layer_name(path: str) -> str:
     return parts[2] if parts[:2] == ["decoder", "layers"] else parts[0]
 
 
-def _as_stored(leaf: Any, dtype: str) -> Any:
-    """Return a parameter as it is stored: matrices of plain numbers in the recipe's dtype."""
-    return leaf if isinstance(leaf, PackedWeight) or leaf.ndim < 2 else leaf.astype(dtype)
+def as_stored(leaf: Any, recipe: Recipe) -> Any:
+    """Return a parameter as it is stored: matrices of plain numbers and vectors in the formats of the recipe."""
+    if isinstance(leaf, PackedWeight) or leaf.ndim == 0:
+        return leaf
+    if leaf.ndim > 1:
+        return leaf.astype(recipe.store)
+    if recipe.vectors == "float32":
+        return leaf
+    block = BlockFloat(path=".", bits=8, block_size=math.gcd(64, leaf.size))
+    return as_parameter("", block.compress(leaf[None], None), WeightDims(leaf.shape, ()))
 
 
 def _stored_bytes(leaf: Any) -> int:
@@ -296,11 +320,11 @@ def _open_measure(
     if not text.paths and not is_run(directory):
         report(f"{directory} has no held-out text of its own, so that no loss is measured; give some with --data")
         return None
-    trainer, data = open_evaluation(evaluation_layout(config, 1, chosen=False), directory, text, report)
+    trainer, data = open_evaluation(with_evaluation_layout(config, 1, chosen=False), directory, text, report)
     non_params = jax.jit(lambda key: trainer.module.init(key)[1])(jax.random.key(0))
 
     def measure(leaves: Leaves, max_tokens: int | None) -> TextLoss:
-        params: Params = nest(leaves)
+        params: Params = nest(unpack_vectors(leaves))
         return measure_loss(trainer, data, params, non_params, max_tokens)
 
     return measure
@@ -335,7 +359,7 @@ def _compressed_config(config: RunConfig, directory: Path, output: Path, tokeniz
 
 def _write(output: Path, leaves: Leaves, step: int, tokenizer: Tokenizer | None, directory: Path) -> None:
     """Write the weights and the tokenizer."""
-    ordered = dict(sorted(leaves.items(), key=lambda item: order_of(item[0])))
+    ordered = dict(sorted(leaves.items(), key=lambda item: forward_order_key(item[0])))
     with writing_to(output):
         write_compressed(output, nest(ordered), step)
         if tokenizer is not None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxstack.compressed_training.matrices import MatrixLayout, Weight
+from jaxstack.compressed_training.compressible_weights import MatrixLayout, Weight
 from jaxstack.config.base import PathRule
 from pallas_kernels.weight_only.packed import PackedWeight
 

@@ -2,8 +2,8 @@
 
 A step replaces each weight by a mean of the centroids, weighted by a softmax over its squared distances (DKM, Cho et
 al. 2022, arXiv:2108.12659). The map of weights to centroids would take 2^bits values for each weight and iteration.
-As 16-bit weights have at most 65,536 different values, the iterations run on a table of these with their counts
-(eDKM, Cho et al. 2023, arXiv:2309.00964), and the backward pass, which repeats them, only needs the 16-bit weights.
+As 16-bit weights have at most 65,536 different values, the iterations run on a table of them with their counts (eDKM,
+Cho et al. 2023, arXiv:2309.00964), and the backward pass, which repeats them, only needs the 16-bit weights.
 """
 
 import functools
@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from jaxstack.compressed_training.base import Stored, WeightRule
-from jaxstack.compressed_training.matrices import MatrixLayout
-from jaxstack.compressed_training.patterns import PATTERNS, count_patterns, pattern_values, patterns_of, quantiles
+from jaxstack.compressed_training.bfloat16_table import ValueTable, quantiles
+from jaxstack.compressed_training.compressible_weights import MatrixLayout
 from pallas_kernels.weight_only.packed import PackedWeight, pack_lookup
 
-_VALUES = pattern_values(largest=2.0**13)
-"""The value of each bfloat16 pattern; 0 for magnitudes that no weight has, whose squares overflow."""
+_TABLE = ValueTable(smallest=2.0**-40, largest=2.0**13)
+"""The values of weights, a fifth of all bfloat16 values. Smaller ones are as good as 0; squares of larger ones may
+overflow, and no weight has them."""
 
 
 class Clustering(NamedTuple):
@@ -71,9 +72,8 @@ def soft_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Arra
 
     The initial centroids and the temperature's scale are constants in the gradient.
     """
-    patterns = patterns_of(w)
-    values, counts = jnp.asarray(_VALUES), count_patterns(patterns)
-    return _means(values, values, counts, settings)[patterns]
+    places, values, counts = _tabulate(w)
+    return _means(values, values, counts, settings)[places]
 
 
 def _forward(w: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
@@ -81,15 +81,14 @@ def _forward(w: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(settings: Clustering, rounded: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-    patterns = patterns_of(rounded)
-    values, counts = jnp.asarray(_VALUES), count_patterns(patterns)
-    totals = jnp.zeros(PATTERNS).at[patterns].add(gradient)
+    places, values, counts = _tabulate(rounded)
+    totals = jnp.zeros_like(values).at[places].add(gradient)
     # A weight changes its own mean directly, and all means through the centroids. The first part is elementwise in the
-    # table of values; the second is the same for all weights of one pattern.
+    # table of values; the second is the same for all weights of one value.
     _, own = jax.jvp(lambda x: _means(x, values, counts, settings), (values,), (jnp.ones_like(values),))
     (shared,) = jax.vjp(lambda data: _means(values, data, counts, settings), values)[1](totals)
     shared = shared / jnp.maximum(counts, 1.0)
-    return (gradient * own[patterns] + shared[patterns],)
+    return (gradient * own[places] + shared[places],)
 
 
 soft_clusters.defvjp(_forward, _backward)
@@ -103,12 +102,11 @@ def hard_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Arra
 
 def assign(w: Float[Array, "out in"], settings: Clustering) -> tuple[Int[Array, "out in"], Float[Array, " k"]]:
     """Return the index of each weight's nearest centroid, and the bfloat16 centroids."""
-    patterns = patterns_of(w)
-    values, counts = jnp.asarray(_VALUES), count_patterns(patterns)
+    places, values, counts = _tabulate(w)
     centroids, _ = _iterate(values, counts, settings)
     table = centroids.astype(jnp.bfloat16)
     nearest = jnp.argmin(jnp.abs(values[:, None] - table.astype(jnp.float32)), axis=-1)
-    return nearest.astype(jnp.int32)[patterns], table
+    return nearest.astype(jnp.int32)[places], table
 
 
 def stored_bytes(weights: int, matrices: int, bits: int) -> int:
@@ -116,11 +114,22 @@ def stored_bytes(weights: int, matrices: int, bits: int) -> int:
     return -(-weights * bits // 8) + matrices * 2**bits * 2
 
 
+def count_values(w: Float[Array, "out in"]) -> Float[Array, " table"]:
+    """Return how many weights have each value of the table that the iterations run on, float32."""
+    return _tabulate(w)[2]
+
+
+def _tabulate(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the place of each weight in the table, and the table's values and counts."""
+    places = _TABLE.places(w)
+    return places, jnp.asarray(_TABLE.values), _TABLE.counts(places)
+
+
 def start_centroids(counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
     """Return the initial centroids, quantiles of the weights, and the temperature in squared units of the weights."""
     k = 2**settings.bits
-    centroids = quantiles(_VALUES, counts, (jnp.arange(k) + 0.5) / k)
-    mean_square = jnp.sum(counts / jnp.sum(counts) * jnp.square(_VALUES))
+    centroids = quantiles(_TABLE.values, counts, (jnp.arange(k) + 0.5) / k)
+    mean_square = jnp.sum(counts / jnp.sum(counts) * jnp.square(_TABLE.values))
     return centroids, jnp.maximum(settings.temperature * mean_square, jnp.finfo(jnp.float32).tiny)
 
 

@@ -11,14 +11,14 @@ from pydantic import Field
 
 from jaxstack.compressed_training.base import WeightRule
 from jaxstack.compressed_training.cluster import ClusterRule
+from jaxstack.compressed_training.compressible_weights import Weight
 from jaxstack.compressed_training.low_rank import LowRankRule
 from jaxstack.compressed_training.mask import MaskRule
-from jaxstack.compressed_training.matrices import Weight
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError
-from jaxstack.models.layer_paths import choose_for_all
+from jaxstack.models.layer_paths import match_common_value
 from jaxstack.tree_rules import check_patterns
 
 METHODS = (QatRule, MaskRule, ClusterRule, LowRankRule)
@@ -63,7 +63,7 @@ def choose_rules(weights: Sequence[Weight], rules: Sequence[WeightRule]) -> dict
     for weight in weights:
         for name in weight.names:
             _check_one_method(name, [rule for rule in rules if re.search(rule.path, name)])
-        rule = choose_for_all(weight.names, table, "compression.rules", "be compressed otherwise")
+        rule = match_common_value(weight.names, table, "compression.rules", "be compressed otherwise")
         if rule is not None:
             rule.check(weight)
             chosen[weight.path] = rule, weight

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from jaxstack.compressed_training.base import Stored, WeightRule
-from jaxstack.compressed_training.matrices import MatrixLayout, Weight
+from jaxstack.compressed_training.compressible_weights import MatrixLayout, Weight
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.packed import PackedWeight, pack_low_rank
 
@@ -70,7 +70,7 @@ class LowRankRule(WeightRule):
     def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, ""] | None) -> jax.Array:
         u, v = stored["u"], stored["v"]
         if choice is not None:
-            u = u * first_ranks(choice, u.shape[:-2], u.shape[-1])[..., None, :]
+            u = u * leading_rank_mask(choice, u.shape[:-2], u.shape[-1])[..., None, :]
         return layout.from_matrices(_multiply(u, v))
 
     def export(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
@@ -111,7 +111,7 @@ def split_by_svd(
     return u[..., :rank] * root[..., None, :], root[..., :, None] * v[..., :rank, :]
 
 
-def first_ranks(choice: Int[Array, ""], stack: tuple[int, ...], rank: int) -> Float[Array, "*stack rank"]:
+def leading_rank_mask(choice: Int[Array, ""], stack: tuple[int, ...], rank: int) -> Float[Array, "*stack rank"]:
     """Return the mask of ranks for one step: all ones, except that one matrix keeps only its first b ranks.
 
     Args:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxstack.compressed_training.base import Stored, WeightRule
-from jaxstack.compressed_training.matrices import MatrixLayout
+from jaxstack.compressed_training.compressible_weights import MatrixLayout
 
 
 class MaskRule(WeightRule):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxstack.compressed_training.base import Stored, WeightRule
-from jaxstack.compressed_training.matrices import Weight
+from jaxstack.compressed_training.compressible_weights import Weight
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import PackedWeight, pack_nearest

@@ -24,8 +24,8 @@ from jaxstack.data.shards import FORMAT, INDEX, VERSION, ShardWriter, read_index
 from jaxstack.data.tokenization_plan import TokenizationPlan, WorkUnit, make_plan
 from jaxstack.data.tokenize_documents import (
     UnitResult,
+    initialize_worker,
     read_result,
-    start_worker,
     token_file,
     tokenize_in_worker,
     tokenize_unit,
@@ -230,7 +230,7 @@ class _Builder:
         folder = str(self._output / TOKENIZER)
         load_tokenizer(folder)  # fails here, with one message, and not in every worker
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(folder,))
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=initialize_worker, initargs=(folder,))
         try:
             running: list[Future] = []
             for i, unit in missing:

@@ -18,7 +18,7 @@ from jaxstack.data.tokenize_documents import sample_texts
 from jaxstack.data.tokenizer import CONFIG_FILE, ByteTokenizer, Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import exclusive, writing_to
-from jaxstack.observe.units import byte_size
+from jaxstack.observe.number_format import byte_size
 
 TRAINING_SAMPLE_BYTES = 16 * 2**20
 Report = Callable[[str], None]
@@ -113,7 +113,7 @@ def plan_source(source: SourceConfig, held_out_fraction: float) -> TokenizationP
     return make_plan([source], held_out_fraction)
 
 
-def prepared_tokenizer(folder: Path) -> Tokenizer:
+def load_prepared_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a prepared directory, checked against its index.
 
     Raises:

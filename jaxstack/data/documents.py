@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import IO, Literal
 
 from jaxstack.data.source_files import EXTRA, SourceFile, open_file
-from jaxstack.data.tokenizer import valid_unicode
+from jaxstack.data.tokenizer import replace_lone_surrogates
 from jaxstack.errors import ConfigError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -170,7 +170,7 @@ def _document(record: dict, replaced: int, where: str, text_key: str) -> Documen
         return Document("", empty=True)
     if not isinstance(text, str):
         raise ConfigError(f"{where}: {text_key!r} is {type(text).__name__}, not a string; set text_key to the text")
-    return Document(valid_unicode(text), replaced=replaced)
+    return Document(replace_lone_surrogates(text), replaced=replaced)
 
 
 def import_parquet():

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxstack.data.source_files import SourceFile
-from jaxstack.observe.units import byte_size, plural
+from jaxstack.observe.number_format import byte_size, plural
 
 _MOST_FILES = 1000
 """Largest number of files that are listed by name, in all sources together."""

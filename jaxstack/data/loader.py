@@ -12,9 +12,9 @@ from jaxstack.data.config import DataConfig
 from jaxstack.data.fingerprint import list_sources
 from jaxstack.data.mixture import order_hash, row_order
 from jaxstack.data.packing import Stream
-from jaxstack.data.reading import Batch, HeldOutBatches, TrainingBatches, Workers, read_batches
+from jaxstack.data.read_batches import Batch, HeldOutBatches, TrainingBatches, WorkerOptions, read_batches
 from jaxstack.data.streams import Streams, open_streams
-from jaxstack.data.token_rows import ExampleRows, ExampleSet, Rows, TextRows, describe_fitted
+from jaxstack.data.token_rows import ExampleRows, ExampleSet, Rows, TextRows, describe_row_filling
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
 
@@ -75,7 +75,7 @@ class Data:
         counts = [rows.count for rows in self._rows]
         self.rows_per_epoch = tuple(counts)
         self._order = row_order(counts, [s.weight for s in config.sources], seed, config.shuffle)
-        self._workers = Workers(config.read_threads, config.read_processes, config.read_ahead)
+        self._workers = WorkerOptions(config.read_threads, config.read_processes, config.read_ahead)
         self._augment = self._augmenter()
 
     def _augmenter(self) -> Augmenter:
@@ -225,7 +225,7 @@ class Data:
         """Report how chats fill their rows, and how many are cut or left out."""
         for source, rows in zip(self._config.sources, self._rows, strict=True):
             if isinstance(rows, ExampleRows):
-                say(describe_fitted(source.path, rows, self.sequence_length))
+                say(describe_row_filling(source.path, rows, self.sequence_length))
 
     def close(self) -> None:
         """Close the shard files."""

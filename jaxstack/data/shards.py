@@ -254,7 +254,7 @@ _RECORDS = {
 """Suffix of a file of records -> what reading it as text means, and the way out."""
 
 
-def notes_on(index: Mapping[str, Any]) -> list[str]:
+def describe_altered_inputs(index: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each kind of input that was changed or left out when the shards were made."""
     empty = "without text (null or empty)"
     rows = (

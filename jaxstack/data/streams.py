@@ -16,8 +16,8 @@ from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.documents import Split
 from jaxstack.data.mixture import source_seed
 from jaxstack.data.packing import Stream
-from jaxstack.data.prepared import LocalFolder, PreparedFolder, is_prepared, open_folder
-from jaxstack.data.shards import INDEX, notes_on
+from jaxstack.data.prepared_folders import LocalFolder, PreparedFolder, is_prepared, open_folder
+from jaxstack.data.shards import INDEX, describe_altered_inputs
 from jaxstack.data.source_files import EXTRA, SourceFile, find_files
 from jaxstack.data.synthetic import HELD_OUT_TOKENS, TRAIN_TOKENS, SyntheticStream
 from jaxstack.data.token_rows import ExampleSet
@@ -175,7 +175,7 @@ class _Opener:
             return import_chat().open_examples(source, self.chats, fraction, self.folder, self.options.report)[split]
         place = self._prepared(source, whole)
         index = place.read_index()
-        for note in notes_on(index) if split == "train" else ():
+        for note in describe_altered_inputs(index) if split == "train" else ():
             self.options.report(f"{source.path}: {note}")
         if whole and not index["splits"]["held_out"]["tokens"]:
             split = "train"

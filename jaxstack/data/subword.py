@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxstack.data.tokenizer import Tokenizer, checked_ids, chunks, valid_unicode
+from jaxstack.data.tokenizer import Tokenizer, checked_ids, chunks, replace_lone_surrogates
 from jaxstack.errors import JaxstackError
 
 
@@ -27,7 +27,7 @@ class SubwordTokenizer(Tokenizer):
         self.writes_bytes = is_byte_level(self._json)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        parts = [chunks(t) if self.writes_bytes else [t] for t in map(valid_unicode, texts)]
+        parts = [chunks(t) if self.writes_bytes else [t] for t in map(replace_lone_surrogates, texts)]
         flat = [p for document in parts for p in document]
         encoded = iter(self._model.encode_batch_fast(flat, add_special_tokens=False))
         result = []
@@ -50,7 +50,7 @@ class SubwordTokenizer(Tokenizer):
         return model
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        encoded = self._marked.encode_batch([valid_unicode(text) for text in texts], add_special_tokens=False)
+        encoded = self._marked.encode_batch([replace_lone_surrogates(text) for text in texts], add_special_tokens=False)
         return [(np.array(e.ids, np.int32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
 
     @property
@@ -119,7 +119,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> SubwordTokenizer:
 
 def _training_chunks(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
-        yield from chunks(valid_unicode(text))
+        yield from chunks(replace_lone_surrogates(text))
 
 
 def file_vocab_size(model: Model) -> int:

@@ -75,7 +75,7 @@ class TextRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fitted:
+class LengthStatistics:
     """Statistics of examples that have more tokens than a row."""
 
     total: int
@@ -109,7 +109,9 @@ class ExampleRows:
         labels = answers_before[begins + kept] - answers_before[np.minimum(begins + 1, examples.ends)]
         long = lengths > sequence_length + 1
         chosen = np.flatnonzero((labels > 0) & (truncate | ~long))
-        self.fitted = Fitted(len(lengths), int(long.sum()), int(lengths.max(initial=0)), len(lengths) - len(chosen))
+        self.fitted = LengthStatistics(
+            len(lengths), int(long.sum()), int(lengths.max(initial=0)), len(lengths) - len(chosen)
+        )
         self._begins, self._ends = begins, begins + kept
         rows = pack(kept[chosen] - 1, sequence_length) if packing else [[i] for i in range(len(chosen))]
         order = np.random.default_rng(0).permutation(len(rows)) if packing else range(len(rows))
@@ -148,7 +150,7 @@ class ExampleRows:
         return labels[labels != IGNORE]
 
 
-def describe_fitted(path: str, rows: ExampleRows, sequence_length: int) -> str:
+def describe_row_filling(path: str, rows: ExampleRows, sequence_length: int) -> str:
     """Return a line on how the examples of a source fill their rows, and how many do not fit."""
     fitted = rows.fitted
     line = (

@@ -48,7 +48,7 @@ class UnitResult:
     """Number of records whose text is null or an empty string."""
 
 
-def split_parts(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[Split, str, bool, float]]:
+def read_split_documents(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[Split, str, bool, float]]:
     """Yield (split, text, opens a document, score) of every document of `unit`, and count it in `counts`."""
     for piece in unit.pieces:
         for document in read_documents(piece):
@@ -86,7 +86,7 @@ def tokenize_unit(unit: WorkUnit, tokenizer: Tokenizer, key: str, base: Path) ->
     result = UnitResult(key)
     counts = {"train": result.train, "held_out": result.held_out}
     files = {split: _TokenFile(token_file(base, split), tokenizer.dtype) for split in counts}
-    for parts in _batched(split_parts(unit, result)):
+    for parts in _batched(read_split_documents(unit, result)):
         encoded = tokenizer.encode_documents([text for _, text, _, _ in parts])
         for (split, text, opens, score), ids in zip(parts, encoded, strict=True):
             if opens:
@@ -146,7 +146,7 @@ def read_result(base: Path, key: str, needs_train: bool) -> UnitResult | None:
 _worker_tokenizer: Tokenizer | None = None
 
 
-def start_worker(tokenizer_folder: str) -> None:
+def initialize_worker(tokenizer_folder: str) -> None:
     """Prepare a worker process: one thread for the tokenizer, and an exit as soon as the parent is gone."""
     global _worker_tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -164,8 +164,8 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def tokenize_in_worker(unit: WorkUnit, key: str, base: str) -> UnitResult:
-    """Call `tokenize_unit` in a worker process that `start_worker` prepared."""
-    assert _worker_tokenizer is not None, "start_worker runs first"
+    """Call `tokenize_unit` in a worker process that `initialize_worker` prepared."""
+    assert _worker_tokenizer is not None, "initialize_worker runs first"
     return tokenize_unit(unit, _worker_tokenizer, key, Path(base))
 
 
@@ -176,7 +176,7 @@ def sample_texts(units: tuple[WorkUnit, ...], budget: int) -> Iterator[str]:
     counts = UnitResult("")
     for unit in units[::step]:
         left = quota
-        for split, text, _, _ in split_parts(unit, counts):
+        for split, text, _, _ in read_split_documents(unit, counts):
             if split == "train" and left > 0:
                 yield text[:left]
                 left -= len(text)

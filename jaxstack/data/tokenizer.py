@@ -120,14 +120,14 @@ class ByteTokenizer(Tokenizer):
     document_start = 256
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(valid_unicode(t).encode(), np.uint8).astype(np.int32) for t in texts]
+        return [np.frombuffer(replace_lone_surrogates(t).encode(), np.uint8).astype(np.int32) for t in texts]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         def places(text: str) -> np.ndarray:
             at = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
             return np.stack([at, at + 1], axis=1)
 
-        texts = [valid_unicode(text) for text in texts]
+        texts = [replace_lone_surrogates(text) for text in texts]
         return [(ids, places(text)) for ids, text in zip(self.encode_documents(texts), texts, strict=True)]
 
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
@@ -170,7 +170,7 @@ class SyntheticTokenizer(Tokenizer):
         return np.array([len(str(i)) + 1 for i in range(self.vocab_size)], np.int64)
 
 
-def valid_unicode(text: str) -> str:
+def replace_lone_surrogates(text: str) -> str:
     """Return `text` with U+FFFD in place of lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()

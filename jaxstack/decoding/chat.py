@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.text import Piece, TextGenerator
+from jaxstack.decoding.text_stream import Piece, TextGenerator
 from jaxstack.errors import ConfigError
 
 

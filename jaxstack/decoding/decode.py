@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jaxstack.decoding.sampling import Sampling, sample
-from jaxstack.distributed.devices import memory_per_device
+from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.distributed.xla_options import OptionValue, packed_weight_options
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.parallel.context import logical_axis_rules
 from jaxstack.parallel.rules import AxisRules, is_matrix
+from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels import PackedWeight
 from pallas_kernels.target import current_target
 

@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.score import Scorer
-from jaxstack.decoding.text import TextGenerator
+from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.errors import ConfigError, JaxstackError, nearest
 
 _DEFAULT_TOKENS = 256
@@ -208,7 +208,7 @@ def run_tasks(
       tasks: names, or paths of task files.
       num_fewshot: examples before each question; default: as the task defines.
       limit: maximum number of questions per task.
-      manager: what `find_tasks` returned for these tasks.
+      manager: what `make_task_manager` returned for these tasks.
 
     Returns:
       The harness's results as plain data; `results` has the metrics of each task.
@@ -217,14 +217,14 @@ def run_tasks(
       ConfigError: there is no such task.
       JaxstackError: a task or its data cannot be loaded.
     """
-    manager = manager or find_tasks(tasks)
+    manager = manager or make_task_manager(tasks)
     found = simple_evaluate(
         model=model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
     )
     return dict(found or {})
 
 
-def find_tasks(tasks: Sequence[str], include_path: str | None = None) -> TaskManager:
+def make_task_manager(tasks: Sequence[str], include_path: str | None = None) -> TaskManager:
     """Return the harness's manager for these tasks.
 
     Its own tasks, thousands of files, are read only if a name asks for them.

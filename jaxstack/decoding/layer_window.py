@@ -23,14 +23,14 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.attention.base import LayerCache
 from jaxstack.models.attention_layer import Context
 from jaxstack.models.transformer import Transformer
-from jaxstack.parallel.context import logical_axis_rules
 from jaxstack.parallel.rules import AxisRules
+from jaxstack.parallel.sharding_context import logical_axis_rules
 
 _TABLE = "embedding/table"
 
 
 class StoredWeights(Protocol):
-    """Weights on disk, such as `jaxstack.models.huggingface.parts.ModelParts`."""
+    """Weights on disk, such as `jaxstack.models.huggingface.partial_load.ModelParts`."""
 
     def read(self, path: str, dtypes: PyTree) -> PyTree:
         """Return the parameters at or below a path, in the dtypes of the tree `dtypes`."""

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxstack.decoding.decode import ModelOnMesh, Params
-from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.parallel.sharding_context import logical_axis_rules
 
 _MAX_LOGIT_TOKENS = 4096
 """Number of tokens whose logits are in memory at a time."""

@@ -149,7 +149,7 @@ def is_loopback(address: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(str(one).split("%")[0]).is_loopback for one in found)
 
 
-def check_trust(coordinator: str, environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
+def check_tls_files(coordinator: str, environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
     """Return the certificate, key and CA files of mutual TLS between the processes, or None if it is not used.
 
     Args:
@@ -176,7 +176,7 @@ def check_trust(coordinator: str, environ: Mapping[str, str] | None = None) -> t
     )
 
 
-def add_trust_arguments(parser: argparse._ActionsContainer) -> None:
+def add_tls_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options of authentication between processes to a parser or a group of its options."""
     parser.add_argument(
         "--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="files for mutual TLS; needed off the loopback interface"
@@ -187,8 +187,8 @@ def add_trust_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--insecure", action="store_true", help="do without TLS on a network that nobody else is on")
 
 
-def trust_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the options of `add_trust_arguments` as environment variables."""
+def tls_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Return the options of `add_tls_arguments` as environment variables."""
     found = dict(zip(TLS_FILES, args.tls or (), strict=False))
     found |= {TLS_PEER_PREFIX: args.tls_peer_prefix} if args.tls_peer_prefix else {}
     return found | ({INSECURE: "1"} if args.insecure else {})

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jaxstack.distributed.cluster import TLS_PEER_PREFIX, Place, check_trust, is_loopback, split_address
+from jaxstack.distributed.cluster import TLS_PEER_PREFIX, Place, check_tls_files, is_loopback, split_address
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.jax_compat import CoordinationClient, coordination_state, keep_cpu_collectives_on_loopback
 
@@ -71,7 +71,7 @@ def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int =
 
 def _tls_options(place: Place) -> dict[str, Any]:
     """Return the arguments of `jax.distributed.initialize` for mutual TLS; empty without TLS."""
-    files = check_trust(place.coordinator)
+    files = check_tls_files(place.coordinator)
     if files is None:
         return {}
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
@@ -260,7 +260,7 @@ def as_lost_peer(error: Exception) -> JaxstackError | None:
     return JaxstackError(f"process {coordination_state().process_id} lost another process of the run: {first}")
 
 
-def exit_process(code: int) -> int:
+def exit_at_once_on_failure(code: int) -> int:
     """Return `code`; after a failure among several processes, exit at once instead.
 
     At a normal exit jax waits for the other processes, which may be waiting for this one in a collective.

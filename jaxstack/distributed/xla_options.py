@@ -61,7 +61,7 @@ PEER_COPIES = (
         "Otherwise a permute starts only after the previous one has ended and its result was used.",
     ),
 )
-"""Options of steps whose weights travel by peer-to-peer copies, see `jaxstack.parallel.transfers`."""
+"""Options of steps whose weights travel by peer-to-peer copies, see `jaxstack.parallel.collectives`."""
 NARROW_ON_CPU = (
     Option(
         "xla_cpu_experimental_ynn_fusion_type",
@@ -96,10 +96,10 @@ EQUIVALENT: tuple[tuple[Setting, ...], ...] = (
 
 def step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, OptionValue]:
     """Return the built-in options of a GPU step that the installed jaxlib supports, name -> value."""
-    return installed_options(own_options(pipeline=pipeline, peer_copies=peer_copies))[0]
+    return translate_options(builtin_step_options(pipeline=pipeline, peer_copies=peer_copies))[0]
 
 
-def narrow_cpu_options() -> dict[str, OptionValue]:
+def low_precision_cpu_options() -> dict[str, OptionValue]:
     """Return the supported options of a step that computes in less than 32 bits on CPUs, name -> value."""
     return {option.name: option.value for option in NARROW_ON_CPU if is_supported(option.name, option.value)}
 
@@ -109,7 +109,7 @@ def packed_weight_options() -> dict[str, OptionValue]:
 
     Triton's matmuls, which training switches off, read the weights as they are stored.
     """
-    return installed_options(COMPILER_OPTIONS)[0]
+    return translate_options(COMPILER_OPTIONS)[0]
 
 
 def supports_peer_copies() -> bool:
@@ -117,13 +117,13 @@ def supports_peer_copies() -> bool:
     return all(is_supported(option.name, option.value) for option in PEER_COPIES)
 
 
-def own_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, OptionValue]:
+def builtin_step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, OptionValue]:
     """Return the built-in options of a GPU step, name -> value, whether the installed jaxlib supports them or not."""
     chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(PEER_COPIES if peer_copies else ()))
     return {option.name: option.value for option in chosen}
 
 
-def installed_options(wanted: Mapping[str, OptionValue]) -> tuple[dict[str, OptionValue], list[str]]:
+def translate_options(wanted: Mapping[str, OptionValue]) -> tuple[dict[str, OptionValue], list[str]]:
     """Translate options to the installed jaxlib, and leave out those that it does not know.
 
     An unknown compiler option fails the compilation; in `XLA_FLAGS` it aborts the process.

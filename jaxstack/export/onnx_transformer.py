@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxstack.export.onnx_graph import Graph
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.norm import NORMS, RMSNorm, head_norm
+from jaxstack.models.norm import NORMS, RMSNorm, head_norm_name
 from jaxstack.models.rope import rope_frequencies
 
 _POSITIONS_PER_RUN = 1024
@@ -184,7 +184,7 @@ class _Writer:
         x = graph.add("Transpose", x, perm=[0, 2, 1, 3])
         rotated, value = graph.add_many("Split", 2, x, graph.integers(n + k, k), axis=1)
         if self.model.qk_norm:
-            kind = head_norm(self.model.norm)
+            kind = head_norm_name(self.model.norm)
             scales = [np.tile(self.parameters[f"{path}/{p}_norm/scale"], (c, 1)) for p, c in (("q", n), ("k", k))]
             scale = np.concatenate(scales)[:, None] + _offset(kind)
             rotated = self._rms_norm(rotated, graph.weight(f"{path}/qk_norm".replace("/", "."), scale))

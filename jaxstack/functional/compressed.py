@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 
 from jaxstack.compressed_training.base import Stored, WeightRule
+from jaxstack.compressed_training.compressible_weights import Weight, find_weights
 from jaxstack.compressed_training.config import choose_rules
-from jaxstack.compressed_training.matrices import Weight, find_weights
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import Dict, FunctionalModule, flatten, make_functional, nest
 from pallas_kernels.weight_only.packed import PackedWeight

@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxstack.errors import ConfigError
-from jaxstack.models.adapters import measure_magnitudes, merge_adapters
+from jaxstack.models.adapters import merge_adapters, set_dora_magnitudes
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.models.parametrization import Width
 from jaxstack.parallel.rules import AxisRules
@@ -172,7 +172,7 @@ class FunctionalModule:
         adapters = self.split_adapters(fresh)[1]
         if not adapters:
             return params
-        return self.split(measure_magnitudes(self.merge(self.join(params, adapters), non_params)))[0]
+        return self.split(set_dora_magnitudes(self.merge(self.join(params, adapters), non_params)))[0]
 
     def merge_adapters(self, base: Dict, adapters: Dict, non_params: Dict) -> Dict:
         """Return the parameters of a module without adapters that computes the same. Traceable."""

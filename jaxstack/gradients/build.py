@@ -7,7 +7,7 @@ from jaxstack.gradients.pipeline import PipelinedGradients
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.gradients.shard_map import LocalGradients
 from jaxstack.loss import Loss, LossFunction, as_loss
-from jaxstack.parallel.context import ShardingContext
+from jaxstack.parallel.sharding_context import ShardingContext
 
 
 def make_gradients(

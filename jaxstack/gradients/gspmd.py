@@ -10,7 +10,7 @@ from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums, Microbatches
 from jaxstack.gradients.noise import check_noise_layout, estimate_noise, sum_squares
 from jaxstack.loss import Batch, LossSum
-from jaxstack.parallel.context import ShardingContext, placed
+from jaxstack.parallel.sharding_context import ShardingContext, placed
 
 
 class GlobalGradients:

@@ -23,13 +23,19 @@ from jaxstack.gradients.noise import check_noise_layout
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loss import Batch, Loss, LossSum
 from jaxstack.models import Transformer
-from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition_of, shared_inputs
-from jaxstack.parallel.context import ShardingContext, TracedParameters
-from jaxstack.parallel.exchange import Dims
+from jaxstack.models.stages import (
+    inputs_of_layers,
+    is_stacked,
+    loss_of_outputs,
+    make_repetition_function,
+    shared_inputs,
+)
 from jaxstack.parallel.pipeline.execute import StageFunctions, execute
 from jaxstack.parallel.pipeline.schedule import Schedule, forward_only
 from jaxstack.parallel.rules import is_cast, restrict
-from jaxstack.parallel.weights import dims_of, on_tensor_shards
+from jaxstack.parallel.shard_map_weights import Dims
+from jaxstack.parallel.sharding_context import ShardingContext, TracedParameters
+from jaxstack.parallel.weight_gather import dims_of, on_tensor_shards
 from jaxstack.precision.recipe import ScalingState
 
 Result = TypeVar("Result")
@@ -236,7 +242,7 @@ class _Functions:
         arrays = iter(shared)
         inputs = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
         with self._layer_context.entered():
-            x, own = repetition_of(self._merge(None))(weights, x, inputs, index)
+            x, own = make_repetition_function(self._merge(None))(weights, x, inputs, index)
         return x, own if self._train else None  # router losses belong to training alone
 
     def _merge(self, ends: Any) -> Transformer:

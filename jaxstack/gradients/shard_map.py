@@ -13,10 +13,10 @@ from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums, Microbatches
 from jaxstack.gradients.noise import Group, check_noise_layout, estimate_noise, sum_squares
 from jaxstack.loss import Batch, LossSum
-from jaxstack.parallel.context import ShardingContext, TracedParameters
-from jaxstack.parallel.exchange import Dims, Exchange, WorkingCopy, sum_gradient
 from jaxstack.parallel.rules import Names, is_cast, restrict
-from jaxstack.parallel.weights import dims_of, exchange_weight, on_tensor_shards
+from jaxstack.parallel.shard_map_weights import Dims, Exchange, WorkingCopy, sum_gradient
+from jaxstack.parallel.sharding_context import ShardingContext, TracedParameters
+from jaxstack.parallel.weight_gather import dims_of, exchange_weight, on_tensor_shards
 
 Result = TypeVar("Result")
 

@@ -74,6 +74,9 @@ class IslandMethod(Component):
 
     every: int = Field(default=30, ge=1)
     """Steps from one exchange of the parameters to the next."""
+    synchronous_steps: int = Field(default=0, ge=0)
+    """Steps at the start of the run that are data-parallel over the islands: the gradients are summed in each of them,
+    and exchanges begin afterwards (post-local SGD, Lin et al. 2020, arXiv:1808.07217)."""
 
     def problem(self, islands: int) -> str | None:
         """Return why the method cannot be used with this number of islands, and what helps; None if it can."""

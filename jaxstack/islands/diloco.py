@@ -70,9 +70,13 @@ class DiLoCoExchange:
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
         """Return the new synchronised parameters and the state."""
+        progress = jax.tree.map(jnp.subtract, state.shared["anchor"], params)
+        progress, kept = self._reduction(progress, state)
+        return self.apply(progress, OuterState({**state.shared, **kept.shared}, kept.own))
+
+    def apply(self, progress: Dict, state: OuterState) -> tuple[Dict, OuterState]:
+        """Return the parameters and the state after the outer optimizer's step along the islands' mean progress."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
-        progress = jax.tree.map(jnp.subtract, anchor, params)
-        progress, kept = self._reduction(progress, OuterState(state.shared, state.own))
         stepped = jax.tree.map(self._settings.step, anchor, velocity, progress)
         anchor, velocity = jax.tree.transpose(jax.tree.structure(anchor), jax.tree.structure((0, 0)), stepped)
-        return anchor, OuterState({**kept.shared, "anchor": anchor, "velocity": velocity}, kept.own)
+        return anchor, state._replace(shared={**state.shared, "anchor": anchor, "velocity": velocity})

@@ -8,11 +8,12 @@ from pydantic import Field
 
 from jaxstack.islands.base import IslandMethod
 from jaxstack.islands.diloco import DiLoCo
+from jaxstack.islands.folder import FolderDiLoCo
 from jaxstack.islands.gossip import Gossip
 from jaxstack.islands.local_sgd import LocalSGD
 from jaxstack.islands.streaming import StreamingDiLoCo
 
-METHODS = (DiLoCo, StreamingDiLoCo, LocalSGD, Gossip)
+METHODS = (DiLoCo, StreamingDiLoCo, LocalSGD, Gossip, FolderDiLoCo)
 """Every method that `islands.name` can choose. A new one is added here."""
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxstack.functional.module import flatten, nest
 from jaxstack.islands.base import Dict, OuterState
 from jaxstack.optim.base import is_matrix
-from jaxstack.optim.matrices import KNOWN, MatrixRule
+from jaxstack.optim.matrix_optimizer import KNOWN, MatrixRule
 from jaxstack.parallel.config import ISLANDS
 from jaxstack.tree_rules import match
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.distributed.cluster import (
     Nodes,
-    add_trust_arguments,
-    check_trust,
+    add_tls_arguments,
+    check_tls_files,
     find_nodes,
     split_address,
-    trust_variables,
+    tls_variables,
 )
 from jaxstack.errors import ConfigError
 from jaxstack.launch.health import Limits
@@ -49,7 +49,7 @@ def make_parser() -> CommandParser:
     nodes.add_argument("--nodes", type=_count, metavar="N", help="number of nodes, one launcher on each")
     nodes.add_argument("--node-rank", type=int, metavar="I", help="index of this node, from 0")
     nodes.add_argument("--coordinator", metavar="HOST:PORT", help="an address of node 0 that all nodes can reach")
-    add_trust_arguments(nodes)
+    add_tls_arguments(nodes)
     return add_examples(
         parser,
         "launch -- python -m jaxstack.train --config configs/llama3-1b.yaml",
@@ -70,7 +70,7 @@ def make_job(args: argparse.Namespace) -> Job:
       ConfigError: there is no command to run, it would import something else than jaxstack, or the coordinator of
         several nodes is not given.
     """
-    os.environ |= trust_variables(args)
+    os.environ |= tls_variables(args)
     nodes = find_nodes()
     if args.nodes is not None or args.node_rank is not None or args.coordinator is not None:
         if args.nodes is None or args.node_rank is None or args.coordinator is None:
@@ -80,10 +80,10 @@ def make_job(args: argparse.Namespace) -> Job:
         raise ConfigError(f"the node's rank ({nodes.rank}) must be in 0..{nodes.count - 1}.")
     if nodes.coordinator is not None:
         split_address(nodes.coordinator)
-        check_trust(nodes.coordinator)
+        check_tls_files(nodes.coordinator)
     limits = Limits(args.step_seconds, args.start_seconds, args.save_seconds)
     if args.preflight:
-        command, restarts = (sys.executable, "-m", "jaxstack.launch.check"), 0
+        command, restarts = (sys.executable, "-m", "jaxstack.launch.preflight"), 0
         limits = Limits(start=min(args.start_seconds, 600.0))
     else:
         command, restarts = tuple(args.command), args.max_restarts

@@ -38,7 +38,7 @@ class CleanupProcess:
             self._first.stdin.close()
 
 
-def find_marked(folder: str) -> list[int]:
+def find_marked_processes(folder: str) -> list[int]:
     """Return the processes of this user whose environment contains `folder`."""
     found = []
     for path in Path("/proc").iterdir():
@@ -57,7 +57,7 @@ def wait_and_kill(folder: str) -> None:
         signal.signal(signum, signal.SIG_IGN)
     sys.stdin.buffer.read()
     for _ in range(_ROUNDS):
-        left = find_marked(folder)
+        left = find_marked_processes(folder)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

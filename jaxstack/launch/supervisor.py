@@ -20,7 +20,7 @@ from jaxstack.launch.child import Child, adopt_orphans, end_all
 from jaxstack.launch.cleanup_process import CleanupProcess
 from jaxstack.launch.health import Limits, find_straggler, find_stuck
 from jaxstack.launch.restart_budget import RestartBudget
-from jaxstack.observe.units import plural
+from jaxstack.observe.number_format import plural
 from jaxstack.resilience.exit_on_signal import SAME_SECONDS, stop_signals
 from jaxstack.resilience.progress_file import Record
 

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from jaxstack.config.base import Component, PathRule
 from jaxstack.models.dropout import drop, fold_key
-from jaxstack.models.layer_paths import choose_for_all, weight_paths
+from jaxstack.models.layer_paths import match_common_value, weight_paths
 from jaxstack.models.linear import Kernel, Linear, multiply
 from jaxstack.tree_rules import check_patterns
 from pallas_kernels import PackedWeight, QuantizedWeight
@@ -70,7 +70,7 @@ class Adapter(nnx.Module):
         self.dropout = rule.dropout
         self.contracted, self.stacked = layer.contracted, stacked
         self.key: jax.Array | None = nnx.data(None)
-        """Key of the dropout mask, which `seed_adapters` sets for one forward pass."""
+        """Key of the dropout mask, which `set_adapter_dropout_keys` sets for one forward pass."""
 
     def __call__(self, x: Float[Array, "..."], y: Float[Array, "..."], kernel: Kernel) -> Float[Array, "..."]:
         """Return the adapted product for x [..., in], given y [..., out] = x times the kernel."""
@@ -136,7 +136,7 @@ def add_adapters(model: Module, rules: Sequence[AdapterRule], rngs: nnx.Rngs) ->
     for path, layer in _dense_layers(model):
         names = weight_paths(cast(Any, model), path)
         seen.update(dict.fromkeys(names, 0))
-        rule = choose_for_all(names, table, "adapters.rules", "get another adapter")
+        rule = match_common_value(names, table, "adapters.rules", "get another adapter")
         layer.adapter = nnx.data(None if rule is None else Adapter(layer, rule, rngs))
     if rules:
         check_patterns([rule.path for rule in rules], seen, "adapters.rules, which are for dense layers")
@@ -153,7 +153,7 @@ def merge_adapters(model: Module) -> Module:
     return model
 
 
-def measure_magnitudes(model: Module) -> Module:
+def set_dora_magnitudes(model: Module) -> Module:
     """Set the magnitudes of DoRA to the norms of the present weights, in place."""
     for layer in adapted_layers(model).values():
         layer.adapter.measure(layer)
@@ -165,7 +165,7 @@ def adapted_layers(model: nnx.Module) -> dict[str, Linear]:
     return {"/".join(map(str, path)): layer for path, layer in _dense_layers(model) if layer.adapter is not None}
 
 
-def seed_adapters(module: Module, key: Key[Array, "..."] | None) -> Module:
+def set_adapter_dropout_keys(module: Module, key: Key[Array, "..."] | None) -> Module:
     """Set the keys of the adapters' dropout for one forward pass, in place; without a key there is no dropout."""
     if key is not None:
         for index, layer in enumerate(adapted_layers(module).values()):

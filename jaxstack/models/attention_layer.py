@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.models.attention.base import CacheSlots, LayerCache, SegmentIds
 from jaxstack.models.attention.cache_formats import as_stored, magnitude_order
-from jaxstack.models.attention.key_cache import KeyCache
+from jaxstack.models.attention.kv_cache import KeyCache
 from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
-from jaxstack.models.norm import LayerInput, head_norm, make_norm
+from jaxstack.models.norm import LayerInput, head_norm_name, make_norm
 from jaxstack.models.rope import Angles, apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
 from pallas_kernels import PackedWeight
@@ -61,8 +61,8 @@ class Attention(nnx.Module):
         self.o_proj = Linear(
             (n, h), (d,), ("heads", "head_dim", "embed"), rngs=rngs, initialize=outer, bias=config.output_bias
         )
-        self.q_norm = make_norm(head_norm(config.norm), h, config.norm_eps) if config.qk_norm else None
-        self.k_norm = make_norm(head_norm(config.norm), h, config.norm_eps) if config.qk_norm else None
+        self.q_norm = make_norm(head_norm_name(config.norm), h, config.norm_eps) if config.qk_norm else None
+        self.k_norm = make_norm(head_norm_name(config.norm), h, config.norm_eps) if config.qk_norm else None
         self.kind, self.heads = config.attention, config.heads(window)
         self.kind_weight = self.kind.make_weight(self.heads, rngs)
         self.rotates = config.positions == "rope"

@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, Key
 
 from jaxstack.models.attention.base import LayerCache
 from jaxstack.models.attention_layer import Attention, Context
-from jaxstack.models.chunks import apply_in_chunks, count_chunks
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
+from jaxstack.models.feed_forward_chunks import apply_in_chunks, count_chunks
 from jaxstack.models.mlp import MLPS, PlainMLP
 from jaxstack.models.moe_layer import MoE
 from jaxstack.models.norm import Norm, make_norm

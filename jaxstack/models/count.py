@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.norm import count_norm_parameters, head_norm
+from jaxstack.models.norm import count_norm_parameters, head_norm_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     d, h, layers = config.hidden_size, config.width_per_head, config.num_layers
     n, k = config.num_heads, config.kv_heads
     norm = count_norm_parameters(config.norm, d)
-    head_norms = 2 * count_norm_parameters(head_norm(config.norm), h) if config.qk_norm else 0
+    head_norms = 2 * count_norm_parameters(head_norm_name(config.norm), h) if config.qk_norm else 0
     attention = d * n * h + 2 * d * k * h + n * h * d
     vectors = norm * (4 if config.post_norms else 2)
     vectors += (n + 2 * k) * h * config.qkv_bias + d * config.output_bias + head_norms

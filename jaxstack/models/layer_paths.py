@@ -33,7 +33,7 @@ def weight_paths(model: _Model, path: Sequence[str | int]) -> list[str]:
     return ["/".join(map(str, ("decoder", "layers", number, *path[3:], "kernel"))) for number in numbers]
 
 
-def choose_for_all(names: Sequence[str], rules: Rules[Value], section: str, what: str) -> Value:
+def match_common_value(names: Sequence[str], rules: Rules[Value], section: str, what: str) -> Value:
     """Return the value that path rules give to all of these weights, which one scan runs.
 
     Args:

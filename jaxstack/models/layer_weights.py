@@ -26,16 +26,16 @@ def gather_weights(state: Weights, dtype: jax.typing.DTypeLike) -> Weights:
 
 def gather_layers(states: Sequence[Weights], dtype: jax.typing.DTypeLike) -> list[Weights]:
     """Gather the weights of single layers that were taken out of stacks."""
-    return [gather_weights(label_layer(state), dtype) for state in states]
+    return [gather_weights(remove_layers_logical_axis(state), dtype) for state in states]
 
 
-def label_stacked(state: Weights) -> Weights:
+def add_layers_logical_axis(state: Weights) -> Weights:
     """Add the leading dim of layers to the logical axes of variables whose arrays have it."""
     relabel = lambda p: p.copy(logical_axes=("layers", *p.get_metadata()["logical_axes"]))  # noqa: E731
     return jax.tree.map(relabel, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
-def label_layer(state: Weights) -> Weights:
+def remove_layers_logical_axis(state: Weights) -> Weights:
     """Remove the dim of layers from the metadata of variables whose arrays no longer have it."""
 
     def relabel(p: nnx.Variable) -> nnx.Variable:

@@ -15,9 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxstack.models.initialization import Initializer
-from jaxstack.models.norm import LayerInput, carrier_of
+from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, save_for_backward, shard
-from jaxstack.parallel.context import is_sharded
+from jaxstack.parallel.sharding_context import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
 from pallas_kernels import NormalisedInput, PackedWeight, QuantizedWeight, activated_matmul, packed_matmul, swiglu
 from pallas_kernels.target import current_target
@@ -91,7 +91,7 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
         return [apply_together(x, layer)[0] for layer in layers]
     if isinstance(dot_general, Fp8Matmul):
         return _apply_fp8(x, layers, dot_general)
-    x = save_for_backward(carrier_of(x))
+    x = save_for_backward(gradient_carrier(x))
     kernels = [layer.kernel[...].astype(x.dtype) for layer in layers]
     if len(layers) > 1 and not is_sharded() and current_target().platform == "cpu":
         results = _multiply_wide(dot_general, x, kernels, contracted)
@@ -106,7 +106,7 @@ def apply_gathered(x: LayerInput, *layers: Linear) -> list[jax.Array]:
 
     With sequence parallelism its all-gather overlaps the matmuls where a kernel can do that.
     """
-    whole = carrier_of(x)
+    whole = gradient_carrier(x)
     results = gather_project(whole, _cast_kernels(whole, layers), _not_fusable_reason(layers))
     if results is None:
         return apply_together(x, *layers)
@@ -136,7 +136,7 @@ def apply_mlp(
       activation: elementwise function of the first layers' outputs.
       fused_name: name of the activation in `activated_matmul`; None: that kernel does not support it.
     """
-    whole = carrier_of(x)
+    whole = gradient_carrier(x)
     biases = [None if layer.bias is None else layer.bias[...].astype(whole.dtype) for layer in first_layers]
     kernels = _cast_kernels(whole, (*first_layers, last))
     pairs = list(zip(kernels[:-1], biases, strict=True))
@@ -248,7 +248,7 @@ def _is_packed(layer: Linear) -> bool:
 def _apply_packed(x: LayerInput, layer: Linear) -> jax.Array:
     if layer.dot_general is not jax.lax.dot_general:
         raise ValueError(f"packed weights have a matmul of their own; {layer.dot_general} needs plain weights.")
-    whole = save_for_backward(carrier_of(x))
+    whole = save_for_backward(gradient_carrier(x))
     return layer.finish(whole, packed_matmul(whole, cast(PackedWeight, layer.kernel.get_value())))
 
 
@@ -264,7 +264,7 @@ def _apply_fp8(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> 
     """Return the layers' outputs, quantizing the input once; kernels may come quantized from `gather_weights`."""
     contracted, kernels = layers[0].contracted, _unpacked_kernels(layers)
     states = _scaling_states(layers)
-    whole = save_for_backward(carrier_of(x))
+    whole = save_for_backward(gradient_carrier(x))
     rows = whole.shape[: whole.ndim - contracted]
     outputs = [kernel.shape[contracted:] for kernel in kernels]
     if is_sharded():

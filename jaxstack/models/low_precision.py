@@ -9,7 +9,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.layer_paths import choose_for_all, weight_paths
+from jaxstack.models.layer_paths import match_common_value, weight_paths
 from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer
 from jaxstack.precision.config import PrecisionConfig
@@ -38,7 +38,7 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
         names = weight_paths(model, path)
         seen.update(dict.fromkeys(names, 0))
-        return matmul if choose_for_all(names, rules, "precision.fp8_rules", "run in FP8") else None
+        return matmul if match_common_value(names, rules, "precision.fp8_rules", "run in FP8") else None
 
     use_fp8(model, choose, history=precision.fp8_history)
     check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")

@@ -18,7 +18,7 @@ from jaxstack.models.mlp import MLPS
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.models.moe.exchange import Kernels, compute_on_expert_devices, compute_on_this_device
 from jaxstack.models.moe.router import capacity, route
-from jaxstack.models.norm import LayerInput, carrier_of
+from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import TokenSplit, with_local_tokens
 from pallas_kernels import grouped_matmul
 
@@ -67,7 +67,7 @@ class MoE(nnx.Module):
         Args:
           decoding: no token is dropped, whatever the capacity of the experts.
         """
-        x = carrier_of(x)
+        x = gradient_carrier(x)
         modules = {"router": self.router, "up": self.up_proj, "gate": self.gate_proj, "down": self.down_proj}
         parameters = {name: _value_and_axes(module.kernel) for name, module in modules.items() if module is not None}
         if self.router.balance_bias is not None:

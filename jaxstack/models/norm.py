@@ -15,7 +15,7 @@ LayerInput = jax.Array | NormalisedInput
 """Input of a dense layer: an array, or an RMSNorm that the layer may recompute while it rounds to FP8."""
 
 
-def carrier_of(x: LayerInput) -> jax.Array:
+def gradient_carrier(x: LayerInput) -> jax.Array:
     """Return the array that carries the gradient of a sublayer's input: x itself, or the norm's output."""
     return x.carrier if isinstance(x, NormalisedInput) else x
 
@@ -93,7 +93,7 @@ def make_norm(name: str, size: int, eps: float) -> Norm:
     return cast(Norm, NORMS[name](size, eps))  # pyright: ignore[reportCallIssue]
 
 
-def head_norm(name: str) -> str:
+def head_norm_name(name: str) -> str:
     """Return the name of the norm of query and key heads in a model whose norm is `name`."""
     return "rms_norm" if name == "layer_norm" else name
 

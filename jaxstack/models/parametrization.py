@@ -51,7 +51,7 @@ class Width:
         return match(path, _ROLES)
 
 
-def width_of(config: ModelConfig) -> Width | None:
+def mup_width(config: ModelConfig) -> Width | None:
     """Return the model's width in muP; None in the standard parametrization."""
     if config.parametrization == "standard" or config.base_width is None:
         return None
@@ -73,7 +73,7 @@ def initial_factor(config: ModelConfig, width: Width, path: str) -> float:
 
 def scale_initial_weights(model: nnx.Module, config: ModelConfig) -> None:
     """Scale freshly initialized weights by muP's factors; unchanged in the standard parametrization."""
-    width = width_of(config)
+    width = mup_width(config)
     if width is None:
         return
 

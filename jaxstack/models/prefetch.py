@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jaxstack.parallel.context import current_context, is_sharded
+from jaxstack.parallel.sharding_context import current_context, is_sharded
 
 Arrays: TypeAlias = Any
 """A tree of arrays."""

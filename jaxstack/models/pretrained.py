@@ -45,7 +45,7 @@ def _similar(directory: Path) -> str:
     return f"; did you mean {' or '.join(str(parent / name) for name in close)}" if close else ""
 
 
-def read_model(directory: str | Path) -> ModelConfig:
+def read_pretrained_model_config(directory: str | Path) -> ModelConfig:
     """Return the model configuration of a run directory or a Hugging Face checkpoint.
 
     Raises:
@@ -67,7 +67,7 @@ def read_adapters(run: str | Path) -> tuple[AdapterRule, ...]:
     return build_component(AdapterConfig, load_yaml(path).get("adapters") or {}, str(path)).rules
 
 
-def fill_in(tree: dict[str, Any], directory: str) -> dict[str, Any]:
+def fill_in_model_and_tokenizer(tree: dict[str, Any], directory: str) -> dict[str, Any]:
     """Add the model and tokenizer settings of `directory` to a configuration; keys that it has already win.
 
     A directory that no longer exists changes nothing: the run may have its own checkpoint by now.
@@ -82,7 +82,7 @@ def fill_in(tree: dict[str, Any], directory: str) -> dict[str, Any]:
     model, data = tree.get("model") or {}, tree.get("data") or {}
     if isinstance(model, dict) and model.get("preset") is None:
         # How layers are stacked is for the new run to decide: FP8 keeps the first and the last layer out of the scan.
-        known = read_model(path).model_dump(mode="json", exclude={"unscanned_end_layers"})
+        known = read_pretrained_model_config(path).model_dump(mode="json", exclude={"unscanned_end_layers"})
         tree = {**tree, "model": merge_trees(known, model)}
     folder, file = (path / "tokenizer", "jaxstack_tokenizer.json") if is_run(path) else (path, "tokenizer.json")
     if isinstance(data, dict) and "tokenizer" not in data and (folder / file).is_file():

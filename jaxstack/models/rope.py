@@ -31,7 +31,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
     return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
-def rope_angles(positions: Int[Array, "*B T"], frequencies: Float[np.ndarray, " pairs"]) -> Angles:
+def rope_cos_sin(positions: Int[Array, "*B T"], frequencies: Float[np.ndarray, " pairs"]) -> Angles:
     """Return cosines and sines of the rotations at non-negative positions.
 
     In float32 the product of a position of a million and a frequency is off by 0.03 radians. So positions are split

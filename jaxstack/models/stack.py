@@ -13,13 +13,19 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Key
 
-from jaxstack.models.adapters import seed_adapters
+from jaxstack.models.adapters import set_adapter_dropout_keys
 from jaxstack.models.attention.base import LayerCache
 from jaxstack.models.attention_layer import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key
-from jaxstack.models.layer_weights import Weights, gather_layers, gather_weights, label_layer, label_stacked
+from jaxstack.models.layer_weights import (
+    Weights,
+    add_layers_logical_axis,
+    gather_layers,
+    gather_weights,
+    remove_layers_logical_axis,
+)
 from jaxstack.models.prefetch import run_prefetched
 from jaxstack.models.remat import OFFLOADED, name_layer_input, rematerialise
 from jaxstack.parallel import gathers_ahead
@@ -37,20 +43,20 @@ RunLayer = Callable[[jax.Array, Weights, LayerCache | None, jax.Array | None], L
 """(x, weights, cache, dropout key) -> output of one layer."""
 
 
-def make_blocks(make: Callable[[nnx.Rngs], Block], keys: Key[Array, " layers"]) -> Block:
+def make_stacked_blocks(make: Callable[[nnx.Rngs], Block], keys: Key[Array, " layers"]) -> Block:
     """Initialize one block per key, and return them as one whose parameters have a leading dim of layers.
 
     The weights are drawn in a loop: unrolled, the initialization takes longer to compile than the training step.
     """
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     state = jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(key))), keys)
-    return nnx.merge(graphdef, label_stacked(state))
+    return nnx.merge(graphdef, add_layers_logical_axis(state))
 
 
 def unstack_block(stacked: Block, index: int) -> Block:
-    """Return one of the blocks of `make_blocks`."""
+    """Return one of the blocks of `make_stacked_blocks`."""
     graphdef, state = nnx.split(stacked)
-    return nnx.merge(graphdef, label_layer(jax.tree.map(lambda x: x[index], state)))
+    return nnx.merge(graphdef, remove_layers_logical_axis(jax.tree.map(lambda x: x[index], state)))
 
 
 class Stack(nnx.Module):
@@ -74,12 +80,12 @@ class Stack(nnx.Module):
         keys, blocks = jax.random.split(rngs.params(), len(kinds)), {}
         for index in self.scanned:
             numbers = jnp.array(self.layer_numbers(index))
-            blocks[index] = make_blocks(_block_maker(config, *kinds[index]), keys[numbers])
+            blocks[index] = make_stacked_blocks(_block_maker(config, *kinds[index]), keys[numbers])
         count = len(kinds) - self.period * (self.repeats - 1)
         single = {index: self.layer_numbers(index)[0] for index in range(count) if index not in self.scanned}
         for kind in dict.fromkeys(kinds[number] for number in single.values()):
             alike = [(index, number) for index, number in single.items() if kinds[number] == kind]
-            stacked = make_blocks(_block_maker(config, *kind), keys[jnp.array([number for _, number in alike])])
+            stacked = make_stacked_blocks(_block_maker(config, *kind), keys[jnp.array([number for _, number in alike])])
             blocks |= {index: unstack_block(stacked, row) for row, (index, _) in enumerate(alike)}
         self.layers = nnx.List([blocks[index] for index in sorted(blocks)])
         for p in jax.tree.leaves(nnx.state(self.layers, nnx.Param), is_leaf=lambda p: isinstance(p, nnx.Variable)):
@@ -292,7 +298,7 @@ def _layer_runner(graphdef: nnx.GraphDef, context: Context) -> RunLayer:
     """Return the function that applies a block with given weights."""
 
     def run(x: jax.Array, weights: Weights, cache: LayerCache | None, key: jax.Array | None) -> LayerOutput:
-        block = seed_adapters(nnx.merge(graphdef, weights), key)
+        block = set_adapter_dropout_keys(nnx.merge(graphdef, weights), key)
         return block(name_layer_input(x), context, cache, key)
 
     return run

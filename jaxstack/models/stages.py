@@ -108,7 +108,7 @@ def loss_of_outputs(model: Transformer, run: RunLoss, x: Float[Array, "B T D"]) 
     return run(model)
 
 
-def repetition_of(model: Transformer) -> RunRepetition:
+def make_repetition_function(model: Transformer) -> RunRepetition:
     """Return the function that runs one repetition of the scanned layers.
 
     Its weights are an NNX state of the parameters that `is_stacked` selects, without the dim of layers.

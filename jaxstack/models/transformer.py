@@ -15,9 +15,9 @@ from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.embedding import Embedding
 from jaxstack.models.initialization import embedding_initializer, make_initializer
 from jaxstack.models.norm import make_norm
-from jaxstack.models.parametrization import Width, scale_initial_weights, width_of
+from jaxstack.models.parametrization import Width, mup_width, scale_initial_weights
 from jaxstack.models.residual import shard_residual
-from jaxstack.models.rope import Angles, rope_angles, rope_frequencies
+from jaxstack.models.rope import Angles, rope_cos_sin, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import gather_parameter, shard, splits_length
 from jaxstack.precision.config import PrecisionConfig
@@ -78,7 +78,7 @@ class Transformer(nnx.Module):
     @property
     def width(self) -> Width | None:
         """The width that decides on the parameters' learning rates in muP; None in the standard parametrization."""
-        return width_of(self.config)
+        return mup_width(self.config)
 
     @property
     def drops_tokens(self) -> bool:
@@ -152,7 +152,7 @@ class Transformer(nnx.Module):
         if positions is None and splits_length():
             raise ValueError(
                 "a mesh with several devices on context holds sequences in another order, so `positions` must be given "
-                "(jaxstack.data.device.arrange puts a batch into that order and adds them)."
+                "(jaxstack.data.device_batches.arrange puts a batch into that order and adds them)."
             )
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -289,10 +289,10 @@ class Transformer(nnx.Module):
         if config.positions != "rope":
             return None, None
         frequencies = rope_frequencies(config.width_per_head, config.rope_theta, config.rope_scaling)
-        angles = rope_angles(positions, frequencies)
+        angles = rope_cos_sin(positions, frequencies)
         if config.rope_local_base_freq is None:
             return angles, None
-        return angles, rope_angles(positions, rope_frequencies(config.width_per_head, config.rope_local_base_freq))
+        return angles, rope_cos_sin(positions, rope_frequencies(config.width_per_head, config.rope_local_base_freq))
 
     def _position_rows(self, context: Context) -> jax.Array:
         """Return rows of the learned position table: [B, T, D], or without a gather [T, D] if positions are 0..T-1."""

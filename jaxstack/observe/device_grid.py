@@ -83,7 +83,7 @@ def distinct_layouts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[st
     return [(row, sum(r["arrays"] for r in same) - 1) for row, same in zip(largest, found.values(), strict=True)]
 
 
-def number_ranges(numbers: Sequence[int]) -> str:
+def format_number_ranges(numbers: Sequence[int]) -> str:
     """Format numbers with ranges: `0-3, 8, 12, 13`."""
     runs: list[list[int]] = []
     for number in numbers:

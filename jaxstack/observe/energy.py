@@ -270,7 +270,7 @@ def read_usage(path: Path | None) -> Usage:
         return Usage()
 
 
-def measure_energy(run_dir: Path | None, prices: EnergyPrices, say: Callable[[str], None]) -> EnergyMeter:
+def start_energy_meter(run_dir: Path | None, prices: EnergyPrices, say: Callable[[str], None]) -> EnergyMeter:
     """Start an `EnergyMeter` for this process's GPUs; without energy counters it measures time only and reports why.
 
     Args:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from jaxstack.observe.units import byte_size, duration, short_number, si_number
+from jaxstack.observe.number_format import byte_size, duration, short_number, si_number
 
 
 def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxstack.observe.config import ObserveConfig
-from jaxstack.observe.energy import EnergyMeter, EnergyPrices, measure_energy
+from jaxstack.observe.energy import EnergyMeter, EnergyPrices, start_energy_meter
 from jaxstack.observe.environment import write_environment
 from jaxstack.observe.goodput import Goodput
 from jaxstack.observe.memory import peak_memory_bytes
@@ -67,7 +67,7 @@ class RunLog:
         trackers = open_trackers(names, self._run_dir or ".", start, settings, self.say)
         self._trackers: Trackers = stack.enter_context(contextlib.closing(trackers))
         prices = EnergyPrices(self._config.pue, self._config.price_per_gpu_hour)
-        self._energy = measure_energy(self._run_dir if self.writes else None, prices, self.say)
+        self._energy = start_energy_meter(self._run_dir if self.writes else None, prices, self.say)
         stack.callback(self._energy.close)
 
     def begin(

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from jaxstack.optim.base import RunInfo
 from jaxstack.optim.blocks import Blocks, Refresh, choose_blocks, refresh
-from jaxstack.optim.matrices import MatrixOptimizer
+from jaxstack.optim.matrix_optimizer import MatrixOptimizer
 from jaxstack.tree_rules import map_by_path
 
 exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)

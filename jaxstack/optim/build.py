@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from jaxstack.models.parametrization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
-from jaxstack.optim.mup import check_rule, rate_factor, scale_epsilon
+from jaxstack.optim.mup import check_mup_support, rate_factor, scale_epsilon
 from jaxstack.tree_rules import ADAPTER, TEACHER, map_by_path, match, path_name
 
 BALANCE = r"(^|/)balance_bias$"
@@ -48,13 +48,13 @@ def build_optimizer(
       ConfigError: the path of a rule matches no parameter, or the optimizer has no rule for muP.
     """
     if width is not None:
-        check_rule(optimizer)
+        check_mup_support(optimizer)
         optimizer = scale_epsilon(optimizer, width)
     known = params if known is None else known
     stacked = jax.tree.map(lambda _: False, params) if stacked is None else stacked
     chex.assert_trees_all_equal_structs(params, stacked)
     optimizer.check(known)
-    is_frozen = frozen_rule(optimizer, known)
+    is_frozen = make_frozen_predicate(optimizer, known)
     scales, decays = _scales_and_decays(optimizer, params, width)
     run = RunInfo(learning_rate, total_steps, _by_path(specs))
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
@@ -110,7 +110,7 @@ def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
     return {path_name(path): spec for path, spec in leaves}
 
 
-def frozen_rule(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
+def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
     """Return a predicate on parameter paths that is True for frozen parameters.
 
     A teacher is frozen. For others the first matching group with `frozen` decides. Otherwise, in a model with adapters,

@@ -5,12 +5,12 @@ from typing import TypeVar
 from jaxstack.errors import ConfigError
 from jaxstack.models.parametrization import Width
 from jaxstack.optim.base import HasShape, Optimizer
-from jaxstack.optim.matrices import MatrixOptimizer
+from jaxstack.optim.matrix_optimizer import MatrixOptimizer
 
 AnyKind = TypeVar("AnyKind", bound=Optimizer)
 
 
-def check_rule(optimizer: Optimizer) -> None:
+def check_mup_support(optimizer: Optimizer) -> None:
     """Check that the optimizer supports muP.
 
     Raises:

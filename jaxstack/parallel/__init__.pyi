@@ -1,11 +1,5 @@
 from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
-from .context import ShardingContext as ShardingContext
-from .context import current_context as current_context
-from .context import current_rules as current_rules
-from .context import logical_axis_rules as logical_axis_rules
-from .context import shard as shard
-from .context import splits_length as splits_length
 from .layout import StepLayout as StepLayout
 from .mesh import make_mesh as make_mesh
 from .overlap import gather_project as gather_project
@@ -26,21 +20,27 @@ from .shard_map_attention import with_local_heads as with_local_heads
 from .shard_map_batch import with_local_batch as with_local_batch
 from .shard_map_experts import TokenSplit as TokenSplit
 from .shard_map_experts import with_local_tokens as with_local_tokens
-from .weights import (
+from .sharding_context import ShardingContext as ShardingContext
+from .sharding_context import current_context as current_context
+from .sharding_context import current_rules as current_rules
+from .sharding_context import logical_axis_rules as logical_axis_rules
+from .sharding_context import shard as shard
+from .sharding_context import splits_length as splits_length
+from .weight_gather import (
     gather_parameter as gather_parameter,
 )
-from .weights import (
+from .weight_gather import (
     gather_weight as gather_weight,
 )
-from .weights import (
+from .weight_gather import (
     gathers_ahead as gathers_ahead,
 )
-from .weights import (
+from .weight_gather import (
     gathers_shards as gathers_shards,
 )
-from .weights import (
+from .weight_gather import (
     save_all_but_gathered as save_all_but_gathered,
 )
-from .weights import (
+from .weight_gather import (
     save_for_backward as save_for_backward,
 )

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
 from jaxstack.errors import ConfigError
-from jaxstack.parallel.nearest import nearest_degrees
+from jaxstack.parallel.nearest_degrees import nearest_degrees
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""

@@ -21,6 +21,6 @@ class StepLayout:
     prefetch: bool = False
     """True gathers the next layer's weights while a scanned layer computes, see `ParallelConfig.prefetch`."""
     peer_copies: bool = False
-    """True moves weights and gradients by peer-to-peer copies in place of collectives, see `parallel.transfers`."""
+    """True moves weights and gradients by peer-to-peer copies in place of collectives, see `parallel.collectives`."""
     pipeline: PipelinePlan | None = None
     """Schedule and microbatches of the `pipeline` axis; None: no pipeline, or 1F1B if the mesh has stages."""

@@ -17,8 +17,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxstack.jax_compat import concrete_mesh
-from jaxstack.parallel.context import ShardingContext, current_context
 from jaxstack.parallel.rules import AxisRules, axes_of
+from jaxstack.parallel.sharding_context import ShardingContext, current_context
 from pallas_kernels import all_gather_matmul, matmul_reduce_scatter
 from pallas_kernels.collective_matmul.api import reason_against_kernels
 from pallas_kernels.collective_matmul.request import CollectiveRequest

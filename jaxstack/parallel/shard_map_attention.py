@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxstack.parallel.context import current_context, current_rules, is_sharded
 from jaxstack.parallel.rules import AxisRules
+from jaxstack.parallel.sharding_context import current_context, current_rules, is_sharded
 
 
 def with_local_heads(

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from jaxstack.parallel.context import current_context
-from jaxstack.parallel.exchange import Exchange, exchange
 from jaxstack.parallel.rules import restrict
-from jaxstack.parallel.weights import dims_of, gather_parameter
+from jaxstack.parallel.shard_map_weights import Exchange, exchange
+from jaxstack.parallel.sharding_context import current_context
+from jaxstack.parallel.weight_gather import dims_of, gather_parameter
 
 
 def with_local_batch(

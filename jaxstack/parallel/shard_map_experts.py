@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxstack.parallel.context import ShardingContext, current_context
 from jaxstack.parallel.rules import Names, axes_of
-from jaxstack.parallel.weights import dims_of
+from jaxstack.parallel.sharding_context import ShardingContext, current_context
+from jaxstack.parallel.weight_gather import dims_of
 
 Parameters = Mapping[str, tuple[jax.Array, Names]]
 """Name -> (stored array, its logical axes)."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from jaxstack.cli import CommandParser, add_examples, required_option, run_command
+from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
 
 
@@ -83,7 +83,7 @@ def add_search_arguments(parser: CommandParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = make_parser()
-    args = required_option(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
+    args = fill_option_from_overrides(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
 
     def body() -> None:
         _check_arguments(args)

@@ -7,11 +7,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstack.config.sections import TrainConfig
-from jaxstack.distributed.devices import DEVICE_FRACTION, memory_per_device
+from jaxstack.distributed.device_setup import DEVICE_FRACTION, memory_per_device
 from jaxstack.distributed.xla_options import supports_peer_copies
 from jaxstack.errors import ConfigError
+from jaxstack.parallel.collectives import in_one_process
 from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.transfers import in_one_process
 from jaxstack.plan.cluster import Cluster, cluster_of_devices, parse_cluster, resized
 from jaxstack.plan.feasibility import layout_problems, suggest_layout
 from jaxstack.plan.forecast import Forecast, forecast
@@ -19,7 +19,7 @@ from jaxstack.plan.search import search_layouts
 from jaxstack.run_config import RunConfig
 
 
-def training_layout(config: RunConfig, devices: int) -> RunConfig:
+def with_training_layout(config: RunConfig, devices: int) -> RunConfig:
     """Return the configuration with its parallel degrees filled in for `devices` devices.
 
     With `parallel: auto` the planner chooses the fastest layout that it predicts to fit.
@@ -83,7 +83,7 @@ def _present_cluster(devices: int) -> Cluster:
     return cluster.model_copy(update={"memory_bytes": int(memory / DEVICE_FRACTION)}) if memory else cluster
 
 
-def evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> RunConfig:
+def with_evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> RunConfig:
     """Return the configuration for evaluation of held-out loss: a layout, and batch sizes divisible by it.
 
     The loss does not depend on the layout. So a run that was trained on another number of devices is evaluated with

@@ -7,7 +7,7 @@ from jaxstack.config.loader import dump_yaml
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.models import count_parameters, model_flops_per_token
-from jaxstack.observe.units import short_number
+from jaxstack.observe.number_format import short_number
 from jaxstack.plan.cluster import parse_cluster
 from jaxstack.plan.forecast import CHINCHILLA_TOKENS, Forecast, compute_optimal, training_budget
 from jaxstack.plan.rehearsal import Rehearsal, rehearse

@@ -7,12 +7,12 @@ from jaxstack.functional.shardings import describe_unsplit
 from jaxstack.observe.device_grid import (
     describe_dims,
     distinct_layouts,
-    number_ranges,
+    format_number_ranges,
     panels_name,
     replicating_axes,
     split_panels,
 )
-from jaxstack.observe.units import byte_size
+from jaxstack.observe.number_format import byte_size
 from jaxstack.plan.describe import LayoutPlan
 from jaxstack.plan.rehearsal import Rehearsal
 
@@ -162,7 +162,7 @@ def draw_layouts(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) -> 
         panels = split_panels(row, mesh)
         for number, panel in enumerate(panels[:_MAX_CELLS]):
             lines += [f"  {panels_name(row)}, part {number}"] if len(panels) > 1 else []
-            lines += _boxes([[number_ranges(cell) for cell in line[:_MAX_CELLS]] for line in panel[:_MAX_CELLS]])
+            lines += _boxes([[format_number_ranges(cell) for cell in line[:_MAX_CELLS]] for line in panel[:_MAX_CELLS]])
         if max(panels.shape) > _MAX_CELLS:
             lines += [f"  ... ({' x '.join(map(str, panels.shape))} parts in all)"]
         lines += [""]

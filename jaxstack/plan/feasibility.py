@@ -11,7 +11,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.nearest import nearest_degrees
+from jaxstack.parallel.nearest_degrees import nearest_degrees
 from jaxstack.parallel.pipeline.plan import plan_pipeline
 from jaxstack.parallel.pipeline.stages import StageLayout
 

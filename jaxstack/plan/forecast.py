@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxstack.distributed.devices import DEVICE_FRACTION
+from jaxstack.distributed.device_setup import DEVICE_FRACTION
 from jaxstack.models.count import model_flops_per_token
 from jaxstack.plan.cluster import Cluster
 from jaxstack.plan.efficiency import Efficiency, load_efficiency
-from jaxstack.plan.layouts import Floats, LayoutTable, count_tokens, layout_of
+from jaxstack.plan.layouts import Floats, LayoutTable, count_tokens, layout_table_of
 from jaxstack.plan.memory import memory_parts
 from jaxstack.plan.model_shape import ModelShape, model_shape
 from jaxstack.plan.optimizer_state import optimizer_bytes, trained_share
@@ -188,5 +188,5 @@ class LayoutModel:
 
 def forecast(config: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Forecast:
     """Return the forecast of a configuration whose degrees and vocabulary are set."""
-    (found,) = LayoutModel(config, cluster, efficiency).forecasts(layout_of(config))
+    (found,) = LayoutModel(config, cluster, efficiency).forecasts(layout_table_of(config))
     return dataclasses.replace(found, config=config)

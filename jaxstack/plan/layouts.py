@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from jaxstack.parallel.config import AXES, ParallelConfig
-from jaxstack.parallel.nearest import factorizations
+from jaxstack.parallel.nearest_degrees import factorizations
 from jaxstack.parallel.pipeline.plan import fitting_microbatches, plan_pipeline
 from jaxstack.plan.feasibility import layout_problems
 from jaxstack.run_config import RunConfig
@@ -88,7 +88,7 @@ class LayoutTable:
         )
 
 
-def layout_of(config: RunConfig) -> LayoutTable:
+def layout_table_of(config: RunConfig) -> LayoutTable:
     """Return the table with one row: the layout of a configuration whose degrees are given."""
     parallel, train = config.parallel, config.train
     stages = parallel.pipeline > 1

@@ -20,7 +20,7 @@ A pipeline stores the activations of several microbatches: m with `gpipe`, 2p - 
 
 import numpy as np
 
-from jaxstack.models.chunks import CHUNK_BYTES
+from jaxstack.models.feed_forward_chunks import CHUNK_BYTES
 from jaxstack.plan.layouts import Floats, LayoutTable
 from jaxstack.plan.model_shape import ModelShape
 
@@ -57,8 +57,8 @@ def memory_parts(
     """
     stored = stored_parameters(shape, layouts, zero_from=1)
     gradients = trained * _gradients(shape, layouts)
-    activations = saved_values(shape, layouts, scanned=scanned) * _COMPUTE * layers_of_stage(shape, layouts)
-    activations = activations * row_tokens(layouts, tokens) * in_flight(layouts)
+    activations = saved_values_per_token(shape, layouts, scanned=scanned) * _COMPUTE * layers_of_stage(shape, layouts)
+    activations = activations * microbatch_tokens_per_device(layouts, tokens) * in_flight(layouts)
     work = _working_set(shape, layouts, tokens)
     if not scanned:
         # Unrolled layers free their activations one by one, and gradients reuse that memory.
@@ -72,7 +72,7 @@ def memory_parts(
         "activations": activations,
         "transient": work,
         "logits": np.minimum(
-            row_tokens(layouts, tokens) * shape.vocabulary * _COMPUTE / layouts["tensor"], CHUNK_BYTES
+            microbatch_tokens_per_device(layouts, tokens) * shape.vocabulary * _COMPUTE / layouts["tensor"], CHUNK_BYTES
         ),
         "buffers": _buffers(shape, layouts, tokens),
     }
@@ -136,7 +136,7 @@ def in_flight(layouts: LayoutTable) -> Floats:
     return np.where(stages > 1, np.minimum(found, count), 1.0)
 
 
-def saved_values(shape: ModelShape, layouts: LayoutTable, *, scanned: bool) -> Floats:
+def saved_values_per_token(shape: ModelShape, layouts: LayoutTable, *, scanned: bool) -> Floats:
     """Return the number of activation values per token and layer that one device saves for the backward pass."""
     d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
     inner = 2 if shape.gated else 1
@@ -166,7 +166,7 @@ def saved_values(shape: ModelShape, layouts: LayoutTable, *, scanned: bool) -> F
     return found + waiting
 
 
-def row_tokens(layouts: LayoutTable, tokens: int) -> Floats:
+def microbatch_tokens_per_device(layouts: LayoutTable, tokens: int) -> Floats:
     """Return the number of tokens of a microbatch on each device."""
     rows = layouts["data"] * layouts["fsdp"] * layouts["expert"] * layouts["context"]
     return tokens / (rows * layouts["microbatches"])
@@ -175,7 +175,7 @@ def row_tokens(layouts: LayoutTable, tokens: int) -> Floats:
 def _working_set(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats:
     """Return the bytes of activations and gradients of the layer that is in its backward pass."""
     d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
-    rows, tensor = row_tokens(layouts, tokens), layouts["tensor"]
+    rows, tensor = microbatch_tokens_per_device(layouts, tokens), layouts["tensor"]
     stream = np.where(layouts["sequence"] > 0, tensor, 1)
     narrow = (4 * d / stream + (2 * q + 2 * k) / tensor) * rows * _COMPUTE
     wide = (3 if shape.gated else 2) * f / tensor * rows * _COMPUTE
@@ -197,7 +197,7 @@ def _working_copies(shape: ModelShape, layouts: LayoutTable, prefetch: bool) -> 
 
 def _buffers(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats:
     """Return the bytes of buffers for tokens at their experts, and for keys and values from other devices."""
-    rows, tensor = row_tokens(layouts, tokens), layouts["tensor"]
+    rows, tensor = microbatch_tokens_per_device(layouts, tokens), layouts["tensor"]
     copies = shape.routed * shape.hidden * (shape.exchange_factor * (layouts["expert"] > 1) + 1) * 2
     experts = copies * rows * _COMPUTE * (shape.mixtures > 0)
     keys = np.where(layouts["context"] > 1, 2 * shape.key * 2 * (_COMPUTE + 4) * rows / tensor, 0)

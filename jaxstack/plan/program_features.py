@@ -64,7 +64,7 @@ class ProgramFeatures:
         return cls(**{**value, "work": work})
 
 
-def read_features(text: str | Module) -> ProgramFeatures:
+def parse_program_features(text: str | Module) -> ProgramFeatures:
     """Return FLOPs, bytes, collectives and kernel counts of a compiled program, read from its HLO text.
 
     Args:

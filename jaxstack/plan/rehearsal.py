@@ -7,8 +7,8 @@ from typing import TypedDict
 import jax
 import numpy as np
 
-from jaxstack.data.device import abstract_batch
-from jaxstack.distributed.devices import DEVICE_FRACTION
+from jaxstack.data.device_batches import abstract_batch
+from jaxstack.distributed.device_setup import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
 from jaxstack.observe.what_ran import predicted_memory
 from jaxstack.parallel import make_mesh

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxstack.errors import ConfigError
-from jaxstack.observe.units import byte_size
+from jaxstack.observe.number_format import byte_size
 from jaxstack.plan.cluster import Cluster, part_of
 from jaxstack.plan.forecast import Forecast, LayoutModel, total
 from jaxstack.plan.layouts import ON_DEVICE, Floats, LayoutTable, enumerate_layouts

@@ -25,8 +25,8 @@ from jaxstack.plan.efficiency import Efficiency
 from jaxstack.plan.layouts import Floats, LayoutTable
 from jaxstack.plan.memory import (
     layers_of_stage,
-    row_tokens,
-    saved_values,
+    microbatch_tokens_per_device,
+    saved_values_per_token,
     stored_parameters,
 )
 from jaxstack.plan.model_shape import ModelShape
@@ -98,7 +98,7 @@ class StepModel:
     def _layer_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the seconds of a stage's layers for one microbatch, forward and backward, by part."""
         shape, tensor = self.shape, layouts["tensor"]
-        rows, layers = row_tokens(layouts, self.tokens), layers_of_stage(shape, layouts)
+        rows, layers = microbatch_tokens_per_device(layouts, self.tokens), layers_of_stage(shape, layouts)
         again, attention_again = self._recomputed(layouts)
         flops = 2 * shape.active_layer_parameters * rows / tensor
         narrow = np.minimum(shape.expert_width or shape.feed_forward, min(shape.hidden, shape.query)) / tensor
@@ -114,14 +114,14 @@ class StepModel:
         casts = 6 * weights * 2 / self._memory_rate
         elementwise = elementwise + casts + self.efficiency.layer_seconds
         if self.scanned:
-            stacked = saved_values(shape, layouts, scanned=True) * 2 * rows * self.efficiency.scan_passes
+            stacked = saved_values_per_token(shape, layouts, scanned=True) * 2 * rows * self.efficiency.scan_passes
             elementwise = elementwise + stacked / self._memory_rate
         found = {"matmul": matmul, "attention": attention, "elementwise": elementwise}
         return {name: layers * seconds for name, seconds in found.items()}
 
     def _head_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the seconds of embedding, head and loss for one microbatch; all pipeline stages wait for them."""
-        shape, rows = self.shape, row_tokens(layouts, self.tokens) / layouts["tensor"]
+        shape, rows = self.shape, microbatch_tokens_per_device(layouts, self.tokens) / layouts["tensor"]
         rate = self._rate(layouts, np.minimum(shape.hidden, rows * layouts["tensor"]), bf16=True)
         moved = (_LOGIT_PASSES * shape.vocabulary + 8 * shape.hidden) * 2 * rows
         flops = (4 + 2 * min(self.trained, 1)) * shape.vocabulary * shape.hidden * rows
@@ -203,9 +203,9 @@ class StepModel:
         exposed = exposed + layers * self._context_seconds(layouts, groups, compute / layers)
         exposed = exposed + self._expert_seconds(layouts, groups)
         offloaded = layouts.remat_in("offload", "save_attention_offload") * layers * self.shape.hidden
-        copied = 4 * offloaded * row_tokens(layouts, self.tokens) / self.cluster.host_bandwidth
+        copied = 4 * offloaded * microbatch_tokens_per_device(layouts, self.tokens) / self.cluster.host_bandwidth
         exposed = exposed + np.maximum(copied - compute, 0)
-        boundary = row_tokens(layouts, self.tokens) * self.shape.hidden * 2 / layouts["tensor"]
+        boundary = microbatch_tokens_per_device(layouts, self.tokens) * self.shape.hidden * 2 / layouts["tensor"]
         return exposed + 2 * layouts["chunks"] * self._collective_model.send(boundary, groups["pipeline"])
 
     def _weight_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
@@ -257,7 +257,7 @@ class StepModel:
     def _tensor_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds of a layer's tensor-parallel collectives: two of each kind forward, two backward."""
         model, group = self._collective_model, groups["tensor"]
-        size = row_tokens(layouts, self.tokens) * self.shape.hidden * 2
+        size = microbatch_tokens_per_device(layouts, self.tokens) * self.shape.hidden * 2
         again = np.where(layouts.remat_in("none", "save_dots"), 0, 1)
         pairs = model.all_gather(size, group) + model.reduce_scatter(size, group)
         split = 4 * pairs + again * (2 * model.all_gather(size, group) + model.reduce_scatter(size, group))
@@ -270,7 +270,7 @@ class StepModel:
         Forward and backward each pass keys and values on; the backward also their gradients in float32. A hop is hidden
         behind the attention to the keys before it (Liu et al. 2023).
         """
-        rows, group = row_tokens(layouts, self.tokens), groups["context"]
+        rows, group = microbatch_tokens_per_device(layouts, self.tokens), groups["context"]
         keys = rows * 2 * self.shape.key / layouts["tensor"]
         hops = np.maximum(group.size - 1, 0)
         sent = hops * (2 * self._collective_model.send(2 * keys, group) + self._collective_model.send(4 * keys, group))
@@ -278,7 +278,7 @@ class StepModel:
 
     def _expert_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds of the all-to-all of a stage's mixtures: two forward, two backward, one if recomputed."""
-        shape, rows = self.shape, row_tokens(layouts, self.tokens)
+        shape, rows = self.shape, microbatch_tokens_per_device(layouts, self.tokens)
         if not shape.mixtures:
             return np.zeros(len(layouts))
         size = rows * shape.routed * shape.hidden * 2 * shape.exchange_factor

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxstack.observe.units import byte_size, short_number
+from jaxstack.observe.number_format import byte_size, short_number
 from jaxstack.plan.forecast import Forecast, TrainingBudget, training_budget
 from jaxstack.plan.rehearsal import Rehearsal
 from jaxstack.plan.search import SearchResult, describe_degrees

@@ -8,11 +8,11 @@ import math
 import jax
 from flax import nnx
 
-from jaxstack.parallel.context import ShardingContext, current_context, placed
-from jaxstack.parallel.exchange import WorkingCopy
+from jaxstack.parallel.collectives import gather
 from jaxstack.parallel.rules import Names, restrict
-from jaxstack.parallel.transfers import gather
-from jaxstack.parallel.weights import dims_of, gather_parameter, on_tensor_shards
+from jaxstack.parallel.shard_map_weights import WorkingCopy
+from jaxstack.parallel.sharding_context import ShardingContext, current_context, placed
+from jaxstack.parallel.weight_gather import dims_of, gather_parameter, on_tensor_shards
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.fp8.blockwise import BLOCK, quantize_weight
 from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, quantize

@@ -6,7 +6,7 @@ from jaxtyping import PyTree
 
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.errors import JaxstackError
-from jaxstack.resilience.replicas import ReplicaCheck
+from jaxstack.resilience.replica_check import ReplicaCheck
 
 _SHOWN = 5
 _GO_BACK = "This state is not saved; run the same command again to continue from the newest checkpoint"

@@ -12,10 +12,12 @@ from jax.typing import DTypeLike
 
 from jaxstack.compressed_training.distill import distillation_loss, empty_model, with_teacher
 from jaxstack.data.loader import Data
-from jaxstack.distributed.xla_options import narrow_cpu_options
+from jaxstack.distributed.xla_options import low_precision_cpu_options
 from jaxstack.errors import ConfigError
+from jaxstack.folder_trainer import FolderTrainer
 from jaxstack.functional.compressed import compress_in_training
 from jaxstack.island_trainer import IslandTrainer
+from jaxstack.islands.folder import FolderDiLoCo
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
     ModelConfig,
@@ -24,7 +26,7 @@ from jaxstack.models import (
     in_fp8,
     with_kv_cache,
 )
-from jaxstack.models.pretrained import read_model
+from jaxstack.models.pretrained import read_pretrained_model_config
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.plan.choose import uses_peer_copies
 from jaxstack.run_config import RunConfig
@@ -98,7 +100,7 @@ def _with_teacher(
     Raises:
       ConfigError: the directory holds no model, or one with another vocabulary.
     """
-    teacher = read_model(directory)
+    teacher = read_pretrained_model_config(directory)
     if teacher.vocab_size is None:  # a run's config.yaml always has it
         raise ConfigError(f"distill.teacher: {directory} does not say how large its vocabulary is.")
     return lambda rngs: with_teacher(make(rngs), empty_model(teacher, dtype))
@@ -130,14 +132,16 @@ def make_trainer(
     dtype = jnp.dtype(config.precision.compute_dtype(platform))
     train = config.train
     if platform == "cpu" and dtype.itemsize < 4:
-        train = train.model_copy(update={"xla_options": {**narrow_cpu_options(), **train.xla_options}})
+        train = train.model_copy(update={"xla_options": {**low_precision_cpu_options(), **train.xla_options}})
     make = lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision)  # noqa: E731
     loss = functools.partial(language_model_loss, z_loss=config.train.z_loss)
     if config.distill.teacher is not None:
         make = _with_teacher(make, config.distill.teacher, dtype)
         loss = functools.partial(distillation_loss, z_loss=config.train.z_loss, settings=config.distill)
     kind = Trainer
-    if config.parallel.islands > 1:
+    if isinstance(config.islands, FolderDiLoCo):
+        kind = functools.partial(FolderTrainer, islands=config.islands)
+    elif config.parallel.islands > 1:
         kind = functools.partial(IslandTrainer, islands=config.islands)
     return kind(
         compress_in_training(make, config.compression.rules),

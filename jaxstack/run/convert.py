@@ -28,7 +28,7 @@ from jaxstack.data.chat_format import ChatFormat
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
 from jaxstack.data.tokenizer import CONFIG_FILE as TOKENIZER_FILE
 from jaxstack.data.tokenizer import MODEL_FILE, Tokenizer
-from jaxstack.distributed.devices import start_devices
+from jaxstack.distributed.device_setup import start_devices
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.files import write_file, writing_to
 from jaxstack.functional.compressed import CompressedModule, compress_in_training
@@ -36,8 +36,8 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, adapted_layers, count_parameters, from_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import nest, read_parameters
-from jaxstack.models.huggingface.quantization import FORMATS, is_quantized
-from jaxstack.models.huggingface.quantized import unsupported_reason
+from jaxstack.models.huggingface.quantization_config import FORMATS, is_quantized
+from jaxstack.models.huggingface.quantized_weights import unsupported_reason
 from jaxstack.models.huggingface.save import write_checkpoint
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run.build import build_model

@@ -10,7 +10,7 @@ import jax
 
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Decoder, Params
-from jaxstack.decoding.text import TextGenerator
+from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.errors import ConfigError
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
@@ -63,7 +63,7 @@ class TrainingTasks:
         self._model: HarnessModel | None = None
         if config.train.eval_tasks:
             self._harness = import_harness()
-            self._manager = self._harness.find_tasks(config.train.eval_tasks)
+            self._manager = self._harness.make_task_manager(config.train.eval_tasks)
 
     def run(self, report_alive: Callable[[], None]) -> dict[str, float]:
         """Run all tasks and return their metrics as `eval_<task>_<metric>`; empty without tasks.

@@ -14,13 +14,13 @@ from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.decoding.decode import Params
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
-from jaxstack.models.huggingface.quantization import is_quantized
+from jaxstack.models.huggingface.quantization_config import is_quantized
 from jaxstack.models.pretrained import is_run
 from jaxstack.parallel import ParallelConfig
-from jaxstack.plan.choose import evaluation_layout
+from jaxstack.plan.choose import with_evaluation_layout
 from jaxstack.run.build import make_trainer
 from jaxstack.run.eval_tasks import default_max_length, import_harness
 from jaxstack.run.load import load, read_config, read_tokenizer, restore_parameters, sets_layout
@@ -162,7 +162,7 @@ def _text_loss(
         if layout_chosen:
             raise ConfigError("the loss of a compressed model is computed on one device; leave parallel.* out.")
         devices, config = 1, on_one_device(config)
-    config = evaluation_layout(config, devices, chosen=layout_chosen)
+    config = with_evaluation_layout(config, devices, chosen=layout_chosen)
     trainer, data = open_evaluation(config, directory, text, report)
     params, non_params, step = restore_parameters(
         directory, config.model, trainer.module, trainer.rules, step=step, report=report
@@ -255,7 +255,7 @@ def _run_tasks(
     step: int | None,
     report: Callable[[str], None],
 ) -> Evaluation:
-    manager = harness.find_tasks(tasks.names, tasks.include_path)
+    manager = harness.make_task_manager(tasks.names, tasks.include_path)
     run = load(directory, overrides, step=step, report=report)
     longest = run.config.model.max_position_embeddings
     length = tasks.max_length or default_max_length(run.config)

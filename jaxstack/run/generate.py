@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.text import FinishReason, TextGenerator
+from jaxstack.decoding.text_stream import FinishReason, TextGenerator
 from jaxstack.errors import ConfigError
 
 _DEFAULT_TOKENS = 200

@@ -18,7 +18,7 @@ from jaxstack.models import ModelConfig, Transformer, add_adapters
 from jaxstack.models.adapters import AdapterRule
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.models.huggingface.load import read_parameters
-from jaxstack.models.pretrained import is_run, read_adapters, read_model
+from jaxstack.models.pretrained import is_run, read_adapters, read_pretrained_model_config
 from jaxstack.models.restack import restack, restack_shapes, same_stacking
 
 
@@ -40,7 +40,7 @@ def initial_parameters(
     if not is_run(directory):
         report(f"starting from the weights in {directory}")
         return read_parameters(directory, model, jax.tree.map(lambda x: x.sharding, abstract), report=report)
-    stored = read_model(directory)
+    stored = read_pretrained_model_config(directory)
     check_model(model, stored, str(directory))
     read = _unpack if is_compressed(directory) else _restore
     if same_stacking(stored, model):

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.decoding.layer_window import WindowDecoder
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.models.huggingface.parts import ModelParts
-from jaxstack.models.huggingface.quantization import is_quantized
+from jaxstack.models.huggingface.partial_load import ModelParts
+from jaxstack.models.huggingface.quantization_config import is_quantized
 from jaxstack.models.pretrained import is_run
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run.build import build_model

@@ -21,16 +21,16 @@ from jaxstack.data.tokenizer import CONFIG_FILE, MODEL_FILE, Tokenizer
 from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.decoding.decode import Decoder, Params, cast_matrices
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.text import TextGenerator
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.decoding.text_stream import TextGenerator
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers, with_kv_cache
 from jaxstack.models.huggingface.load import read_parameters
-from jaxstack.models.huggingface.quantization import is_quantized
-from jaxstack.models.pretrained import is_run, read_model
+from jaxstack.models.huggingface.quantization_config import is_quantized
+from jaxstack.models.pretrained import is_run, read_pretrained_model_config
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.plan.choose import decoding_layout
 from jaxstack.precision.config import PrecisionConfig
@@ -178,7 +178,9 @@ def read_config(directory: str | Path, overrides: Sequence[str] = ()) -> RunConf
     if is_run(directory):
         config = read_run_config(directory)
     else:
-        length = min(_SEQUENCE_LENGTH, read_model(directory).max_position_embeddings or _SEQUENCE_LENGTH)
+        length = min(
+            _SEQUENCE_LENGTH, read_pretrained_model_config(directory).max_position_embeddings or _SEQUENCE_LENGTH
+        )
         tree = {"run": {"init_from": str(directory)}, "train": {"sequence_length": length}}
         if is_quantized(directory):
             tree["model"] = {"scan_layers": False}  # packed weights are not stacked

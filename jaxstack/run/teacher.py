@@ -7,7 +7,7 @@ from jaxstack.compressed_training.distill import check_vocabulary
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
-from jaxstack.models.pretrained import is_run, read_model
+from jaxstack.models.pretrained import is_run, read_pretrained_model_config
 from jaxstack.run.init_from import initial_parameters
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
@@ -22,7 +22,7 @@ def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
     directory = config.distill.teacher
     if directory is None:
         return
-    check_vocabulary(config.model, read_model(directory), directory)
+    check_vocabulary(config.model, read_pretrained_model_config(directory), directory)
     folder = Path(directory) / "tokenizer"
     if is_run(directory) and folder.is_dir() and load_tokenizer(folder).hash != tokenizer.hash:
         raise ConfigError(
@@ -44,4 +44,4 @@ def load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], No
         return
     _, wanted = trainer.start_shapes
     name = lambda line: report(line.replace("starting from", "distilling from", 1))  # noqa: E731
-    trainer.set_teacher(initial_parameters(directory, read_model(directory), wanted, name))
+    trainer.set_teacher(initial_parameters(directory, read_pretrained_model_config(directory), wanted, name))

@@ -13,11 +13,11 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
 from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.build_shards import available_cores
-from jaxstack.data.byte_baselines import compression_baselines
+from jaxstack.data.compression_baselines import compression_baselines
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.cluster import find_place
 from jaxstack.distributed.coordination import connect
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.files import write_file
@@ -29,17 +29,17 @@ from jaxstack.models import (
 )
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.models.pretrained import is_run
-from jaxstack.observe.units import plural
-from jaxstack.plan.choose import forecast_here, training_layout
+from jaxstack.observe.number_format import plural
+from jaxstack.plan.choose import forecast_here, with_training_layout
 from jaxstack.plan.roofline import describe_roofline, find_peak
 from jaxstack.plan.search import describe_degrees
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
-from jaxstack.run.compressed import check_masks, describe_compression
+from jaxstack.run.compressed_training import check_masks, describe_compression
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.init_from import initial_parameters
-from jaxstack.run.memory import check_memory, check_size
+from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.teacher import check_teacher, load_teacher
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
@@ -92,7 +92,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         is_run(config.run.init_from)  # reports a wrong directory before data is prepared
     warnings, automatic = _connect(config), config.parallel.auto
-    config = training_layout(config, _start_devices(config))
+    config = with_training_layout(config, _start_devices(config))
     cache_compilations()
     first = jax.process_index() == 0
     say = report if first and config.observe.progress else (lambda text: None)
@@ -100,7 +100,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
         say(f"warning: {line}")
     if automatic:
         say(f"parallel: auto chose {describe_degrees(config)}")
-    check_size(config)
+    check_state_size(config)
     branch(config, say)
     if not config.model.scan_layers and config.model.num_layers > _MANY_LAYERS:
         say(

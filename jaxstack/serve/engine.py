@@ -13,13 +13,13 @@ from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve import schedule
+from jaxstack.serve.capacity import choose_context_and_pages
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.draft import DraftPrograms
+from jaxstack.serve.draft_model import DraftPrograms
 from jaxstack.serve.pages import PagePool
 from jaxstack.serve.requests import Constraint, FinishReason, Handle, Request
 from jaxstack.serve.runner import DraftRunner, Runner
 from jaxstack.serve.schedule import Scheduler
-from jaxstack.serve.sizes import choose_sizes
 from jaxstack.serve.stats import EngineState, EngineStats
 from jaxstack.serve.step import Programs
 
@@ -65,7 +65,7 @@ class Engine:
         self.vocab_size = vocab_size or model.config.vocab_size or 0
         if draft is not None and not self.config.draft_tokens:
             raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
-        self.context, pages = choose_sizes([model] if draft is None else [model, draft], self.config)
+        self.context, pages = choose_context_and_pages([model] if draft is None else [model, draft], self.config)
         size = self.config.page_size
         self.pool = PagePool(pages, size, cache_prefixes=self.config.prefix_cache)
         self.scheduler = Scheduler(

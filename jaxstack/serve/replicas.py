@@ -81,8 +81,8 @@ def open_engine(
     warm_up: bool = True,
 ) -> Engine | EngineGroup:
     """Return an `Engine`, or an `EngineGroup` if the mesh axis `data` has several devices; arguments as `Engine`."""
-    models = split_copies(model)
-    drafts = [None] * len(models) if draft is None else split_copies(draft)
+    models = split_replicas(model)
+    drafts = [None] * len(models) if draft is None else split_replicas(draft)
     engines = [
         Engine(m, config, vocab_size=vocab_size, stop_tokens=stop_tokens, draft=d, warm_up=warm_up)
         for m, d in zip(models, drafts, strict=True)
@@ -90,7 +90,7 @@ def open_engine(
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
 
-def split_copies(model: ModelOnMesh) -> list[ModelOnMesh]:
+def split_replicas(model: ModelOnMesh) -> list[ModelOnMesh]:
     """Split a model into its replicas along the mesh axis `data`, each on its own mesh, without copying arrays."""
     mesh = model.rules.mesh
     axis = mesh.axis_names.index("data")

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.draft import DraftPrograms, Recent
+from jaxstack.serve.draft_model import DraftPrograms, Recent
+from jaxstack.serve.ngram_draft import accept
 from jaxstack.serve.sampling import Mode
-from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, row_counts
-from jaxstack.serve.speculate import accept
+from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, decode_batch_sizes
 from jaxstack.serve.step import Programs, choose_mode, pad_chunks
 
 _LONGEST = 0.03
@@ -67,7 +67,7 @@ class Runner:
         """
         programs, seconds = self.programs, dict[ChunkShape | None, float]()
         totals: set[int] = set()
-        for count in row_counts(self._slots):
+        for count in decode_batch_sizes(self._slots):
             rows = programs.describe([], count)
             seconds[None] = self._time_empty(count, None)
             if self._steps > 1:
@@ -114,7 +114,7 @@ class Runner:
         """Return the number of rows that the decoded rows are padded to."""
         if plan.shape is not None:
             return self._slots
-        return next(count for count in row_counts(self._slots) if count >= len(plan.decoded))
+        return next(count for count in decode_batch_sizes(self._slots) if count >= len(plan.decoded))
 
     def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows"]:
         rows = self.programs.describe(plan.decoded, self._row_count(plan))
@@ -189,7 +189,7 @@ class DraftRunner(Runner):
     def warm_up(self, shapes: Sequence[ChunkShape]) -> dict[ChunkShape | None, float]:
         """Compile all programs, with and without constraints; arguments and result as of `Runner.warm_up`."""
         seconds = dict[ChunkShape | None, float]()
-        for count in row_counts(self._slots):
+        for count in decode_batch_sizes(self._slots):
             seconds[None] = self._time_empty(count, None)
         for shape in shapes:
             seconds[shape] = self._time_empty(self._slots, shape)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
+from jaxstack.serve.ngram_draft import NGramDrafter
 from jaxstack.serve.pages import ROOT, PagePool, page_digest
 from jaxstack.serve.requests import Handle
-from jaxstack.serve.speculate import NGrams
 
 _SHORT = 64
 """Width of the rows for short prompts and the ends of long ones."""
@@ -52,7 +52,7 @@ def shapes_beside(seconds: Mapping[ChunkShape | None, float], slowdown: float) -
     return tuple(shape for shape, took in timed.items() if took <= limit)
 
 
-def row_counts(slots: int) -> tuple[int, ...]:
+def decode_batch_sizes(slots: int) -> tuple[int, ...]:
     """Return the decode batch sizes to compile, smallest first: `slots` divided by powers of 4, at least 2.
 
     A single row is padded to two, which is faster on a GPU; see `Decoder`.
@@ -85,7 +85,7 @@ class Sequence:
         self.slot: int | None = None
         self.described_pages = -1
         self.finished = False
-        self._ngrams: NGrams | None = None
+        self._ngrams: NGramDrafter | None = None
 
     @property
     def received(self) -> int:
@@ -95,7 +95,7 @@ class Sequence:
     def draft(self, count: int) -> tuple[int, ...]:
         """Return up to `count` draft tokens from earlier text."""
         if self._ngrams is None:
-            self._ngrams = NGrams(self.tokens)
+            self._ngrams = NGramDrafter(self.tokens)
         self._ngrams.extend(self.tokens[self._ngrams.count :])
         return self._ngrams.guess(count)
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.models.attention.base import PageGroup, PageSlots
 from jaxstack.models.transformer import Transformer
-from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.parallel.sharding_context import logical_axis_rules
 from jaxstack.serve import schedule
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
 from jaxstack.serve.schedule import ChunkShape, Row

@@ -6,7 +6,7 @@ from typing import Any
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.text import TextStream
+from jaxstack.decoding.text_stream import TextStream
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.requests import Handle
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxstack.cli import CommandParser, add_examples, lasting_output, run_command
+from jaxstack.cli import CommandParser, add_examples, run_command, tolerate_broken_pipe
 from jaxstack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(words)
     command = SUBCOMMANDS[words.pop(0)].run if words and words[0] in SUBCOMMANDS else _study
     arguments = parser.parse_intermixed_args(words)
-    with lasting_output("jaxstack tune"):
+    with tolerate_broken_pipe("jaxstack tune"):
         return run_command("jaxstack tune", lambda: command(arguments))
 
 
@@ -127,13 +127,13 @@ def _find_learning_rate(arguments: argparse.Namespace) -> None:
 
 
 def _coordinates_parser() -> CommandParser:
-    from jaxstack.tune.coordinates import make_parser as make_coordinates_parser
+    from jaxstack.tune.coordinate_check import make_parser as make_coordinates_parser
 
     return make_coordinates_parser()
 
 
 def _check_coordinates(arguments: argparse.Namespace) -> None:
-    from jaxstack.tune.coordinates import run
+    from jaxstack.tune.coordinate_check import run
 
     run(arguments)
 

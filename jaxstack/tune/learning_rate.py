@@ -14,16 +14,16 @@ import optax
 
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import open_data
-from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.observe.report.page import page_head, render_tiles
 from jaxstack.observe.report.scatter import Point, Scatter, render_scatter
 from jaxstack.optim.schedules import Schedule
-from jaxstack.plan.choose import training_layout
+from jaxstack.plan.choose import with_training_layout
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.init_from import initial_parameters
-from jaxstack.run.memory import check_memory
+from jaxstack.run.memory_check import check_memory
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
@@ -173,7 +173,7 @@ def diverged_at(averages: np.ndarray) -> int:
 
 def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], None]) -> tuple[Trainer, RunConfig]:
     """Return a trainer of a fresh model with the rising schedule, and its resolved configuration."""
-    config = training_layout(config, start_devices(config.parallel.simulate_devices))
+    config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
     length, seed = config.train.sequence_length, config.run.seed
     data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())

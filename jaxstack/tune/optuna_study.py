@@ -101,8 +101,9 @@ class OptunaStudy:
         optuna.logging.set_verbosity(logging.ERROR)
         self.config, self.space = config, space
         self._distributions = {key: to_distribution(one) for key, one in space.dimensions.items()}
-        storage = _open_storage(config.storage or str(directory / "study.journal"))
-        with _storage_errors(config.storage):
+        place = config.storage or str(directory / "study.journal")
+        storage = _open_storage(place)
+        with _storage_errors(place):
             self._study = optuna.create_study(
                 storage=storage,
                 study_name=config.name,
@@ -276,29 +277,31 @@ def check_packages(config: StudyConfig) -> None:
 
 
 def _open_storage(place: str) -> optuna.storages.BaseStorage:
-    if "://" in place:
-        with _storage_errors(place):
+    with _storage_errors(place):
+        if "://" in place:
             return optuna.storages.RDBStorage(place)
-    path = Path(place)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
-    except OSError as error:
-        raise ConfigError(f"cannot open the study's storage {path}: {error.strerror or error}.") from None
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(JournalFileBackend(place))
 
 
 @contextlib.contextmanager
-def _storage_errors(place: str | None) -> Iterator[None]:
-    """Convert database errors (no driver, wrong URL, no connection) to a ConfigError."""
+def _storage_errors(place: str) -> Iterator[None]:
+    """Convert errors of a database (no driver, wrong URL, no connection) or a journal file to a ConfigError."""
     try:
         with _quiet():
             yield
     except JaxstackError:
         raise
     except Exception as error:
-        if place is None:
-            raise
-        raise ConfigError(f"cannot open the study's storage {place}: {str(error).splitlines()[0]}") from None
+        if "://" in place:
+            raise ConfigError(f"cannot open the study's storage {place}: {str(error).splitlines()[0]}") from None
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot open the study's storage {place}: {error.strerror or error}.") from None
+        if isinstance(error, ValueError | KeyError):
+            raise ConfigError(
+                f"the study's storage {place} is damaged or no journal of Optuna; move it away to begin the study anew."
+            ) from None
+        raise
 
 
 @contextlib.contextmanager

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from jaxstack.files import write_file
+from jaxstack.observe.number_format import duration, short_number
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
 from jaxstack.observe.report.page import Tile, page_head, render_tiles
 from jaxstack.observe.report.scatter import Point, Scatter, render_scatter
 from jaxstack.observe.report.series import make_series
 from jaxstack.observe.report.style import SCRIPT
 from jaxstack.observe.report.tables import row_table
-from jaxstack.observe.units import duration, short_number
 from jaxstack.tune.optuna_study import TrialRecord, best_of
 from jaxstack.tune.space import Dimension, Range, SearchSpace
 from jaxstack.tune.study_config import StudyConfig

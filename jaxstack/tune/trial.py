@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(directory: Path) -> dict[str, Any]:
     """Train, and return the outcome as plain data: `state`, and `metrics` or `reason`."""
-    from jaxstack.distributed.devices import memory_per_device
+    from jaxstack.distributed.device_setup import memory_per_device
     from jaxstack.resilience.stop_request import Interrupted
-    from jaxstack.run.memory import DoesNotFit
+    from jaxstack.run.memory_check import DoesNotFit
     from jaxstack.run.train import train
     from jaxstack.run_config import load_config
 

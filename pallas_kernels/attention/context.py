@@ -17,7 +17,7 @@ from pallas_kernels.attention.api import flash_attention
 from pallas_kernels.attention.context_layout import chunks_per_device
 from pallas_kernels.attention.gather_keys import KeyGatherOptions, attend_gathered, count_reached_chunks
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.part import PartOptions
+from pallas_kernels.attention.partial_attention import PartOptions
 from pallas_kernels.attention.request import check_arrays, check_window
 from pallas_kernels.attention.ring import RingOptions, attend_ring
 from pallas_kernels.attention.ulysses import unsupported_heads, with_whole_sequences

@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.attention.context_layout import chunk_order, chunks_per_device, own_chunks, permute, split
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.part import PartOptions, attend_part, part_gradients
+from pallas_kernels.attention.partial_attention import PartOptions, attend_part, part_gradients
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.scores import accumulator_dtype, row_delta
 

@@ -204,19 +204,19 @@ def _query_compute(
 
         def weigh(products: jax.Array) -> Weighed:
             capped = scoring.cap(config, products)
-            weights = jnp.exp2(capped * scoring.base2_factor(config) - wgmma.along_rows(lse, capped))
+            weights = jnp.exp2(capped * scoring.base2_factor(config) - wgmma.broadcast_row_values(lse, capped))
             capped = None if config.options.soft_cap is None else capped
             if not masked:
                 return weights, capped
             pair = None
             if query_ids is not None and buffers.key_ids is not None:
                 key_ids = wgmma.load_columns(buffers.key_ids.at[slot])
-                pair = wgmma.along_rows(query_ids, weights), wgmma.along_columns(key_ids, weights)
+                pair = wgmma.broadcast_row_values(query_ids, weights), wgmma.broadcast_column_values(key_ids, weights)
             return scoring.mask_tile(config, weights, 0.0, first_query, tile * config.key_block, pair), capped
 
         (weights, capped), d_weights = wgmma.multiply_two(shape, start, weigh)
         config.ring.release(slot, buffers.v_empty)
-        gradient = scoring.score_gradient(weights, d_weights, wgmma.along_rows(delta, weights), capped)
+        gradient = scoring.score_gradient(weights, d_weights, wgmma.broadcast_row_values(delta, weights), capped)
         operands = (lambda: gradient.astype(d_q.dtype)), k
         (acc,) = wgmma.add_products((acc,), operands, interpret=config.interpret)
         config.ring.release(slot, buffers.k_empty)
@@ -458,7 +458,7 @@ def _start_products(
 def _weigh(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited, products: jax.Array) -> Weighed:
     """Return the softmax weights [keys, queries] of the raw products, and the capped scores with a soft cap."""
     capped = scoring.cap(config, products)
-    lse = wgmma.along_columns(wgmma.load_columns(buffers.lse.at[visited.slot]), capped)
+    lse = wgmma.broadcast_column_values(wgmma.load_columns(buffers.lse.at[visited.slot]), capped)
     weights = jnp.exp2(capped * scoring.base2_factor(config) - lse)
     capped = None if config.options.soft_cap is None else capped
     if not visited.masked:
@@ -466,7 +466,7 @@ def _weigh(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited, produc
     pair = None
     if visited.key_ids is not None and buffers.query_ids is not None:
         query_ids = wgmma.load_columns(buffers.query_ids.at[visited.slot])
-        pair = wgmma.along_columns(query_ids, weights), wgmma.along_rows(visited.key_ids, weights)
+        pair = wgmma.broadcast_column_values(query_ids, weights), wgmma.broadcast_row_values(visited.key_ids, weights)
     first_query = visited.tile * config.query_block
     return scoring.mask_tile(config, weights, 0.0, first_query, visited.first_key, pair, keys_are_rows=True), capped
 
@@ -483,7 +483,7 @@ def _both_gradients(config: KernelConfig, buffers: _KeyBuffers, visited: _Visite
 
     start = functools.partial(_start_products, buffers, visited)
     (weights, capped), d_weights = wgmma.multiply_two((ROWS, config.query_block), start, weigh)
-    delta = wgmma.along_columns(wgmma.load_columns(buffers.delta.at[visited.slot]), weights)
+    delta = wgmma.broadcast_column_values(wgmma.load_columns(buffers.delta.at[visited.slot]), weights)
     return weights, scoring.score_gradient(weights, d_weights, delta, capped)
 
 
@@ -643,7 +643,7 @@ def _fused_tile(
 
     def differentiate(weighed: Weighed, d_weights: jax.Array) -> jax.Array:
         plgpu.barrier_wait(buffers.delta_full.at[slot])
-        delta = wgmma.along_columns(wgmma.load_columns(buffers.delta.at[slot]), d_weights)
+        delta = wgmma.broadcast_column_values(wgmma.load_columns(buffers.delta.at[slot]), d_weights)
         gradient = scoring.score_gradient(weighed[0], d_weights, delta, weighed[1]).astype(q.dtype)
         plgpu.barrier_wait(buffers.exchanged)
         buffers.exchange.at[lax.rem(count, _EXCHANGES), warpgroup][...] = gradient

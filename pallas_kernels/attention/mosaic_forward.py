@@ -269,7 +269,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
     rows = _Rows(q, first_query, query_ids, item)
     state = _State(
         wgmma.zeros(ROWS, q.shape[-1]),
-        wgmma.row_values(scoring.fill(config) * scoring.late_factor(config), ROWS),
+        wgmma.filled_rows(scoring.fill(config) * scoring.late_factor(config), ROWS),
         wgmma.zeros(ROWS, _PARTS),
         wgmma.zeros(ROWS, config.key_block).astype(q.dtype),
     )
@@ -292,7 +292,7 @@ def _masked(
     ids = None
     if rows.query_ids is not None and buffers.key_ids is not None:
         key_ids = wgmma.load_columns(buffers.key_ids.at[slot])
-        ids = wgmma.along_rows(rows.query_ids, scores), wgmma.along_columns(key_ids, scores)
+        ids = wgmma.broadcast_row_values(rows.query_ids, scores), wgmma.broadcast_column_values(key_ids, scores)
     first_key = rows.item.visits.tile(index) * config.key_block
     return scoring.mask_tile(config, scores, scoring.fill(config), rows.first_query, first_key, ids)
 
@@ -305,9 +305,9 @@ def _softmax(
     factor = scoring.late_factor(config)
     new_maximum = jnp.maximum(maximum, scores.max(axis=1) * factor)
     shrink = jnp.exp2(maximum - new_maximum)
-    weights = jnp.exp2(scores * factor - wgmma.along_rows(new_maximum, scores))
+    weights = jnp.exp2(scores * factor - wgmma.broadcast_row_values(new_maximum, scores))
     parts = [weights[:, first : first + _PARTS] for first in range(0, weights.shape[1], _PARTS)]
-    total = total * wgmma.along_rows(shrink, total) + functools.reduce(jnp.add, parts)
+    total = total * wgmma.broadcast_row_values(shrink, total) + functools.reduce(jnp.add, parts)
     return new_maximum, total, shrink, weights
 
 
@@ -359,7 +359,7 @@ def _attend_tile(
         multiply, (ROWS, config.key_block), state.acc, interpret=config.interpret
     )
     config.ring.release(slot_before, buffers.v_empty)
-    acc = acc * wgmma.along_rows(shrink, acc)
+    acc = acc * wgmma.broadcast_row_values(shrink, acc)
     return _State(acc, maximum, total, weights.astype(state.weights.dtype))
 
 
@@ -376,9 +376,9 @@ def _store(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, rows: _Ro
     """Store output and log-sum-exp through the buffer of the queries, which `_free_queries` releases later."""
     (out, lse), item = outputs, rows.item
     acc, maximum, total = state.acc, state.maximum, state.total.sum(axis=1)
-    empty = maximum < scoring.empty_below(config)
+    empty = maximum < scoring.empty_row_threshold(config)
     inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
-    rows.q[...] = (acc * wgmma.along_rows(inverse, acc)).astype(out.dtype)
+    rows.q[...] = (acc * wgmma.broadcast_row_values(inverse, acc)).astype(out.dtype)
     logarithm = (maximum + jnp.log2(jnp.where(empty, 1.0, total))) * (1.0 / scoring.LOG2E)
     sums = buffers.lse.at[_query_ring(buffers).slot(item.number), lax.axis_index("warpgroup")]
     sums[...] = jnp.where(empty, -math.inf, logarithm)

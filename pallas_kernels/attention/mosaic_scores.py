@@ -45,7 +45,7 @@ def fill(config: KernelConfig) -> float:
     return -(2.0 ** min(math.floor(math.log2(1e30 / late_factor(config))), 126))
 
 
-def empty_below(config: KernelConfig) -> float:
+def empty_row_threshold(config: KernelConfig) -> float:
     """Return the threshold for row maxima (in base 2): a row below it has no visible key."""
     return 0.5 * fill(config) * late_factor(config)
 

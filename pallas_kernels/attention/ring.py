@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels.attention.context_layout import receive_from_previous, split
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.part import QKV, PartOptions, attend_part, part_gradients
+from pallas_kernels.attention.partial_attention import QKV, PartOptions, attend_part, part_gradients
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.scores import accumulator_dtype, merge, row_delta
 

@@ -60,7 +60,7 @@ def row_delta(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
     return jnp.einsum("btnh,btnh->bnt", out.astype(dtype), d_out.astype(dtype), precision="highest") - d_lse
 
 
-def needs_correction(dtype: jnp.dtype) -> bool:
+def needs_delta_correction(dtype: jnp.dtype) -> bool:
     """Return True if the backward must correct rounding errors of `row_delta`: for float32 and float64 inputs.
 
     If a row sees few more keys than one, its weights' gradients minus their mean nearly cancel, and `row_delta`,

@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
     key_block: int
 
 
-def visible_pairs(
+def visible_block_pairs(
     mask: Mask, length: int, key_length: int, query_block: int, key_block: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the fully and the partly visible tiles as int32 [tiles, 2]: (query block, key block), by query block."""

@@ -53,7 +53,7 @@ class Row:
         return self.device, self.kernel, self.head_dim, self.mask or "", self.length or 0
 
 
-def user_table() -> Path:
+def user_table_path() -> Path:
     """Return the path of the user's own table of block sizes."""
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
@@ -70,7 +70,7 @@ def read_tables(known: Known) -> tuple[tuple[Row, ...], ...]:
         ValueError: a file is not such a table, or the one that `JAXSTACK_TILINGS` names does not exist.
     """
     names = tuple(sorted(known.items()))
-    user = user_table()
+    user = user_table_path()
     if os.environ.get(VARIABLE) and not user.is_file():
         raise ValueError(
             f"{VARIABLE} names {user}, which is not a file: write it by `python -m pallas_kernels.tune` or unset it"

@@ -12,7 +12,7 @@ the gradient of the log-sum-exp. A query without a visible key has the log-sum-e
 import triton
 import triton.language as tl
 
-from pallas_kernels.attention.triton_forward import load_limits, load_rows, nth_tile, score, store_rows, visible
+from pallas_kernels.attention.triton_forward import load_block_range, load_rows, nth_tile, score, store_rows, visible
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def query_kernel(q, k, v, d_out, rows, ranges, ids, d_q, plan: tl.constexpr):
     head = program % plan.heads
     batch = (program // plan.heads) % plan.batch
     block = plan.query_blocks - 1 - program // (plan.heads * plan.batch)
-    limits = load_limits(ranges, batch, block, plan.query_blocks, plan)
+    limits = load_block_range(ranges, batch, block, plan.query_blocks, plan)
     wide = batch.to(tl.int64)
     query_part = wide * (plan.length * plan.heads * plan.head_dim) + head * plan.head_dim
     key_part = wide * (plan.key_length * plan.kv_heads * plan.head_dim) + head // plan.group * plan.head_dim
@@ -124,7 +124,7 @@ def key_kernel(q, k, v, d_out, rows, ranges, ids, d_k, d_v, plan: tl.constexpr):
     head = program % plan.kv_heads
     batch = (program // plan.kv_heads) % plan.batch
     block = program // (plan.kv_heads * plan.batch)
-    limits = load_limits(ranges, batch, block, plan.key_blocks, plan)
+    limits = load_block_range(ranges, batch, block, plan.key_blocks, plan)
     wide = batch.to(tl.int64)
     first_head = head * plan.group
     query_part = wide * (plan.length * plan.heads * plan.head_dim) + first_head * plan.head_dim

@@ -38,7 +38,7 @@ def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, len
 
 
 @triton.jit
-def load_limits(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
+def load_block_range(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
     """Load the range of blocks to visit: (first, first unmasked, end of the unmasked, end)."""
     row = block
     if plan.packed:
@@ -129,7 +129,7 @@ def forward_kernel(q, k, v, ranges, ids, out, lse, plan: tl.constexpr):
     head = program % plan.heads
     batch = (program // plan.heads) % plan.batch
     block = plan.query_blocks - 1 - program // (plan.heads * plan.batch)
-    limits = load_limits(ranges, batch, block, plan.query_blocks, plan)
+    limits = load_block_range(ranges, batch, block, plan.query_blocks, plan)
     wide = batch.to(tl.int64)
     query_part = wide * (plan.length * plan.heads * plan.head_dim) + head * plan.head_dim
     key_part = wide * (plan.key_length * plan.kv_heads * plan.head_dim) + head // plan.group * plan.head_dim

@@ -116,7 +116,7 @@ def _is_unused(blocks: Mapping[str, int | bool]) -> bool:
     return any(size == 0 and not isinstance(size, bool) for size in blocks.values())
 
 
-def kernel_order() -> list[str]:
+def kernels_in_tuning_order() -> list[str]:
     """Return the kernels in tuning order: separate backward kernels before the fused one that replaces them."""
     return sorted(kernels(), key=lambda kernel: kernel not in RUNS_WITH)
 

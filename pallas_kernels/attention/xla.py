@@ -19,7 +19,7 @@ from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
 from pallas_kernels.attention.scores import SoftmaxState
-from pallas_kernels.attention.tiles import Blocks, possible_tiles, visible_pairs, visible_tiles
+from pallas_kernels.attention.tiles import Blocks, possible_tiles, visible_block_pairs, visible_tiles
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 1024, 128
 _TILE_BYTES = 2**28
@@ -123,7 +123,7 @@ def _forward_rule(
 def _backward_rule(options: Options, tiling: Blocks, residuals: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, out, lse = residuals
     d_out, d_lse = cotangents
-    if not pieces.needs_correction(q.dtype):
+    if not pieces.needs_delta_correction(q.dtype):
         rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
         return *_gradients(options, tiling, q, k, v, segments, rows), None
     rows = d_out, lse, pieces.row_delta(out, d_out, jnp.zeros_like(d_lse))
@@ -177,7 +177,7 @@ class _Backward(NamedTuple):
         return cls(options, tiling, grouped, k, v, segments, d_grouped, lse, delta)
 
     def corrected(self, d_lse: jax.Array) -> "_Backward":
-        """Return the operands with delta corrected (see `scores.needs_correction`) by a visit of all tiles.
+        """Return the operands with delta corrected (see `scores.needs_delta_correction`) by a visit of all tiles.
 
         `self.delta` must not contain d_lse yet; the result does.
         """
@@ -302,7 +302,7 @@ def _visit_tiles(
     """Fold `visit(state, pair, masked)` over the tiles that have visible keys."""
     if segments is not None:
         return _visit_active_tiles(options.mask, tiling, segments, visit, state)
-    for pairs, masked in zip(visible_pairs(options.mask, *tiling), (False, True), strict=True):
+    for pairs, masked in zip(visible_block_pairs(options.mask, *tiling), (False, True), strict=True):
         if len(pairs):
             state, _ = jax.lax.scan(
                 lambda state, pair, masked=masked: (visit(state, pair, masked), None),

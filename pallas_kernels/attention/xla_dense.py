@@ -136,7 +136,7 @@ def _backward_rule(options: Options, save_weights: bool, residuals: tuple, cotan
     del save_weights
     q, k, v, segments, out, lse, saved_weights = residuals
     d_out, d_lse = cotangents
-    if pieces.needs_correction(q.dtype):
+    if pieces.needs_delta_correction(q.dtype):
         rows = d_out, lse, pieces.row_delta(out, d_out, jnp.zeros_like(d_lse))
         return *_gradients(options, q, k, v, segments, rows, saved_weights, d_lse), None
     rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)

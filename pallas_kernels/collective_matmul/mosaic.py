@@ -27,7 +27,7 @@ INTERPRET = False
 
 
 @dataclass(frozen=True)
-class Overlapped:
+class OverlappedMultiplier:
     """`Multiplier` of Hopper kernels that send and receive over NVLink while they multiply.
 
     Attributes:
@@ -107,10 +107,10 @@ def _listed(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def multiplier(request: CollectiveRequest) -> Overlapped:
+def multiplier(request: CollectiveRequest) -> OverlappedMultiplier:
     """Return the overlapped products with their default block sizes, the same for every request."""
     del request
-    return Overlapped()
+    return OverlappedMultiplier()
 
 
 def _tiling(columns: tuple[int, ...], fields: dict[str, Any]) -> CollectiveTiling:

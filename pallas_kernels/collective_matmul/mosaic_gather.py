@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.collective_matmul.chunks import chunk_gathered
+from pallas_kernels.collective_matmul.chunk_order import chunk_gathered
 from pallas_kernels.collective_matmul.mosaic_product import CollectiveProduct
 from pallas_kernels.hopper import matmul, pipeline, scheduler
 from pallas_kernels.hopper.matmul import DEPTH, TILE_ROWS

@@ -11,7 +11,7 @@ from pallas_kernels.collective_matmul.request import CollectiveRequest
 
 
 @dataclass(frozen=True)
-class NotOverlapped:
+class SequentialMultiplier:
     """`Multiplier` without overlap: it communicates, then multiplies, or the other way round."""
 
     def gather_multiply(
@@ -42,7 +42,7 @@ def unsupported_reason(request: CollectiveRequest) -> str | None:
     return None
 
 
-def multiplier(request: CollectiveRequest) -> NotOverlapped:
+def multiplier(request: CollectiveRequest) -> SequentialMultiplier:
     """Return the products without overlap, the same for every request."""
     del request
-    return NotOverlapped()
+    return SequentialMultiplier()

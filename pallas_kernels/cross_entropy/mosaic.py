@@ -13,11 +13,11 @@ from pallas_kernels.cross_entropy.request import CrossEntropyRequest
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """Return why the kernel cannot compute the request (the first rule that it breaks), or None."""
     reason = mosaic_chunk.unsupported_reason(request)
-    return reason or next(filter(None, map(mosaic_chunk.unsupported_rows, xla.rows_of_chunks(request))), None)
+    return reason or next(filter(None, map(mosaic_chunk.unsupported_rows, xla.chunk_token_counts(request))), None)
 
 
 def loss_sum(request: CrossEntropyRequest) -> jax.Array:
     """Compute the sum of the losses in float32."""
     major, minor = request.target.compute_capability or (0, 0)
     capability = None if triton.unsupported_reason(request) else 10 * major + minor
-    return xla.sum_of_chunks(request, capability, exponentials=True)
+    return xla.chunked_loss_sum(request, capability, exponentials=True)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.hopper import matmul, pipeline, scheduler
 from pallas_kernels.hopper.matmul import TILE_ROWS, TiledProduct
 from pallas_kernels.hopper.scheduler import Tile
-from pallas_kernels.hopper.wgmma import ROWS, along_rows, load_rows
+from pallas_kernels.hopper.wgmma import ROWS, broadcast_row_values, load_rows
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
 _TOTAL, _CHOSEN = range(2)
@@ -126,9 +126,9 @@ def _compute(
 
         def value(part: slice) -> jax.Array:
             piece = logits[:, part]
-            here = column == along_rows(label - part.start, piece)
+            here = column == broadcast_row_values(label - part.start, piece)
             chosen.append(jnp.where(here, piece, 0.0).sum(axis=1))
-            result = jnp.exp2(piece * math.log2(math.e) - along_rows(shift, piece))
+            result = jnp.exp2(piece * math.log2(math.e) - broadcast_row_values(shift, piece))
             totals.append(result.sum(axis=1))
             return result
 

@@ -32,4 +32,4 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
     """Return the sum of the losses in float32."""
     major, minor = request.target.compute_capability or (0, 0)
-    return xla.sum_of_chunks(request, 10 * major + minor)
+    return xla.chunked_loss_sum(request, 10 * major + minor)

@@ -60,7 +60,7 @@ def _launch(
 ) -> tuple[jax.Array, jax.Array]:
     import jax_triton
 
-    from pallas_kernels.cross_entropy.triton_rows import gradient_kernel
+    from pallas_kernels.cross_entropy.triton_kernel import gradient_kernel
 
     rows, vocabulary = logits.shape
     warps = 32 if vocabulary * logits.dtype.itemsize > _LONG_ROW else 16

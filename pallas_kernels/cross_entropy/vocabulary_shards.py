@@ -27,12 +27,12 @@ def axis_size(axis_name: str | None) -> int:
         ) from None
 
 
-def first_id(axis_name: str | None, vocabulary: int) -> int | jax.Array:
+def first_vocabulary_id(axis_name: str | None, vocabulary: int) -> int | jax.Array:
     """Return the first vocabulary entry of this device's shard of `vocabulary` entries."""
     return 0 if axis_name is None else jax.lax.axis_index(axis_name) * vocabulary
 
 
-def on_first_device(axis_name: str | None, x: jax.Array) -> jax.Array:
+def mask_to_first_device(axis_name: str | None, x: jax.Array) -> jax.Array:
     """Return `x` on the first device of the axis and 0 on the others, for terms that are counted once."""
     return x if axis_name is None else jax.numpy.where(jax.lax.axis_index(axis_name) == 0, x, 0)
 

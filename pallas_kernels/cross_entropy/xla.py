@@ -21,15 +21,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.cross_entropy import mosaic_chunk, triton_launch
-from pallas_kernels.cross_entropy.from_logits import (
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
+from pallas_kernels.cross_entropy.xla_common import (
     accumulator_dtype,
     capped,
     log_sum_exp,
     logits_gradient,
     loss_shares,
-    slope_of_cap,
+    soft_cap_derivative,
 )
-from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 from pallas_kernels.target import automatic_axes
 
 CHUNK_BYTES = 788 * 2**20
@@ -87,10 +87,10 @@ def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
 
 def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
     """Return the sum of the losses in float32, or this device's share with a sharded vocabulary."""
-    return sum_of_chunks(request, None)
+    return chunked_loss_sum(request, None)
 
 
-def sum_of_chunks(request: CrossEntropyRequest, capability: int | None, *, exponentials: bool = False) -> jax.Array:
+def chunked_loss_sum(request: CrossEntropyRequest, capability: int | None, *, exponentials: bool = False) -> jax.Array:
     """Compute the sum of the losses chunk by chunk, with the logits' gradients from XLA or from a kernel.
 
     Args:
@@ -104,7 +104,7 @@ def sum_of_chunks(request: CrossEntropyRequest, capability: int | None, *, expon
     return _differentiable_sum(plan, hidden, request.weight, labels, token_weights)
 
 
-def rows_of_chunks(request: CrossEntropyRequest) -> list[int]:
+def chunk_token_counts(request: CrossEntropyRequest) -> list[int]:
     """Return the number of tokens in a chunk, for each chunk size that the call uses."""
     plan, (batch, pieces, _) = _plan(request, None)
     return [batch * pieces * size for _, size in plan.sizes]
@@ -221,7 +221,7 @@ def _logits_gradient(
         exponentials, total = jnp.exp(x - part_lse[..., None]), jnp.ones_like(part_lse)
         gradient = logits_gradient(exponentials, total, None, part_lse, part_labels, part_d_loss, plan.options)
         if plan.options.soft_cap is not None:
-            gradient = gradient * slope_of_cap(part, plan.options.soft_cap)
+            gradient = gradient * soft_cap_derivative(part, plan.options.soft_cap)
         return _put(buffer, gradient.astype(buffer.dtype), block * size)
 
     return jax.lax.fori_loop(0, blocks, visit, logits)

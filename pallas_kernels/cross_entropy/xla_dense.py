@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.cross_entropy.from_logits import accumulator_dtype, capped, is_label, logits_gradient, loss_shares
 from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
+from pallas_kernels.cross_entropy.xla_common import accumulator_dtype, capped, label_mask, logits_gradient, loss_shares
 
 MAX_LOGITS_BYTES = 2**27
 """Size of float32 logits up to which this backend is preferred to chunks."""
@@ -51,7 +51,7 @@ def _forward_rule(options: Options, hidden: jax.Array, weight: jax.Array, labels
     if options.axis_name is not None:
         total = jax.lax.psum(total, options.axis_name)
     lse = maximum + jnp.log(total)
-    chosen = jnp.where(is_label(labels, logits.shape[-1], options), logits, 0.0).sum(axis=-1)
+    chosen = jnp.where(label_mask(labels, logits.shape[-1], options), logits, 0.0).sum(axis=-1)
     loss = loss_shares(lse, chosen, labels, logits.shape[-1], options)
     # The exponentials are saved rather than the logits, so that the backward does not recompute them.
     kept_logits = None if options.soft_cap is None else logits

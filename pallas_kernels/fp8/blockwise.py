@@ -25,7 +25,7 @@ from pallas_kernels.fp8.formats import (
     Quantized,
     as_bytes,
     from_bytes,
-    name_for_checkpoint,
+    name_for_remat,
     power_of_two_scale,
     saturating_cast,
 )
@@ -172,7 +172,7 @@ def _forward(
     del weights
     ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs))
     return _products(operations, options.output, by_rows, given), (
-        name_for_checkpoint(transposed),
+        name_for_remat(transposed),
         as_bytes([w for w, _ in given]),
     )
 
@@ -215,9 +215,9 @@ def _mlp_forward(
     ((hidden, transposed_hidden),) = operations.quantize_both(SWIGLU, wide)
     outs = _products(operations, options.output, hidden, given[2:])
     return outs, (
-        name_for_checkpoint(transposed),
+        name_for_remat(transposed),
         wide,
-        name_for_checkpoint(transposed_hidden),
+        name_for_remat(transposed_hidden),
         as_bytes([w for w, _ in given]),
     )
 

@@ -62,7 +62,7 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, amax: jax.Array | None =
     return Quantized(saturating_cast(x, scale, dtype), 1.0 / scale)
 
 
-def name_for_checkpoint(x: Quantized) -> Quantized:
+def name_for_remat(x: Quantized) -> Quantized:
     """Return x named "fp8_input" for `jax.checkpoint`'s policies, so that FP8 and not its source is saved.
 
     On a CPU the arrays are bytes (see `as_bytes`).

@@ -190,8 +190,8 @@ def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, num
 
             partial = wgmma.multiply((ROWS, BLOCK), start)
             if buffers.b_scale is not None:
-                partial = partial * wgmma.along_columns(wgmma.load_columns(buffers.b_scale.at[slot]), partial)
-            sums.append(lax.optimization_barrier(total + partial * wgmma.along_rows(scale, partial)))
+                partial = partial * wgmma.broadcast_column_values(wgmma.load_columns(buffers.b_scale.at[slot]), partial)
+            sums.append(lax.optimization_barrier(total + partial * wgmma.broadcast_row_values(scale, partial)))
         spec.ring.release(slot, buffers.empty)
         return tuple(sums), following
 

@@ -27,13 +27,13 @@ from pallas_kernels.fp8.formats import (
     as_bytes,
     dequantize,
     from_bytes,
-    name_for_checkpoint,
+    name_for_remat,
     quantize,
 )
 from pallas_kernels.fp8.options import Fp8Options
 from pallas_kernels.fp8.sources import IDENTITY, SWIGLU, SWIGLU_GRADIENTS, NormInputs, Source, input_source
 from pallas_kernels.fp8.state import AmaxHistory
-from pallas_kernels.fp8.triton import QuantizedPair, cast_both, state_gradient
+from pallas_kernels.fp8.triton import QuantizedWithTranspose, cast_both, state_gradient
 from pallas_kernels.target import automatic_axes
 
 Weights = tuple[jax.Array, ...]
@@ -69,7 +69,7 @@ def _forward(
 ) -> tuple[Any, ...]:
     both = _quantize_input(options, x, norm_inputs, states)
     outs, used = _products(options, both, values, states)
-    return outs, (name_for_checkpoint(both.transposed), as_bytes(used))
+    return outs, (name_for_remat(both.transposed), as_bytes(used))
 
 
 def _backward(options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
@@ -103,8 +103,8 @@ def _mlp_forward(
     (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_amax_history(states[2], 0),))
     outs, last = _products(options, hidden, values[2:], states[2:])
     return outs, (
-        name_for_checkpoint(both.transposed),
-        name_for_checkpoint(hidden.transposed),
+        name_for_remat(both.transposed),
+        name_for_remat(hidden.transposed),
         wide,
         as_bytes((*used, *last)),
     )
@@ -127,7 +127,7 @@ swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _products(
-    options: Fp8Options, x: QuantizedPair, values: Values, states: States
+    options: Fp8Options, x: QuantizedWithTranspose, values: Values, states: States
 ) -> tuple[tuple[jax.Array, ...], tuple[WeightResiduals, ...]]:
     outs, used = [], []
     for weight, state in zip(values, states, strict=True):
@@ -146,7 +146,11 @@ def _products(
 
 
 def _gradients(
-    options: Fp8Options, x: Quantized, used: Sequence[WeightResiduals], gradients: Sequence[QuantizedPair], rows: int
+    options: Fp8Options,
+    x: Quantized,
+    used: Sequence[WeightResiduals],
+    gradients: Sequence[QuantizedWithTranspose],
+    rows: int,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], States]:
     """Return the gradients of the input, the weights and the states, from those of the results; x is transposed."""
     d_x = [_dot(options, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
@@ -163,14 +167,16 @@ def _amax_history(state: jax.Array | None, role: int) -> AmaxHistory | None:
     return None if state is None else AmaxHistory(state, role)
 
 
-def _quantize_input(options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, states: States) -> QuantizedPair:
+def _quantize_input(
+    options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, states: States
+) -> QuantizedWithTranspose:
     source, arrays = input_source(options.epsilon, x, norm_inputs)
     return _quantize_both(source, arrays, x.ndim - options.contracted, E4M3, (_amax_history(states[0], 0),))[0]
 
 
 def _quantize_gradients(
     options: Fp8Options, arrays: Sequence[jax.Array], rows: int, states: Sequence[jax.Array | None]
-) -> list[QuantizedPair]:
+) -> list[QuantizedWithTranspose]:
     dtype, both = GRADIENT_FORMATS[options.gradients], []
     # The barrier costs one more read for the maxima. Without it XLA fuses these into the kernel that computes a
     # gradient, and then moves the sums for a norm's weight, which fit there better, out of that kernel.
@@ -181,7 +187,7 @@ def _quantize_gradients(
 
 def _quantize_both(
     source: Source, arrays: Sequence[jax.Array], first: int, dtype: DTypeLike, expected: Sequence[AmaxHistory | None]
-) -> list[QuantizedPair]:
+) -> list[QuantizedWithTranspose]:
     """Quantize what the source computes, as it is and with its `first` leading dims moved to the end."""
     shape = arrays[0].shape
     if automatic_axes():
@@ -190,12 +196,12 @@ def _quantize_both(
         for x, history in zip(source.compute(*arrays), expected, strict=True):
             values = quantize(x, dtype, history and history.amax)
             transposed = Quantized(_move_to_end(values.values, first), values.inverse_scale)
-            found.append(QuantizedPair(values, transposed, absolute_maximum(x).reshape(1)))
+            found.append(QuantizedWithTranspose(values, transposed, absolute_maximum(x).reshape(1)))
         return found
     transposed = (*shape[first:], *shape[:first])
     flat = [x.reshape(math.prod(shape[:first]), -1) if x.shape == shape else x.reshape(-1) for x in arrays]
     return [
-        QuantizedPair(_reshape(both.values, shape), _reshape(both.transposed, transposed), both.maxima)
+        QuantizedWithTranspose(_reshape(both.values, shape), _reshape(both.transposed, transposed), both.maxima)
         for both in cast_both(source, flat, dtype, expected)
     ]
 

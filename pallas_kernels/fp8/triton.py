@@ -104,7 +104,7 @@ class MaximaPlan:
         return _padded(self.history)
 
 
-class QuantizedPair(NamedTuple):
+class QuantizedWithTranspose(NamedTuple):
     """An array x [M, K] in FP8 with one scale, and its transpose."""
 
     values: Quantized
@@ -147,7 +147,7 @@ def quantize_weight(weight: jax.Array) -> tuple[Quantized, jax.Array]:
 
 def cast_both(
     source: Source, arrays: Sequence[jax.Array], dtype: DTypeLike, expected: Sequence[AmaxHistory | None]
-) -> list[QuantizedPair]:
+) -> list[QuantizedWithTranspose]:
     """Quantize each array that `source` computes, and its transpose, with one scale per tensor.
 
     Args:
@@ -186,7 +186,7 @@ def _plan(source: Source, x: jax.Array, dtype: DTypeLike, given: Sequence[AmaxHi
 
 def _cast_by_tiles(
     kernel: str, source: Source, arrays: Sequence[jax.Array], dtype: DTypeLike, count: int
-) -> list[QuantizedPair]:
+) -> list[QuantizedWithTranspose]:
     """Quantize in two passes: each tile with its own scale, then all with the scale of the largest.
 
     Reading the FP8 tiles again moves fewer bytes than computing the operands twice.
@@ -202,7 +202,7 @@ def _cast_by_tiles(
     return found
 
 
-def _cast_plainly(x: jax.Array, dtype: DTypeLike, expected: AmaxHistory | None) -> QuantizedPair:
+def _cast_plainly(x: jax.Array, dtype: DTypeLike, expected: AmaxHistory | None) -> QuantizedWithTranspose:
     amax = absolute_maximum(x)
     scale = power_of_two_scale(amax if expected is None else expected.amax, dtype)
     # Without the barrier XLA may cancel the rounding against the conversion back in front of a matmul.
@@ -210,8 +210,10 @@ def _cast_plainly(x: jax.Array, dtype: DTypeLike, expected: AmaxHistory | None) 
     return _both(values, values.T, amax.reshape(1), 1.0 / scale)
 
 
-def _both(values: jax.Array, transposed: jax.Array, maxima: jax.Array, inverse_scale: jax.Array) -> QuantizedPair:
-    return QuantizedPair(Quantized(values, inverse_scale), Quantized(transposed, inverse_scale), maxima)
+def _both(
+    values: jax.Array, transposed: jax.Array, maxima: jax.Array, inverse_scale: jax.Array
+) -> QuantizedWithTranspose:
+    return QuantizedWithTranspose(Quantized(values, inverse_scale), Quantized(transposed, inverse_scale), maxima)
 
 
 def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:

@@ -30,7 +30,7 @@ def quantize_kernel(x, values, inverse, transposed_values, transposed_inverse, p
 
     Writes values [rows, columns], transposed_values [columns, rows] and scales [tiles, rows or columns].
     """
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     block = tl.load(x + rows * plan.columns + columns)
     quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 
@@ -55,7 +55,7 @@ def quantize_both(block, values, inverse, transposed_values, transposed_inverse,
 
 
 @triton.jit
-def tile_of(plan: tl.constexpr):
+def tile_indices(plan: tl.constexpr):
     """Return the row indices [128, 1] and the column indices [1, width] of this program's tile."""
     tile = tl.program_id(0)
     rows = tile // plan.column_tiles * 128 + tl.arange(0, 128)
@@ -85,7 +85,7 @@ def store_both(block, scale, values, transposed, rows, columns, plan: tl.constex
 @triton.jit
 def cast_kernel(x, history, values, transposed, maxima, inverse, plan: tl.constexpr):
     """Quantize x [rows, columns] with one scale."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     scale = scale_of(history, inverse, plan)
     block = tl.load(x + rows * plan.columns + columns)
     store_both(block, scale, values, transposed, rows, columns, plan)
@@ -98,7 +98,7 @@ def recast_kernel(x, x_maxima, history, values, transposed, inverse, plan: tl.co
 
     Scales are powers of two: only values that fall below the normal numbers of the format are rounded a second time.
     """
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     own = 1.0 / group_scale(tl.load(x_maxima + tl.program_id(0)), plan.limit)
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32) * own
     # Exact in two bytes, in which the tile is transposed faster.
@@ -151,7 +151,7 @@ def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
 @triton.jit
 def swiglu_blocks_kernel(gate, up, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
     """Quantize silu(gate) * up with a scale per 128 values, as `quantize_kernel` does."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     block = swiglu_of(gate, up, rows, columns, plan)
     quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 
@@ -162,7 +162,7 @@ def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
     up_values, up_inverse, up_transposed, up_transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
     """Quantize the gradients of gate and up with a scale per 128 values, as `quantize_kernel` does."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     quantize_both(d_gate, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse, rows, columns, plan)
     quantize_both(d_up, up_values, up_inverse, up_transposed, up_transposed_inverse, rows, columns, plan)
@@ -171,7 +171,7 @@ def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
 @triton.jit
 def weight_kernel(x, values, transposed, inverse, plan: tl.constexpr):
     """Quantize x [rows, columns] with a scale for each tile of 128 x 128."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
     scale = group_scale(tl.max(tl.abs(block)), plan.limit)
     store_both(block, scale, values, transposed, rows, columns, plan)
@@ -181,7 +181,7 @@ def weight_kernel(x, values, transposed, inverse, plan: tl.constexpr):
 @triton.jit
 def swiglu_kernel(gate, up, history, values, transposed, maxima, inverse, plan: tl.constexpr):
     """Quantize silu(gate) * up, both [rows, columns], with one scale."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     scale = scale_of(history, inverse, plan)
     block = swiglu_of(gate, up, rows, columns, plan)
     store_both(block, scale, values, transposed, rows, columns, plan)
@@ -191,7 +191,7 @@ def swiglu_kernel(gate, up, history, values, transposed, maxima, inverse, plan: 
 @triton.jit
 def swiglu_tiles_kernel(gate, up, values, maxima, plan: tl.constexpr):
     """Quantize silu(gate) * up, each tile with its own scale."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     block = swiglu_of(gate, up, rows, columns, plan)
     store_own_scale(block, values, maxima, rows, columns, plan)
 
@@ -202,7 +202,7 @@ def swiglu_gradients_kernel(  # noqa: PLR0913
     up_values, up_transposed, up_maxima, up_inverse, plan: tl.constexpr,
 ):  # fmt: skip
     """Quantize the gradients of gate and up, all [rows, columns], each with one scale."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     gate_scale, up_scale = scale_of(gate_history, gate_inverse, plan), scale_of(up_history, up_inverse, plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     store_both(d_gate, gate_scale, gate_values, gate_transposed, rows, columns, plan)
@@ -214,7 +214,7 @@ def swiglu_gradients_kernel(  # noqa: PLR0913
 @triton.jit
 def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_values, up_maxima, plan: tl.constexpr):
     """Quantize the gradients of gate and up, each tile with its own scale."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     store_own_scale(d_gate, gate_values, gate_maxima, rows, columns, plan)
     store_own_scale(d_up, up_values, up_maxima, rows, columns, plan)
@@ -230,7 +230,7 @@ def norm_of(x, inverse_rms, gain, rows, columns, plan: tl.constexpr):
 @triton.jit
 def norm_kernel(x, inverse_rms, gain, history, values, transposed, maxima, inverse, plan: tl.constexpr):
     """Quantize x [rows, columns] * inverse_rms [rows] * gain [columns] with one scale."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     block, scale = norm_of(x, inverse_rms, gain, rows, columns, plan), scale_of(history, inverse, plan)
     store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
@@ -239,7 +239,7 @@ def norm_kernel(x, inverse_rms, gain, history, values, transposed, maxima, inver
 @triton.jit
 def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
     """Quantize x * inverse_rms * gain, each tile with its own scale."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
     store_own_scale(block, values, maxima, rows, columns, plan)
 
@@ -249,7 +249,7 @@ def norm_blocks_kernel(
     x, inverse_rms, gain, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
     """Quantize x * inverse_rms * gain with a scale per 128 values, as `quantize_kernel` does."""
-    rows, columns = tile_of(plan)
+    rows, columns = tile_indices(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
     quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 

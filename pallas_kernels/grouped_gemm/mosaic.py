@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_gemm import products
+from pallas_kernels.grouped_gemm import gradients
 from pallas_kernels.grouped_gemm.mosaic_kernels import Kernels
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 from pallas_kernels.hopper import target as hopper
@@ -35,4 +35,4 @@ def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
 def multiply(request: GroupedMatmulRequest) -> jax.Array:
     """Multiply the rows of each group with its matrix: [R, F] in the dtype of x."""
     programs = 2 if INTERPRET else multiprocessors()
-    return products.multiply(Kernels(TILE_ROWS, programs, INTERPRET), request)
+    return gradients.multiply(Kernels(TILE_ROWS, programs, INTERPRET), request)

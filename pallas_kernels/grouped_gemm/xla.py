@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.grouped_gemm import products
+from pallas_kernels.grouped_gemm import gradients
 from pallas_kernels.grouped_gemm.groups import group_of_tiles
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
@@ -39,7 +39,7 @@ def multiply(request: GroupedMatmulRequest) -> Float[Array, "R F"]:
     tile = request.alignment
     if not SMALLEST_TILE <= tile <= LARGEST_TILE:
         tile = preferred_tile(request.x.shape[0], request.weights.shape[0])
-    return products.multiply(Tiles(tile), request)
+    return gradients.multiply(Tiles(tile), request)
 
 
 @dataclass(frozen=True)

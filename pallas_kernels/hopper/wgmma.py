@@ -45,7 +45,7 @@ def zeros(rows: int, columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def row_values(value: float, rows: int) -> jax.Array:
+def filled_rows(value: float, rows: int) -> jax.Array:
     """Return float32 [rows] filled with `value`, in the register layout of one value for each row of an accumulator."""
     return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
@@ -60,12 +60,12 @@ def load_columns(ref: Ref) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
 
 
-def along_rows(values: jax.Array, like: jax.Array) -> jax.Array:
+def broadcast_row_values(values: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcast [rows] to the shape [rows, columns] of `like`."""
     return lax.broadcast_in_dim(values, like.shape, [0])
 
 
-def along_columns(values: jax.Array, like: jax.Array) -> jax.Array:
+def broadcast_column_values(values: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcast [columns] to the shape [rows, columns] of `like`."""
     return lax.broadcast_in_dim(values, like.shape, [1])
 

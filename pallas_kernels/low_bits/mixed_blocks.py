@@ -19,7 +19,7 @@ BLOCK = 128
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MixedBlocks:
+class MixedBlockActivations:
     """Quantized activations [M, K] with permuted channels: the first blocks in 8 bits, the others in 4.
 
     Attributes:
@@ -49,7 +49,7 @@ def count_wide_blocks(magnitudes: Float[Array, " K"], factor: float = 8.0) -> in
     return -(-outliers // BLOCK)
 
 
-def quantize_activations(x: Float[Array, "M K"], order: Int[Array, " K"], wide: int) -> MixedBlocks:
+def quantize_activations(x: Float[Array, "M K"], order: Int[Array, " K"], wide: int) -> MixedBlockActivations:
     """Round activations to int8 in the first `wide` blocks of channels in `order`, and to int4 in the others.
 
     Raises:
@@ -63,7 +63,7 @@ def quantize_activations(x: Float[Array, "M K"], order: Int[Array, " K"], wide: 
     parts = [(grid, part) for grid, part in halves if part.shape[1]]
     scales = [grid.scales(part) for grid, part in parts]
     q = [grid.quantize(part, own) for (grid, part), own in zip(parts, scales, strict=True)]
-    return MixedBlocks(jnp.concatenate(q, axis=1), jnp.concatenate(scales, axis=1), wide)
+    return MixedBlockActivations(jnp.concatenate(q, axis=1), jnp.concatenate(scales, axis=1), wide)
 
 
 def quantize_weights(
@@ -75,7 +75,9 @@ def quantize_weights(
     return grid.quantize(sorted_w, scales), scales
 
 
-def mixed_matmul(x: MixedBlocks, w: Int[Array, "N K"], w_scales: Float[Array, "N blocks"]) -> Float[Array, "M N"]:
+def mixed_matmul(
+    x: MixedBlockActivations, w: Int[Array, "N K"], w_scales: Float[Array, "N blocks"]
+) -> Float[Array, "M N"]:
     """Return x times the transpose of w: an exact int8 dot with int32 sums for each block, scaled in float32."""
     blocks = x.scales.shape[1]
     xs, ws = (a.reshape(a.shape[0], blocks, -1) for a in (x.q, w))
@@ -83,6 +85,6 @@ def mixed_matmul(x: MixedBlocks, w: Int[Array, "N K"], w_scales: Float[Array, "N
     return jnp.einsum("bmn,mb,nb->mn", sums.astype(jnp.float32), x.scales, w_scales, precision="highest")
 
 
-def dequantize_activations(x: MixedBlocks) -> Float[Array, "M K"]:
+def dequantize_activations(x: MixedBlockActivations) -> Float[Array, "M K"]:
     """Return the values of activations in permuted order, float32."""
     return x.q.astype(jnp.float32) * jnp.repeat(x.scales, BLOCK, axis=1)

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from jaxstack.checkpoint.compressed import FOLDER, MANIFEST, is_compressed, read_compressed, write_compressed
+from jaxstack.compress.config import Recipe
+from jaxstack.compress.methods.base import Keep
+from jaxstack.compress.run import as_stored
 from jaxstack.errors import JaxstackError
 from pallas_kernels import Grid
 from pallas_kernels.weight_only.packed import pack_integers, pack_lookup, pack_low_rank
@@ -33,6 +36,19 @@ def test_a_round_trip_keeps_every_bit_and_format(tmp_path):
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
+
+
+def test_a_vector_in_integers_is_a_plain_array_again(tmp_path):
+    w = 1 + 0.1 * jax.random.normal(jax.random.key(0), (192,))
+    packed = as_stored(w, Recipe(layers=(Keep(path="."),), vectors="bfp8"))
+    assert packed.shape == w.shape and packed.stored_bytes == 192 + 3
+    write_compressed(tmp_path, {"norm": {"scale": packed}}, 1)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    for options in ({}, {"mesh": mesh, "place": lambda path, shape: jax.P("data")}):
+        found = read_compressed(tmp_path, **options)[0]["norm"]["scale"]
+        assert found.dtype == jnp.float32
+        np.testing.assert_array_equal(found, packed.dense())
+        np.testing.assert_allclose(found, w, atol=2 / 256)
 
 
 def test_integers_take_their_bits_on_disk(tmp_path):

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack.compressed_training.compressible_weights import MatrixLayout
 from jaxstack.compressed_training.mask import MaskRule
-from jaxstack.compressed_training.matrices import MatrixLayout
 
 LAYOUT = MatrixLayout((8, 6), stack=0, inputs=1)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxstack.compress.methods.rtn import Rtn
-from jaxstack.compressed_training.matrices import MatrixLayout, Weight
+from jaxstack.compressed_training.compressible_weights import MatrixLayout, Weight
 from jaxstack.compressed_training.qat import QatRule, round_straight_through
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.grid import Grid

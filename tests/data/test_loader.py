@@ -17,7 +17,7 @@ from jaxstack.data.augmentations.token_dropout import TokenDropout
 from jaxstack.data.batch_source import peek
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import open_data
-from jaxstack.data.reading import ParallelBatches, TrainingBatches
+from jaxstack.data.read_batches import ParallelBatches, TrainingBatches
 from jaxstack.data.tokenize_documents import token_file
 from jaxstack.errors import ConfigError, JaxstackError
 
@@ -401,7 +401,7 @@ from jaxstack.data.augmentations.token_dropout import TokenDropout
 from jaxstack.data.batch_source import peek
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import open_data
-from jaxstack.data.reading import ParallelBatches, TrainingBatches
+from jaxstack.data.read_batches import ParallelBatches, TrainingBatches
 config = DataConfig(sources=(SourceConfig(path={byte_config.sources[0].path!r}),), shard_tokens=10_000,
     tokenizer=TokenizerConfig(name="byte"), cache_dir={byte_config.cache_dir!r})
 iterator = open_data(config, sequence_length=32, seed=0).batches(global_batch_size=4, rows=range(4), start=0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxstack.data import object_store, prepared
+from jaxstack.data import object_store, prepared_folders
 from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.loader import open_data
@@ -37,7 +37,7 @@ def quick_retries(monkeypatch):
     monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"})
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    for cached in (object_store._open, object_store._context, prepared._holds_index):
+    for cached in (object_store._open, object_store._context, prepared_folders._holds_index):
         cached.cache_clear()
 
 
@@ -136,7 +136,7 @@ def test_shards_are_copied_once_and_then_read_locally(folder, server, tmp_path):
     cache = tmp_path / "nvme"
     first = opened(f"{server.url}/tokens", shard_cache=str(cache))
     check_equal(first, opened(folder))
-    shards = [s["name"] for s in prepared.LocalFolder(folder).read_index()["splits"]["train"]["shards"]]
+    shards = [s["name"] for s in prepared_folders.LocalFolder(folder).read_index()["splits"]["train"]["shards"]]
     end = time.monotonic() + 10
     while len(list(cache.glob("*/train-*.bin"))) < len(shards):
         assert time.monotonic() < end
@@ -152,14 +152,14 @@ def test_shards_are_copied_once_and_then_read_locally(folder, server, tmp_path):
 
 def test_a_damaged_copy_is_made_again(folder, server, tmp_path):
     url, cache = f"{server.url}/tokens", str(tmp_path)
-    remote = prepared.open_folder(url, cache)
+    remote = prepared_folders.open_folder(url, cache)
     stream = remote.open_split("train")
     stream._files._copy("train-00001.bin")
     copy = next(tmp_path.glob("*/train-00001.bin"))
     copy.write_bytes(copy.read_bytes()[:-2] + b"\0\0")
-    again = prepared.open_folder(url, cache).open_split("train")
+    again = prepared_folders.open_folder(url, cache).open_split("train")
     assert not copy.exists()
-    expected = prepared.LocalFolder(folder).open_split("train")
+    expected = prepared_folders.LocalFolder(folder).open_split("train")
     np.testing.assert_array_equal(again.read(5000, 5000), expected.read(5000, 5000))
 
 
@@ -167,13 +167,13 @@ def test_a_shard_that_was_changed_in_the_store_is_not_copied(folder, server, tmp
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     (broken / "train-00000.bin").write_bytes(b"\0" * (folder / "train-00000.bin").stat().st_size)
-    stream = prepared.open_folder(f"file://{broken}", str(tmp_path / "cache")).open_split("train")
+    stream = prepared_folders.open_folder(f"file://{broken}", str(tmp_path / "cache")).open_split("train")
     with pytest.raises(JaxstackError, match=r"token shard file://.*train-00000\.bin is corrupt"):
         stream._files._copy("train-00000.bin")
 
 
 def test_a_read_does_not_wait_for_the_copy_of_its_shard(folder, server, tmp_path, monkeypatch):
-    stream = prepared.open_folder(f"{server.url}/tokens", str(tmp_path)).open_split("train")
+    stream = prepared_folders.open_folder(f"{server.url}/tokens", str(tmp_path)).open_split("train")
     copying = threading.Event()
     read = ObjectStore.read
 
@@ -208,7 +208,7 @@ def test_missing_and_unreachable_objects_are_named_with_the_way_out(folder, serv
     with pytest.raises(ConfigError, match=r"has format tokens, but there is no index\.json in it"):
         open_data(DataConfig(sources=tokens), sequence_length=LENGTH, seed=0)
     with pytest.raises(ConfigError, match="no prepared tokens can be read from ftp://"):
-        prepared.open_folder("ftp://x/y", None)
+        prepared_folders.open_folder("ftp://x/y", None)
     lost = tmp_path / "lost"
     shutil.copytree(folder, lost)
     data = opened(f"file://{lost}")

@@ -11,7 +11,7 @@ import zstandard
 
 from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import SourceConfig
-from jaxstack.data.shards import notes_on, open_split
+from jaxstack.data.shards import describe_altered_inputs, open_split
 from jaxstack.data.tokenization_plan import make_plan, source_files
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.errors import ConfigError
@@ -115,9 +115,9 @@ def test_empty_and_null_texts_are_left_out(tmp_path):
 def test_records_that_are_read_as_text_are_told(name, way_out, tmp_path):
     content = b'{"text": "x"}\n' if ".json" in name else b"id,text\n1,x\n"
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    (note,) = notes_on(documents(tmp_path / name, tmp_path / "auto")[1])
+    (note,) = describe_altered_inputs(documents(tmp_path / name, tmp_path / "auto")[1])
     assert note.startswith(f"1 {name[1:].removesuffix('.gz')} file was read as plain text") and way_out in note
-    assert notes_on(documents(tmp_path / name, tmp_path / "text", format="text")[1]) == []
+    assert describe_altered_inputs(documents(tmp_path / name, tmp_path / "text", format="text")[1]) == []
 
 
 def test_text_in_utf_16_is_called_so(tmp_path):

@@ -14,7 +14,7 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, to_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import read_parameters
-from jaxstack.models.huggingface.parts import ModelParts
+from jaxstack.models.huggingface.partial_load import ModelParts
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
 FIXTURES = Path(__file__).parents[1] / "models" / "huggingface"

@@ -4,7 +4,7 @@ import pytest
 
 from jaxstack.distributed.cluster import (
     Nodes,
-    check_trust,
+    check_tls_files,
     find_nodes,
     find_place,
     is_loopback,
@@ -74,16 +74,16 @@ def test_contradictions_are_told(variables, said):
 def test_off_the_loopback_interface_there_is_tls_or_a_word(tmp_path):
     assert is_loopback("127.0.0.1:1") and is_loopback("[::1]:1") and is_loopback("localhost:1")
     assert not is_loopback("10.0.0.1:1") and not is_loopback("0.0.0.0:1") and not is_loopback("no-such-host.invalid:1")
-    assert check_trust("127.0.0.1:1", {}) is None
+    assert check_tls_files("127.0.0.1:1", {}) is None
     with pytest.raises(ConfigError, match="--insecure"):
-        check_trust("10.0.0.1:1", {})
-    assert check_trust("10.0.0.1:1", {"JAXSTACK_INSECURE": "1"}) is None
+        check_tls_files("10.0.0.1:1", {})
+    assert check_tls_files("10.0.0.1:1", {"JAXSTACK_INSECURE": "1"}) is None
     files = {name: str(tmp_path / name) for name in ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")}
     with pytest.raises(ConfigError, match="JAX_MTLS_KEY_FILE"):
-        check_trust("127.0.0.1:1", files)
+        check_tls_files("127.0.0.1:1", files)
     for path in files.values():
         open(path, "w").close()
-    assert check_trust("10.0.0.1:1", files) == tuple(files.values())
+    assert check_tls_files("10.0.0.1:1", files) == tuple(files.values())
 
 
 def test_gpus_are_split_evenly():

@@ -10,9 +10,9 @@ from jaxstack.distributed.xla_options import (
     NARROW_ON_CPU,
     PEER_COPIES,
     PIPELINE,
-    installed_options,
     is_supported,
     step_options,
+    translate_options,
 )
 from jaxstack.errors import ConfigError
 from jaxstack.run import build as run_build
@@ -30,7 +30,7 @@ def test_options_follow_what_the_step_holds():
 
 def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():
     assert not is_supported("xla_gpu_no_such_option", True)
-    chosen, said = installed_options({"xla_gpu_no_such_option": True, "xla_gpu_autotune_level": 0})
+    chosen, said = translate_options({"xla_gpu_no_such_option": True, "xla_gpu_autotune_level": 0})
     assert chosen == {"xla_gpu_autotune_level": 0}
     assert len(said) == 1 and "xla_gpu_no_such_option=True is left out: jaxlib " in said[0]
 
@@ -38,14 +38,14 @@ def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():
 @pytest.mark.parametrize("on", [True, False])
 def test_either_name_of_pipelined_collectives_is_translated(on):
     spellings = [(name, value) for name, value in compiler_options.EQUIVALENT[0 if on else 1]]
-    settings = [installed_options({name: value}) for name, value in spellings]
+    settings = [translate_options({name: value}) for name, value in spellings]
     assert len({tuple(chosen.items()) for chosen, _ in settings}) == 1 and settings[0][0]
     assert sorted(len(said) for _, said in settings) == [0, 1, 1, 1], "one is this jaxlib's own"
 
 
 def test_a_wrong_value_is_an_error():
     with pytest.raises(ConfigError, match=r"xla_gpu_autotune_level='high': .*not a valid int32"):
-        installed_options({"xla_gpu_autotune_level": "high"})
+        translate_options({"xla_gpu_autotune_level": "high"})
 
 
 def test_a_runs_own_options_are_used_and_described():

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxstack.data.device import abstract_batch
+from jaxstack.data.device_batches import abstract_batch
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.build import make_gradients
 from jaxstack.gradients.gspmd import GlobalGradients

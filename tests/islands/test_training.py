@@ -90,6 +90,27 @@ def test_one_inner_step_is_data_parallelism(method):
     assert ours.evaluate()["eval_island_distance"] < 1e-6
 
 
+@pytest.mark.exhaustive
+def test_synchronous_steps_are_data_parallelism_and_exchanges_follow():
+    method = DiLoCo(every=2, momentum=0.5, synchronous_steps=3)
+    ours, theirs = (network_trainer(n, m, AdamW(learning_rate=0.01)) for n, m in ((4, method), (1, None)))
+    np.testing.assert_allclose(steps(ours, 3), steps(theirs, 3), rtol=1e-5)
+    reached = jax.device_get(theirs.state.params)
+    assert_close(mean_params(ours), reached, atol=1e-6)
+    assert_close(stored(ours).outer.shared["anchor"], reached, atol=1e-6)
+    assert ours.evaluate()["eval_island_distance"] < 1e-6
+    steps(ours, 1, start=3)
+    assert ours.evaluate()["eval_island_distance"] < 1e-6
+    steps(ours, 1, start=4)
+    assert ours.evaluate()["eval_island_distance"] > 1e-4
+    parameters = 2 * 3 * 4 * ours.count_parameters() // 4
+    described = ours.describe()["islands"]
+    assert described["step_bytes"] == 0 and described["exchange_bytes"] == [parameters]
+    # Beside the gradients, the loss and the number of items.
+    assert described["synchronous_bytes"] == parameters + 2 * 2 * 3
+    assert ours.bytes_of_steps(6) == 3 * described["synchronous_bytes"] + 2 * parameters
+
+
 def stored(trainer):
     return jax.device_get(trainer.stored_state)._replace(key=None)
 

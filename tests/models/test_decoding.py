@@ -10,7 +10,7 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
-from jaxstack.models.attention.key_cache import (
+from jaxstack.models.attention.kv_cache import (
     KeyCache,
     attend_newest,
     attend_to,

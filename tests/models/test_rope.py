@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxstack.models import RopeScaling
-from jaxstack.models.rope import apply_rope, rope_angles, rope_frequencies
+from jaxstack.models.rope import apply_rope, rope_cos_sin, rope_frequencies
 
 
 def test_plain_frequencies():
@@ -43,7 +43,7 @@ def test_a_pair_is_rotated_as_a_complex_number():
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 8)).astype(np.float32)
     positions = np.array([[0, 1, 2, 3, 4], [7, 8, 0, 1, 100]])
     frequencies = rope_frequencies(8, 100.0)
-    found = apply_rope(jnp.asarray(x), rope_angles(jnp.asarray(positions), frequencies))
+    found = apply_rope(jnp.asarray(x), rope_cos_sin(jnp.asarray(positions), frequencies))
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[..., None, None] * frequencies)
     np.testing.assert_allclose(found, np.concatenate((turned.real, turned.imag), -1), atol=2e-5)
 
@@ -52,7 +52,7 @@ def test_angles_are_exact_at_a_million_tokens():
     positions = np.array([5, 1023, 1024, 131071, 1048575])
     frequencies = rope_frequencies(128, 500000.0)
     exact = np.exp(1j * positions[:, None] * frequencies)
-    cos, sin = (np.asarray(x)[:, 0] for x in rope_angles(jnp.asarray(positions), frequencies))
+    cos, sin = (np.asarray(x)[:, 0] for x in rope_cos_sin(jnp.asarray(positions), frequencies))
     assert np.abs(cos + 1j * sin - exact).max() < 1e-3
     assert np.abs(cos + 1j * sin - exact)[:2].max() < 1e-4
     plain = np.exp(1j * (positions[:, None].astype(np.float32) * frequencies.astype(np.float32)))

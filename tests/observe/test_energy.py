@@ -15,9 +15,9 @@ from jaxstack.observe.energy import (
     NoCountersError,
     NvmlCounters,
     Usage,
-    measure_energy,
     nvml_names,
     read_usage,
+    start_energy_meter,
 )
 from jaxstack.observe.progress import progress_fields
 from jaxstack.observe.run_log import RunLog
@@ -167,7 +167,7 @@ def test_no_counters_on_a_cpu_is_said_once(tmp_path):
     with pytest.raises(NoCountersError, match="the devices are cpu"):
         NvmlCounters(jax.local_devices())
     said = []
-    meter = measure_energy(tmp_path, EnergyPrices(), said.append)
+    meter = start_energy_meter(tmp_path, EnergyPrices(), said.append)
     meter.sample()
     meter.close()
     assert said == ["note: energy is not measured: NVML measures NVIDIA GPUs, and the devices are cpu"]
@@ -177,7 +177,7 @@ def test_no_counters_on_a_cpu_is_said_once(tmp_path):
 def log_ten_steps(run_dir, gpus: FakeGpus, start: int, monkeypatch) -> dict:
     """Log steps start + 1 ... start + 10 of 100 tokens and one second each, and the end of the run."""
     monkeypatch.setattr(
-        "jaxstack.observe.run_log.measure_energy",
+        "jaxstack.observe.run_log.start_energy_meter",
         lambda run_dir, prices, say: EnergyMeter(run_dir, 1, gpus, prices, gpus.clock, interval=0),
     )
     config = ObserveConfig(log_every=5, trackers=("jsonl",), progress=False, pue=1.2, price_per_gpu_hour=3.6)

@@ -11,8 +11,8 @@ import textwrap
 
 import pytest
 
+from jaxstack.observe.number_format import byte_size, duration, short_number
 from jaxstack.observe.progress import Progress, progress_fields
-from jaxstack.observe.units import byte_size, duration, short_number
 
 VALUES = {
     "loss": 2.34567,

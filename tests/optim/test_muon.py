@@ -11,7 +11,7 @@ import pytest
 
 from jaxstack.errors import ConfigError
 from jaxstack.optim.build import build_optimizer
-from jaxstack.optim.matrices import MatrixRule
+from jaxstack.optim.matrix_optimizer import MatrixRule
 from jaxstack.optim.optimizers import AdamW, Muon
 from jaxstack.optim.optimizers.muon import orthogonalise
 from tests.small_runs import make_trainer, run_steps, small_config

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.models.parametrization import Width, initial_factor, width_of
+from jaxstack.models.parametrization import Width, initial_factor, mup_width
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Soap
 from jaxstack.run_config import load_config
@@ -69,7 +69,7 @@ def test_initial_weights_scale_with_the_width_and_not_at_the_base(family):
     assert all((plain[path] == base[path]).all() for path in plain), "the base width is the standard parametrization"
     standard, wide = parameters(config(128, None, **changes)), parameters(config(128, 32, **changes))
     settings = config(128, 32, **changes)
-    width = width_of(settings)
+    width = mup_width(settings)
     assert width is not None and width.ratio == 4
     powers = {"input": 0, "hidden": -0.5, "output": -1, "final_gain": -1}
     for path, x in wide.items():

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from jaxstack.models.moe.exchange import count_slots
+from jaxstack.models.moe.exchange import count_buffer_rows
 from jaxstack.observe.collectives import Collective, collectives
 from jaxstack.observe.what_ran import refuse_fallbacks
 from tests.hopper_steps import compile_step
@@ -35,7 +35,7 @@ def total(kind: str, *overrides: str, dtype: str = "bf16", **wanted) -> int:
 def exchanged(devices: int, degree: int, factor: float) -> int:
     """Bytes of one exchange of rows: tokens there, results back, or a gradient of either."""
     assignments = B * T * K // devices
-    return degree * count_slots(assignments, degree, factor, assignments) * D * 2
+    return degree * count_buffer_rows(assignments, degree, factor, assignments) * D * 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.models.moe.exchange import compute_on_expert_devices, compute_on_this_device, count_slots
+from jaxstack.models.moe.exchange import compute_on_expert_devices, compute_on_this_device, count_buffer_rows
 from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, make_rules, with_local_tokens
 from tests.parallel.test_layouts import assert_trains_as_one_device
 from tests.small_runs import small_config
@@ -146,9 +146,9 @@ def test_no_token_is_lost_however_uneven_the_load(load, factor):
 
 
 def test_slots_are_bounded_by_what_can_be_sent():
-    assert count_slots(1000, 4, 1.5, 1000) == 376, "1.5 x 250, in eights"
-    assert count_slots(1000, 4, 8.0, 1000) == 1000
-    assert count_slots(1000, 4, 1.5, 60) == 60
+    assert count_buffer_rows(1000, 4, 1.5, 1000) == 376, "1.5 x 250, in eights"
+    assert count_buffer_rows(1000, 4, 8.0, 1000) == 1000
+    assert count_buffer_rows(1000, 4, 1.5, 60) == 60
 
 
 @pytest.mark.quick

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxstack.data.device import abstract_batch
+from jaxstack.data.device_batches import abstract_batch
 from tests.small_runs import batch_at, make_trainer, small_config
 
 LAYERS, D, F = 4, 32, 80

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.plan.choose import forecast_here, training_layout
+from jaxstack.plan.choose import forecast_here, with_training_layout
 from jaxstack.run.train import train
 from jaxstack.run_config import config_schema, load_config
 from tests.small_runs import SMALL
@@ -26,7 +26,7 @@ def test_file_and_override(tmp_path):
 def test_layout_has_all_devices_and_the_configurations_batch():
     config = load_config(None, [*SMALL, *AUTO])
     for devices in (1, 2, 8):
-        chosen = training_layout(config, devices)
+        chosen = with_training_layout(config, devices)
         assert chosen.parallel.resolve(devices) == chosen.parallel and not chosen.parallel.auto
         assert chosen.train.global_batch_size == 16 and chosen.model.vocab_size == config.model.vocab_size
     assert forecast_here(chosen) is None or jax.default_backend() == "gpu"

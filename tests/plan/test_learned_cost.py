@@ -19,13 +19,13 @@ from jaxstack.plan.learned_cost import (
     median_error,
     read_programs,
 )
-from jaxstack.plan.program_features import ProgramFeatures, matmul_features, read_features
+from jaxstack.plan.program_features import ProgramFeatures, matmul_features, parse_program_features
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def features_of(function, *arguments) -> ProgramFeatures:
-    return read_features(jax.jit(function).lower(*arguments).compile().as_text())
+    return parse_program_features(jax.jit(function).lower(*arguments).compile().as_text())
 
 
 def test_features_of_a_matmul():

@@ -12,7 +12,7 @@ from jaxstack.parallel.pipeline.schedule import SCHEDULES as TABLES
 from jaxstack.parallel.pipeline.simulate import simulate
 from jaxstack.plan.cluster import parse_cluster
 from jaxstack.plan.forecast import LayoutModel, forecast
-from jaxstack.plan.layouts import SCHEDULES, LayoutTable, enumerate_layouts, layout_of
+from jaxstack.plan.layouts import SCHEDULES, LayoutTable, enumerate_layouts, layout_table_of
 from jaxstack.plan.memory import PARTS, in_flight
 from jaxstack.plan.step_time import bubble_of_work
 from jaxstack.run_config import load_config
@@ -40,7 +40,7 @@ def model_of(*overrides, cluster="1 x 8 h200"):
 def test_zero_of_the_table_in_the_documentation(layout, state, within):
     """ZeRO's table (Rajbhandari et al. 2020) as docs/parallelism.md gives it, in bytes for each parameter."""
     model = model_of("train.global_batch_size=8", *layout.split())
-    parts = model.memory(layout_of(model.config))
+    parts = model.memory(layout_table_of(model.config))
     total = model.shape.total
     assert parts["weights"] + parts["optimizer"] == pytest.approx(state * total, rel=0.01)
     working = parts["gradients"] + np.where("zero" in layout, parts["working_copies"], 0)

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.parallel.nearest import nearest_degrees
-from jaxstack.plan.choose import training_layout
+from jaxstack.parallel.nearest_degrees import nearest_degrees
+from jaxstack.plan.choose import with_training_layout
 from jaxstack.run_config import load_config
 
 
@@ -45,8 +45,10 @@ def test_only_what_fits_is_named():
 def test_the_layout_that_a_refusal_names_is_accepted(overrides, devices):
     overrides = ["train.global_batch_size=10", "model.num_layers=5", *overrides]
     with pytest.raises(ConfigError) as refusal:
-        training_layout(load_config(None, overrides), devices)
+        with_training_layout(load_config(None, overrides), devices)
     (named,) = re.findall(r"fit with parallel ([\w=, ]+)\.$", str(refusal.value))
     kept = [o for o in overrides if not re.match(r"parallel\.\w+=-?\d+$", o) or "zero" in o]
-    accepted = training_layout(load_config(None, [*kept, *(f"parallel.{part}" for part in named.split(", "))]), devices)
+    accepted = with_training_layout(
+        load_config(None, [*kept, *(f"parallel.{part}" for part in named.split(", "))]), devices
+    )
     assert accepted.parallel.tensor in (1, 2, 4)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxstack.observe.device_grid import device_grid, number_ranges, split_panels
+from jaxstack.observe.device_grid import device_grid, format_number_ranges, split_panels
 from jaxstack.plan.__main__ import main
 from jaxstack.plan.describe import describe_plan
 from jaxstack.plan.draw import draw_mesh, draw_plan
@@ -120,7 +120,7 @@ def test_pictures_of_a_large_mesh_say_what_they_leave_out():
 
 
 def test_number_ranges():
-    assert number_ranges([0, 1, 2, 3, 8, 12, 13]) == "0-3, 8, 12, 13"
+    assert format_number_ranges([0, 1, 2, 3, 8, 12, 13]) == "0-3, 8, 12, 13"
 
 
 def test_device_grid_counts_as_numpy_does():

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxstack.errors import ConfigError
-from jaxstack.plan.choose import training_layout
+from jaxstack.plan.choose import with_training_layout
 from jaxstack.plan.cluster import parse_cluster
 from jaxstack.plan.feasibility import layout_problems
 from jaxstack.plan.forecast import LayoutModel, compute_optimal, forecast, training_budget
-from jaxstack.plan.layouts import enumerate_layouts, layout_of
+from jaxstack.plan.layouts import enumerate_layouts, layout_table_of
 from jaxstack.plan.optimizer_state import optimizer_bytes
 from jaxstack.plan.search import faster_part, search_layouts
 from jaxstack.run_config import config_from_tree, load_config
@@ -33,9 +33,9 @@ def test_every_offered_layout_passes_the_trainers_checks(overrides):
     for row in range(0, len(layouts), 29):
         one = layouts.configuration(row, config)
         assert not layout_problems(one.layout_sections)
-        assert training_layout(one, 8) == one
+        assert with_training_layout(one, 8) == one
         assert config_from_tree(one.model_dump(mode="json", by_alias=True)) == one
-        columns = layout_of(one)
+        columns = layout_table_of(one)
         assert all(columns[name][0] == layouts[name][row] for name in layouts.columns)
     rules = " ".join(refused)
     if overrides is DENSE:
@@ -114,7 +114,7 @@ def test_adapters_need_little_beyond_the_weights():
     # Each of the seven matrices of a layer, [in, out], has 16 (in + out) more parameters.
     added = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     assert share * full.shape.total == pytest.approx(added, rel=1e-3) and full.time.trained == 1
-    layout = layout_of(config_of(*DENSE, "parallel.fsdp=8"))
+    layout = layout_table_of(config_of(*DENSE, "parallel.fsdp=8"))
     memory, frozen = ({name: part[0] for name, part in one.memory(layout).items()} for one in (full, adapted))
     assert frozen["optimizer"] == pytest.approx(share * memory["optimizer"]) and frozen["weights"] == memory["weights"]
     assert 0.6 < adapted.seconds(layout)["matmul"][0] / full.seconds(layout)["matmul"][0] < 0.7

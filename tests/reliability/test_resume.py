@@ -12,7 +12,7 @@ from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.loader import open_data
 from jaxstack.errors import ConfigError
-from jaxstack.plan.choose import training_layout
+from jaxstack.plan.choose import with_training_layout
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import load_config
 from tests.checkpoint.states import raw
@@ -94,7 +94,7 @@ def restored_bits(runs: Runs, name: str, overrides: tuple[str, ...]) -> dict[str
     """What a run on this mesh has on its devices after restoring, in this process."""
     config = load_config(runs.config, overrides)
     devices = jax.devices()[: config.parallel.simulate_devices]
-    config = training_layout(config, len(devices))
+    config = with_training_layout(config, len(devices))
     data = open_data(config.data, sequence_length=32, seed=0)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data, devices)

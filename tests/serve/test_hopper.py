@@ -12,7 +12,7 @@ import pytest
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.parallel import make_rules
-from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.parallel.sharding_context import logical_axis_rules
 from jaxstack.serve.step import Column, Programs, decode_rows
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh

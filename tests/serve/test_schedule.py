@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from jaxstack.serve import engine as engine_module
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
-from jaxstack.serve.schedule import ChunkShape, chunk_shapes, row_counts, shapes_beside
-from jaxstack.serve.speculate import accept
+from jaxstack.serve.ngram_draft import accept
+from jaxstack.serve.schedule import ChunkShape, chunk_shapes, decode_batch_sizes, shapes_beside
 from jaxstack.serve.step import Column, Programs
 
 V = 3
@@ -131,7 +131,7 @@ def make_engine(monkeypatch):
     )
     monkeypatch.setattr(engine_module, "Programs", SimulatedPrograms)
     monkeypatch.setattr(engine_module, "DraftPrograms", SimulatedDraft)
-    monkeypatch.setattr(engine_module, "choose_sizes", lambda models, config: (CONTEXT, config.pages))
+    monkeypatch.setattr(engine_module, "choose_context_and_pages", lambda models, config: (CONTEXT, config.pages))
 
     def make(config: EngineConfig, draft: bool = False) -> Engine:
         return Engine(model, config, draft=model if draft else None, warm_up=False, start=False)
@@ -202,7 +202,11 @@ def test_shapes_have_room_for_every_budget():
             shapes = chunk_shapes(tokens, slots)
             assert max(shape.rows * shape.width for shape in shapes) == tokens or tokens < 64
             assert all(1 <= shape.rows <= max(slots, 1) and shape.width <= tokens for shape in shapes)
-    assert row_counts(64) == (2, 4, 16, 64) and row_counts(1) == (1,) and row_counts(10) == (2, 3, 10)
+    assert (
+        decode_batch_sizes(64) == (2, 4, 16, 64)
+        and decode_batch_sizes(1) == (1,)
+        and decode_batch_sizes(10) == (2, 3, 10)
+    )
 
 
 def test_steps_beside_answers_have_the_shapes_that_are_fast_enough():

@@ -114,6 +114,14 @@ def test_a_storage_that_cannot_be_opened_is_one_message(tmp_path):
             open_study(tmp_path, storage=place)
 
 
+def test_a_damaged_journal_is_one_message(tmp_path):
+    complete(open_study(tmp_path), 1)
+    journal = tmp_path / "study.journal"
+    journal.write_text("damaged\n" + journal.read_text())
+    with pytest.raises(ConfigError, match="study.journal is damaged or no journal of Optuna; move it away"):
+        open_study(tmp_path)
+
+
 def test_a_database_is_shared_storage(tmp_path):
     url = f"sqlite:///{tmp_path}/study.db"
     complete(open_study(tmp_path, storage=url), 2)

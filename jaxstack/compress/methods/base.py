@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import jax
 from jaxtyping import Array, Float
 
-from jaxstack.compress.smooth import Sublayer
+from jaxstack.compress.input_scales import Sublayer
 from jaxstack.config.base import PathRule
 from jaxstack.models.config import ModelConfig
 from pallas_kernels.weight_only.packed import PackedWeight

@@ -1,5 +1,6 @@
-"""BCT: all integers in a square tile of a matrix share one power of two."""
+"""BCT: all integers in a tile of a matrix share one power of two."""
 
+import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ _CANDIDATES = 3
 
 
 class Bct(Method):
-    """Rounds square tiles to integers that share a power of two (Dong et al. 2023, arXiv:2304.01483).
+    """Rounds tiles to integers that share a power of two (Dong et al. 2023, arXiv:2304.01483).
 
     Of the steps that are powers of two each tile takes the one with the least squared error. Needs no calibration text.
     `jaxstack.compress.integers.in_integers` rounds activations and softmax too.
@@ -27,26 +28,41 @@ class Bct(Method):
     """Bits of an integer, its sign included."""
     tile_size: int = Field(default=64, ge=1)
     """Rows and columns of a tile, which has one exponent of 8 bits."""
+    tile_outputs: int | None = Field(default=None, ge=1)
+    """Outputs of a tile; null: `tile_size`. Few suit matrices whose rows differ in size, such as embeddings."""
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Outputs and inputs of a tile."""
+        return self.tile_outputs or self.tile_size, self.tile_size
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
+        if self.tile_outputs and outputs % self.tile_outputs:
+            fitting = math.gcd(outputs, self.tile_outputs)
+            return f"tile_outputs {self.tile_outputs} does not divide its {outputs} outputs; {fitting} does"
         for name, size in (("inputs", inputs), ("outputs", outputs)):
-            if size % self.tile_size:
-                fitting = max(n for n in range(1, self.tile_size + 1) if inputs % n == outputs % n == 0)
+            if size % self.tile_size and (name == "inputs" or not self.tile_outputs):
+                sizes = (inputs,) if self.tile_outputs else (inputs, outputs)
+                fitting = max(n for n in range(1, self.tile_size + 1) if all(size % n == 0 for size in sizes))
                 return f"tile_size {self.tile_size} does not divide its {size} {name}; {fitting} does"
         return None
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
-        q, exponents = round_tiles(w, self.bits, self.tile_size)
+        q, exponents = round_tiles(w, self.bits, *self.tile)
         return pack_tile_float(self.bits, q, exponents)
 
 
 def round_tiles(
-    w: Float[Array, "out in"], bits: int, size: int
+    w: Float[Array, "out in"], bits: int, rows: int, columns: int | None = None
 ) -> tuple[Int[Array, "out in"], Int[Array, "tiles_out tiles_in"]]:
-    """Return the integers of square tiles, int8, and the exponents of their steps, int8."""
-    outputs, inputs = w.shape
-    tiles = w.astype(jnp.float32).reshape(outputs // size, size, inputs // size, size)
+    """Return the integers of tiles [rows, columns], int8, and the exponents of their steps, int8.
+
+    Args:
+      columns: default: as many as rows.
+    """
+    (outputs, inputs), columns = w.shape, columns or rows
+    tiles = w.astype(jnp.float32).reshape(outputs // rows, rows, inputs // columns, columns)
     largest = block_exponents(jnp.abs(tiles).max((1, 3)), bits).astype(jnp.int32)
 
     def error(exponents: Int[Array, "tiles_out tiles_in"]) -> Float[Array, "tiles_out tiles_in"]:

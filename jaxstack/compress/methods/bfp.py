@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxstack.compress.methods.base import Compressed, InputStatistics, Method
-from jaxstack.compress.methods.rounding import group_reason
+from jaxstack.compress.methods.rounding_base import group_size_problem
 from pallas_kernels.weight_only.formats import powers_of_two
 from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import pack_block_float
@@ -27,7 +27,7 @@ class BlockFloat(Method):
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
         del outputs
-        return group_reason(self.block_size, inputs, "block_size")
+        return group_size_problem(self.block_size, inputs, "block_size")
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics

@@ -4,14 +4,14 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from jaxstack.compress.column_sweep import gptq
 from jaxstack.compress.methods.base import Compressed, InputStatistics
-from jaxstack.compress.methods.rounding import RoundingMethod
-from jaxstack.compress.methods.sweep import SweepMethod
-from jaxstack.compress.solve import gptq
+from jaxstack.compress.methods.column_sweep_base import ColumnSweepMethod
+from jaxstack.compress.methods.rounding_base import RoundingMethod
 from pallas_kernels.weight_only.packed import pack_integers
 
 
-class Gptq(SweepMethod, RoundingMethod):
+class Gptq(ColumnSweepMethod, RoundingMethod):
     """Rounds to a symmetric grid column by column and corrects the columns that follow (arXiv:2210.17323)."""
 
     method: Literal["gptq"] = "gptq"

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from jaxstack.compress.methods.base import Compressed, InputStatistics, Method
-from jaxstack.compressed_training.patterns import count_patterns, pattern_values, patterns_of, quantiles
+from jaxstack.compressed_training.bfloat16_table import bfloat16_patterns, count_patterns, pattern_values, quantiles
 from pallas_kernels.weight_only.packed import pack_lookup
 
 
@@ -28,12 +28,12 @@ class KMeans(Method):
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
-        patterns = patterns_of(w)
-        codebook = cluster_patterns(count_patterns(patterns), self.bits, self.iterations)
+        patterns = bfloat16_patterns(w)
+        codebook = find_cluster_centers(count_patterns(patterns), self.bits, self.iterations)
         return pack_lookup(self.bits, _nearest(jnp.asarray(pattern_values()), codebook)[patterns], codebook[None])
 
 
-def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
+def find_cluster_centers(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
     """Return 2^bits cluster centers, ascending, float32; `counts` says how many weights have each bfloat16 value.
 
     k-means runs from three starts: equal steps between the smallest and the largest weight, which suits long tails;

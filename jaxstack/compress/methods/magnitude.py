@@ -5,7 +5,7 @@ from typing import Literal
 from jaxtyping import Array, Float
 
 from jaxstack.compress.methods.base import Compressed, InputStatistics
-from jaxstack.compress.methods.pruning import PruningMethod
+from jaxstack.compress.methods.pruning_base import PruningMethod
 from jaxstack.compress.prune import magnitude
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxstack.compress.methods.base import Compressed, InputStatistics
-from jaxstack.compress.methods.rounding import RoundingMethod
+from jaxstack.compress.methods.rounding_base import RoundingMethod
 from pallas_kernels.weight_only.packed import pack_nearest
 
 

@@ -4,13 +4,13 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from jaxstack.compress.column_sweep import sparsegpt
 from jaxstack.compress.methods.base import Compressed, InputStatistics
-from jaxstack.compress.methods.pruning import PruningMethod
-from jaxstack.compress.methods.sweep import SweepMethod
-from jaxstack.compress.solve import sparsegpt
+from jaxstack.compress.methods.column_sweep_base import ColumnSweepMethod
+from jaxstack.compress.methods.pruning_base import PruningMethod
 
 
-class SparseGpt(SweepMethod, PruningMethod):
+class SparseGpt(ColumnSweepMethod, PruningMethod):
     """Prunes in blocks of columns and corrects the columns that follow (arXiv:2301.00774)."""
 
     method: Literal["sparsegpt"] = "sparsegpt"

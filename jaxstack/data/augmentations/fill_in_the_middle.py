@@ -6,7 +6,13 @@ import numpy as np
 from pydantic import Field
 
 from jaxstack.data.augmentations.base import TextAugmentation, Vocabulary
-from jaxstack.data.augmentations.row_documents import Document, body_of, has_targets, join_documents, split_row
+from jaxstack.data.augmentations.row_documents import (
+    Document,
+    has_targets,
+    join_documents,
+    split_document_start,
+    split_row,
+)
 from jaxstack.data.packing import IGNORE
 from jaxstack.data.token_rows import Row
 
@@ -50,7 +56,7 @@ class FillInTheMiddle(TextAugmentation):
         return join_documents(documents, row, start)
 
     def _reordered(self, document: Document, random: np.random.Generator, start: int) -> Document:
-        opening, body = body_of(document, start)
+        opening, body = split_document_start(document, start)
         if len(body) < _SHORTEST:
             return document
         assert self.sentinel_ids is not None

@@ -46,7 +46,7 @@ def has_targets(document: Document) -> bool:
     return bool((document[1] != IGNORE).any())
 
 
-def body_of(document: Document, document_start: int) -> tuple[np.ndarray, np.ndarray]:
+def split_document_start(document: Document, document_start: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the document-start id [0 or 1] that opens the document, and the ids after it."""
     tokens = document[0]
     opens = int(len(tokens) > 0 and tokens[0] == document_start)

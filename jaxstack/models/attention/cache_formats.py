@@ -41,13 +41,14 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
     "int8": CacheFormat(IntegerCodec(Grid(8)), IntegerCodec(Grid(8))),
     "fp8": CacheFormat(Fp8Codec(), Fp8Codec()),
     "int4": CacheFormat(IntegerCodec(Grid(4, _BLOCK)), IntegerCodec(Grid(4, _BLOCK))),
+    "k8v4": CacheFormat(IntegerCodec(Grid(8)), IntegerCodec(Grid(4, _BLOCK))),
     "bfp12": CacheFormat(BlockFloatCodec(4, _BLOCK), BlockFloatCodec(8, _BLOCK), sorts_channels=True),
 }
 """Formats by the name that `precision.kv_cache` has for them. bfp12 (4-bit integers, 8-bit exponents, sorted channels)
 follows Trukhanov & Soloveychik 2024, arXiv:2403.20137; its values have 8-bit integers."""
 
 
-def empty_pair(
+def empty_keys_and_values(
     format: CacheFormat | None,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxstack.models.attention.base import AttentionKind, AttentionSpec, CacheSlots
-from jaxstack.models.attention.key_cache import KeyCache, attend_to, empty_cache, extend, store
+from jaxstack.models.attention.kv_cache import KeyCache, attend_to, empty_cache, extend, store
 from pallas_kernels.attention.masks import Mask
 
 

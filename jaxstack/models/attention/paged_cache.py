@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec, PageGroup, PageSlots
-from jaxstack.models.attention.cache_formats import empty_pair
+from jaxstack.models.attention.cache_formats import empty_keys_and_values
 from jaxstack.parallel import current_rules, with_local_heads
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention
@@ -39,7 +39,9 @@ class PagedKeys(NamedTuple):
 def empty_pages(heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> PagedKeys:
     """Return `pages` pages of zeros for `page_size` tokens each."""
     shape = (pages, page_size, heads.num_kv_heads, heads.head_dim)
-    return PagedKeys(*empty_pair(heads.cache_format, shape, (None, None, "act_kv_heads", "act_head_dim"), dtype))
+    return PagedKeys(
+        *empty_keys_and_values(heads.cache_format, shape, (None, None, "act_kv_heads", "act_head_dim"), dtype)
+    )
 
 
 def attend_pages(

@@ -13,7 +13,7 @@ from jaxstack.models.attention.base import (
     SegmentIds,
     context_method,
 )
-from jaxstack.models.attention.key_cache import attend_newest, put
+from jaxstack.models.attention.kv_cache import attend_newest, put
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from jaxstack.models.attention.paged_cache import PagedKeys, attend_pages, empty_pages
 from pallas_kernels import context_attention, flash_attention

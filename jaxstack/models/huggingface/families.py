@@ -12,7 +12,7 @@ from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import LLAMA, MISTRAL
 from jaxstack.models.huggingface.mixture import MIXTRAL, QWEN3_MOE
-from jaxstack.models.huggingface.quantization import KEY, read_quantization
+from jaxstack.models.huggingface.quantization_config import KEY, read_quantization
 from jaxstack.models.huggingface.qwen import QWEN2, QWEN3
 
 FAMILIES = {

@@ -7,7 +7,7 @@ from typing import Any
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.huggingface.rows import Row
+from jaxstack.models.huggingface.config_fields import Row
 from jaxstack.models.huggingface.tensors import Tensor
 
 HARMLESS = frozenset(

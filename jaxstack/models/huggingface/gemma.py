@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.huggingface.family import Family
-from jaxstack.models.huggingface.llama import ATTENTION, ENDS, LAYER, MLP, attention_bias, max_positions, shape
-from jaxstack.models.huggingface.rows import (
+from jaxstack.models.huggingface.config_fields import (
     Keys,
     Row,
     activation,
@@ -17,6 +15,8 @@ from jaxstack.models.huggingface.rows import (
     same,
     windows,
 )
+from jaxstack.models.huggingface.family import Family
+from jaxstack.models.huggingface.llama import ATTENTION, ENDS, LAYER, MLP, attention_bias, max_positions, shape
 from jaxstack.models.huggingface.tensors import Tensor
 
 _NORMS = (

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases, and matrices with the input dim first (Conv1D)."""
 
+from jaxstack.models.huggingface.config_fields import activation, always, fixed, same
 from jaxstack.models.huggingface.family import Family
-from jaxstack.models.huggingface.rows import activation, always, fixed, same
 from jaxstack.models.huggingface.tensors import Tensor
 
 _LAYER = "transformer.h.{layer}."

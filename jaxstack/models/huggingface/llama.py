@@ -3,8 +3,8 @@
 Queries and keys need no permutation: both sides pair the halves of a head for rotary positions.
 """
 
+from jaxstack.models.huggingface.config_fields import Row, activation, always, fixed, rope, same, windows
 from jaxstack.models.huggingface.family import Family
-from jaxstack.models.huggingface.rows import Row, activation, always, fixed, rope, same, windows
 from jaxstack.models.huggingface.tensors import Tensor
 
 LAYER = "model.layers.{layer}."

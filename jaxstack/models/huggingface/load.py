@@ -18,8 +18,12 @@ from jaxstack.models.huggingface.families import check_model, describe
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
 from jaxstack.models.huggingface.leaves import Leaf, find_leaves
-from jaxstack.models.huggingface.quantization import Quantization, read_quantization
-from jaxstack.models.huggingface.quantized import QuantizedTensor, describe_reading, open_quantized
+from jaxstack.models.huggingface.quantization_config import Quantization, read_quantization
+from jaxstack.models.huggingface.quantized_weights import (
+    QuantizedTensor,
+    describe_quantization_differences,
+    open_quantized,
+)
 from jaxstack.models.huggingface.tensors import bounded, whole
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, make_rules
@@ -135,7 +139,7 @@ def _read(
             found[leaf.path] = _read_leaf(files, leaf, place(leaf)) if weight is None else weight
         if quantization is not None:
             count = sum(isinstance(value, PackedWeight) for value in found.values())
-            for line in describe_reading(quantization, quantized, len(quantized) - count):
+            for line in describe_quantization_differences(quantization, quantized, len(quantized) - count):
                 report(f"{directory}: {line}")
         return found
 

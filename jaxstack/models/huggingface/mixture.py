@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.huggingface.config_fields import Keys, Row, activation, always, find, fixed, rope, same, windows
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.llama import LAYER, TENSORS, attention_bias, max_positions, shape
-from jaxstack.models.huggingface.rows import Keys, Row, activation, always, find, fixed, rope, same, windows
 from jaxstack.models.huggingface.tensors import Tensor
 from jaxstack.models.moe.config import MoEConfig
 

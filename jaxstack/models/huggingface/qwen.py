@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.huggingface.config_fields import Keys, activation, always, fixed, layer_types, rope, windows
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.llama import TENSORS, attention_bias, max_positions, shape
-from jaxstack.models.huggingface.rows import Keys, activation, always, fixed, layer_types, rope, windows
 
 
 def _late_windows(config: Keys, layers: int) -> Sequence[bool]:

@@ -16,8 +16,8 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import choose_family
 from jaxstack.models.huggingface.files import CONFIG, claim_directory, write_json, write_weights
 from jaxstack.models.huggingface.leaves import Leaf, find_leaves
-from jaxstack.models.huggingface.quantization import KEY, Scheme, write_quantization
-from jaxstack.models.huggingface.quantized import store
+from jaxstack.models.huggingface.quantization_config import KEY, Scheme, make_quantization_config
+from jaxstack.models.huggingface.quantized_weights import store
 from jaxstack.models.transformer import Transformer
 from pallas_kernels import PackedWeight
 
@@ -99,7 +99,7 @@ def write_checkpoint(
     said |= {"torch_dtype": dtype, **(extra or {})}
     if format is not None:
         modules = {name.removesuffix(".weight") for leaf in leaves if leaf.is_linear for name in leaf.names}
-        said[KEY] = write_quantization(schemes, (modules | {"lm_head"}) - schemes.keys(), format)
+        said[KEY] = make_quantization_config(schemes, (modules | {"lm_head"}) - schemes.keys(), format)
     # Written last, because a directory without it is not a checkpoint.
     write_json(directory / CONFIG, said)
     return chosen.model_type

@@ -53,7 +53,7 @@ def compute_on_this_device(
     return sum_rows(compute(take_rows(x, rows), take_weights(weights, rows), kernels, sizes, alignment), rows)
 
 
-def count_slots(assignments: int, devices: int, factor: float, max_rows: int) -> int:
+def count_buffer_rows(assignments: int, devices: int, factor: float, max_rows: int) -> int:
     """Return the rows of a pair's buffer: `factor` times an even load of `assignments`, at most `max_rows`."""
     wanted = -int(-assignments * factor // devices)
     return min(-(-wanted // _SLOT_MULTIPLE) * _SLOT_MULTIPLE, max_rows)
@@ -104,7 +104,7 @@ def compute_on_expert_devices(
     local = jax.tree.leaves(kernels)[0].shape[0]
     flat = experts.reshape(-1)
     max_rows = min(flat.shape[0], max_rows or flat.shape[0])
-    slots = count_slots(flat.shape[0], devices, factor, max_rows)
+    slots = count_buffer_rows(flat.shape[0], devices, factor, max_rows)
     order = sort_by_group(flat, devices * local)
     counts = (order.first[1:] - order.first[:-1]).reshape(devices, local)
     plan = ExchangePlan(experts, order, jax.lax.all_to_all(counts, AXIS, 0, 0, tiled=True))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxstack.observe.units import short_number
+from jaxstack.observe.number_format import short_number
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxstack.observe.number_format import short_number
 from jaxstack.observe.report.axes import Axis, step_axis, value_axis
 from jaxstack.observe.report.series import Series, downsample
-from jaxstack.observe.units import short_number
 
 SIZE = 1000  # units of the SVG's own coordinates; the browser stretches them to the plot
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from jaxstack.observe.number_format import short_number, si_number
 from jaxstack.observe.report.chart import Chart, Curve
 from jaxstack.observe.report.series import Series, make_series
-from jaxstack.observe.units import short_number, si_number
 
 KEYS = ("power_watts", "joules_per_token", "total_joules_per_token", "energy_kwh", "gpu_hours", "cost")
 """Keys of a metrics line, see `jaxstack.observe.energy.EnergyMeter.read`."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.observe.number_format import byte_size, short_number
 from jaxstack.observe.report.series import Series
 from jaxstack.observe.report.tables import row_table
-from jaxstack.observe.units import byte_size, short_number
 
 WARN_ABOVE = 0.15
 """Relative difference above which a warning is shown."""

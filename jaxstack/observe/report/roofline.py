@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxstack.observe.number_format import duration, short_number, si_number
 from jaxstack.observe.report.tables import render_value
-from jaxstack.observe.units import duration, short_number, si_number
 
 WIDTH, HEIGHT = 1000, 460  # in units of the SVG's own coordinates
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 40, 46

@@ -10,7 +10,7 @@ from jaxstack.observe.device_grid import (
     describe_dims,
     device_grid,
     distinct_layouts,
-    number_ranges,
+    format_number_ranges,
     panels_name,
     replicating_axes,
     split_panels,
@@ -73,7 +73,7 @@ def draw_panels(panels: np.ndarray, name: str, by_part: bool = True) -> str:
     """Draw [panels, rows, columns] of tuples of device numbers as SVG, coloured by box, or by panel."""
     shown = panels[:_MOST, :_MOST, :_MOST]
     count, down, across = shown.shape
-    longest = max(len(number_ranges(cell)) for cell in shown.flat)
+    longest = max(len(format_number_ranges(cell)) for cell in shown.flat)
     box = max(BOX if by_part else BOX // 2, 8 * longest + 14)
     title = HEAD if len(panels) > 1 else 0
     side = min(count, max(1, round(900 / (across * box + 3 * GAP))))
@@ -88,7 +88,7 @@ def draw_panels(panels: np.ndarray, name: str, by_part: bool = True) -> str:
             x, y = left + column * box, top + title + row * ROW
             parts.append(
                 f'<g class="hue{hue}"><rect x="{x}" y="{y}" width="{box - 3}" height="{ROW - 3}" rx="3"/>'
-                f'<text x="{x + (box - 3) / 2:.0f}" y="{y + 18}">{number_ranges(devices)}</text></g>'
+                f'<text x="{x + (box - 3) / 2:.0f}" y="{y + 18}">{format_number_ranges(devices)}</text></g>'
             )
     size = f"{side * width} {-(-count // side) * height}"
     cut = "" if panels.shape == shown.shape else f"<p>the first of {' x '.join(map(str, panels.shape))} parts</p>"

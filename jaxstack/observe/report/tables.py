@@ -4,7 +4,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxstack.observe.units import byte_size, short_number
+from jaxstack.observe.number_format import byte_size, short_number
 
 _MAX_ROWS = 200
 

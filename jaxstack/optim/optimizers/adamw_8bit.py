@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree, UInt8
 from pydantic import Field
 
 from jaxstack.optim.base import HasShape, RunInfo
-from jaxstack.optim.matrices import MatrixOptimizer
+from jaxstack.optim.matrix_optimizer import MatrixOptimizer
 
 BLOCK = 256
 """Number of values that share a scale."""

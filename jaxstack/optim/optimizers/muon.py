@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunInfo
-from jaxstack.optim.matrices import MatrixOptimizer
+from jaxstack.optim.matrix_optimizer import MatrixOptimizer
 from jaxstack.parallel.mesh import spread
 from jaxstack.tree_rules import map_by_path
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.cluster.vq import kmeans2
 
-from jaxstack.compress.methods.kmeans import KMeans, cluster_patterns
+from jaxstack.compress.methods.kmeans import KMeans, find_cluster_centers
 from jaxstack.compress.recipe import load_recipe
-from jaxstack.compressed_training.patterns import count_patterns, patterns_of
+from jaxstack.compressed_training.bfloat16_table import bfloat16_patterns, count_patterns
 
 
 @pytest.mark.longer
@@ -33,7 +33,7 @@ def test_three_bits_reach_the_least_error_of_a_normal_distribution():
 @pytest.mark.longer
 def test_the_table_gives_the_clusters_of_k_means_over_all_weights():
     w = np.asarray(jax.random.normal(jax.random.key(1), (64, 64)).astype(jnp.bfloat16), np.float32)
-    centers = cluster_patterns(count_patterns(patterns_of(jnp.asarray(w))), 2, 50)
+    centers = find_cluster_centers(count_patterns(bfloat16_patterns(jnp.asarray(w))), 2, 50)
     start = w.min() + (w.max() - w.min()) * (np.arange(4) + 0.5) / 4
     wanted, _ = kmeans2(w.reshape(-1, 1), start[:, None], iter=50, minit="matrix")
     errors = [np.square(w[..., None] - c.reshape(-1)).min(-1).sum() for c in (np.asarray(centers), wanted)]

@@ -15,7 +15,7 @@ from jaxstack.models.attention.base import PageGroup, PageSlots
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS, as_stored, magnitude_order
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
-from jaxstack.models.rope import apply_rope, rope_angles, rope_frequencies
+from jaxstack.models.rope import apply_rope, rope_cos_sin, rope_frequencies
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.run.build import make_trainer
 from jaxstack.run.train import train
@@ -89,7 +89,9 @@ def test_packed_tokens_over_pages_give_the_logits_of_the_forward_with_rounded_ke
         )
 
 
-@pytest.mark.parametrize(("name", "bits"), [("int8", 8.125), ("fp8", 8), ("int4", 4.5), ("bfp12", 6.25)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("int8", 8.125), ("fp8", 8), ("int4", 4.5), ("k8v4", 6.3125), ("bfp12", 6.25)]
+)
 def test_bytes_of_a_cache(name, bits):
     """Bits of a value, of which bfloat16 has 16: int8 with a scale for 128 values just exceeds half of it."""
     config = ModelConfig(**{**BASE, "head_dim": 128, "scan_layers": False})
@@ -109,7 +111,7 @@ def test_the_order_of_channels_is_that_of_rotated_keys():
     keys = jnp.einsum("btd,dkh->btkh", x, kernel)
     np.testing.assert_array_equal(magnitude_order(kernel, rotated=False)[0], jnp.argsort(jnp.square(kernel).sum(0)[0]))
     frequencies = np.full(16, 1.0) + rope_frequencies(32, 10000.0)
-    rotated = apply_rope(keys, rope_angles(jnp.arange(4096)[None], frequencies))
+    rotated = apply_rope(keys, rope_cos_sin(jnp.arange(4096)[None], frequencies))
     energies = np.asarray(jnp.square(rotated).mean((0, 1, 2)))[np.asarray(magnitude_order(kernel, rotated=True))[0]]
     assert (energies[2:] > 0.85 * energies[:-2]).all()
 

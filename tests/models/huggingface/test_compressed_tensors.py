@@ -21,13 +21,19 @@ from jaxstack.models import Transformer, from_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.files import WeightFiles, read_json
 from jaxstack.models.huggingface.load import read_parameters
-from jaxstack.models.huggingface.quantization import (
+from jaxstack.models.huggingface.quantization_config import (
     Scheme,
     is_quantized,
+    make_quantization_config,
     read_quantization,
-    write_quantization,
 )
-from jaxstack.models.huggingface.quantized import QuantizedTensor, open_quantized, pack_words, store, unpack_words
+from jaxstack.models.huggingface.quantized_weights import (
+    QuantizedTensor,
+    open_quantized,
+    pack_words,
+    store,
+    unpack_words,
+)
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat
@@ -187,12 +193,12 @@ def test_zero_points_and_fp8_are_stored_again():
 
 def test_a_model_of_two_schemes_names_their_modules():
     four, eight = Scheme("pack-quantized", 4, strategy="group", group_size=32), Scheme("pack-quantized", 8)
-    said = write_quantization({"a.x": four, "a.y": eight, "b.x": four}, ["lm_head"], "pack-quantized")
+    said = make_quantization_config({"a.x": four, "a.y": eight, "b.x": four}, ["lm_head"], "pack-quantized")
     found = read_quantization({"quantization_config": said})
     assert found is not None and said["ignore"] == ["lm_head"]
     assert (found.scheme("a.x"), found.scheme("b.x"), found.scheme("a.y")) == (four, four, eight)
     assert found.scheme("a.z") is None
-    single = write_quantization({"a.x": four}, [], "pack-quantized")["config_groups"]
+    single = make_quantization_config({"a.x": four}, [], "pack-quantized")["config_groups"]
     assert single["group_0"]["targets"] == ["Linear"] and single["group_0"]["input_activations"] is None
 
 

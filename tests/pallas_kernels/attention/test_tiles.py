@@ -8,7 +8,14 @@ import pytest
 
 from pallas_kernels.attention.masks import Layout, Mask
 from pallas_kernels.attention.request import Segments
-from pallas_kernels.attention.tiles import Blocks, key_lists, possible_tiles, query_lists, visible_pairs, visible_tiles
+from pallas_kernels.attention.tiles import (
+    Blocks,
+    key_lists,
+    possible_tiles,
+    query_lists,
+    visible_block_pairs,
+    visible_tiles,
+)
 
 PATTERN = np.random.default_rng(0).random((4, 4)) < 0.4
 LAYOUT = Layout.from_pattern(PATTERN, 5)
@@ -46,7 +53,7 @@ def test_tiles_are_exactly_those_with_a_visible_pair(mask):
         if mask.layout is not None and length > key_length:
             continue
         for query_block, key_block in ((4, 3), (8, 5), (16, 16)):
-            whole, cut = visible_pairs(mask, length, key_length, query_block, key_block)
+            whole, cut = visible_block_pairs(mask, length, key_length, query_block, key_block)
             tiles = dict(tiles_of(visible_pairs_of(mask, length, key_length), query_block, key_block))
             full = {at for at, tile in tiles.items() if tile.all() and (at[1] + 1) * key_block <= key_length}
             assert {tuple(pair) for pair in whole.tolist()} == full

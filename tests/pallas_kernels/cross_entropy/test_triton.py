@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import NotSupported, linear_cross_entropy_sum, lowering_platform, record_choices
-from pallas_kernels.cross_entropy.from_logits import log_sum_exp, logits_gradient, loss_shares
 from pallas_kernels.cross_entropy.request import Options
 from pallas_kernels.cross_entropy.triton_launch import RowKernelPlan
+from pallas_kernels.cross_entropy.xla_common import log_sum_exp, logits_gradient, loss_shares
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
 
 def interpret(z_loss: float) -> None:
     """Rows of very different size, one logit far above the others, an ignored label and one out of range."""
-    from pallas_kernels.cross_entropy.triton_rows import gradient_kernel
+    from pallas_kernels.cross_entropy.triton_kernel import gradient_kernel
 
     let_numpy_index()
     rows, vocabulary, options = 6, 1000, Options(z_loss=z_loss)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.data.device import abstract_batch
+from jaxstack.data.device_batches import abstract_batch
 from jaxstack.observe.collectives import Collective, collectives
 from pallas_kernels import lowering_platform
 from tests.compilation import fully_optimized

@@ -1,0 +1,193 @@
+"""The `quantization_config` of config.json as compressed-tensors has it: the format of each module's weight."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from jaxstack.errors import ConfigError
+from jaxstack.models.huggingface.files import CONFIG, read_json
+
+KEY = "quantization_config"
+"""Key of config.json."""
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
+"""Formats that are written."""
+_READ = (*FORMATS, "naive-quantized")
+_METHOD = "compressed-tensors"
+
+
+class WeightArguments(BaseModel):
+    """Settings of a group of weights, named as in the files."""
+
+    num_bits: int = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    strategy: Literal["tensor", "channel", "group", "block", "tensor_group"] | None = None
+    group_size: int | None = None
+    block_structure: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """Quantization scheme of a module, as in the compressed-tensors format.
+
+    Attributes:
+      format: name of the format, such as `pack-quantized`.
+      bits: bits of a value.
+      kind: integers, or floating-point numbers (FP8, e4m3).
+      strategy: what shares a scale: the whole tensor, a row (`channel`), a group of inputs of a row, or a block.
+      group_size: inputs of a group.
+      block: rows and columns of a block.
+      symmetric: False if the integers have zero points.
+      activations: True if other programs quantize the inputs of the module too.
+    """
+
+    format: str
+    bits: int
+    kind: Literal["int", "float"] = "int"
+    strategy: str = "channel"
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    symmetric: bool = True
+    activations: bool = False
+
+    def as_group(self, targets: list[str]) -> dict[str, Any]:
+        """Return the entry of `config_groups` for the modules that `targets` name."""
+        shared = {"num_bits": self.bits, "type": self.kind, "symmetric": self.symmetric}
+        weights = {**shared, "strategy": self.strategy, "group_size": self.group_size, "dynamic": False}
+        rounded = {**shared, "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
+        return {
+            "targets": targets,
+            "weights": weights,
+            "input_activations": rounded if self.activations else None,
+            "output_activations": None,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """Quantization schemes of the modules of a compressed-tensors checkpoint.
+
+    Attributes:
+      groups: targets (names of modules, `re:` and a regular expression, or classes) and the scheme of each group.
+      kv_cache: True if other programs quantize the cache of keys and values.
+    """
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    kv_cache: bool = False
+
+    def scheme(self, module: str) -> Scheme | None:
+        """Return the scheme of a quantized module by its name; None if no group has it."""
+        for names in (True, False):  # a name goes before a class
+            for targets, scheme in self.groups:
+                if any(_matches(target, module) if names else target in _classes(module) for target in targets):
+                    return scheme
+        return None
+
+
+def is_quantized(directory: str | Path) -> bool:
+    """Return True if a Hugging Face checkpoint has quantized weights."""
+    path = Path(directory) / CONFIG
+    return path.is_file() and bool(read_json(path).get(KEY))
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """Return what a config.json says of quantized weights; None if it has none.
+
+    Raises:
+      ConfigError: the weights are stored in a way that is not supported; the message names it.
+    """
+    said = config.get(KEY)
+    if not said:
+        return None
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if method != _METHOD:
+        raise ConfigError(
+            f"config.json: {KEY} has quant_method {method!r}; only {_METHOD} is read, which llm-compressor writes."
+        )
+    for key in ("sparsity_config", "transform_config"):
+        other = said.get(key) or {}
+        if (other.get("format") or "dense") != "dense" or (key == "transform_config" and other):
+            what = other.get("format") or ", ".join(other)
+            raise _refused(f"{key} ({what})", "Decompress the checkpoint with the program that wrote it")
+    groups = said.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ConfigError(f"config.json: {KEY} has no config_groups.")
+    found = tuple(_read_group(name, group, said.get("format")) for name, group in groups.items())
+    return Quantization(found, kv_cache=bool(said.get("kv_cache_scheme")))
+
+
+def make_quantization_config(schemes: Mapping[str, Scheme], dense: Iterable[str], format: str) -> dict[str, Any]:
+    """Return the `quantization_config` of a checkpoint.
+
+    Args:
+      schemes: scheme of each quantized module, by name.
+      dense: names of the linear modules that are not quantized.
+      format: format of all schemes.
+    """
+    modules: dict[Scheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        modules.setdefault(scheme, []).append(name)
+    # One scheme is that of the class; several need the names of their modules.
+    groups = [scheme.as_group(names if len(modules) > 1 else ["Linear"]) for scheme, names in modules.items()]
+    return {
+        "quant_method": _METHOD,
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": sorted(dense),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _read_group(name: str, group: object, default: object) -> tuple[tuple[str, ...], Scheme]:
+    where = f"config_groups.{name}"
+    if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
+        raise _refused(f"{where}, a preset without its settings", "Write the group's settings into config.json")
+    format = group.get("format") or default
+    if format not in _READ:
+        raise _refused(f"format {format!r} ({where})", f"These formats are read: {', '.join(_READ)}")
+    try:
+        weights = WeightArguments.model_validate(group.get("weights") or {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise _refused(f"{where}.weights.{key} {first['input']!r}", first["msg"]) from None
+    size, strategy = weights.group_size, weights.strategy
+    grouped = size is not None and size > 0
+    strategy = strategy or ("group" if grouped else "channel" if size == -1 else "tensor")
+    wrong = (
+        strategy == "tensor_group"
+        or (strategy == "group") != grouped
+        or (strategy == "block") != bool(weights.block_structure)
+    )
+    if wrong or weights.num_bits not in (range(1, 9) if weights.type == "int" else (8,)):
+        shown = weights.model_dump(exclude_none=True)
+        raise _refused(f"{where}.weights {shown}", "Integers of 1 to 8 bits and FP8 (e4m3) are read")
+    scheme = Scheme(
+        format=str(format),
+        bits=weights.num_bits,
+        kind=weights.type,
+        strategy=strategy,
+        group_size=size if grouped else None,
+        block=weights.block_structure,
+        symmetric=weights.symmetric,
+        activations=bool(group.get("input_activations") or group.get("output_activations")),
+    )
+    return tuple(map(str, group["targets"])), scheme
+
+
+def _refused(what: str, way_out: str) -> ConfigError:
+    return ConfigError(f"config.json: {KEY} has {what}, which is not supported. {way_out}.")
+
+
+def _matches(target: str, module: str) -> bool:
+    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+
+
+def _classes(module: str) -> tuple[str, ...]:
+    return ("Embedding",) if module.endswith("embed_tokens") else ("Linear",)

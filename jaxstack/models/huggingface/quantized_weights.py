@@ -1,0 +1,290 @@
+"""Quantized weights in the files of a checkpoint, in the formats of compressed-tensors.
+
+The weight of a module `M` is a matrix [out, in]:
+
+    pack-quantized                    M.weight_packed int32 [out, words], M.weight_shape [2]
+    int-quantized, float-quantized    M.weight int8 or FP8 (e4m3) [out, in]
+    all                               M.weight_scale [out, groups], [out, 1] or [1]; M.weight_zero_point
+"""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int8, Int32
+
+from jaxstack.errors import ConfigError
+from jaxstack.models.huggingface.files import WeightFiles
+from jaxstack.models.huggingface.quantization_config import Quantization, Scheme
+from jaxstack.models.huggingface.tensors import bounded
+from jaxstack.parallel.packed_weights import place_packed
+from pallas_kernels import Grid, PackedWeight
+from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
+from pallas_kernels.weight_only.formats import (
+    BlockFloatFormat,
+    Float8Format,
+    IntegerFormat,
+    integer_dtype,
+    powers_of_two,
+)
+
+_WORD = 32
+"""Bits of a word of packed integers."""
+_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight")
+_IGNORED = r".*\.(input_scale|input_zero_point|output_scale|output_zero_point|[kvq]_scale|[kvq]_zero_point)"
+"""Regular expression of tensors that quantize activations and the cache, which are not quantized here."""
+
+
+def pack_words(values: Int8[np.ndarray, "rows n"], bits: int) -> Int32[np.ndarray, "rows words"]:
+    """Return signed integers as a stream of bits, whose rows are filled to whole words.
+
+    Integer i of a row takes the bits i * bits to (i + 1) * bits - 1, as its value plus 2^(bits - 1).
+    """
+    rows, count = values.shape
+    shifted = np.zeros((rows, -(-count // _WORD) * _WORD), np.uint8)  # a multiple of 32 integers fills whole words
+    shifted[:, :count] = values.view(np.uint8) + np.uint8(1 << (bits - 1))
+    words = pack_bits(shifted, bits).view("<i4").reshape(rows, -1)
+    return np.ascontiguousarray(words[:, : _words(count, bits)])
+
+
+def unpack_words(packed: Int32[np.ndarray, "rows words"], bits: int, count: int) -> Int8[np.ndarray, "rows n"]:
+    """Return the first `count` integers of each row of `pack_words`."""
+    stream = np.ascontiguousarray(packed).view(np.uint8)
+    whole = 8 * stream.shape[1] // bits
+    if stream.shape[1] * 8 % bits:  # the rest of a row is no integer: each row is a stream of its own
+        shifted = np.stack([unpack_bits(row, bits, (whole,), signed=False) for row in stream])
+    else:
+        shifted = unpack_bits(stream.reshape(-1), bits, (len(stream), whole), signed=False)
+    return (shifted[:, :count] - np.uint8(1 << (bits - 1))).view(np.int8)
+
+
+def _words(count: int, bits: int) -> int:
+    return -(-count * bits // _WORD)
+
+
+class QuantizedTensor:
+    """A quantized weight in the files, which is read by slices as a float32 matrix, or as it is stored.
+
+    Attributes:
+      shape: [out, in].
+      scheme: how it is stored.
+
+    Raises:
+      ConfigError: a tensor is missing or does not fit the others.
+    """
+
+    def __init__(self, files: WeightFiles, module: str, scheme: Scheme):
+        self._files, self._module, self.scheme = files, module, scheme
+        self.shape = self._find_shape()
+        self._check_scales()
+        order = self._whole("weight_g_idx")
+        self._order = None if order is None or np.any(order < 0) else order  # -1: the groups follow each other
+
+    def __getitem__(self, index: Any) -> Float[np.ndarray, "rows columns"]:
+        index = index if isinstance(index, tuple) else (index,)
+        rows, columns = bounded((*index, slice(None))[:2], self.shape)
+        values = self._integers(rows)[:, columns].astype(np.float32)
+        if (zeros := self._zeros(rows)) is not None:
+            values -= self._by_column(zeros, rows)[:, columns]
+        values *= self._by_column(self._scales(rows), rows)[:, columns]
+        return values
+
+    def pack(
+        self, inputs: tuple[int, ...], outputs: tuple[int, ...], sharding: jax.sharding.Sharding | None, table: bool
+    ) -> PackedWeight | None:
+        """Return the weight as it is stored; None if no format of packed weights stores it so.
+
+        Args:
+          inputs, outputs: the dims that the matrix flattens.
+          sharding: layout of the plain weight [*inputs, *outputs]; None: one device.
+          table: True if the plain weight is [*outputs, *inputs], as that of an embedding.
+        """
+        scheme, rows = self.scheme, self.shape[0]
+        if scheme.strategy == "block" or self._order is not None or (scheme.kind, scheme.bits) == ("int", 1):
+            return None
+        everything = slice(0, rows)
+        q, scales, zeros = self._integers(everything), self._scales(everything), self._zeros(everything)
+        arrays: dict[str, Any] = {"q": q, "scales": np.broadcast_to(scales, (rows, scales.shape[1]))}
+        if scheme.kind == "float":
+            format = Float8Format()
+        else:
+            format, dtype = IntegerFormat(Grid(scheme.bits, scheme.group_size)), integer_dtype(scheme.bits)
+            arrays["q"] = q.astype(dtype)
+            if zeros is not None:
+                arrays["zeros"] = np.broadcast_to(zeros, arrays["scales"].shape).astype(dtype)
+        return place_packed(PackedWeight(arrays, format, inputs, outputs), sharding, transposed=table)
+
+    def _find_shape(self) -> tuple[int, int]:
+        if self.scheme.format != "pack-quantized":
+            shape = self._files.shapes.get(self._name("weight"), ())
+        else:
+            stored = self._whole("weight_shape")
+            shape = () if stored is None else tuple(map(int, stored))
+            packed = self._files.shapes.get(self._name("weight_packed"))
+            if len(shape) == 2 and packed != (shape[0], _words(shape[1], self.scheme.bits)):
+                raise ConfigError(
+                    f"{self._name('weight_packed')} is {list(packed or ())}, but {list(shape)} integers of "
+                    f"{self.scheme.bits} bits take {[shape[0], _words(shape[1], self.scheme.bits)]} words."
+                )
+        if len(shape) != 2:
+            raise ConfigError(f"{self._module} is quantized and has no weight of two dims; found {list(shape)}.")
+        return shape[0], shape[1]
+
+    def _check_scales(self) -> None:
+        (outputs, inputs), scheme = self.shape, self.scheme
+        found = self._files.shapes[self._name("weight_scale")]
+        size = scheme.group_size or inputs
+        if scheme.block is not None:
+            wanted = (-(-outputs // scheme.block[0]), -(-inputs // scheme.block[1]))
+        else:
+            wanted = (1, 1) if scheme.strategy == "tensor" else (outputs, inputs // size)
+        if math.prod(found) != math.prod(wanted) or inputs % size:
+            raise ConfigError(
+                f"{self._name('weight_scale')} is {list(found)}, not {list(wanted)}, as its group in "
+                f"config.json says (strategy {scheme.strategy}, group_size {scheme.group_size})."
+            )
+        if not scheme.symmetric and self._files.stored(self._name("weight_zero_point")) is None:
+            raise ConfigError(f"{self._module} has no weight_zero_point, though its group is not symmetric.")
+
+    def _name(self, part: str) -> str:
+        return f"{self._module}.{part}"
+
+    def _whole(self, part: str) -> np.ndarray | None:
+        """Return a small tensor; None if the module has none of this name."""
+        stored = self._files.stored(self._name(part))
+        return None if stored is None else np.asarray(stored[...])
+
+    def _integers(self, rows: slice) -> np.ndarray:
+        """Return rows of the values without their scales, int8 or FP8."""
+        packed = self.scheme.format == "pack-quantized"
+        name = self._name("weight_packed" if packed else "weight")
+        found = np.asarray(self._files.stored(name)[rows])
+        wanted = np.int32 if packed else np.int8 if self.scheme.kind == "int" else jnp.float8_e4m3fn
+        if found.dtype != wanted:
+            raise ConfigError(f"{name} is {found.dtype}, not {np.dtype(wanted)} as {self.scheme.format} has it.")
+        return unpack_words(found, self.scheme.bits, self.shape[1]) if packed else found
+
+    def _rows(self, values: np.ndarray, rows: slice) -> np.ndarray:
+        """Return the scales or zero points that `rows` needs, in two dims, whatever shares one."""
+        if self.scheme.strategy == "tensor":
+            return values.reshape(1, 1)
+        if self.scheme.block is not None:
+            return values
+        return values.reshape(self.shape[0], -1)[rows]
+
+    def _scales(self, rows: slice) -> np.ndarray:
+        scales = self._whole("weight_scale")
+        assert scales is not None
+        return self._rows(scales, rows)
+
+    def _zeros(self, rows: slice) -> Int8[np.ndarray, "rows groups"] | None:
+        zeros = None if self.scheme.symmetric else self._whole("weight_zero_point")
+        if zeros is None:
+            return None
+        if zeros.dtype == np.int32:  # packed along the rows
+            zeros = unpack_words(zeros.T, self.scheme.bits, self.shape[0]).T
+        return self._rows(zeros.astype(np.int8), rows)
+
+    def _by_column(self, values: np.ndarray, rows: slice) -> Float[np.ndarray, "rows in"]:
+        """Return values of groups or blocks for each weight, float32."""
+        values = values.astype(np.float32)
+        if self.scheme.block is not None:
+            height, width = self.scheme.block
+            values = np.repeat(values, height, axis=0)[rows]
+            return np.repeat(values, width, axis=1)[:, : self.shape[1]]
+        if self._order is not None:
+            return values[:, self._order]
+        return np.repeat(values, self.shape[1] // values.shape[1], axis=1)
+
+
+def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, QuantizedTensor]:
+    """Replace the tensors of each quantized weight in the files by one, `M.weight`; return these by name.
+
+    Raises:
+      ConfigError: config.json has no scheme for a quantized weight, or its tensors do not fit.
+    """
+    modules = [name.removesuffix(".weight_scale") for name in sorted(files.shapes) if name.endswith(".weight_scale")]
+    found = {}
+    for module in modules:
+        scheme = quantization.scheme(module)
+        if scheme is None:
+            raise ConfigError(f"{module} is quantized, but no group of config.json has it among its targets.")
+        found[f"{module}.weight"] = QuantizedTensor(files, module, scheme)
+    for name in [name for name in files.shapes if re.fullmatch(_IGNORED, name)]:
+        del files.shapes[name]
+    for name, tensor in found.items():
+        files.replace(name, tensor, [f"{name.removesuffix('.weight')}.{part}" for part in _PARTS])
+    return found
+
+
+def describe_quantization_differences(
+    quantization: Quantization, found: dict[str, QuantizedTensor], dense: int
+) -> list[str]:
+    """Return messages on what is computed differently here than by the program that the checkpoint was made for.
+
+    Args:
+      dense: number of the weights that are read as plain numbers.
+    """
+    lines = []
+    if dense:
+        lines.append(f"{dense} of {len(found)} quantized weights are read as plain float32 numbers")
+    if rounded := sum(tensor.scheme.activations for tensor in found.values()):
+        lines.append(f"the inputs of {rounded} layers, which vLLM would round to few bits, are not rounded here")
+    if quantization.kv_cache:
+        lines.append("the cache of keys and values is not quantized as kv_cache_scheme says; see precision.kv_cache")
+    return lines
+
+
+def unsupported_reason(weight: PackedWeight, format: str) -> str | None:
+    """Return why a packed weight cannot be written in a format, or None."""
+    stored = weight.format
+    if format == "float-quantized":
+        return None if isinstance(stored, Float8Format) else "it is not in FP8"
+    if not isinstance(stored, IntegerFormat | BlockFloatFormat):
+        return f"it is stored as {stored.name}"
+    if format == "int-quantized" and (stored.grid.bits != 8 or _scales(weight).shape[1] > 1):
+        return "it has no integers of 8 bits with one scale for each output"
+    if format == "int-quantized" and "zeros" in weight.arrays:
+        return "it has zero points"
+    return None
+
+
+def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarray]]:
+    """Return the scheme and the tensors of a packed weight, by the part after the module's name."""
+    q, scales = weight.arrays["q"], _scales(weight)
+    size = None if format == "int-quantized" else _group_size(weight)
+    scheme = Scheme(
+        format=format,
+        bits=8 if isinstance(weight.format, Float8Format) else weight.format.bits_of["q"],
+        kind="float" if isinstance(weight.format, Float8Format) else "int",
+        strategy="channel" if size is None else "group",
+        group_size=size,
+        symmetric="zeros" not in weight.arrays,
+        activations=format != "pack-quantized",
+    )
+    tensors = {"weight_scale": np.asarray(scales)}
+    if format != "pack-quantized":
+        return scheme, {"weight": np.asarray(q), **tensors}
+    tensors["weight_packed"] = pack_words(np.asarray(q.astype(jnp.int8)), scheme.bits)
+    tensors["weight_shape"] = np.asarray(q.shape, np.int64)
+    if not scheme.symmetric:
+        zeros = np.asarray(weight.arrays["zeros"].astype(jnp.int8))
+        tensors["weight_zero_point"] = np.ascontiguousarray(pack_words(np.ascontiguousarray(zeros.T), scheme.bits).T)
+    return scheme, tensors
+
+
+def _group_size(weight: PackedWeight) -> int | None:
+    """Return the number of inputs that share a scale; None: all of a row."""
+    if isinstance(weight.format, IntegerFormat | BlockFloatFormat):
+        return weight.format.grid.group_size  # which may be all of a row, too
+    groups = _scales(weight).shape[1]
+    return None if groups == 1 else weight.arrays["q"].shape[1] // groups
+
+
+def _scales(weight: PackedWeight) -> Float[jax.Array, "out groups"]:
+    if isinstance(weight.format, BlockFloatFormat):
+        return powers_of_two(weight.arrays["exponents"]).astype(jnp.bfloat16)  # exact
+    return weight.arrays["scales"]

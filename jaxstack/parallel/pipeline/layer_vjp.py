@@ -1,0 +1,105 @@
+"""Forward and backward of one layer as separate functions that meet in a buffer of residuals.
+
+The layer's rematerialisation policy decides which residuals `jax.vjp` keeps. Only those that depend on the microbatch
+are stored in the buffer, each once. The backward pass gets the weights, and what all layers of a microbatch share, as
+arguments again, and recomputes cheap operations on them (`VIEWS`), and reshapes and transposes of stored values.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxstack.parallel.pipeline.jaxpr import SAME_SIZE_VIEWS, VIEWS, function_of, inlined
+
+Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array | None]]
+"""(weights, x, shared by all layers of a microbatch, index of the layer) -> (x, loss of its own or None)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitLayer:
+    """Forward and backward of a layer as separate functions, made by `split_layer`."""
+
+    layer: Layer
+    structure: Any
+    """Tree structure of the pullback of `jax.vjp`."""
+    sources: tuple[int, ...]
+    """Index of each leaf of the pullback in [*known inputs, *views(known), *saved, *saved_views(saved)]."""
+    views: Callable[..., list[jax.Array]]
+    """Function of the known inputs that returns the views of them that the pullback holds."""
+    kept: tuple[int, ...]
+    """Positions of the pullback's leaves that are saved."""
+    saved_views: Callable[..., list[jax.Array]]
+    """Function of the saved values that returns the views of them that the pullback holds."""
+    saved: tuple[jax.ShapeDtypeStruct, ...]
+    in_host: tuple[bool, ...]
+    """True for each saved value that the rematerialisation policy offloads to host memory."""
+    has_loss: bool
+
+    def forward(self, weights: Any, x: jax.Array, shared: Any, index: jax.Array) -> tuple[jax.Array, Any, list[Any]]:
+        """Return (y, the layer's own loss or None, the values to save)."""
+        (y, loss), pullback = jax.vjp(self.layer, weights, x, shared, index)
+        leaves = jax.tree.leaves(pullback)
+        return y, loss, [leaves[i] for i in self.kept]
+
+    def backward(
+        self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Return (gradient of x, gradient of the weights), of the sum of the loss and the layer's own loss."""
+        known = jax.tree.leaves((weights, shared, index))
+        values = [*known, *self.views(*known), *saved, *self.saved_views(*saved)]
+        pullback = jax.tree.unflatten(self.structure, [values[source] for source in self.sources])
+        one = jnp.ones((), jnp.float32) if self.has_loss else None
+        found, dx, *_ = pullback((gradient, one))
+        return dx, found
+
+
+def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> SplitLayer:
+    """Trace a layer abstractly, and split it at its residuals. Arguments are arrays or their shapes."""
+    pulled: dict[str, Any] = {}
+
+    def residuals(weights: Any, x: Any, shared: Any, index: Any) -> list[Any]:
+        (_, loss), pullback = jax.vjp(layer, weights, x, shared, index)
+        leaves, pulled["structure"] = jax.tree.flatten(pullback)
+        pulled["has_loss"] = loss is not None
+        pulled["in_host"] = [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in leaves]
+        return leaves
+
+    closed = inlined(jax.make_jaxpr(residuals)(weights, x, shared, index))
+    inputs, avals = list(closed.jaxpr.invars), closed.out_avals
+    del inputs[len(jax.tree.leaves(weights))]  # x
+    # Literals, which cannot be looked up, go by their position.
+    outputs: list[Any] = [v if isinstance(v, core.Var) else i for i, v in enumerate(closed.jaxpr.outvars)]
+    views, known = _views(closed.jaxpr.eqns, inputs, VIEWS)
+    seen = [v for v in dict.fromkeys(outputs) if v in known and v not in inputs]
+    new = [v for v in dict.fromkeys(outputs) if v not in known and v not in inputs]
+    saved_views, made = _views(closed.jaxpr.eqns, new, SAME_SIZE_VIEWS)
+    derived = [v for v in new if v in made]
+    saved = [v for v in new if v not in made]
+    positions = {v: i for i, v in enumerate([*inputs, *seen, *saved, *derived])}
+    kept = tuple(outputs.index(v) for v in saved)
+    return SplitLayer(
+        layer,
+        pulled["structure"],
+        tuple(positions[v] for v in outputs),
+        function_of(views, inputs, seen, {}),
+        kept,
+        function_of(saved_views, saved, derived, {}),
+        tuple(jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in kept),
+        tuple(pulled["in_host"][i] for i in kept),
+        pulled["has_loss"],
+    )
+
+
+def _views(eqns: list[Any], values: list[Any], names: tuple[str, ...]) -> tuple[list[Any], set[Any]]:
+    """Return the operations of these names that depend on the values alone, and their results."""
+    found, made = [], set()
+    for eqn in eqns:
+        inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
+        if eqn.primitive.name in names and inputs and all(v in made or v in values for v in inputs):
+            made.update(eqn.outvars)
+            found.append(eqn)
+    return found, made

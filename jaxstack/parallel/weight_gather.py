@@ -1,0 +1,175 @@
+"""Casts stored parameters to the compute dtype and gathers them over the `weight_axes`, where a module uses them."""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import TypeVar, cast
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxstack.parallel.rules import AxisRules, Names, axes_of, is_cast, restrict
+from jaxstack.parallel.shard_map_weights import Dims, Exchange, WorkingCopy, exchange
+from jaxstack.parallel.sharding_context import ShardingContext, current_context, placed
+from pallas_kernels import PackedWeight
+
+Value = TypeVar("Value", bound=jax.Array | WorkingCopy)
+
+
+def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """Return a global parameter cast to the compute dtype and gathered over the `weight_axes`.
+
+    Its gradient has the layout in which it is stored. Outside of `logical_axis_rules` it is only cast.
+
+    Args:
+      x: the parameter as a global array, sharded as `AxisRules.parameter_spec` says.
+      names: its logical axes, or None.
+      dtype: the compute dtype, which vectors are not cast to; None: the stored dtype.
+    """
+    context = current_context()
+    if dtype is not None and x.ndim > 1:
+        x = x.astype(dtype)
+    if context is None or not any(map(context.rules.xla_splits, context.rules.weight_axes)):
+        return x
+    rules = context.rules
+    stored = context.parameter_spec(names, x.shape)
+    whole = restrict(stored, set(rules.free) - set(rules.weight_axes))
+    stored = restrict(stored, rules.free)
+    # The cast value is constrained to the stored layout first. Without this XLA gathers float32 (twice the bytes), or
+    # gathers activations in place of weights if the use is inside a scan of layers.
+    return x if stored == whole else _gather(x, placed(rules, stored), placed(rules, whole))
+
+
+def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """Return the array of a Flax parameter in the compute dtype, gathered over the `weight_axes`, see `gather_weight`.
+
+    A `PackedWeight` is returned as it is: it is converted where it is multiplied, and XLA partitions the product.
+
+    Inside the `shard_map` of a train step the parameter holds this device's shard, and its gradient is reduce-scattered
+    over the `weight_axes`. If its metadata has `sum_where_used`, the gradient is also summed over the axes of
+    `TracedParameters.summed`.
+    """
+    context, known = current_context(), parameter.get_metadata()
+    names = known.get("logical_axes")
+    if isinstance(value := parameter.get_raw_value(), PackedWeight):
+        return cast(jax.Array, value)
+    if context is None or "fsdp" not in context.rules.manual:
+        if names and ("expert" in names or "router" in names):
+            return parameter[...]  # `with_local_tokens` casts and gathers them
+        return gather_weight(parameter[...], names, dtype)
+    rules = context.rules
+    stored = value.shard if isinstance(value, WorkingCopy) else value
+    shape = known.get("whole_shape") or stored.shape
+    spec = context.parameter_spec(names, shape)
+    how = Exchange(
+        dtype=str(jax.numpy.dtype(dtype if is_cast(names, shape) and dtype is not None else stored.dtype)),
+        reduce_dtype=context.layout.reduce_dtype,
+        gathered=dims_of(spec, rules.weight_axes),
+        scattered=dims_of(context.stored_spec(names, shape), ("data",)) if isinstance(value, WorkingCopy) else (),
+        summed=rules.lacking(spec, context.parameters.summed) if known.get("sum_where_used") else (),
+        peer_copies=context.layout.peer_copies,
+    )
+    return exchange_weight(value, how, spec, rules)
+
+
+def gathers_shards() -> bool:
+    """Return True if `gather_parameter` gathers shards inside a `shard_map`: `save_all_but_gathered` is then needed."""
+    return _gathers_shards(current_context())
+
+
+def _gathers_shards(context: ShardingContext | None) -> bool:
+    return context is not None and "fsdp" in context.rules.manual and bool(context.rules.weight_axes)
+
+
+_ELEMENTWISE = """
+    abs add add_any and broadcast_in_dim concatenate convert_element_type copy cos div dynamic_slice eq erf erfc exp
+    exp2 expand_dims expm1 ge gt integer_pow iota le log log1p logistic lt max min mul ne neg not or pad pow
+    random_bits random_fold_in random_split random_unwrap random_wrap reshape rev rsqrt select_n shift_left
+    shift_right_logical sign sin slice split sqrt square squeeze sub tanh threefry2x32 transpose xor
+"""
+_RECOMPUTED = frozenset(("all_gather", "ppermute", "axis_index", *_ELEMENTWISE.split()))
+"""Primitives that the backward pass repeats: the gather of weights, by collectives or peer-to-peer copies, and
+elementwise operations. They take less time than writing and reading their results."""
+
+
+def gathers_ahead() -> bool:
+    """Return True if a scan of layers should gather the next layer's weights while a layer computes."""
+    context = current_context()
+    return context is not None and context.layout.prefetch and _gathers_shards(context)
+
+
+def save_all_but_gathered(primitive: Primitive, *_: object, **__: object) -> bool:
+    """Policy for `jax.checkpoint` that saves everything except gathered weights and elementwise results.
+
+    Without it a forward pass without rematerialisation would save the gathered weights of all layers. Results of
+    matmuls, kernels and reductions are saved, and arrays marked by `save_for_backward`. Elementwise operations are
+    repeated, fused with what uses them; saved, each result would be an array of its own, mostly in float32.
+    """
+    return primitive.name not in _RECOMPUTED
+
+
+def save_for_backward(x: jax.Array) -> jax.Array:
+    """Return x, marked so that `save_all_but_gathered` saves it although it is an elementwise result."""
+    return checkpoint_name(x, "kept")
+
+
+def exchange_weight(value: jax.Array | WorkingCopy, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:
+    """Return `exchange(value, how)`, applied to each shard along `tensor` if XLA partitions that axis.
+
+    Args:
+      value: this device's shard, or its `WorkingCopy`.
+      how: the communication.
+      spec: the layout of the weight, as `AxisRules.parameter_spec` returns.
+      rules: the rules inside the surrounding `shard_map`.
+    """
+    if not isinstance(value, WorkingCopy) and not how.gathered and not how.summed:
+        return value.astype(how.dtype)
+    scattered = {axis for axes, _ in how.scattered for axis in axes}
+    summed = tuple(axis for axis in how.summed if axis not in scattered)
+    return on_tensor_shards(lambda x: exchange(x, how._replace(summed=summed)), spec, rules)(value)
+
+
+def on_tensor_shards(
+    function: Callable[[Value], jax.Array], spec: PartitionSpec, rules: AxisRules
+) -> Callable[[Value], jax.Array]:
+    """Return `function` of a weight, mapped over the weight's shards along `tensor` if XLA partitions that axis.
+
+    Without the map XLA would gather the weight over `tensor` before each collective along another axis.
+
+    Args:
+      function: takes and returns an array of the layout `spec`.
+      spec: the layout of the weight.
+      rules: the rules inside the surrounding `shard_map`.
+    """
+    parts = restrict(spec, ("tensor",))
+    if not rules.xla_splits("tensor") or not dims_of(parts, ("tensor",)):
+        return function
+    return jax.shard_map(function, in_specs=parts, out_specs=parts, axis_names={"tensor"}, check_vma=False)
+
+
+def dims_of(spec: PartitionSpec, axes: Collection[str]) -> Dims:
+    """Return (mesh axes, dim) for each dim of `spec` that some of these mesh axes split."""
+    parts = (tuple(a for a in axes_of(part) if a in axes) for part in spec)
+    return tuple((own, dim) for dim, own in enumerate(parts) if own)
+
+
+Placement = NamedSharding | PartitionSpec
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, stored: Placement, whole: Placement) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), whole)
+
+
+def _gather_forward(x: jax.Array, stored: Placement, whole: Placement) -> tuple[jax.Array, None]:
+    return _gather(x, stored, whole), None
+
+
+def _gather_backward(stored: Placement, whole: Placement, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    # The transposed constraint would ask for the whole gradient first: an all-reduce where a reduce-scatter does.
+    return (jax.lax.with_sharding_constraint(gradient, stored),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

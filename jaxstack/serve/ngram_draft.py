@@ -1,0 +1,59 @@
+"""N-gram drafts for speculative decoding: guessed next tokens that one step of the model verifies together.
+
+A step computes the newest token and its drafts as one short chunk, and samples after each of them with the random
+numbers of that position. Drafts are accepted up to the first that differs from its sample, so the answer is the same
+as without drafts, greedy or sampled.
+"""
+
+from collections.abc import Sequence
+
+_LENGTHS = (3, 2)
+"""Lengths of the newest n-gram to look up, in this order; the first that is found is used."""
+
+
+class NGramDrafter:
+    """Drafts tokens by looking up the newest n-gram earlier in the text (prompt lookup, Saxena 2023).
+
+    Args:
+      tokens: the tokens so far.
+    """
+
+    def __init__(self, tokens: Sequence[int]):
+        self._tokens: list[int] = []
+        self._followers: dict[tuple[int, ...], int] = {}
+        self.extend(tokens)
+
+    @property
+    def count(self) -> int:
+        """Number of tokens so far."""
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        for token in tokens:
+            end = len(self._tokens)
+            for length in _LENGTHS:
+                if end >= length:
+                    self._followers[tuple(self._tokens[end - length :])] = end
+            self._tokens.append(token)
+
+    def guess(self, count: int) -> tuple[int, ...]:
+        """Return up to `count` draft tokens; none if the newest n-gram has not occurred before."""
+        for length in _LENGTHS:
+            place = self._followers.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
+            if place is not None:
+                return tuple(self._tokens[place : place + count])
+        return ()
+
+
+def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+    """Return the answer tokens of a step: the accepted drafts and the sample after them.
+
+    Args:
+      drafts: the guesses.
+      sampled: the tokens sampled after the newest token and after each of the guesses.
+    """
+    kept = 0
+    while kept < len(drafts) and drafts[kept] == sampled[kept]:
+        kept += 1
+    return list(sampled[: kept + 1])

@@ -1,0 +1,217 @@
+"""Makes the tables and pictures of docs/tuning.md and docs/optimizers.md from the rows of their benchmarks.
+
+python benchmarks/tune_search.py && python benchmarks/optimizers.py && python scripts/tuning_pages.py
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.optimizers import mean_curve, summarize
+from benchmarks.picture import Panel, draw
+from jaxstack.tune.coordinate_check import PARAMETRIZATIONS, QUANTITIES, CoordinateCheckResult
+from jaxstack.tune.coordinate_check import draw as draw_coordinates
+from scripts.page_parts import fill_page
+from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
+
+PAGES = (ROOT / "docs" / "tuning.md", ROOT / "docs" / "optimizers.md")
+PICTURES = ROOT / "docs" / "pictures"
+WORKS = {"optimizers": "small", "optimizers large": "gpt2-124m"}
+"""Part of the page -> work of benchmarks/optimizers.py, as it is without other settings."""
+DRAWN = ("adamw", "muon", "soap", "lion", "sophia", "schedule_free_adamw")
+COUNTS = (10, 20, 30)
+
+
+def source(rows: Iterable[Row]) -> str:
+    """Return a sentence about the newest of the rows: device, command, date and commit."""
+    last = max(rows, key=lambda row: row["date"])
+    return f"{last['device']}, `{last['command']}`, {last['date'][:10]}, commit {last['commit'][:7]}."
+
+
+def read_runs(work: str) -> list[Row]:
+    """Return the newest row of each run of benchmarks/optimizers.py at a work, all on the device of the newest one."""
+    rows = [row for row in read_all(RESULTS / "optimizers.jsonl") if row["work"] == work]
+    same = (row for row in rows if row["device"] == rows[-1]["device"])
+    return list({(row["optimizer"], row["power"], row["seed"]): row for row in same}.values())
+
+
+def read_studies() -> dict[int, dict[str, Row]]:
+    """Return seed -> sampler -> row of the newest command of benchmarks/tune_search.py."""
+    rows = read_all(RESULTS / "tune_search.jsonl")
+    studies: dict[int, dict[str, Row]] = {}
+    for row in (row for row in rows if row["run"] == rows[-1]["run"]):
+        studies.setdefault(row["seed"], {})[row["sampler"]] = row
+    return {seed: study for seed, study in studies.items() if len(study) > 1}
+
+
+# --- docs/optimizers.md ----------------------------------------------------------------------------------------------
+
+
+def optimizers(work: str) -> str:
+    """Return the table of the optimizers at a work."""
+    runs = read_runs(work)
+    found = summarize(runs)
+    if not found:
+        return f"Not measured yet; `python benchmarks/optimizers.py --work {work}` measures it."
+    base = found[0]
+    timed = "processor time" if base["device"] == "cpu" else "time"
+    lines = [
+        f"| | learning rate | loss | held-out loss | steps to AdamW's loss | {timed} to it | {timed} a step | "
+        "state, bytes a parameter |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        cells = [
+            f"`{row['optimizer']}`",
+            _power(row["rate"]) + " (edge)" * row["edge"],
+            f"{row['final_loss']:.3f}" + (f" ± {row['spread']:.3f}" if row["spread"] is not None else ""),
+            f"{row['eval_loss']:.3f}",
+            f"{row['steps_to_loss']:.0f} ({row['steps_to_loss'] / row['steps']:.0%})" if row["steps_to_loss"] else "–",
+            f"{row['seconds_to_loss'] / base['seconds_to_loss']:.2f}" if row["steps_to_loss"] else "–",
+            f"{row['milliseconds'] / base['milliseconds']:.2f}",
+            f"{row['state_bytes'] / row['parameters']:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    about = (
+        f"{base['parameters'] / 1e6:.2g} million parameters, {base['steps']:.0f} steps, {base['tokens'] / 1e6:.2g} "
+        f"million tokens; {timed} relative to AdamW's ({base['seconds_to_loss']:.1f} s, {base['milliseconds']:.1f} ms "
+        f"a step); {source(runs)}"
+    )
+    drawn = ["![Training loss of optimizers](pictures/optimizers.svg)", ""] if work == "small" else []
+    return "\n".join([*drawn, *lines, "", about])
+
+
+def _power(rate: float) -> str:
+    """Return a power of two as 2^k."""
+    return f"2^{round(math.log2(rate))}"
+
+
+def coordinates(rows: Sequence[Row]) -> str:
+    """Return the table of the coordinate check: growth from the smallest width to the largest."""
+    if not rows:
+        return "`python benchmarks/coordinates.py` measures it."
+    lines = [
+        "| optimizer | widths | parametrization | embeddings | residual stream | logits |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ends = [f"{row[quantity][0]:.3g} to {row[quantity][-1]:.3g}" for quantity in QUANTITIES]
+        widths = f"{row['widths'][0]} to {row['widths'][-1]}"
+        lines.append(f"| `{row['optimizer']}` | {widths} | {_named(row)} | {' | '.join(ends)} |")
+    return "\n".join([*lines, "", f"Mean magnitude after {rows[-1]['steps']} steps; {source(rows)}"])
+
+
+def _named(row: Row) -> str:
+    return "muP" if row["parametrization"] == "mup" else row["parametrization"]
+
+
+def transfers(rows: Sequence[Row]) -> str:
+    """Return the table of the best learning rate at each width."""
+    if not rows:
+        return "`python benchmarks/transfer.py` measures it."
+    drawn = "![Loss over the learning rate at the widths, standard and muP](pictures/transfer.svg)"
+    head = ("parametrization", "width", "best learning rate", "its loss", "loss at 2^-8")
+    lines = [drawn, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        best, at = row["losses"][str(row["best"])], row["losses"]["8"]
+        found = f"2^-{row['best']} | {best:.3f} | {at if at is None else format(at, '.3f')}"
+        lines.append(f"| {_named(row)} | {row['width']} | {found} |")
+    spent = sum(row["cpu_seconds"] for row in rows)
+    return "\n".join([*lines, "", f"{rows[-1]['steps']} steps, {spent:.0f} s of processor time in all; {source(rows)}"])
+
+
+# --- docs/tuning.md --------------------------------------------------------------------------------------------------
+
+
+def samplers(studies: Mapping[int, Mapping[str, Row]]) -> str:
+    """Return the comparison of samplers in words and as a table."""
+    if not studies:
+        return "Not measured yet; `python benchmarks/tune_search.py` measures it."
+    last = f"loss_at_{COUNTS[-1]}"
+    gains = [study["random"][last] - study["tpe"][last] for study in studies.values()]
+    wins, error = sum(gain > 0 for gain in gains), stdev(gains) / len(gains) ** 0.5
+    lines = [
+        f"`tpe` found the lower held-out loss at {wins} of {len(gains)} seeds; after {COUNTS[-1]} trials the mean "
+        f"difference is {mean(gains):.3f} with a standard error of {error:.3f}.",
+        "",
+        f"| sampler, mean of the best loss | {' | '.join(f'after {count} trials' for count in COUNTS)} |",
+        "|---|" + "---|" * len(COUNTS),
+    ]
+    for sampler in ("tpe", "random"):
+        means = [mean(study[sampler][f"loss_at_{count}"] for study in studies.values()) for count in COUNTS]
+        lines.append(f"| `{sampler}` | {' | '.join(f'{loss:.3f}' for loss in means)} |")
+    rows = [row for study in studies.values() for row in study.values()]
+    drawn = ["", "![Best loss so far over the trials of a study](pictures/study.svg)"] * _has_bests(studies)
+    return "\n".join([*lines, "", source(rows), *drawn])
+
+
+def _has_bests(studies: Mapping[int, Mapping[str, Row]]) -> bool:
+    return bool(studies) and all("bests" in row for study in studies.values() for row in study.values())
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
+
+
+def make_pictures() -> dict[str, str]:
+    """Return file name -> SVG of everything that has rows."""
+    drawn: dict[str, str] = {}
+    studies = read_studies()
+    if _has_bests(studies):
+        curves = {sampler: _mean_bests([study[sampler] for study in studies.values()]) for sampler in ("tpe", "random")}
+        drawn["study.svg"] = draw(
+            [Panel(f"Best held-out loss so far, mean of {len(studies)} studies", "trials", curves)], "Studies"
+        )
+    if rows := read_rows(RESULTS / "transfer.jsonl"):
+        drawn["transfer.svg"] = draw([_transfer_panel(kind, rows) for kind in PARAMETRIZATIONS], "Learning rates")
+    checks = [row for row in read_rows(RESULTS / "coordinates.jsonl") if row["optimizer"] == "adamw"]
+    if checks:
+        values = {(row["parametrization"], quantity): tuple(row[quantity]) for row in checks for quantity in QUANTITIES}
+        drawn["coordinates.svg"] = draw_coordinates(
+            CoordinateCheckResult(tuple(checks[0]["widths"]), checks[0]["steps"], values)
+        )
+    again = [row for row in read_runs("small") if row["seed"]]
+    if again:
+        runs = {name: [row for row in again if row["optimizer"] == name] for name in DRAWN}
+        lines = {n: [(p["step"], p["loss"]) for p in mean_curve(r) if p["step"] > 50] for n, r in runs.items() if r}
+        drawn["optimizers.svg"] = draw([Panel("Training loss, mean of three seeds", "steps", lines)], "Optimizers")
+    return drawn
+
+
+def _mean_bests(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Return (trial, mean of the best losses so far), from the trial on at which every study has one."""
+    trials = enumerate(zip(*(row["bests"] for row in rows), strict=True), 1)
+    return [(number, mean(losses)) for number, losses in trials if None not in losses]
+
+
+def _transfer_panel(parametrization: str, rows: Iterable[Row]) -> Panel:
+    curves = {}
+    for row in rows:
+        if row["parametrization"] == parametrization and row["optimizer"] == "adamw":
+            points = ((-int(k), loss) for k, loss in row["losses"].items() if loss is not None)
+            curves[f"width {row['width']}"] = sorted(points)
+    name = "muP" if parametrization == "mup" else "Standard"
+    return Panel(f"{name}: loss over learning rate", "log2 of the learning rate", curves)
+
+
+def make_page(page: str) -> str:
+    """Return the page with its made parts replaced."""
+    makers: dict[str, Callable[[], str]] = {
+        "samplers": lambda: samplers(read_studies()),
+        "coordinates": lambda: coordinates(read_rows(RESULTS / "coordinates.jsonl")),
+        "transfer": lambda: transfers([r for r in read_rows(RESULTS / "transfer.jsonl") if r["optimizer"] == "adamw"]),
+    }
+    return fill_page(page, makers | {part: functools.partial(optimizers, work) for part, work in WORKS.items()})
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(make_page(path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    for name, drawing in make_pictures().items():
+        (PICTURES / name).write_text(drawing, encoding="utf-8")
+        print(f"wrote {(PICTURES / name).relative_to(ROOT)}")

@@ -1,0 +1,112 @@
+"""DiLoCo through files: the mean of those who came in time, and islands that go on without one that vanished."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.islands.folder import FolderDiLoCo
+from tests.reliability.runs import FAULTY, Runs, finish, waiting
+from tests.reliability.states import read_checkpoint
+
+
+class Island:
+    """An island whose parameters each exchange moves by what it is told."""
+
+    def __init__(self, folder, island, count=2, **settings):
+        settings = {"every": 2, "wait_seconds": 0.05, "outer_learning_rate": 0.5, "momentum": 0.5, **settings}
+        self.exchange = FolderDiLoCo(folder=str(folder), island=island, count=count, **settings).build(count, {})
+        self.said = []
+        self.exchange.mean.say = self.said.append
+        self.params = {"w": jnp.array([1.0, 2.0])}
+        self.state = self.exchange.init(self.params)
+
+    def move(self, by):
+        params = {"w": self.params["w"] + jnp.array(by)}
+        self.params, self.state = self.exchange(0, params, self.state)
+
+    @property
+    def weights(self):
+        return np.asarray(self.params["w"]).tolist()
+
+
+def together(*moves):
+    with ThreadPoolExecutor(len(moves)) as threads:
+        for done in [threads.submit(island.move, by) for island, by in moves]:
+            done.result()
+
+
+def test_islands_step_along_their_mean_progress(tmp_path):
+    one, other = Island(tmp_path, 0, wait_seconds=5), Island(tmp_path, 1, wait_seconds=5)
+    together((one, [1.0, 0.0]), (other, [3.0, 0.0]))
+    # Progress -2, velocity -2: 1 - 0.5 (-2 + 0.5 * -2).
+    assert one.weights == other.weights == [2.5, 2.0]
+    together((one, [0.0, 0.0]), (other, [0.0, 4.0]))
+    # Velocity [-1, -2]; 2.5 - 0.5 * 0.5 * -1, 2 - 0.5 (-2 + 0.5 * -2).
+    assert one.weights == other.weights == [2.75, 3.5]
+    assert int(one.state.shared["round"]) == 2 and not one.said
+
+
+def test_others_go_on_without_an_island_and_it_catches_up(tmp_path):
+    one, other = Island(tmp_path, 0), Island(tmp_path, 1)
+    together((one, [1.0, 0.0]), (other, [3.0, 0.0]))
+    one.move([1.0, 0.0])
+    assert any("went on without island 1" in line for line in one.said)
+    one.move([1.0, 0.0])  # waits for nobody: the other was not in the last exchange
+    assert len(one.said) == 1
+    other.move([100.0, 100.0])
+    assert other.weights == one.weights and int(other.state.shared["round"]) == 3
+    assert "whose changes since the last are lost" in other.said[0] and "1 further" in other.said[1]
+    together((one, [1.0, 0.0]), (other, [1.0, 0.0]))
+    assert other.weights == one.weights
+
+
+def test_a_folder_of_other_islands_is_refused(tmp_path):
+    Island(tmp_path, 0, count=1).move([1.0, 0.0])
+    with pytest.raises(ConfigError, match=r"another value of momentum: 0\.5, here 0\.9"):
+        Island(tmp_path, 0, count=1, momentum=0.9).move([1.0, 0.0])
+    with pytest.raises(ValueError, match="must be below count"):
+        FolderDiLoCo(folder="x", island=2, count=2)
+
+
+def test_an_island_far_behind_is_told_that_exchanges_are_deleted(tmp_path):
+    one, late = Island(tmp_path, 0, count=1, keep=2), Island(tmp_path, 0, count=1, keep=2)
+    for _ in range(3):
+        one.move([1.0, 0.0])
+    with pytest.raises(JaxstackError, match="exchange 0 of islands cannot be read"):
+        late.move([1.0, 0.0])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("folder"))
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_does_not_stop_the_other_islands(runs: Runs):
+    def command(island, **more):
+        settings = f"islands={{name: folder, folder: {runs.folder}/meet, island: {island}, count: 3, every: 4}}"
+        layout = "parallel={simulate_devices: 1, data: 1}"
+        return runs.train(f"island-{island}", settings, layout, "islands.wait_seconds=6", **more)
+
+    last = runs.start(command(2, command=FAULTY), FAULT="sleep", FAULT_RANK="0", FAULT_STEP="8", JAXSTACK_ATTEMPT="1")
+    others = [runs.start(command(island)) for island in (0, 1)]
+    for _ in waiting(last):
+        if 5 in runs.saved("island-2"):
+            break
+    os.kill(last.pid, signal.SIGKILL)
+    last.communicate()
+    for process in others:
+        code, said = finish(process)
+        assert code == 0, said
+        assert "without island 2" in said
+    assert all(sorted(runs.losses(f"island-{island}")) == list(range(1, 17)) for island in (0, 1))
+    first, second = (read_checkpoint(runs.folder / f"island-{island}", 16) for island in (0, 1))
+    anchors = [name for name in first if "anchor" in name]
+    assert anchors and all(first[name] == second[name] for name in anchors)
+    code, said = finish(runs.start(command(2)))
+    assert code == 0 and "resuming from step 5" in said and "caught up with the other islands" in said, said
