@@ -15,7 +15,7 @@ _MARK = "\u2581"
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
-    """Return what `page/tokenizer.js` needs to encode and decode as a tokenizer does.
+    """Return the tokenizer as plain JSON for `page/tokenizer.js`, which encodes and decodes in the browser.
 
     Returns:
       `kind` byte or bpe. With bpe: `tokens`, the bytes of each id in hexadecimal; `merges` [left, right, merged] in

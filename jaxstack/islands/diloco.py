@@ -20,7 +20,7 @@ class OuterSGD(IslandMethod):
     """Nesterov momentum of the outer optimizer."""
 
     def step(self, anchor: jax.Array, velocity: jax.Array, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the next synchronised parameter and velocity.
+        """Take one Nesterov SGD step on a parameter; return its new value and the new velocity.
 
         Args:
           anchor: the parameter at the last exchange.

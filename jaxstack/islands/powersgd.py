@@ -18,7 +18,7 @@ from jaxstack.tree_rules import match
 
 
 class MatrixShape(NamedTuple):
-    """An array seen as matrices."""
+    """Shape of an array that is viewed as a batch of matrices."""
 
     batch: tuple[int, ...]
     rows: int

@@ -11,10 +11,10 @@ from jaxstack.parallel.config import ISLANDS
 
 
 class Reduction(Protocol):
-    """A mean over islands, which may have entries of its own in the method's state."""
+    """Interface of a mean over islands, exact or compressed, which may keep state such as an error feedback."""
 
     def init(self, tree: Dict) -> OuterState:
-        """Return its entries at the start of a run, for trees with arrays of these shapes."""
+        """Return the initial state of the reduction for trees of arrays with these shapes."""
         ...
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:

@@ -112,11 +112,11 @@ class Optimizer(Component):
         """
 
     def wrap(self, chain: optax.GradientTransformation, run: RunInfo) -> optax.GradientTransformation:
-        """Return the transformation of the trained parameters, made from the whole chain around `core`."""
+        """Wrap the complete optimizer chain (clipping, core, weight decay, learning rate); by default unchanged."""
         return chain
 
     def gradient_point(self, params: PyTree, state: optax.OptState) -> PyTree:
-        """Return the point at which a step evaluates the gradient, if it is not at the parameters.
+        """Return the parameters at which a step evaluates the gradient; by default the current ones.
 
         Args:
           params: the trained parameters.

@@ -139,7 +139,7 @@ def gradient_norm(gradients: PyTree) -> jax.Array:
 
 
 def largest_overload(gradients: PyTree) -> jax.Array | None:
-    """Return how far the fullest expert of all layers is above an even load: 0 is even, 1 is twice an even load.
+    """Return the largest relative overload of an expert in any layer: 0 is an even load, 1 is twice that.
 
     None if no gradient is a load of experts.
     """

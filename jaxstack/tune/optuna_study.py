@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class TrialRecord:
-    """A trial as the report and the command's output show it.
+    """Number, state, values and losses of a trial, for the report and the command's output.
 
     Attributes:
       number: number of the trial, from 0.
