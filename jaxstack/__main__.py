@@ -10,7 +10,7 @@ from jaxstack.errors import nearest
 
 
 class CommandModule(Protocol):
-    """The module of a command."""
+    """Interface of a subcommand's module: its argument parser and its main function."""
 
     def make_parser(self) -> argparse.ArgumentParser:
         """Return the parser of the command line."""
@@ -22,7 +22,7 @@ class CommandModule(Protocol):
 
 
 class Command(NamedTuple):
-    """A subcommand.
+    """A subcommand of `jaxstack`: its one-line summary, and a function that imports its module.
 
     Attributes:
       summary: its line in the list of subcommands.

@@ -1,4 +1,4 @@
-"""The frame of every command: exit codes, one clear message instead of a traceback, and examples in the help."""
+"""Shared behaviour of all commands: exit codes, one clear message instead of a traceback, examples in the help."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
 def fill_option_from_overrides(
     parser: CommandParser, arguments: argparse.Namespace, name: str, accepts: Callable[[str], bool], hint: str = ""
 ) -> argparse.Namespace:
-    """Fill in an option that was left out from the overrides: its value may stand there without the option's name.
+    """Take a required option that was left out from the positional words, where its value may stand alone.
 
     Args:
       parser: the parser, which exits if the value is missing.
@@ -81,7 +81,7 @@ _FILE_SYSTEM_ERRORS = frozenset(
 
 
 class BrokenPipeTolerantOutput:
-    """A text stream that drops its output once nobody reads it any more.
+    """A text stream that drops its output, instead of failing, once its reader (such as a pipe) is gone.
 
     A pager, `head` or `tee` may end, and a terminal may be closed, before the command does. Without this, the work of
     hours would be lost with the output.
@@ -120,7 +120,7 @@ class BrokenPipeTolerantOutput:
 
 @contextlib.contextmanager
 def tolerate_broken_pipe(name: str) -> Iterator[None]:
-    """Keep the command running if the reader of its output goes away, with one message on standard error.
+    """Context in which a command goes on if the reader of its output goes away, with one message on stderr.
 
     Args:
       name: name of the command, which begins the message.

@@ -57,7 +57,7 @@ class IslandSteps(StepFunctions):
         return _map_own(one, state)
 
     def beside(self, exchange: OverlappedExchange, phase: int) -> "IslandSteps":
-        """Return a copy whose train step also runs the communication of this exchange."""
+        """Return a copy of the steps whose train step also runs the communication of one phase of `exchange`."""
         other = copy.copy(self)
         other._beside = exchange, phase
         return other

@@ -50,7 +50,7 @@ _DECIDING = ("model", "optimizer", "schedule", "precision", "compression", "dist
 
 
 class Trainable(Protocol):
-    """The part of `jaxstack.trainer.Trainer` that the loop uses; see there."""
+    """Interface of the trainer that the training loop runs, see `jaxstack.trainer.Trainer`."""
 
     train: TrainConfig
     steps: StepFunctions

@@ -58,7 +58,7 @@ def returns_sum(function: _Function) -> _Function:
 
 
 def samples_labels(sampled: LossFunction) -> Callable[[_Function], _Function]:
-    """Declare, as a decorator, the loss on labels that are sampled from the model's predictions.
+    """Declare, as a decorator, the variant of a loss that samples labels from the model's predictions.
 
     Optimizers that estimate the curvature need it (Sophia-G).
 

@@ -14,7 +14,7 @@ from jaxstack.resilience.spikes import StepHistory
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes, and that a checkpoint holds besides the position in the data."""
+    """The train state: all that a step changes. Checkpoints hold it, and the position in the data."""
 
     step: jax.Array
     """[] int32: steps taken."""
@@ -53,12 +53,12 @@ def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransforma
 
 
 def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
-    """Return shapes and dtypes of a state with these shardings."""
+    """Attach shardings to the shapes and dtypes of a state."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> tuple[Any, Any]:
-    """Return shapes, dtypes and shardings of the parameters that a run starts from, and of its teacher's.
+    """Return shapes, dtypes and shardings of a run's initial parameters, and of its teacher's parameters.
 
     The first are those that a step computes with, in the order of checkpoints, without adapters; the second are {}
     without a teacher. Arguments as of `state_shardings`.
@@ -71,7 +71,7 @@ def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> t
 
 
 def split_teacher(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (parameters without a teacher's, those of the teacher as `teacher`, which no checkpoint holds)."""
+    """Split parameters into the model's own and {"teacher": its teacher's}; no checkpoint holds the latter."""
     own = {key: value for key, value in params.items() if key != "teacher" or not isinstance(value, dict)}
     return own, {key: params[key] for key in params.keys() - own.keys()}
 
@@ -82,7 +82,7 @@ def without_teacher(state: TrainState) -> TrainState:
 
 
 def replace_teacher(state: TrainState, teacher: Mapping[str, Any]) -> TrainState:
-    """Return the state with these parameters of a teacher, as `split_teacher` returns them; {}: unchanged."""
+    """Return the state with other teacher parameters, as `split_teacher` returns them; {}: unchanged."""
     return state._replace(params={**state.params, **teacher})
 
 

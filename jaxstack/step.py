@@ -101,11 +101,11 @@ class StepFunctions:
 
     @property
     def inner_rules(self) -> AxisRules:
-        """The rules inside the function that computes a step."""
+        """Axis rules inside the function that computes a step; a subclass may exclude mesh axes."""
         return self.rules
 
     def one_model(self, state: TrainState) -> TrainState:
-        """Return shapes, dtypes and shardings of the state of one copy of the model, from those of the train state."""
+        """Return the abstract state of one copy of the model, given the abstract train state."""
         return state
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -229,7 +229,7 @@ class StepFunctions:
 
 
 class StepProgram:
-    """The compiled train step, and what is known of it.
+    """The train step: traces and compiles it, and describes what was compiled.
 
     Args:
       steps: the step functions.

@@ -1,4 +1,4 @@
-"""Path rules: the one mechanism by which anything depends on a parameter's name.
+"""Path rules: values chosen for parameters by matching regular expressions against their paths.
 
 A rule is (regular expression, value). A parameter's path is its keys joined by `/`, such as
 `decoder/layers/0/attention/q_proj/kernel`. The first rule whose expression is found in the path wins.

@@ -296,7 +296,7 @@ def test_configuration_page_has_every_key_with_its_default(section):
             start = f"| `{part.model_fields['name'].default}` |"
             row = next(line for line in text.splitlines() if line.startswith(start))
             common = {"name", "learning_rate", "weight_decay", "clip_norm", "groups", "balance_rate", "warmup_steps"}
-            common |= {"every"}
+            common |= {"every", "synchronous_steps"}
             for name in part.model_fields.keys() - common:
                 assert f"`{name}`" in row, f"{part.__name__}.{name}"
         return

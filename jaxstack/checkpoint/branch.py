@@ -9,7 +9,7 @@ from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 
 
 def link_checkpoint(source: Path, step: int | None, target: Path) -> int:
-    """Put a committed checkpoint into another directory of checkpoints.
+    """Copy a committed checkpoint into another checkpoint directory, by hard links where possible.
 
     Files are hard links where the file system has them, so that they take no space and outlive the source's; copies
     elsewhere.

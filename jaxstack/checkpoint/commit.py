@@ -120,7 +120,7 @@ _DISK_ERRORS = (
 
 
 def explain(error: BaseException, folder: str) -> str:
-    """Return the reason of a failed save, with what the user can do about it."""
+    """Explain in one line why a save to `folder` failed, such as a full disk or a timeout."""
     chain: list[str] = []
     link: BaseException | None = error
     while link is not None:

@@ -40,7 +40,7 @@ Place: TypeAlias = Callable[[str, tuple[int, ...]], jax.P]
 
 
 def is_packed(x: object) -> bool:
-    """Return True for a packed weight, which counts as one leaf of the parameters."""
+    """Return True if x is a `PackedWeight`, which pytree functions should treat as one leaf."""
     return isinstance(x, PackedWeight)
 
 
@@ -50,7 +50,7 @@ def is_compressed(directory: str | Path) -> bool:
 
 
 def named_leaves(params: Params) -> dict[str, Any]:
-    """Return parameters by path; a packed weight is one of them."""
+    """Return path -> leaf of a tree of parameters; a `PackedWeight` counts as one leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
     return {path_name(path): leaf for path, leaf in leaves}
 

@@ -1,4 +1,4 @@
-"""Compares the wanted tree with the stored one, and decides where each array is loaded to."""
+"""Compares the leaves that a caller wants with those of a checkpoint, and chooses how each array is loaded."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _SHOWN = 10
 
 
 def compare(wanted: dict[str, LeafSpec], stored: dict[str, LeafSpec], subset: bool = False) -> list[str]:
-    """Return one line per difference, in the order of `wanted`.
+    """Return a line for each leaf that differs between this run and the checkpoint, in the order of `wanted`.
 
     Args:
       wanted: leaves of this run.
@@ -62,7 +62,7 @@ def check_layout(source: str, wanted: dict[str, LeafSpec], stored: dict[str, Lea
 def initialize_missing_leaves(
     wanted: dict[str, Any], stored: dict[str, LeafSpec], later: Mapping[str, Callable[[], PyTree]]
 ) -> dict[str, Any]:
-    """Return new leaves for those fields of `later` that the checkpoint lacks, with the wanted shardings.
+    """Return initial values, with the wanted shardings, of the fields in `later` that an older checkpoint lacks.
 
     Args:
       wanted: leaves of this run.
@@ -118,7 +118,7 @@ def orbax_target(wanted: jax.Array | jax.ShapeDtypeStruct | np.ndarray, stored: 
 
 
 def restored_leaf(name: str, loaded: Any, wanted: Any, stored: LeafSpec) -> Any:
-    """Return a leaf of the restored tree from the loaded array.
+    """Convert an array loaded from a checkpoint to the kind of leaf that the caller asked for.
 
     Args:
       name: path of the leaf, for messages.

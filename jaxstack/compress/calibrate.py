@@ -35,7 +35,7 @@ Sums: TypeAlias = dict[str, dict[Statistic, jax.Array]]
 
 
 class Batch(NamedTuple):
-    """The residual stream of some calibration sequences between two layers."""
+    """A batch of calibration sequences between two layers: the residual stream, and the layers' shared inputs."""
 
     x: Float[Array, "B T D"]
     context: Context
@@ -113,7 +113,7 @@ class LayerRunner:
         statistics: Mapping[str, InputStatistics],
         methods: Mapping[str, Method],
     ) -> CalibrationBlock:
-        """Return the layer with its weights and statistics, as `Method.rescale` reads it."""
+        """Return the `CalibrationBlock` of a layer, with its weights and statistics, for `Method.rescale`."""
         graphdef, state = nnx.split(block)
 
         def output_errors(sublayer: Sublayer, change: Change, candidates: jax.Array) -> jax.Array:
@@ -229,7 +229,7 @@ def dense_layers(block: nnx.Module) -> dict[str, Linear]:
 
 
 def input_source(path: str) -> str:
-    """Return the dense layer that stands for all layers with the same input as this one."""
+    """Return the path of the dense layer that is measured for all layers with the same input: q_proj for k_proj."""
     head, _, name = path.rpartition("/")
     return "/".join(part for part in (head, SAME_INPUT.get(name, name)) if part)
 

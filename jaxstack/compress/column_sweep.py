@@ -33,7 +33,7 @@ State: TypeAlias = Any
 
 
 class Rule(Protocol):
-    """Chooses the values that a sweep gives to a column; hashable, because it is static under `jit`."""
+    """Interface of the rule by which a column sweep prunes or rounds; hashable, because it is static under `jit`."""
 
     def start_block(
         self, data: Any, w: Float[Array, "out block"], diagonal: Float[Array, " block"], start: Int[Array, ""] | int
@@ -49,7 +49,7 @@ class Rule(Protocol):
 
 
 class Factor(NamedTuple):
-    """The inverse of a damped Hessian, factorized."""
+    """Upper triangular factor of the inverse of a damped Hessian, and whether the factorization succeeded."""
 
     upper: Float[Array, "in in"]
     """Upper triangular U with H^-1 = U^T U; the identity where the factorization failed."""

@@ -31,7 +31,7 @@ Sublayer: TypeAlias = Literal["attention", "mlp"]
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """A layer and the layers that read its output, between which a scale for each channel can be moved.
+    """A layer and the dense layers that read its output, where input scales can be folded into the former.
 
     Attributes:
       source: the layer whose outputs are divided: a norm, or a dense layer.
@@ -45,7 +45,7 @@ class Fold:
 
 
 def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
-    """Return where scales can be moved within a Transformer layer, in the order of the forward pass.
+    """Return the layers of a Transformer layer that input scales can be folded into, in forward order.
 
     Queries, keys and values are left out where heads are normalized: there AWQ has been found to be worse than plain
     rounding. The output projection is left out where several query heads share the channels of one value head.
@@ -122,7 +122,7 @@ def candidate_scales(
 
 
 def round_scaled(w: Float[Array, "out in"], scales: Float[Array, " in"], grid: Grid) -> Float[Array, "out in"]:
-    """Return the weights that rounding W diag(s) stands for: round(W diag(s)) / s."""
+    """Round weights after scaling their inputs, and divide by the scales again: round(W diag(s)) / s."""
     return grid.round(w.astype(jnp.float32) * scales) / scales
 
 

@@ -1,4 +1,4 @@
-"""Activations and softmax in integers whose blocks share a power of two, as in BCT.
+"""Activations and softmax in block floating point: 8-bit integers whose blocks share a power of two (BCT).
 
 Dong et al. 2023, arXiv:2304.01483. Every operand of a layer's matmul is rounded to 8 bits: a matmul is a sum of exact
 int8 products, each block's times a power of two. Norms, activation functions, the residual stream and the head are in

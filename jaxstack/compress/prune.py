@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """A pattern of zeros: a share of all weights, or all but n of every m inputs.
+    """Sparsity pattern: a fraction of zeros, or n:m, which keeps n of every m consecutive inputs.
 
     Attributes:
       sparsity: share of weights that become zero, over all weights that are compared.

@@ -20,7 +20,7 @@ RECIPES = Path(__file__).with_name("recipes")
 
 
 class WeightDims(NamedTuple):
-    """Sizes of the dims of a weight that are its inputs, and of those that are its outputs."""
+    """Sizes of the input dims and of the output dims of a weight."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -63,7 +63,7 @@ def dense_weights(model: ModelConfig) -> dict[str, WeightDims]:
 
 
 def forward_order_key(path: str) -> tuple[int | str, ...]:
-    """Return a key that sorts paths in the order of the forward pass: embedding, layers by number, head."""
+    """Return a sort key for parameter paths, in forward order: embedding, layers by number, head."""
     parts = path.split("/")
     place = {"embedding": 0, "decoder": 1}.get(parts[0], 2)
     number = int(parts[2]) if parts[:2] == ["decoder", "layers"] else 0

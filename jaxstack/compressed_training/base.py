@@ -48,12 +48,12 @@ class WeightRule(PathRule):
         return None
 
     def store(self, w: jax.Array, layout: MatrixLayout) -> Stored:
-        """Return what the train state holds of a weight at the start of a run."""
+        """Return the initial train-state form of a weight: the weight itself, or the factors that are trained."""
         del layout
         return w
 
     def choices(self, layout: MatrixLayout) -> int:
-        """Return the number of random choices that `use` has for this weight; 0: it makes none."""
+        """Return the number of values of the random `choice` that `use` takes; 0: `use` is not random."""
         del layout
         return 0
 
@@ -90,7 +90,7 @@ class WeightRule(PathRule):
 
     @abstractmethod
     def pack(self, stored: Stored) -> PackedWeight | Float[Array, "out in"]:
-        """Return one matrix as an export stores it, given what the train state holds of it.
+        """Return one matrix [out, in] in the form that an export writes, given its values in the train state.
 
         Not traceable: the shapes may depend on the values.
         """

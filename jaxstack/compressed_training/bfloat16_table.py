@@ -23,12 +23,12 @@ def pattern_values(largest: float = np.inf) -> Float[np.ndarray, "65536"]:
 
 
 def bfloat16_patterns(w: Float[Array, "*dims"]) -> Int[Array, "*dims"]:
-    """Return the pattern of each weight, rounded to bfloat16, as int32."""
+    """Return the 16 bits of each weight after rounding to bfloat16, as int32."""
     return jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
 
 
 def count_patterns(patterns: Int[Array, "*dims"]) -> Float[Array, "65536"]:
-    """Return how often each pattern occurs, float32."""
+    """Return how often each of the 65,536 bfloat16 bit patterns occurs, float32."""
     # Counted in integers: a float32 sum of ones ends at 2^24.
     return jnp.bincount(patterns.ravel(), length=PATTERNS).astype(jnp.float32)
 

@@ -19,7 +19,7 @@ from jaxstack.tree_rules import TEACHER
 
 @dataclasses.dataclass(frozen=True)
 class MatrixLayout:
-    """A weight of several dims, seen as one matrix [out, in] or a stack of them.
+    """How a weight of several dims is viewed as one matrix [out, in], or as a stack of them.
 
     Attributes:
       shape: shape of the weight.
@@ -95,7 +95,7 @@ def _looped(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array],
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight that compression can change.
+    """A weight matrix, or stack of matrices, to which compression rules can apply.
 
     Attributes:
       path: keys of the parameter in the module's dict of parameters, joined by `/`.

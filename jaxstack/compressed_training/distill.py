@@ -43,7 +43,7 @@ class DistillConfig(Component):
 
 
 def with_teacher(model: Model, teacher: Transformer) -> Model:
-    """Give a model a teacher, in place.
+    """Attach the teacher of a distillation to a student model, in place; return the student.
 
     Raises:
       ConfigError: their vocabularies differ.

@@ -112,7 +112,7 @@ def split_by_svd(
 
 
 def leading_rank_mask(choice: Int[Array, ""], stack: tuple[int, ...], rank: int) -> Float[Array, "*stack rank"]:
-    """Return the mask of ranks for one step: all ones, except that one matrix keeps only its first b ranks.
+    """Return the 0/1 mask of ranks for one step: one matrix of the stack keeps only its first b ranks.
 
     Args:
       choice: matrix * rank + b - 1, with the matrices of the stack counted in row-major order; a number outside of

@@ -160,7 +160,7 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
 
 
 def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
-    """Remove the keys of components that an override replaces by another component of their union.
+    """Remove a component's keys from the file's values if an override replaces it by a component of another kind.
 
     `optimizer.name=sgd` on a file with `optimizer: {name: adamw, b2: 0.95}` removes `b2`, which SGD does not have. Keys
     that the new component also has stay.
@@ -213,7 +213,7 @@ def _at(tree: Tree, keys: Sequence[str]) -> Tree:
 
 
 def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Return `base` with the values of `over` in place of its own, section by section."""
+    """Merge two trees of plain data recursively; values of `over` replace those of `base`."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)

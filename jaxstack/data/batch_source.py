@@ -128,7 +128,7 @@ def peek(source: BatchSource, *, global_batch_size: int, rows: Sequence[int] | n
 
 
 def check_batch(batch: object, rows: int | None = None) -> HostBatch:
-    """Return the batch if it is a dict of arrays with equal first dims.
+    """Check that a batch is a dict of arrays with equal first dims, and return it.
 
     Args:
       batch: what a source gave.

@@ -87,7 +87,7 @@ def prepare_tokens(
 
 
 def build_key(plan: TokenizationPlan, tokenizer: Tokenizer, shard_tokens: int) -> str:
-    """Return a hash of everything that decides the bytes of the result."""
+    """Return a hash of everything that determines the shards: sources, tokenizer and shard size."""
     return hashlib.sha256(f"{VERSION} {plan.identity} {tokenizer.hash} {shard_tokens}".encode()).hexdigest()
 
 

@@ -51,7 +51,7 @@ class BatchPlacement:
 
 
 class BatchShardings(dict[str, NamedSharding]):
-    """Name of a batch's array -> its sharding, for global batches of `rows` rows."""
+    """Dict from the name of a batch's array to its sharding, filled on demand, for batches of `rows` rows."""
 
     def __init__(self, rules: AxisRules, rows: int):
         super().__init__()
@@ -62,7 +62,7 @@ class BatchShardings(dict[str, NamedSharding]):
 
 
 def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
-    """Permute sequences into the order in which the devices of `context` hold them, and add `positions`.
+    """Permute the tokens of sequences into the order of chunks for context parallelism, and add `positions`.
 
     Without a `context` axis, or without `tokens`, the batch is returned as it is.
 

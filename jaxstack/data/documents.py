@@ -38,7 +38,7 @@ class Piece:
 
 @dataclass
 class Document:
-    """A text, and whether it opens a document: a range of a long text may continue one."""
+    """The text of a document, or of a part of a long one; `opens` is True for the first part."""
 
     text: str
     opens: bool = True
@@ -96,7 +96,7 @@ def decode_utf8(raw: bytes) -> tuple[str, int]:
 
 
 def align(stream: IO[bytes], position: int, size: int, whole_lines: bool = False) -> int:
-    """Return the first position from `position` on where a text may be cut: after a line end.
+    """Return the first byte offset at or after `position` at which a file can be cut: just after a line end.
 
     Unless `whole_lines`, a text without a line end in the next MiB is cut before a character.
     """

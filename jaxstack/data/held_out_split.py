@@ -10,7 +10,7 @@ EXPECTED_DOCUMENTS = 8
 
 
 def split_score(content: bytes) -> float:
-    """Return a number in [0, 1) that depends only on the text's bytes: equal texts have equal scores."""
+    """Hash a text's bytes to a number in [0, 1), which decides whether the document is held out."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
 
 

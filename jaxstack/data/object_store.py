@@ -33,7 +33,7 @@ def is_object_url(path: str) -> bool:
 
 
 class ObjectStore:
-    """The objects below a URL; picklable, and safe to use from several threads. No request is made before a read.
+    """Read-only access to the objects below a URL. Picklable and thread-safe; no request is made before a read.
 
     Args:
       url: `gs://bucket/folder`, `s3://bucket/folder`, `https://host/folder`, `file:///folder`, or `memory://folder`.

@@ -26,7 +26,7 @@ class Stream(Protocol):
 
 
 def row_count(tokens: int, sequence_length: int) -> int:
-    """Return the number of rows that predict every token except the first exactly once; the last may be padded."""
+    """Return the number of rows of `sequence_length` tokens that a token stream fills; the last may be padded."""
     return -(-(tokens - 1) // sequence_length) if tokens > 1 else 0
 
 

@@ -43,7 +43,7 @@ class Rows(Protocol):
     """Number of ids that are predicted, in all rows together."""
 
     def read(self, row: int, limit: int | None = None) -> Row:
-        """Return the arrays [T] int32 of a row. Only the first `limit` labels of all rows are predicted."""
+        """Return a row as int32 arrays [T]; only the first `limit` labels, counted over all rows, are predicted."""
         ...
 
     def count_for(self, limit: int) -> int:
@@ -76,7 +76,7 @@ class TextRows:
 
 @dataclasses.dataclass(frozen=True)
 class LengthStatistics:
-    """Statistics of examples that have more tokens than a row."""
+    """Counts of a source's examples, and of those with more tokens than a row."""
 
     total: int
     too_long: int

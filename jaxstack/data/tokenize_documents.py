@@ -121,7 +121,7 @@ def _batched(parts: Iterator[Part]) -> Iterator[list[Part]]:
 
 
 def token_file(base: Path, split: str) -> Path:
-    """Return the path of the ids of a split of a unit."""
+    """Return the path of the file with the token ids of one split (train or held_out) of a work unit."""
     return base.with_suffix(f".{split}.bin")
 
 

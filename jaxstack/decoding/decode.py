@@ -100,7 +100,7 @@ class ModelOnMesh:
 
 
 def is_packed(x: object) -> bool:
-    """Return True for a weight that is packed in few bits, which counts as one leaf of the parameters."""
+    """Return True if x is a `PackedWeight`, which pytree functions should treat as one leaf."""
     return isinstance(x, PackedWeight)
 
 

@@ -55,7 +55,7 @@ def sample(logits: Float[Array, "B V"], key: Key[Array, ""] | Key[Array, " B"], 
 def keep_likeliest(
     logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, min_p: float | None = None
 ) -> Float[Array, "B V"]:
-    """Return the logits with -inf for the tokens that the limits of `Sampling` exclude; each row keeps at least one."""
+    """Apply top-k, top-p and min-p: return the logits with -inf at excluded tokens; each row keeps at least one."""
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -74,7 +74,7 @@ class _WordText:
 
 
 class TextStream:
-    """The text of one row, one token at a time.
+    """Decodes the tokens of one sequence to text, token by token, up to a stop string or stop token.
 
     Args:
       tokenizer: the model's tokenizer.
@@ -97,7 +97,7 @@ class TextStream:
         """None until the text has ended."""
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that is now certain.
+        """Add a token, and return the new text that later tokens cannot change.
 
         Text is withheld while it may be part of an incomplete character or of a stop string.
         """
@@ -106,7 +106,7 @@ class TextStream:
         return self._release(self._text.push(token)) if token < self._vocab_size else ""
 
     def finish(self, reason: FinishReason = "length") -> str:
-        """End the text and return what was withheld."""
+        """End the text, and return the rest of it, which was withheld so far."""
         piece = self._release(self._text.flush())
         if self.finish_reason is None:
             self.finish_reason, piece = reason, piece + self._withheld

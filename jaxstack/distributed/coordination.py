@@ -249,7 +249,7 @@ _LOST_PEER = re.compile(r"gloo|nccl|unavailable|coordination|connection|deadline
 
 
 def as_lost_peer(error: Exception) -> JaxstackError | None:
-    """Return the error of a collective as a message that another process is lost, or None if it is another error."""
+    """Convert the error of a collective to a JaxstackError if it means that another process died; None otherwise."""
     first = str(error).splitlines()[0] if str(error) else ""
     if (
         coordination_state().client is None
@@ -261,7 +261,7 @@ def as_lost_peer(error: Exception) -> JaxstackError | None:
 
 
 def exit_at_once_on_failure(code: int) -> int:
-    """Return `code`; after a failure among several processes, exit at once instead.
+    """Return `code`, or exit without cleanup if this is a failed process among several.
 
     At a normal exit jax waits for the other processes, which may be waiting for this one in a collective.
     """

@@ -118,7 +118,7 @@ def supports_peer_copies() -> bool:
 
 
 def builtin_step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, OptionValue]:
-    """Return the built-in options of a GPU step, name -> value, whether the installed jaxlib supports them or not."""
+    """Return the built-in XLA options of a GPU step, name -> value, including those that this jaxlib lacks."""
     chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(PEER_COPIES if peer_copies else ()))
     return {option.name: option.value for option in chosen}
 

@@ -19,7 +19,7 @@ def missing() -> str | None:
 
 
 def problem(source: Source) -> str | None:
-    """Return the feature of a model that the ONNX target does not support, or None."""
+    """Return the feature of the model that ONNX export does not support, or None."""
     return dense_softmax_problem(source.model)
 
 

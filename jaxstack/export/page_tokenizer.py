@@ -15,7 +15,7 @@ _MARK = "\u2581"
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
-    """Return the tokenizer's data (vocabulary, merges, patterns) in the format of `page/tokenizer.js`.
+    """Return the tokenizer as plain JSON for `page/tokenizer.js`, which encodes and decodes in the browser.
 
     Returns:
       `kind` byte or bpe. With bpe: `tokens`, the bytes of each id in hexadecimal; `merges` [left, right, merged] in

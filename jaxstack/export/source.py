@@ -1,4 +1,4 @@
-"""The trained model that an export writes, and what every target needs of it."""
+"""Loads a trained model for export, and has the functions that several export formats share."""
 
 import dataclasses
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Source:
         return min(self.tokenizer.vocab_size, self.model.vocab_size or 0)
 
     def generation(self) -> dict[str, object]:
-        """Return the settings for text generation: vocabulary size, start and stop tokens, context length."""
+        """Return the settings for text generation as plain JSON: vocabulary, special ids and context length."""
         return {
             "vocabulary": self.vocabulary,
             "document_start": self.tokenizer.document_start,
@@ -91,7 +91,7 @@ def load_source(
 
 
 def nested(flat: dict[str, jax.Array]) -> dict[str, Any]:
-    """Convert parameters from {path: array} to the nested dicts that a module takes."""
+    """Return nested dicts of arrays from a flat dict whose keys are paths joined by `/`."""
     tree: dict[str, Any] = {}
     for path, array in flat.items():
         *folders, name = path.split("/")
@@ -110,7 +110,7 @@ def write_parameters(source: Source, folder: Path) -> None:
 
 
 def dense_softmax_problem(model: ModelConfig) -> str | None:
-    """Return the feature of a model that the ONNX and web targets do not support, or None."""
+    """Return the model's feature that the ONNX and web formats do not support (such as MoE), or None."""
     if model.attention.name != "softmax":
         return f"attention.name: {model.attention.name} (only softmax)"
     if model.moe is not None:

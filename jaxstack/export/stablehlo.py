@@ -39,7 +39,7 @@ class Programs(NamedTuple):
 
 
 def problem(source: Source) -> str | None:
-    """Return the feature of a model that the StableHLO target does not support, or None."""
+    """Return the feature of the model that StableHLO export does not support, or None."""
     if source.model.moe is not None:
         return "moe, a mixture of experts, whose kernels need a fixed number of rows"
     if source.model.attention.name not in _KINDS:

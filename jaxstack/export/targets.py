@@ -1,4 +1,4 @@
-"""The table of targets. A new target is a file and a row here."""
+"""The table of export formats. A new format is a file and a row here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from jaxstack.export.source import Source
 
 
 class Target(NamedTuple):
-    """An export format (StableHLO, ONNX or web): how to check a model for it, and how to write it."""
+    """An export format: its dtypes, checks of the model and of installed packages, and the function that writes it."""
 
     summary: str
     """Short description, for the help text."""

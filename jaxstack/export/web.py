@@ -20,7 +20,7 @@ _MOST_BYTES = 3_500_000_000
 
 
 def problem(source: Source) -> str | None:
-    """Return the feature of a model or its tokenizer that the web page does not support, or None."""
+    """Return the feature of the model or its tokenizer that the web page does not support, or None."""
     if found := dense_softmax_problem(source.model):
         return found
     size = sum(array.nbytes for array in source.parameters.values())
@@ -43,7 +43,7 @@ def write(source: Source, folder: Path) -> str:
 
 
 def describe_model(source: Source) -> dict[str, object]:
-    """Return the model's configuration as the dict that `page/engine.js` reads."""
+    """Return the model's configuration as plain JSON, under the names that `page/engine.js` uses."""
     model = source.model
     rope = model.positions == "rope"
     local = model.rope_local_base_freq if rope else None

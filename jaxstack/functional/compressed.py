@@ -122,7 +122,7 @@ class CompressedModule(FunctionalModule):
         return packed
 
     def kept_of(self, params: Dict, path: str) -> jax.Array:
-        """Return the number of values to store of one weight, given parameters of `used`."""
+        """Return how many values an export stores of the weight at `path`, given parameters of `used`."""
         rule, weight = self.chosen[path]
         return rule.kept(rule.store(self._get(params, path), weight.layout), weight.layout)
 

@@ -9,5 +9,5 @@ from jaxstack.functional.module import NNXFactory
 
 
 def from_linen(module: nn.Module, *inputs: Any) -> NNXFactory:
-    """Return a Linen module as a function `rngs -> NNX module`; it is called once with `inputs`, to learn shapes."""
+    """Wrap a Linen module as a function `rngs -> NNX module`; `inputs` are example inputs for its shapes."""
     return lambda rngs: cast(nnx.Module, nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), *inputs))

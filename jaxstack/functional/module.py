@@ -29,7 +29,7 @@ NNXFactory = Callable[[nnx.Rngs], nnx.Module]
 
 
 class FunctionalModule:
-    """The structure of a module without its arrays.
+    """A Flax module as pure functions of nested dicts of arrays; stores its structure, but no arrays.
 
     Args:
       make: builds the NNX module from `nnx.Rngs`; it is traced, so nothing is allocated before `init`.
@@ -67,12 +67,12 @@ class FunctionalModule:
 
     @property
     def plain(self) -> "FunctionalModule":
-        """The module whose parameters checkpoints hold: this one, unless a pipeline stores layers in another order."""
+        """The same module with layers in the model's order, as checkpoints store them; itself without a pipeline."""
         return self
 
     @property
     def stores_plain(self) -> bool:
-        """True if this module's train state is that of `plain` as it is."""
+        """True if the train state needs no conversion to be that of `plain`."""
         return True
 
     def params_from_plain(self, params: Dict) -> Dict:
@@ -81,11 +81,11 @@ class FunctionalModule:
 
     @property
     def used(self) -> "FunctionalModule":
-        """The module that a step computes with: this one, unless the state stores weights in another form."""
+        """The module that the forward pass runs; another one only if the train state stores weights in another form."""
         return self
 
     def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
-        """Return the parameters of `used` that a train step computes with, and a scalar to add to the mean loss.
+        """Convert stored parameters to those of `used` for a train step; also return a term to add to the mean loss.
 
         Differentiable. The key draws what is random; the scalar is None if there is none.
         """

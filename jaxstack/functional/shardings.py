@@ -65,7 +65,7 @@ def describe_shardings(
 
 
 def describe_unsplit(sharding: dict[str, Any]) -> list[str]:
-    """Return a sentence for each axis that leaves a tenth or more of the parameters replicated which it should split.
+    """Return a warning for each mesh axis that leaves a tenth or more of the parameters replicated.
 
     Args:
       sharding: as `describe_shardings` returns.

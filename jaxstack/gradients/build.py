@@ -13,7 +13,7 @@ from jaxstack.parallel.sharding_context import ShardingContext
 def make_gradients(
     module: FunctionalModule, loss: LossFunction | Loss, context: ShardingContext, accumulation: int = 1
 ) -> Gradients:
-    """Return the way to compute gradients that suits the module, the loss and the layout.
+    """Choose how gradients are computed: through pipeline stages, per device in a `shard_map`, or by GSPMD.
 
     Args:
       module: a `StagedModule` runs in the stages of a pipeline.

@@ -42,7 +42,7 @@ class GradientSums:
 
 
 class Gradients(Protocol):
-    """A way to compute the sums of a global batch. Call it under `jax.jit` only."""
+    """Interface of gradient computation: sums of loss and gradients over a global batch. Call it under `jax.jit`."""
 
     def __call__(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False

@@ -43,7 +43,7 @@ State = TypeVar("State")
 
 
 class PipelinedGradients:
-    """Runs a Transformer in stages; see `jaxstack.gradients.microbatches.Gradients`.
+    """Computes the gradients of a Transformer through the stages of a pipeline; implements `Gradients`.
 
     Args:
       module: laid out for the stages of the plan.

@@ -27,7 +27,7 @@ _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
 
 
 class StagedModule(FunctionalModule):
-    """A FunctionalModule laid out for `stages` x `chunks` virtual stages.
+    """A Transformer whose layers are stored in pipeline order, for `stages` x `chunks` virtual stages.
 
     Its dicts of parameters have stages x chunks x rows layers along the leading dim of stacked parameters; rows without
     a layer are zero, and stay so. Models made from them, and given to it, are the plain ones.

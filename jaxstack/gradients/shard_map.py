@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class ParameterLayout:
-    """The sharding of one parameter, and its use in a step."""
+    """Layout of one parameter during and between steps, and whether the module reduces its gradient."""
 
     spec: PartitionSpec
     """Its layout during a step: `AxisRules.parameter_spec`."""

@@ -1,1 +1,1 @@
-"""Methods that keep the parameters of islands together: groups of devices that are joined by slow links."""
+"""Methods of training on islands, which are groups of devices joined by slow links: DiLoCo, gossip and others."""

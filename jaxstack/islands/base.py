@@ -1,4 +1,4 @@
-"""Interface of the methods that keep islands together.
+"""Interface of the methods that synchronise the parameters of islands.
 
 An island is a group of devices with its own copy of parameters and optimizer state. Functions of this package run
 inside a `shard_map` that is manual over the mesh axis `islands`: trees of parameters are those of the island itself,
@@ -18,7 +18,7 @@ Dict = dict[str, Any]
 
 
 class OuterState(NamedTuple):
-    """State of an island method besides the islands' parameters; both fields are {} for a stateless method."""
+    """State of an island method besides the parameters: arrays equal on all islands, and arrays of each island."""
 
     shared: Dict
     """Arrays that are equal on all islands."""
@@ -27,7 +27,7 @@ class OuterState(NamedTuple):
 
 
 class Exchange(Protocol):
-    """A method's communication in one run: when the islands exchange parameters, and the collectives for it.
+    """Interface of the communication between islands: when it takes place, and what it does to the parameters.
 
     A method may have several kinds of exchange, called phases, such as one for each part of the model. Each phase is
     compiled to a program of its own.
@@ -41,7 +41,7 @@ class Exchange(Protocol):
         ...
 
     def due(self, step: int) -> int | None:
-        """Return the phase to exchange after train step `step` (counted from 1), or None for no exchange."""
+        """Return the phase of the exchange that follows train step `step`, counted from 1; None if there is none."""
         ...
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
@@ -85,7 +85,7 @@ class IslandMethod(Component):
 
     @abstractmethod
     def build(self, islands: int, stacked: Mapping[str, Any]) -> Exchange:
-        """Build the method's `Exchange` for one run.
+        """Return the `Exchange` that implements the method for this number of islands.
 
         Args:
           islands: number of islands.

@@ -20,7 +20,7 @@ class OuterSGD(IslandMethod):
     """Nesterov momentum of the outer optimizer."""
 
     def step(self, anchor: jax.Array, velocity: jax.Array, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Apply one step of the outer optimizer to a parameter; return the new parameter and velocity.
+        """Take one Nesterov SGD step on a parameter; return its new value and the new velocity.
 
         Args:
           anchor: the parameter at the last exchange.
@@ -59,7 +59,7 @@ class DiLoCoExchange:
         self._settings, self._reduction = settings, reduction
 
     def init(self, params: Dict) -> OuterState:
-        """Return the initial state of a run: the parameters as anchor, and zero velocity."""
+        """Return the initial state: the parameters as anchor, zero velocity, and the state of the reduction."""
         kept = self._reduction.init(params)
         velocity = jax.tree.map(jnp.zeros_like, params)
         return OuterState({"anchor": params, "velocity": velocity, **kept.shared}, kept.own)

@@ -44,7 +44,7 @@ class Int8Mean:
         return jnp.concatenate(list(gathered), axis=dim)
 
     def cut(self, shape: tuple[int, ...]) -> int | None:
-        """Return the dim along which an array is split among the islands, or None if it is not quantized."""
+        """Return the dim along which an array is split over the islands; None: none fits, and it is not quantized."""
         # The last dim is that of the scales; the pieces' rows stay whole.
         dims = [d for d in range(len(shape) - 1) if shape[d] % self._islands == 0 and shape[d]]
         return max(dims, key=lambda d: shape[d], default=None)

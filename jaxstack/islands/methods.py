@@ -1,4 +1,4 @@
-"""The registry of methods. Each is one file, listed here."""
+"""The registry of island methods (DiLoCo, gossip, local SGD, ...). Each is one file, listed here."""
 
 import functools
 import operator

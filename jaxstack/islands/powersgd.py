@@ -18,7 +18,7 @@ from jaxstack.tree_rules import match
 
 
 class MatrixShape(NamedTuple):
-    """An array's shape viewed as a batch of matrices: [*batch, rows, columns]."""
+    """Shape of an array that is viewed as a batch of matrices."""
 
     batch: tuple[int, ...]
     rows: int

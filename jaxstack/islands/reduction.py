@@ -11,10 +11,10 @@ from jaxstack.parallel.config import ISLANDS
 
 
 class Reduction(Protocol):
-    """An exact or compressed mean over islands, which may keep state such as low-rank factors."""
+    """Interface of a mean over islands, exact or compressed, which may keep state such as an error feedback."""
 
     def init(self, tree: Dict) -> OuterState:
-        """Return the reduction's initial state for a tree of arrays with these shapes."""
+        """Return the initial state of the reduction for trees of arrays with these shapes."""
         ...
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:

@@ -83,7 +83,7 @@ class StreamingExchange:
         return OuterState({"anchor": anchor, "velocity": velocity}, {})
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Return the parameters with one fragment mixed with its synchronised value."""
+        """Return the parameters with fragment `phase` mixed from the island's own and the synchronised values."""
         own, anchors = self._parts(phase, params), self._parts(phase, state.shared["anchor"])
         keep = self._settings.mixing
         return self._replaced(phase, params, {name: keep * x + (1 - keep) * anchors[name] for name, x in own.items()})

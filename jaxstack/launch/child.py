@@ -1,4 +1,4 @@
-"""A process of the run, as its supervisor sees it: in its own session, so that all that it starts can be ended."""
+"""Starts a training process in its own session, watches it, and ends it with everything that it started."""
 
 import contextlib
 import ctypes

@@ -11,7 +11,7 @@ from jaxstack.resilience.progress_file import Record
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds without a sign of life after which a process counts as stuck, by what it is doing."""
+    """Timeouts, in seconds without progress, after which a process counts as stuck, for each phase of a run."""
 
     step: float = 300.0
     """Limit between two training steps or evaluation batches."""
@@ -34,7 +34,7 @@ def find_stuck(
     since: float = -math.inf,
     suspended: Mapping[int, Callable[[], bool]] = MappingProxyType({}),
 ) -> int | None:
-    """Return the rank that is stuck, or None: of those beyond their limit, the one that fell silent first.
+    """Return the rank that is stuck, or None: the one silent for longest of those beyond their limit.
 
     In a collective the other ranks wait for it, and fall silent after it.
 
@@ -64,7 +64,7 @@ class Straggler:
 
 
 def find_straggler(before: Mapping[int, Record], after: Mapping[int, Record]) -> Straggler | None:
-    """Return the process whose host time per step, between two looks, was so long that it slows the others down.
+    """Return the process that slows the others down by its host time per step between two records, or None.
 
     A step takes the same time on all ranks, as they wait for one another in collectives. They differ in the time that
     each spends on its host instead of waiting. A process is reported if it exceeds the median of the others by at least

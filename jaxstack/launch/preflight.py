@@ -50,7 +50,7 @@ def check() -> None:
 
 
 def measure_sum() -> str:
-    """Return the duration of a sum over all devices, which needs every link to work."""
+    """Time an all-reduce over all devices; return a line with its bandwidth, or one that reports a wrong sum."""
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("all",))
     split, whole = jax.NamedSharding(mesh, jax.P("all")), jax.NamedSharding(mesh, jax.P())

@@ -1,4 +1,4 @@
-"""Find what hides jaxstack from `python -m jaxstack...`, which looks in the current directory first."""
+"""Detects files that hide jaxstack from `python -m jaxstack...`, which looks in the current directory first."""
 
 import os
 import re

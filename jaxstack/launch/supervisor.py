@@ -34,7 +34,7 @@ _STOPPED = (143, 130, 129)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A command to run, with its limits."""
+    """A training command with its number of processes, timeouts and restarts."""
 
     command: tuple[str, ...]
     processes: int = 1

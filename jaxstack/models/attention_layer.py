@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         return apply_scattered(out, self.o_proj), cache
 
     def channel_order(self) -> Int[Array, "*layers K H"] | None:
-        """Return the order in which the cache stores the channels of keys; None: it does not sort them.
+        """Return the permutation of channels in which the cache stores keys; None if it keeps their order.
 
         A layer that is a stack of layers has an order for each of them.
         """
@@ -95,7 +95,7 @@ class Attention(nnx.Module):
         return magnitude_order(kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotates)
 
     def with_order(self, cache: LayerCache) -> LayerCache:
-        """Return an empty cache of this layer with the order of its channels, where it sorts them."""
+        """Return the empty cache with this layer's permutation of channels, if the cache format sorts channels."""
         order = self.channel_order()
         if order is None or not isinstance(cache, KeyCache | PagedKeys):
             return cache

@@ -24,7 +24,7 @@ def token_keys(key: Key[Array, ""], rows: int, tokens: Int[Array, " T"]) -> Key[
 
 
 def fold_key(key: Key[Array, "..."] | None, index: int | jax.Array) -> Key[Array, "..."] | None:
-    """Return the key, or keys, of part `index` of the model; None stays None."""
+    """Fold the index of a part of the model into a dropout key, or an array of keys; None stays None."""
     return None if key is None else _map_keys(lambda k: jax.random.fold_in(k, index), key)
 
 

@@ -34,7 +34,7 @@ def weight_paths(model: _Model, path: Sequence[str | int]) -> list[str]:
 
 
 def match_common_value(names: Sequence[str], rules: Rules[Value], section: str, what: str) -> Value:
-    """Return the value that path rules give to all of these weights, which one scan runs.
+    """Return the value that path rules give to weights that are stacked for one scan; they must agree.
 
     Args:
       section: key of the configuration, for the message.

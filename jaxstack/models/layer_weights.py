@@ -25,7 +25,7 @@ def gather_weights(state: Weights, dtype: jax.typing.DTypeLike) -> Weights:
 
 
 def gather_layers(states: Sequence[Weights], dtype: jax.typing.DTypeLike) -> list[Weights]:
-    """Gather the weights of single layers that were taken out of stacks."""
+    """Gather and cast the weights of single layers that were indexed out of stacked arrays."""
     return [gather_weights(remove_layers_logical_axis(state), dtype) for state in states]
 
 

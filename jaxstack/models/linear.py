@@ -64,7 +64,7 @@ class Linear(nnx.Module):
         return apply_together(x, self)[0]
 
     def finish(self, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return the layer's output for x, given y = x times the kernel."""
+        """Return y = x @ kernel plus the adapter's contribution, if there is an adapter, and the bias."""
         return self.add_bias(y if self.adapter is None else self.adapter(x, y, self.kernel.get_value()))
 
     def add_bias(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -79,7 +79,7 @@ class Linear(nnx.Module):
 
 
 def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
-    """Return the outputs of several layers for one input.
+    """Apply several dense layers to one input, and return their outputs.
 
     On a CPU they are computed by one wide matmul, which reads x once. On a GPU that costs more than it saves: the
     gradients would have to be concatenated first (16 of 600 ms for llama3-1b on an H200).
@@ -102,7 +102,7 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
 
 
 def apply_gathered(x: LayerInput, *layers: Linear) -> list[jax.Array]:
-    """Return the outputs of layers that read the residual stream, gathering a sharded sequence as they multiply.
+    """Apply dense layers to the residual stream, all-gathering a sequence-sharded input while they multiply.
 
     With sequence parallelism its all-gather overlaps the matmuls where a kernel can do that.
     """
@@ -114,7 +114,7 @@ def apply_gathered(x: LayerInput, *layers: Linear) -> list[jax.Array]:
 
 
 def apply_scattered(y: Float[Array, "B T ..."], layer: Linear) -> Float[Array, "B T D"]:
-    """Return layer(y) for a layer that writes the residual stream.
+    """Apply a layer that writes the residual stream, reduce-scattering its output while it multiplies.
 
     With sequence parallelism the matmul overlaps its reduce-scatter where a kernel can do that.
     """
@@ -154,7 +154,7 @@ def apply_mlp(
 
 
 def add(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """Return x + y; if one of them is the output of a matmul, it should be x.
+    """Return x + y so that XLA can fuse the addition into the matmul whose output is x.
 
     With the matmul's own two dims XLA adds y within the matmul, without copying y first.
     """
@@ -166,7 +166,7 @@ def add(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "...
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fan_out(x: Float[Array, "..."], count: int) -> tuple[Float[Array, "..."], ...]:
-    """Return `count` references to x, one for each matmul that reads it.
+    """Return `count` references to x, one per matmul, whose gradients XLA can add within the backward matmuls.
 
     In the backward pass each matmul then adds to the running sum: the sum is the second operand of the addition (in
     JAX's own order it is the first), because XLA fuses only an addition whose first operand is the matmul.

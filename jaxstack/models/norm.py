@@ -22,7 +22,7 @@ def gradient_carrier(x: LayerInput) -> jax.Array:
 
 @runtime_checkable
 class Norm(Protocol):
-    """A norm is built with `(size, eps)` and maps [..., size] to [..., size]."""
+    """Interface of a normalization over the last dim; its constructor takes `(size, eps)`."""
 
     def __call__(self, x: jax.Array) -> jax.Array: ...
 
@@ -47,7 +47,7 @@ class RMSNorm(nnx.Module):
         )
 
     def as_layer_input(self, normalized: Float[Array, "... D"], x: Float[Array, "... D"]) -> NormalisedInput:
-        """Return `normalized` = norm(x) with what an FP8 layer needs to recompute it while it rounds."""
+        """Return `normalized` with x and the scale, from which an FP8 layer can recompute it."""
         return NormalisedInput(normalized, x, self.scale[...] + self.offset, self.eps)
 
 
@@ -94,7 +94,7 @@ def make_norm(name: str, size: int, eps: float) -> Norm:
 
 
 def head_norm_name(name: str) -> str:
-    """Return the name of the norm of query and key heads in a model whose norm is `name`."""
+    """Return which norm a model whose norm is `name` applies to query and key heads."""
     return "rms_norm" if name == "layer_norm" else name
 
 

@@ -31,7 +31,7 @@ def run_prefetched(
     stacks: Arrays,
     shared: PyTree,
 ) -> tuple[Float[Array, "..."], Arrays]:
-    """Run all layers (at least two).
+    """Scan over at least two layers, gathering each layer's weights while the layer before it computes.
 
     Args:
       make_layer: returns the layer, given the inputs that all layers share; the layer may be rematerialised.

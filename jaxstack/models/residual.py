@@ -30,5 +30,5 @@ def normalize(norm: Norm, x: Float[Array, "B T D"]) -> tuple[LayerInput, Float[A
 
 
 def add_to_residual(x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Return x + update, saved for the backward pass."""
+    """Return x + update, sharded as the residual stream and marked to be saved for the backward pass."""
     return save_for_backward(shard_residual(add(update, x)))

@@ -23,7 +23,7 @@ RunLoss = Callable[[Transformer], Any]
 
 
 class LayerInputs(NamedTuple):
-    """Inputs that all layers of a microbatch share."""
+    """Inputs that all layers share for one microbatch: attention context and dropout key."""
 
     context: Context
     key: jax.Array | None
@@ -96,20 +96,20 @@ def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[Float[Array, "B 
 
 
 def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
-    """Return the inputs that the layers share, without embedding anything."""
+    """Return the inputs that all layers share, such as rotary angles, without computing the embedding."""
     _replace(model, embedding=_zero_embedding(model), position_embedding=None)
     return _run_to_layers(model, run, _StopBeforeScan()).inputs
 
 
 def loss_of_outputs(model: Transformer, run: RunLoss, x: Float[Array, "B T D"]) -> Any:
-    """Run the loss on `model` without its layers: `x` stands for the output of the scanned ones."""
+    """Compute the loss from x, the output of the scanned layers, by running only what follows them."""
     _replace(model, decoder=_ContinueAfterScan(model.decoder, x), embedding=_zero_embedding(model))
     _replace(model, position_embedding=None)
     return run(model)
 
 
 def make_repetition_function(model: Transformer) -> RunRepetition:
-    """Return the function that runs one repetition of the scanned layers.
+    """Return a function that runs one repetition of the scanned layer pattern with given weights.
 
     Its weights are an NNX state of the parameters that `is_stacked` selects, without the dim of layers.
     """

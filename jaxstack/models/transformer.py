@@ -190,14 +190,14 @@ class Transformer(nnx.Module):
         return self.logits(x), _cache(layers, context)
 
     def first_context(self, length: int, lengths: Int[Array, " B"]) -> Context:
-        """Return what all layers share in `prefill`, for rows of `lengths` tokens padded to `length`."""
+        """Return the `Context` of all layers in `prefill`, for rows of `lengths` tokens padded to `length`."""
         numbers = jnp.arange(length, dtype=jnp.int32)
         slots = CacheSlots(jnp.where(numbers < lengths[:, None], numbers, -1), jnp.zeros_like(lengths), first=True)
         angles, local = self._angles(numbers[None])
         return Context(numbers[None], angles, None, slots, counted=True, local_angles=local)
 
     def next_context(self, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Context:
-        """Return what all layers share in `decode`, for tokens at `positions` after `seen` tokens of each row."""
+        """Return the `Context` of all layers in `decode`, for tokens at `positions` after `seen` tokens per row."""
         angles, local = self._angles(positions)
         return Context(positions, angles, None, CacheSlots(positions, seen), local_angles=local)
 

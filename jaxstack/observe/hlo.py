@@ -80,7 +80,7 @@ def _arrays(text: str) -> tuple[ArrayType, ...]:
 
 @dataclass(frozen=True)
 class Execution:
-    """An instruction with its context: how it is reached from the entry computation."""
+    """An HLO instruction as the program executes it: how often, and inside which loop or wrapper."""
 
     instruction: Instruction
     computation: dict[str, Instruction]

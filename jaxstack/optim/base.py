@@ -114,11 +114,11 @@ class Optimizer(Component):
         """
 
     def wrap(self, chain: optax.GradientTransformation, run: RunInfo) -> optax.GradientTransformation:
-        """Wrap the whole chain (clipping, core, weight decay, learning rate), e.g. to average the iterates."""
+        """Wrap the complete optimizer chain (clipping, core, weight decay, learning rate); by default unchanged."""
         return chain
 
     def gradient_point(self, params: PyTree, state: optax.OptState) -> PyTree:
-        """Return the parameters at which a step evaluates the gradient: by default those given.
+        """Return the parameters at which a step evaluates the gradient; by default the current ones.
 
         Args:
           params: the trained parameters.

@@ -139,7 +139,7 @@ def gradient_norm(gradients: PyTree) -> jax.Array:
 
 
 def largest_overload(gradients: PyTree) -> jax.Array | None:
-    """Return the load of the fullest expert of all layers relative to an even load, minus 1 (0 is even).
+    """Return the largest relative overload of an expert in any layer: 0 is an even load, 1 is twice that.
 
     None if no gradient is a load of experts.
     """

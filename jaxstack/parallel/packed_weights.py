@@ -1,4 +1,4 @@
-"""Places packed weights on a mesh."""
+"""Places packed (quantized) weights on a mesh, sharded as the plain weights would be."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -167,7 +167,7 @@ class AxisRules:
         return PartitionSpec(*spec)
 
     def lacking(self, spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `axes` that split no dim of `spec`."""
+        """Return the mesh axes in `axes` that `spec` does not use."""
         used = {axis for part in spec for axis in axes_of(part)}
         return tuple(axis for axis in axes if axis not in used)
 
@@ -207,7 +207,7 @@ class AxisRules:
 
 
 def axes_of(part: Part) -> tuple[str, ...]:
-    """Return the mesh axes of one dim of a PartitionSpec as a tuple."""
+    """Return the mesh axes of one entry of a PartitionSpec (None, a name or several names) as a tuple."""
     return (part,) if isinstance(part, str) else part or ()
 
 

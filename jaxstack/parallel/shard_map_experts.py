@@ -20,7 +20,7 @@ Parameters = Mapping[str, tuple[jax.Array, Names]]
 
 
 class TokenSplit(NamedTuple):
-    """The axes over which the tokens that a function gets are split."""
+    """Mesh axes over which the tokens of an expert computation are split."""
 
     sequence_axes: tuple[str, ...] = ()
     """Mesh axes over which sequences are split."""

@@ -18,7 +18,7 @@ Dims = tuple[tuple[tuple[str, ...], int], ...]
 
 
 class Exchange(NamedTuple):
-    """The communication that turns a stored weight into a used one, and a gradient into one of the stored weight."""
+    """How a weight is gathered for use, and its gradient reduced: dtypes, dims and mesh axes."""
 
     dtype: str
     """Dtype in which the weight is used and sent."""
@@ -50,7 +50,7 @@ class WorkingCopy:
 
 
 def exchange(weight: jax.Array | WorkingCopy, how: Exchange) -> jax.Array:
-    """Return the weight as it is used. Its gradient is that of the stored weight, in the stored layout and dtype."""
+    """Gather a stored weight for use; its gradient is reduced to the stored layout and dtype."""
     if isinstance(weight, WorkingCopy):
         return _use_copy(weight.shard, weight.copy, how)
     return _use(weight, jnp.dtype(weight.dtype).name, how)

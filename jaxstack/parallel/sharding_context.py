@@ -1,4 +1,4 @@
-"""The sharding context: what modules may ask while a function that uses them is traced."""
+"""The sharding context: axis rules and step layout that modules can query while they are traced."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from jaxstack.parallel.rules import AxisRules, Names, make_rules, restrict
 
 @dataclasses.dataclass(frozen=True)
 class TracedParameters:
-    """State of the parameters inside the function that is being traced."""
+    """How the parameters of the function being traced are gathered, and their gradients summed."""
 
     gathered: frozenset[str] = frozenset()
     """Mesh axes over which the parameters have been gathered already, although they are stored sharded over them."""
@@ -24,7 +24,7 @@ class TracedParameters:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingContext:
-    """Axis rules, the layout of the step, and the state of the parameters, for the modules inside a traced function."""
+    """Axis rules, step layout and parameter state that modules can query while a function is traced."""
 
     rules: AxisRules
     layout: StepLayout = StepLayout()
@@ -107,6 +107,6 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def placed(rules: AxisRules, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
-    """Return what `jax.lax.with_sharding_constraint` takes for a spec over the rules' free axes."""
+    """Return the spec in the form that `jax.lax.with_sharding_constraint` takes here: bare, or with the mesh."""
     # Inside a shard_map the ambient mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
     return spec if rules.manual else NamedSharding(rules.mesh, spec)

@@ -14,7 +14,7 @@ from jaxstack.run_config import RunConfig
 
 
 class LayoutPlan(TypedDict):
-    """A run on a cluster that is not present, as plain JSON.
+    """Description of a run's parameters, FLOPs, shardings and pipeline on a cluster, as plain JSON.
 
     Attributes:
       name: name of the run.

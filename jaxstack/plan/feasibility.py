@@ -27,7 +27,7 @@ class LayoutSections:
 
 
 def layout_problems(sections: LayoutSections) -> list[str]:
-    """Return a message for each broken rule, with the values and the nearest ones that satisfy it.
+    """Return a message for each validity rule that a layout breaks, with the nearest valid values.
 
     Args:
       sections: their parallel degrees must all be given, without -1.

@@ -213,7 +213,7 @@ def _end_operators(model: ModelConfig, work: Workload) -> list[Operator]:
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """Return the part of a step of this run that one device computes.
+    """Return the share of a train step that one device computes for one microbatch of this run.
 
     Raises:
       ConfigError: a degree is -1, so that the number of devices is not known.

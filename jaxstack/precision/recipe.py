@@ -32,7 +32,7 @@ class ScalingState(nnx.Variable):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Matmul:
-    """A `dot_general` in FP8, which can also multiply one input by several weights."""
+    """A replacement for `dot_general` that computes in FP8, and can multiply one input by several weights."""
 
     recipe: str
     gradients: str = "e5m2"

@@ -44,7 +44,7 @@ class ProgressFile:
         return cls(os.environ.get(PROGRESS))
 
     def note(self, phase: str | None = None, **changes: Any) -> None:
-        """Record a sign of life.
+        """Update the progress record, by which the supervisor sees that this process is alive.
 
         Args:
           phase: the new phase, if it has changed.
@@ -62,7 +62,7 @@ class ProgressFile:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context of waiting for the devices, and so possibly for another process."""
+        """Context manager whose duration counts as waiting for devices or other processes."""
         began = time.monotonic()
         self._depth += 1
         try:

@@ -20,7 +20,7 @@ class Restored(NamedTuple):
 
 
 class RunCheckpoints:
-    """Saves and restores the train state of one run, with what it was trained on.
+    """Saves and restores the train state of one run, with its data fingerprint and settings.
 
     Args:
       manager: writes and reads the checkpoints.

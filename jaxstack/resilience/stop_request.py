@@ -82,7 +82,7 @@ class StopRequest:
         return here == self._agreed
 
     def heard(self) -> bool:
-        """Return True if any process was asked to stop. All processes call it, after the last tick.
+        """Return True if any process received a stop signal. All processes call it, after the last tick.
 
         Raises:
           JaxstackError: another process does not answer for two minutes.

@@ -386,5 +386,5 @@ def _plain_model(
 
 
 def sets_layout(overrides: Sequence[str]) -> bool:
-    """Return True if an override is of the section `parallel`."""
+    """Return True if an override sets a key of the section `parallel`."""
     return any(override.startswith("parallel.") for override in overrides)

@@ -24,7 +24,7 @@ _BYTES_PER_PARAMETER = 16
 
 
 class DoesNotFit(ConfigError):
-    """Weights and optimizer state alone exceed the memory of a device.
+    """Raised if weights and optimizer state alone exceed the memory of a device.
 
     Args:
       message: what does not fit, and the ways out.
@@ -65,7 +65,7 @@ def check_state_size(config: RunConfig) -> None:
 
 
 def check_memory(trainer: Trainer) -> str | None:
-    """Compare what every step needs with what the devices have.
+    """Check that weights, optimizer state and gradients fit the memory of the devices.
 
     Refuses only what surely does not fit: the shards of weights and optimizer state. One float32 gradient per trained
     parameter is counted for the warning, as XLA may keep gradients in fewer bytes. Activations are not counted.

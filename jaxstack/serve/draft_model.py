@@ -210,7 +210,7 @@ def accept_drafts(
     sampling: RowSampling,
     mode: Mode,
 ) -> tuple[Int[Array, "R D"], Int[Array, " R"]]:
-    """Accept or replace drafts, so that the tokens have the model's distribution p.
+    """Accept or replace drafts by rejection sampling, so that tokens have the model's distribution p.
 
     A draft x of the distribution q is accepted with probability min(1, p(x) / q(x)); after the first one that is not,
     the token is sampled from max(0, p - q), normalized.

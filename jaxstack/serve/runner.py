@@ -30,7 +30,7 @@ class _Arguments(NamedTuple):
 
 
 class Runner:
-    """Dispatches plans in order, and reads their tokens in the same order.
+    """Dispatches the scheduler's step plans to the device, and reads their tokens back in the same order.
 
     Args:
       programs: the compiled programs, with the cache.

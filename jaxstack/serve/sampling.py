@@ -15,7 +15,7 @@ Mode = Literal["greedy", "free", "limited"]
 
 
 class RowSampling(NamedTuple):
-    """Settings of each row, as in `jaxstack.decoding.sampling.Sampling`."""
+    """Sampling settings of each row as arrays; see `jaxstack.decoding.sampling.Sampling`."""
 
     seed: UInt32[Array, " R"]
     number: Int[Array, " R"]
@@ -48,7 +48,7 @@ def probabilities(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) ->
 
 
 def uniform(rows: RowSampling) -> Float[Array, " R"]:
-    """Return a random number in [0, 1) per row, which its seed and number determine."""
+    """Return a uniform random number in [0, 1) per row, determined by the row's seed and token number."""
     return jax.vmap(jax.random.uniform)(_keys(rows))
 
 

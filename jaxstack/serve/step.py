@@ -294,7 +294,7 @@ def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Ar
 
 
 def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
-    """Return the sampling settings of described rows."""
+    """Decode the sampling settings from the int32 array that describes the rows of a step."""
     floats = jax.lax.bitcast_convert_type(rows, jnp.float32)
     return RowSampling(
         jax.lax.bitcast_convert_type(rows[:, Column.SEED], jnp.uint32),
@@ -307,7 +307,7 @@ def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
 
 
 def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "R columns"]:
-    """Return the description of one step of rows whose COUNT is their number of steps, one token in each."""
+    """Return the description of the rows in one of several decode steps: one token for each unfinished row."""
     now = rows.at[:, Column.START].add(step).at[:, Column.INDEX].add(step)
     return now.at[:, Column.COUNT].set((step < rows[:, Column.COUNT]).astype(jnp.int32))
 

@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class TrialRecord:
-    """Record of a trial for the report and the command's output: its values, loss curve and result.
+    """Number, state, values and losses of a trial, for the report and the command's output.
 
     Attributes:
       number: number of the trial, from 0.

@@ -91,7 +91,7 @@ def run_study(
 
 
 def study_identity(base: RunConfig, settings: StudyConfig) -> dict[str, Any]:
-    """Return the settings that all trials of a study must share, as plain data: configuration, space, metric."""
+    """Return the settings that trials must share to be comparable, as plain data."""
     tree = base.model_dump(mode="json", by_alias=True)
     chosen = {name: tree[name] for name in ("model", "train", "optimizer", "schedule", "precision", "adapters")}
     data = {key: value for key, value in tree["data"].items() if key not in ("cache_dir", "read_ahead")}

@@ -38,7 +38,7 @@ class InputStatistics:
 
 
 class Change(Protocol):
-    """A function of a Transformer layer's weights that is compiled once for all layers; it must be hashable."""
+    """Interface of a hashable function that returns replacements for some weights of a Transformer layer."""
 
     def __call__(self, weights: Mapping[str, jax.Array], candidate: Any) -> Mapping[str, jax.Array]:
         """Return the weights to replace, by path.

@@ -26,7 +26,7 @@ SegmentIds = Int[Array, "B T"] | None
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """Heads and scores of one layer's attention.
+    """Number of heads, head width and score settings of one layer's attention.
 
     Attributes:
       num_heads, num_kv_heads: heads of the whole model; a call may see one device's part of them.
@@ -57,7 +57,7 @@ class ScoreOptions:
 
 
 class PageGroup(NamedTuple):
-    """Sequences with equally many new tokens, where the cache is in pages."""
+    """Sequences with equally many new tokens in one decoding call, with their pages of the KV cache."""
 
     table: Int[Array, "R pages"]
     """Pages of each sequence, in order; entries after its last page are any valid ones."""
@@ -68,7 +68,7 @@ class PageGroup(NamedTuple):
 
 
 class PageSlots(NamedTuple):
-    """Places in the pages for the packed tokens of one call, the same for all layers."""
+    """Slots of the paged KV cache for the packed tokens of one decoding call, the same for all layers."""
 
     write: Int[Array, " T"]
     """Number of each token's slot, page * page size + offset; a number past the last slot is not written."""
@@ -164,11 +164,11 @@ class AttentionKind(Component):
         return True
 
     def make_weight(self, heads: AttentionSpec, rngs: nnx.Rngs) -> nnx.Param | None:
-        """Initialize the parameter that a layer of this kind has besides its projections; None: it has none."""
+        """Create the extra parameter of an attention layer, besides its projections; None if the kind has none."""
         return None
 
     def with_weight(self, *weight: jax.Array) -> "AttentionKind":
-        """Return this kind with the array of a layer's parameter, where it has one."""
+        """Return a copy of this kind that computes with the given array of the extra parameter, if it has one."""
         return self
 
     def count_weight(self) -> int:
@@ -201,7 +201,7 @@ class AttentionKind(Component):
         slots: CacheSlots,
         heads: AttentionSpec,
     ) -> LayerCache:
-        """Return the cache after the first tokens of each row, whose outputs `attend` computes."""
+        """Store the keys and values of the prompts in an empty cache, and return the cache."""
 
     @abstractmethod
     def decode(

@@ -77,7 +77,7 @@ def as_stored(
     format: CacheFormat | None,
     order: Int[Array, "K H"] | None,
 ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """Return keys and values rounded as a cache of this format rounds them.
+    """Return keys and values after a round trip through a cache format, with its rounding errors.
 
     Args:
       order: order of the channels in which keys are stored, see `magnitude_order`.

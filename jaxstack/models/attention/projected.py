@@ -1,4 +1,4 @@
-"""Linformer's projection of keys and values along the length, in blocks, so that it is causal.
+"""Causal variant of Linformer: keys and values are projected along the length within blocks.
 
 Dims: B batch, T query length, N heads, K kv heads, H head_dim, M blocks, R summaries per block.
 """
@@ -30,7 +30,7 @@ class _Summaries(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """Summaries of all blocks as far as their tokens are known, float32."""
+    """Projected keys and values of each block, summed over its tokens so far, float32."""
 
     key: Float[Array, "B K M R H"]
     value: Float[Array, "B K M R H"]

@@ -14,7 +14,7 @@ from pallas_kernels import LinearState, empty_linear_state
 
 @runtime_checkable
 class LinearOperation(Protocol):
-    """A function like `linear_attention`; with `state` it returns the new state too."""
+    """Interface of a function such as `linear_attention`; with `state` it also returns the new state."""
 
     def __call__(
         self,

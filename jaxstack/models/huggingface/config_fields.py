@@ -11,7 +11,7 @@ REQUIRED: Any = object()
 
 
 class Row(NamedTuple):
-    """Conversion of a few keys of config.json that belong together."""
+    """Two-way conversion between related keys of config.json and fields of `ModelConfig`."""
 
     keys: tuple[str, ...]
     read: Callable[[Keys], dict[str, Any]]
@@ -30,7 +30,7 @@ def find(config: Keys, key: str, default: Any = REQUIRED) -> Any:
 
 
 def same(theirs: str, ours: str, default: Any = REQUIRED, value: Callable[[ModelConfig], Any] | None = None) -> Row:
-    """Return the `Row` of a key that has the same meaning as a field of `ModelConfig`.
+    """Return the `Row` that copies a key of config.json to a field of `ModelConfig`, and back.
 
     Args:
       value: returns what is written, if that is not the field itself.
@@ -43,7 +43,7 @@ def same(theirs: str, ours: str, default: Any = REQUIRED, value: Callable[[Model
 
 
 def fixed(key: str, *allowed: Any) -> Row:
-    """Return the row of a key that must have one of the values that the model supports; the first is the default."""
+    """Return the `Row` of a key for which only the values `allowed` are supported; the first is the default."""
 
     def read(config: Keys) -> dict[str, Any]:
         found = find(config, key, allowed[0])
@@ -56,7 +56,7 @@ def fixed(key: str, *allowed: Any) -> Row:
 
 
 def always(**fields: Any) -> Row:
-    """Return the row of fields that all models of a family share and that config.json does not have."""
+    """Return the `Row` of `ModelConfig` fields that are constant for a family and not in its config.json."""
     return Row((), lambda config: fields, lambda model: {})
 
 

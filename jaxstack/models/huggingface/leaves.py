@@ -35,7 +35,7 @@ class Leaf:
 
     @property
     def piece(self) -> tuple[int, ...]:
-        """Shape of the part of the parameter that is in one tensor."""
+        """Shape of the part of the parameter that a single tensor of the checkpoint holds."""
         return self.shape[self.leading_dims :]
 
     @property
@@ -56,7 +56,7 @@ class Leaf:
         return whole and (self.is_table or order == sorted(order))
 
     def pieces(self, index: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Yield (index within a part of the leaf, name) for each tensor that the part needs.
+        """Yield (index along the leading dims, tensor name) for each tensor that a slice of the parameter needs.
 
         Args:
           index: the part, as slices of the leading dims (further slices are ignored).

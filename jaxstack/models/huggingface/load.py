@@ -109,7 +109,7 @@ def read_parameters(
 
 
 def nest(arrays: dict[str, Any]) -> Any:
-    """Return nested dicts for values named `a/b/c`."""
+    """Return nested dicts from a flat dict whose keys are paths joined by `/`."""
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
         *parents, last = path.split("/")

@@ -20,7 +20,7 @@ _METHOD = "compressed-tensors"
 
 
 class WeightArguments(BaseModel):
-    """Settings of a group of weights, named as in the files."""
+    """Quantization settings of a group of weights, with the names of compressed-tensors."""
 
     num_bits: int = 8
     type: Literal["int", "float"] = "int"

@@ -223,7 +223,7 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
 def describe_quantization_differences(
     quantization: Quantization, found: dict[str, QuantizedTensor], dense: int
 ) -> list[str]:
-    """Return messages on what is computed differently here than by the program that the checkpoint was made for.
+    """Return messages on how jaxstack computes differently from the program the checkpoint was made for.
 
     Args:
       dense: number of the weights that are read as plain numbers.
@@ -253,7 +253,7 @@ def unsupported_reason(weight: PackedWeight, format: str) -> str | None:
 
 
 def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarray]]:
-    """Return the scheme and the tensors of a packed weight, by the part after the module's name."""
+    """Convert a packed weight to tensors of a compressed-tensors format; return its scheme, and suffix -> tensor."""
     q, scales = weight.arrays["q"], _scales(weight)
     size = None if format == "int-quantized" else _group_size(weight)
     scheme = Scheme(

@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Tensor(NamedTuple):
-    """Row of a family's table: one of our parameters and its tensor in the checkpoint."""
+    """Row of a family's table: a parameter of jaxstack and its tensor in the Hugging Face checkpoint."""
 
     path: str
     """Path of our parameter; in a layer, `layers/` and the path within the layer."""

@@ -16,7 +16,7 @@ from pallas_kernels.grouped_gemm.groups import aligned_rows, group_bounds
 
 
 class Rows(NamedTuple):
-    """Arrangement of assignments (token, expert) in rows."""
+    """Mapping between (token, expert) assignments and the rows of an array sorted by expert."""
 
     source: Int[Array, " R"]
     """Assignment in each row, counted token by token; N for an empty row."""
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Assignments in a stable order by group (expert)."""
+    """Stable sort of assignments by expert: the permutation, its inverse, and the start of each expert's group."""
 
     order: Int[Array, " N"]
     """Assignments sorted by group; those of no group last."""

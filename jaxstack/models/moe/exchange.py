@@ -54,7 +54,7 @@ def compute_on_this_device(
 
 
 def count_buffer_rows(assignments: int, devices: int, factor: float, max_rows: int) -> int:
-    """Return the rows of a pair's buffer: `factor` times an even load of `assignments`, at most `max_rows`."""
+    """Return the buffer rows of a device pair in the all-to-all: `factor` times an even load, at most `max_rows`."""
     wanted = -int(-assignments * factor // devices)
     return min(-(-wanted // _SLOT_MULTIPLE) * _SLOT_MULTIPLE, max_rows)
 

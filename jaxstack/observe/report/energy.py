@@ -11,7 +11,7 @@ KEYS = ("power_watts", "joules_per_token", "total_joules_per_token", "energy_kwh
 
 
 def energy_tiles(metrics: Mapping[str, Series], ended: object) -> list[tuple[str, str, str]]:
-    """Return (label, value, note) of the run's totals.
+    """Return (label, value, note) tiles of the total energy, GPU-hours and cost of a run.
 
     Args:
       metrics: the series of the run; their last values are used while the run trains.

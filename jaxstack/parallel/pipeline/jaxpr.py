@@ -11,7 +11,7 @@ VIEWS = (*SAME_SIZE_VIEWS, "convert_element_type")
 
 
 def needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list[bool]:
-    """Return, for each operation, if the outputs depend on it; inputs of operations named `stop` do not count."""
+    """Return for each operation if the outputs depend on it, not looking past operations named `stop`."""
     wanted, flags = {v for v in outputs if not isinstance(v, core.Literal)}, []
     for eqn in reversed(eqns):
         flags.append(any(v in wanted for v in eqn.outvars))
@@ -46,7 +46,7 @@ _WRAPPERS = ("checkpoint", "remat", "remat2", "pjit", "jit", "closed_call", "cor
 
 
 def inlined(closed: Any) -> Any:
-    """Return the same operations with nested calls inlined, so that each can be assigned to a half of its own.
+    """Inline the nested calls of a closed jaxpr, so that each operation can be scheduled separately.
 
     Equal views of a value are merged.
     """

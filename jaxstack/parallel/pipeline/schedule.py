@@ -111,7 +111,7 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Evaluation: the forward half of the others."""
+    """Forward passes only, for evaluation."""
     forward = _forward_ticks(stages, microbatches, chunks)
     ticks = tuple((_row(stages, forward, tick),) for tick in range(1 + max(tick for tick, _ in forward)))
     return Schedule("forward_only", stages, chunks, microbatches, ticks)

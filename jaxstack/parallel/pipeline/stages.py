@@ -56,7 +56,7 @@ class StageLayout:
 
     @property
     def is_canonical(self) -> bool:
-        """True if the stored order is that of the model, without empty rows."""
+        """True if layers are stored in the model's order, without empty rows."""
         return bool(np.array_equal(self.order.reshape(-1), np.arange(self.groups)))
 
     @property
