@@ -16,7 +16,7 @@ from pallas_kernels.target import current_target
 
 
 def _recomputed(activation: Activation) -> Activation:
-    """Return the activation, recomputed in the backward pass on a GPU, where saving its intermediates costs more."""
+    """Wrap an activation so that it is recomputed in the backward pass on GPUs, where that is cheaper than saving."""
     return activation if current_target().platform == "cpu" else jax.checkpoint(activation)
 
 
