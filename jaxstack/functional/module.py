@@ -157,7 +157,7 @@ class FunctionalModule:
         return nest(flat.items()), nest(frozen.items())
 
     def join(self, *parts: Dict) -> Dict:
-        """Merge trees that `split_frozen`, `split_adapters` or `split_scaling` separated."""
+        """Merge the parts of a tree split by `split_frozen`, `split_adapters` or `split_scaling` into one again."""
         return nest(item for part in parts for item in flatten(part).items())
 
     def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:

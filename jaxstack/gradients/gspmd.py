@@ -1,4 +1,4 @@
-"""Gradients computed by one program over the global batch, which XLA partitions (GSPMD)."""
+"""Gradients computed by one program over the global batch, which XLA's partitioner (GSPMD) splits over devices."""
 
 import dataclasses
 

@@ -251,7 +251,7 @@ class _Functions:
         return nnx.merge(graph, layers, given if ends is None else ends, non_params)
 
     def _loss_of(self, microbatch: jax.Array) -> Callable[[Transformer], LossSum]:
-        """Return the loss of a microbatch as a function of the model."""
+        """Return a function from the model to its loss on one microbatch."""
         piece = {name: jax.lax.dynamic_index_in_dim(x, microbatch, 0, False) for name, x in self._pieces.items()}
         key = None if self._key is None else jax.random.fold_in(self._key, microbatch)
         return lambda model: self._loss(model, piece, key=key, train=self._train)

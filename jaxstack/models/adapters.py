@@ -161,12 +161,12 @@ def set_dora_magnitudes(model: Module) -> Module:
 
 
 def adapted_layers(model: nnx.Module) -> dict[str, Linear]:
-    """Return the dense layers that have an adapter, by their path in the module."""
+    """Return the dense layers that have a LoRA or DoRA adapter, keyed by their path in the module."""
     return {"/".join(map(str, path)): layer for path, layer in _dense_layers(model) if layer.adapter is not None}
 
 
 def set_adapter_dropout_keys(module: Module, key: Key[Array, "..."] | None) -> Module:
-    """Set the keys of the adapters' dropout for one forward pass, in place; without a key there is no dropout."""
+    """Set the dropout keys of all adapters for one forward pass, in place; without a key there is no dropout."""
     if key is not None:
         for index, layer in enumerate(adapted_layers(module).values()):
             layer.adapter.key = fold_key(key, index)

@@ -48,7 +48,7 @@ class Block(nnx.Module):
         cache: LayerCache | None = None,
         key: Key[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, Float[Array, ""] | None]:
-        """Apply the layer to the residual stream.
+        """Apply the layer to the residual stream; also return the updated cache and the router's losses.
 
         Args:
           context: what all layers of this forward pass share.

@@ -1,4 +1,4 @@
-"""The interface of an attention kind: its configuration, how it attends, and how it decodes, in one file per kind.
+"""Interface of the kinds of attention: configuration, training forward pass, decoding cache and decoding.
 
 Dims: B batch, T query length, S key length, N heads, K kv heads, H head_dim.
 """
@@ -49,7 +49,7 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions:
-    """Settings of the model that some attention kinds do not support, named as in `ModelConfig`."""
+    """Settings of a model that not every kind of attention supports, named as in `ModelConfig`."""
 
     layer_types: tuple[str, ...] = ("full_attention",)
     attn_logit_softcapping: float | None = None
@@ -101,7 +101,7 @@ def context_method() -> str | None:
 
 
 class AttentionKind(Component):
-    """Base class of attention kinds: subclass it in a new file with a `name`, and add it to `AnyAttention`.
+    """Base class of the kinds of attention. A new one is a subclass with a `name`, added to `AnyAttention`.
 
     Queries and keys arrive with rotary positions and norms applied. All kinds are causal.
     """

@@ -1,4 +1,4 @@
-"""Base class of exact softmax attention under a mask: its cache of keys and values, and its FLOPs."""
+"""Base class of exact softmax attention under a position-dependent mask, with its KV cache and FLOPs."""
 
 from abc import abstractmethod
 

@@ -11,7 +11,7 @@ REQUIRED: Any = object()
 
 
 class Row(NamedTuple):
-    """Two-way conversion between related keys of config.json and fields of `ModelConfig`."""
+    """Two-way conversion between some keys of Hugging Face's config.json and fields of `ModelConfig`."""
 
     keys: tuple[str, ...]
     read: Callable[[Keys], dict[str, Any]]

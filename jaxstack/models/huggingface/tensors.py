@@ -1,4 +1,4 @@
-"""Names and dim orders of parameters in a Hugging Face checkpoint.
+"""Names, and orders of dims, that parameters have in a Hugging Face checkpoint.
 
 A leaf is one of our parameters, which may contain all layers of a stack and all experts. A piece is the part of a leaf
 that is one tensor of the checkpoint, or a part of such a tensor.
