@@ -261,7 +261,7 @@ def _check_made(made: object) -> nnx.Module:
     """Check that a function created an NNX module without arrays outside of variables, and return the module.
 
     Raises:
-      TypeError: it is not.
+      TypeError: it did not.
     """
     if isinstance(made, nn.Module):
         raise TypeError(

@@ -45,7 +45,11 @@ def read_model_config(directory: str | Path, ignore: Collection[str] = ()) -> Mo
 
 
 def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
-    """Read the family and the model configuration from the config.json in a directory."""
+    """Read the family and the model configuration from the config.json in a directory.
+
+    Raises:
+      ConfigError: see `from_huggingface`.
+    """
     said = read_json(Path(directory) / CONFIG)
     read_quantization(said)  # refuses what cannot be read
     said.pop(KEY, None)
