@@ -1,4 +1,4 @@
-"""A module whose train state stores weights that `jaxstack.compressed_training` compresses in every step."""
+"""A module trained with its weights compressed (quantized, pruned or factorised) anew in every step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from pallas_kernels.weight_only.packed import PackedWeight
 
 
 class CompressedModule(FunctionalModule):
-    """A FunctionalModule whose weights are compressed by rules; the gradients are those of the stored weights.
+    """A Flax module whose weights are compressed by rules in each step; gradients update the stored weights.
 
     The train state holds what the methods store: float32 weights, or their factors. A step computes with `use`, once
     for all its microbatches and on global arrays, so that every layout without pipeline stages is supported.
@@ -63,11 +63,11 @@ class CompressedModule(FunctionalModule):
         return self.params_from_plain(params), non_params
 
     def params_from_plain(self, params: Dict) -> Dict:
-        """Return what the train state stores at the start of a run, from the parameters of `used`. Traceable."""
+        """Convert plain parameters to the form that the train state stores, at the start of a run. Traceable."""
         return self._mapped(lambda rule, weight, w: rule.store(w, weight.layout), params)
 
     def merge(self, params: Dict, non_params: Dict) -> Any:
-        """Return the module with the weights of the export."""
+        """Build the module with its weights compressed, as they are evaluated and exported."""
         return self._used.merge(self.export(params), non_params)
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
@@ -99,18 +99,18 @@ class CompressedModule(FunctionalModule):
         return self._mapped(lambda rule, weight, stored: rule.export(stored, weight.layout), params)
 
     def master(self, params: Dict) -> Dict:
-        """Return the parameters of `used` from which compression after training starts, not yet rounded. Traceable."""
+        """Return the unrounded float32 weights, from which compression after training starts. Traceable."""
         return self._mapped(lambda rule, weight, stored: rule.master(stored, weight.layout), params)
 
     def keep_constraints(self, old: Dict, new: Dict) -> Dict:
         return self._mapped(lambda rule, weight, stored: rule.keep(self._get(old, weight.path), stored), new)
 
     def kept(self, params: Dict) -> dict[str, jax.Array]:
-        """Return path -> number of values that an export has to store, for each compressed weight. Traceable."""
+        """Count the values that an export must store of each compressed weight, keyed by path. Traceable."""
         return {path: rule.kept(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()}
 
     def pack(self, params: Dict) -> dict[str, PackedWeight | jax.Array]:
-        """Return path -> the matrix [out, in] in the form of its export, for each layer and expert. Not traceable."""
+        """Pack each compressed weight for export: one [out, in] matrix per layer and expert, keyed by path."""
         packed: dict[str, PackedWeight | jax.Array] = {}
         for path, (rule, weight) in self._items():
             stored, layout = self._get(params, path), weight.layout
@@ -122,7 +122,7 @@ class CompressedModule(FunctionalModule):
         return packed
 
     def kept_of(self, params: Dict, path: str) -> jax.Array:
-        """Return how many values an export stores of the weight at `path`, given parameters of `used`."""
+        """Count the values that an export would store of the weight at `path`, given uncompressed parameters."""
         rule, weight = self.chosen[path]
         return rule.kept(rule.store(self._get(params, path), weight.layout), weight.layout)
 
@@ -136,7 +136,7 @@ class CompressedModule(FunctionalModule):
         return params
 
     def _mapped(self, change: Callable[[WeightRule, Weight, Stored], Stored], params: Dict) -> Dict:
-        """Return the tree with `change` applied to each compressed weight."""
+        """Return the parameters with `change` applied to each compressed weight."""
         flat = flatten(params, stop=lambda path: "/".join(path) in self.chosen)
         for path in list(flat):
             if (name := "/".join(path)) in self.chosen:
@@ -145,7 +145,7 @@ class CompressedModule(FunctionalModule):
 
 
 def compress_in_training(module: object, rules: Sequence[WeightRule]) -> FunctionalModule:
-    """Return a module for `Trainer` whose weights are compressed in every step.
+    """Wrap a module for `Trainer` so that its weights are compressed by rules in every training step.
 
     Args:
       module: an NNX module, whose values are the initial ones, or a function of `nnx.Rngs` that makes one.

@@ -67,25 +67,25 @@ class FunctionalModule:
 
     @property
     def plain(self) -> "FunctionalModule":
-        """The same module with layers in the model's order, as checkpoints store them; itself without a pipeline."""
+        """The same module with layers in the model's order, as in checkpoints; differs only in a pipeline."""
         return self
 
     @property
     def stores_plain(self) -> bool:
-        """True if the train state needs no conversion to be that of `plain`."""
+        """True if the train state is stored in the same form as in checkpoints, without conversion."""
         return True
 
     def params_from_plain(self, params: Dict) -> Dict:
-        """Convert parameters of `plain`, as checkpoints hold them, to this module's. Traceable."""
+        """Convert parameters from the form that checkpoints have to the one that this module trains. Traceable."""
         return params
 
     @property
     def used(self) -> "FunctionalModule":
-        """The module that the forward pass runs; another one only if the train state stores weights in another form."""
+        """The module that the forward pass runs: `self`, unless weights are stored in another form for training."""
         return self
 
     def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
-        """Convert stored parameters to those of `used` for a train step; also return a term to add to the mean loss.
+        """Convert stored parameters to those of the forward pass; also return a term to add to the mean loss.
 
         Differentiable. The key draws what is random; the scalar is None if there is none.
         """
@@ -93,33 +93,33 @@ class FunctionalModule:
         return params, None
 
     def export(self, params: Dict) -> Dict:
-        """Return the parameters of `used` that evaluation and other programs compute with. Traceable."""
+        """Convert stored parameters to those that evaluation and export use. Traceable."""
         return params
 
     def keep_constraints(self, old: Dict, new: Dict) -> Dict:
-        """Return the trained parameters after an optimizer step from `old` to `new`, with constraints enforced."""
+        """Enforce constraints, such as a pruning mask, on the parameters after an optimizer step."""
         del old
         return new
 
     def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert this module's train state to that of `plain`, which checkpoints hold. Traceable."""
+        """Convert a train state from this module's form to the one that checkpoints have. Traceable."""
         return state
 
     def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state of `plain`, as checkpoints hold it, to this module's. Traceable."""
+        """Convert a train state from the form that checkpoints have to this module's. Traceable."""
         return state
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
-        """Return (parameters, other variables: statistics, random states) of a fresh module."""
+        """Initialize the module: return (parameters, other variables such as statistics and random states)."""
         return self.split(self.make(nnx.Rngs(key)))
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
-        """Return (parameters, other variables) of a module of this structure."""
+        """Split a module of this structure into (parameters, other variables), as nested dicts of arrays."""
         _, params, non_params = nnx.split(module, nnx.Param, ...)
         return _nested(nnx.to_flat_state(params)), _nested(nnx.to_flat_state(non_params))
 
     def merge(self, params: Dict, non_params: Dict) -> Any:
-        """Return the module with these arrays."""
+        """Build the module from nested dicts of its parameters and its other variables."""
         return nnx.merge(self._graphdef, _filled(self._params, params), _filled(self._non_params, non_params))
 
     def freeze(self, is_frozen: Callable[[str], bool]) -> None:
@@ -138,7 +138,7 @@ class FunctionalModule:
             raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
 
     def check_dtypes(self) -> None:
-        """Check that the parameters to train have gradients.
+        """Check that every trained parameter has a dtype that can be differentiated.
 
         Raises:
           TypeError: one of them consists of integers or booleans.
@@ -151,23 +151,23 @@ class FunctionalModule:
                 )
 
     def split_frozen(self, params: Dict) -> tuple[Dict, Dict]:
-        """Return (trained, frozen) parameters, or the two parts of any tree of their structure."""
+        """Split parameters, or a tree of the same structure, into (trained, frozen)."""
         flat = flatten(params)
         frozen = {path: flat.pop(path) for path in list(flat) if self._is_frozen("/".join(path))}
         return nest(flat.items()), nest(frozen.items())
 
     def join(self, *parts: Dict) -> Dict:
-        """Merge trees that `split_frozen`, `split_adapters` or `split_scaling` separated."""
+        """Merge the parts of a tree split by `split_frozen`, `split_adapters` or `split_scaling` into one again."""
         return nest(item for part in parts for item in flatten(part).items())
 
     def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:
-        """Return (parameters of the module without adapters, parameters of adapters)."""
+        """Split parameters into (those of the module without adapters, those of its adapters)."""
         flat = flatten(params)
         adapters = {path: flat.pop(path) for path in list(flat) if ADAPTER.search("/".join(path))}
         return nest(flat.items()), nest(adapters.items())
 
     def add_adapters(self, params: Dict, key: jax.Array) -> Dict:
-        """Return all parameters from those without adapters; fresh adapters change no result. Traceable."""
+        """Add freshly initialized adapters, which do not yet change the outputs, to the parameters. Traceable."""
         fresh, non_params = self.init(key)
         adapters = self.split_adapters(fresh)[1]
         if not adapters:
@@ -175,22 +175,22 @@ class FunctionalModule:
         return self.split(set_dora_magnitudes(self.merge(self.join(params, adapters), non_params)))[0]
 
     def merge_adapters(self, base: Dict, adapters: Dict, non_params: Dict) -> Dict:
-        """Return the parameters of a module without adapters that computes the same. Traceable."""
+        """Merge adapters into the base weights: return parameters that compute the same without adapters. Traceable."""
         return self.split(merge_adapters(self.merge(self.join(base, adapters), non_params)))[0]
 
     def split_scaling(self, non_params: Dict) -> tuple[Dict, Dict]:
-        """Return (scaling states of low-precision matmuls, others) of the variables that are not parameters."""
+        """Split non-parameter variables into (FP8 scaling states of matmuls, others)."""
         flat = flatten(non_params)
         scaling = {path: flat.pop(path) for path in self._scaling}
         return nest(scaling.items()), nest(flat.items())
 
     def renew_scaling(self, non_params: Dict, maxima: Dict) -> Dict:
-        """Return the variables with the next step's scaling states, made from this step's amax values."""
+        """Update the FP8 scaling states among the variables with the amax values measured in this step."""
         scaling, others = self.split_scaling(non_params)
         return self.join(update_scaling(scaling, maxima), others)
 
     def map_parameters(self, function: Callable[..., Any], rules: AxisRules) -> Dict:
-        """Return `function(logical axes or None, shape, metadata)` of every parameter, as nested dicts.
+        """Apply `function(logical axes or None, shape, metadata)` to every parameter; return nested dicts.
 
         Logical axes that the rules do not know count as None.
         """
@@ -205,12 +205,12 @@ class FunctionalModule:
         return nest((path, apply(variable)) for path, variable in self._params)
 
     def stacked_parameters(self, rules: AxisRules) -> Dict:
-        """Return True for each trained parameter whose first dim counts layers, False for the others."""
+        """Mark with True each trained parameter that stacks the weights of several layers along its first dim."""
         stacked = self.map_parameters(lambda names, *_: bool(names) and names[0] == "layers", rules)
         return self.split_frozen(stacked)[0]
 
     def parameter_specs(self, rules: AxisRules, zero: int = 0) -> Dict:
-        """Return the PartitionSpec in which every parameter is stored, in the structure of `abstract_params`.
+        """Return the PartitionSpec in which each parameter is stored between steps, as nested dicts.
 
         Args:
           rules: the mapping of logical axes onto the mesh.
@@ -220,7 +220,7 @@ class FunctionalModule:
 
 
 def make_functional(module: object) -> FunctionalModule:
-    """Return a FunctionalModule of an NNX module, whose values are the initial ones, or of a function of `nnx.Rngs`.
+    """Convert an NNX module (with its values as initial ones), or a function of `nnx.Rngs`, to a FunctionalModule.
 
     A FunctionalModule is returned as it is.
 
@@ -244,7 +244,7 @@ def make_functional(module: object) -> FunctionalModule:
 
 
 def _check_called(function: Callable[..., object]) -> None:
-    """Raise TypeError if a function cannot be called with `nnx.Rngs` alone."""
+    """Raise TypeError if a module-creating function cannot be called with `nnx.Rngs` as its only argument."""
     with contextlib.suppress(ValueError):  # a function without a signature that Python can read
         made = function.__init__ if isinstance(function, type) else function  # NNX's metaclass hides the signature
         signature = inspect.signature(made)
@@ -258,10 +258,10 @@ def _check_called(function: Callable[..., object]) -> None:
 
 
 def _check_made(made: object) -> nnx.Module:
-    """Return what a function created, if it is an NNX module whose arrays are all in variables.
+    """Check that a function created an NNX module without arrays outside of variables, and return the module.
 
     Raises:
-      TypeError: it is not.
+      TypeError: it did not.
     """
     if isinstance(made, nn.Module):
         raise TypeError(
@@ -286,7 +286,7 @@ def _nested(flat: Any) -> Dict:
 
 
 def nest(items: Any) -> Dict:
-    """Return nested dicts from pairs (path as a tuple of keys, leaf)."""
+    """Build nested dicts from pairs (path as a tuple of keys, leaf); the inverse of `flatten`."""
     tree: Dict = {}
     for path, value in items:
         branch = tree
@@ -299,7 +299,7 @@ def nest(items: Any) -> Dict:
 def flatten(
     tree: Dict, path: tuple[str, ...] = (), stop: Callable[[tuple[str, ...]], bool] = lambda path: False
 ) -> dict[tuple[str, ...], Any]:
-    """Return the leaves of nested dicts by their path; a dict at whose path `stop` is true counts as a leaf."""
+    """Flatten nested dicts to {path: leaf}; a dict at whose path `stop` is true counts as a leaf."""
     flat: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
         below = isinstance(value, dict) and not stop((*path, key))

@@ -1,4 +1,4 @@
-"""Describes how parameters and train state are sharded over the mesh, without needing a device."""
+"""Description of how parameters and train state are sharded over the mesh, which needs no device."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from jaxstack.parallel.rules import AxisRules, axes_of, is_matrix
 def describe_shardings(
     module: FunctionalModule, params: Dict, optimizer: Any, others: Any, *, rules: AxisRules, zero: int
 ) -> dict[str, Any]:
-    """Return the layout of the train state as plain JSON, for `environment.json`, the report and `jaxstack plan`.
+    """Describe the sharding of a train state and its bytes per device as plain JSON, for reports and `jaxstack plan`.
 
     Args:
       module: the module, which knows the logical axes of its parameters.
@@ -65,7 +65,7 @@ def describe_shardings(
 
 
 def describe_unsplit(sharding: dict[str, Any]) -> list[str]:
-    """Return a warning for each mesh axis that leaves a tenth or more of the parameters replicated.
+    """Return a warning for each mesh axis over which a tenth or more of the parameters is replicated.
 
     Args:
       sharding: as `describe_shardings` returns.

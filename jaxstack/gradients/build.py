@@ -1,4 +1,4 @@
-"""Chooses how the gradients of a global batch are computed."""
+"""Choice of how the gradients of a global batch are computed."""
 
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.gspmd import GlobalGradients
@@ -13,7 +13,7 @@ from jaxstack.parallel.sharding_context import ShardingContext
 def make_gradients(
     module: FunctionalModule, loss: LossFunction | Loss, context: ShardingContext, accumulation: int = 1
 ) -> Gradients:
-    """Choose how gradients are computed: through pipeline stages, per device in a `shard_map`, or by GSPMD.
+    """Choose how gradients are computed: by pipeline stages, per device in a `shard_map`, or by XLA's partitioner.
 
     Args:
       module: a `StagedModule` runs in the stages of a pipeline.

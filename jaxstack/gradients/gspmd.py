@@ -1,4 +1,4 @@
-"""Gradients computed by one program over the global batch, which XLA partitions (GSPMD)."""
+"""Gradients computed by one program over the global batch, which XLA's partitioner (GSPMD) splits over devices."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jaxstack.parallel.sharding_context import ShardingContext, placed
 
 
 class GlobalGradients:
-    """Computes gradients by one program that XLA partitions: statistics and means are those of all rows of the batch.
+    """Gradients by one program that XLA partitions (GSPMD), with batch statistics over the whole global batch.
 
     With ZeRO 1 and 2 the parameters are gathered over `data`, in float32, once a step, and the gradients are scattered
     after the last microbatch: it is not known where such a module uses its parameters, nor in which dtype.
@@ -30,14 +30,14 @@ class GlobalGradients:
     def __call__(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
     ) -> tuple[GradientSums, Dict]:
-        """Return the sums of the global batch, and the module's other variables after it."""
+        """Return loss, item count and gradients summed over the global batch, and the updated other variables."""
         if noise:
             check_noise_layout(self._microbatches.count, self._rules.mesh.shape)
         sums, non_params = self._sums(self._placed(params, self._used), non_params, batch, key, noise)
         return dataclasses.replace(sums, gradients=self._placed(sums.gradients, self._stored)), non_params
 
     def _placed(self, tree: Dict, specs: Dict) -> Dict:
-        """Constrain arrays to these specs with ZeRO 1 and 2; return them unchanged without ZeRO."""
+        """Constrain arrays to the given shardings with ZeRO 1 and 2; return them unchanged without ZeRO."""
         if not self._context.layout.zero:
             return tree
         place = lambda x, spec: jax.lax.with_sharding_constraint(x, placed(self._rules, spec))  # noqa: E731
@@ -79,7 +79,7 @@ class GlobalGradients:
         noise: bool,
         axes: tuple[str, ...] = (),
     ) -> tuple[GradientSums, Dict]:
-        """Return the sums of the global batch, whose parts are on the devices of the manual `axes`."""
+        """Return the sums over the global batch, all-reduced over the `axes` that are manual in a `shard_map`."""
         measure = sum_squares if noise else None
         sums, non_params, small = self._microbatches(params, non_params, batch, key, shards=shards, measure=measure)
         if axes:
@@ -92,7 +92,7 @@ class GlobalGradients:
         return self._microbatches.finish(sums, non_params, axes)
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
-        """Return the loss sum and item count of a batch in evaluation."""
+        """Return the loss sum and item count of a batch for evaluation."""
         with self._context.entered():
             return self._microbatches.loss(self._placed(params, self._used), non_params, batch, key=None, train=False)[
                 0

@@ -21,7 +21,7 @@ SmallBatches: TypeAlias = tuple[Squares, jax.Array] | None
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientSums:
-    """Sums over the items of a batch: of the loss, of its gradient, and their number."""
+    """Loss, gradients and number of items of a batch, summed over its items and not yet divided."""
 
     gradients: Dict
     """Gradient of the loss sum by the trained parameters; float32, laid out as these are stored."""
@@ -35,28 +35,28 @@ class GradientSums:
     """Metrics of the gradient noise, see `jaxstack.gradients.noise`; None if they are not measured."""
 
     def plus(self, other: "GradientSums") -> "GradientSums":
-        """Return the sums of two microbatches, with the larger of their amax values."""
+        """Add the sums of two microbatches; of their FP8 amax values, keep the larger ones."""
         gradients = jax.tree.map(jnp.add, self.gradients, other.gradients)
         loss, count = self.loss + other.loss, self.count + other.count
         return GradientSums(gradients, loss, count, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
 
 
 class Gradients(Protocol):
-    """Interface of gradient computation: sums of loss and gradients over a global batch. Call it under `jax.jit`."""
+    """Interface of gradient computation: sums loss and gradients over a global batch. Call it under `jax.jit`."""
 
     def __call__(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
     ) -> tuple[GradientSums, Dict]:
-        """Return the sums of the global batch, with its gradient noise if asked, and the module's other variables."""
+        """Return the sums over the global batch (with noise metrics if `noise`), and updated other variables."""
         ...
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
-        """Return the loss sum and item count of a batch in evaluation: no gradients, no accumulation, no key."""
+        """Return the loss sum and item count of a batch for evaluation, without gradients and dropout."""
         ...
 
 
 class Microbatches:
-    """Runs a module and its loss on the microbatches of a batch in turn, and accumulates gradients in float32.
+    """Runs a module and its loss on one microbatch of a batch after another, summing gradients in float32.
 
     Args:
       module: the module.
@@ -70,7 +70,7 @@ class Microbatches:
     def loss(
         self, params: Dict, non_params: Dict, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> tuple[LossSum, Dict]:
-        """Return the loss of the batch as one piece, and the module's other variables after it."""
+        """Run the whole batch at once; return its loss, and the module's updated non-parameter variables."""
         model = self.module.merge(params, non_params)
         return self._loss(model, batch, key=key, train=train), self.module.split(model)[1]
 
@@ -85,7 +85,7 @@ class Microbatches:
         prepare: Callable[[Dict], Dict] = lambda params: params,
         measure: Measure | None = None,
     ) -> tuple[GradientSums, Dict, SmallBatches]:
-        """Return the sums of this batch, the module's other variables after it, and what was measured.
+        """Sum loss and gradients over the microbatches; also return updated variables and noise measurements.
 
         Args:
           params: the parameters that the gradients belong to.
@@ -119,7 +119,7 @@ class Microbatches:
     def _one(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, prepare: Callable[[Dict], Dict]
     ) -> tuple[GradientSums, Dict]:
-        """Return the sums of one microbatch, and the module's other variables after it."""
+        """Compute loss and gradients of one microbatch, and the module's updated non-parameter variables."""
         scaling, others = self.module.split_scaling(non_params)
         trained, frozen = self.module.split_frozen(params)
 
@@ -133,7 +133,7 @@ class Microbatches:
         return GradientSums(gradients, total, count, maxima), non_params
 
     def finish(self, sums: GradientSums, non_params: Dict, axes: tuple[str, ...] = ()) -> tuple[GradientSums, Dict]:
-        """Update the FP8 scaling states from the amax values, and return the sums without these.
+        """Update the FP8 scaling states from a step's amax values; return the sums without these values.
 
         Args:
           sums: of all microbatches.
@@ -145,7 +145,7 @@ class Microbatches:
         return dataclasses.replace(sums, maxima=None), self.module.renew_scaling(non_params, maxima)
 
     def _split(self, x: jax.Array, shards: int) -> jax.Array:
-        """Split the rows into microbatches without moving any to another shard: [B, ...] -> [count, B / count, ...]."""
+        """Split rows into microbatches without moving them between shards: [B, ...] -> [count, B / count, ...]."""
         rows = x.shape[0] // shards // self.count
         x = jnp.swapaxes(x.reshape(shards, self.count, rows, *x.shape[1:]), 0, 1)
         return x.reshape(self.count, shards * rows, *x.shape[3:])

@@ -1,4 +1,4 @@
-"""The gradient noise scale, from gradients of the microbatches of a step (McCandlish et al. 2018, arXiv:1812.06162).
+"""The gradient noise scale, estimated from the microbatches of a step (McCandlish et al. 2018, arXiv:1812.06162).
 
 A gradient g over b items has E|g|² = |G|² + S / b, with the true gradient G and the trace S of the covariance of one
 item's gradient. Two batch sizes therefore determine both: the small batch is a microbatch, including any devices over
@@ -22,7 +22,7 @@ from jaxstack.tree_rules import map_by_path
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Group:
-    """Parameters whose gradients of a microbatch are split and summed over the same mesh axes.
+    """Mesh axes that split and sum a microbatch's gradient; parameters with equal ones are estimated together.
 
     Attributes:
       split: manual axes that split the gradient of a microbatch.
@@ -40,7 +40,7 @@ Squares = dict[Group, Float[Array, "..."]]
 
 
 def check_noise_layout(microbatches: int, axes: Mapping[str, int]) -> None:
-    """Check that the noise scale can be measured in this layout.
+    """Check that the gradient noise scale can be measured with this mesh and number of microbatches.
 
     Args:
       microbatches: number of microbatches of a step.
@@ -55,7 +55,7 @@ def check_noise_layout(microbatches: int, axes: Mapping[str, int]) -> None:
 
 
 def sum_squares(gradients: PyTree, groups: PyTree | None = None) -> Squares:
-    """Return the sums of squares of local gradients by group, without the loads of experts.
+    """Sum the squares of a device's gradients per group of parameters, skipping expert-balancing biases.
 
     Args:
       gradients: float arrays.
@@ -77,7 +77,7 @@ def estimate_noise(
     large_count: Float[Array, ""],
     axes: tuple[str, ...] = (),
 ) -> dict[str, Float[Array, ""]]:
-    """Return the metrics `gradient_signal`, |G|², and `gradient_noise`, S: unbiased estimates from one step.
+    """Estimate |G|² and S, unbiased, from one step; return them as metrics `gradient_signal` and `gradient_noise`.
 
     Their means over many steps give the noise scale S / |G|², in items. Either may be negative in a single step.
 

@@ -1,4 +1,4 @@
-"""Gradients of a global batch whose microbatches go through the stages of a pipeline.
+"""Gradients of a global batch by pipeline parallelism: microbatches pass through the stages of a pipeline.
 
 One `shard_map` over all axes but `tensor`: every device runs the schedule on its stage and its part of the batch.
 Embedding and head belong to no stage. They are sharded over `pipeline` (and `fsdp`), gathered once a step in the
@@ -43,7 +43,7 @@ State = TypeVar("State")
 
 
 class PipelinedGradients:
-    """Computes the gradients of a Transformer through the stages of a pipeline; implements `Gradients`.
+    """Gradients of a Transformer by pipeline parallelism; implements the interface `Gradients`.
 
     Args:
       module: laid out for the stages of the plan.
@@ -103,7 +103,7 @@ class PipelinedGradients:
         return self._on_own_parts(local, out_specs, params, non_params, batch, key)
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
-        """Return the loss sum and item count of a batch in evaluation."""
+        """Return the loss sum and item count of a batch for evaluation."""
         shards = self._rules.degree(self._rules.table["batch"])
         rows = next(iter(batch.values())).shape[0] // shards
         count = max(m for m in range(1, self._plan.microbatches + 1) if rows % m == 0)
@@ -124,7 +124,7 @@ class PipelinedGradients:
         batch: Batch,
         *key: jax.Array,
     ) -> Result:
-        """Map `function` over the devices' shards of parameters and batch."""
+        """Run `function` in a `shard_map` on each device's shards of parameters and batch."""
         parts = {name: restrict(self._rules.batch_spec(x.shape, name), self._split) for name, x in batch.items()}
         return jax.shard_map(
             function,
@@ -138,7 +138,7 @@ class PipelinedGradients:
     def _run(
         self, schedule: Schedule, params: Dict, non_params: Dict, batch: Batch, key: jax.Array | None
     ) -> tuple[Any, jax.Array, jax.Array]:
-        """Run a schedule; without a key, in evaluation.
+        """Run a pipeline schedule on this device's part of the batch; without a key, for evaluation.
 
         Returns:
           (gradients of this device's shards, FP8 amax values), in evaluation None; the loss sum and the item count of
@@ -165,7 +165,7 @@ class PipelinedGradients:
         return found, totals.loss, totals.count
 
     def _sum(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Sum a gradient over the axes that replicate its parameter; over the others it is summed already."""
+        """Sum a gradient over the mesh axes that replicate its parameter; it is already summed over the others."""
         lacking = self._rules.lacking(spec, self._split)
         return (
             jax.lax.psum(gradient.astype(self._context.layout.reduce_dtype), lacking).astype(jnp.float32)
@@ -174,13 +174,13 @@ class PipelinedGradients:
         )
 
     def _largest(self, maximum: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Return the largest amax value of all devices that share a layer."""
+        """Return the largest FP8 amax value among the devices that compute the same layer."""
         axes = self._split if spec == PartitionSpec() else self._rules.batch_axes
         return jax.lax.pmax(maximum, axes) if axes else maximum
 
 
 class _Functions:
-    """The `StageFunctions` of one device's part of a batch; without a key, those of evaluation."""
+    """Functions of a pipeline stage for one device's part of a batch; without a key, for evaluation."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Functions:
         self._shared_inputs: Any = None
 
     def stages(self) -> StageFunctions:
-        """Return the functions that the executor calls."""
+        """Return the functions that the pipeline's schedule calls: first stage, layer, last stage."""
         only_lookup = self._merge(None).decoder.scanned.start == 0
         return StageFunctions(
             self._first,
@@ -218,7 +218,7 @@ class _Functions:
         return x, own if self._train else None
 
     def _sum_layer(self, gradients: Any) -> Any:
-        """Scatter the gradients of a layer over `data` with ZeRO 2, so that no stage ever holds all of them whole."""
+        """With ZeRO 2, reduce-scatter a layer's gradients over `data` at once, so that no stage holds whole ones."""
         context = self._layer_context
         if context.layout.zero < 2:
             return gradients
@@ -251,14 +251,14 @@ class _Functions:
         return nnx.merge(graph, layers, given if ends is None else ends, non_params)
 
     def _loss_of(self, microbatch: jax.Array) -> Callable[[Transformer], LossSum]:
-        """Return the loss of a microbatch as a function of the model."""
+        """Return a function from the model to its loss on one microbatch."""
         piece = {name: jax.lax.dynamic_index_in_dim(x, microbatch, 0, False) for name, x in self._pieces.items()}
         key = None if self._key is None else jax.random.fold_in(self._key, microbatch)
         return lambda model: self._loss(model, piece, key=key, train=self._train)
 
 
 def _map_parameters(change: Callable[[nnx.Param], jax.Array | None], state: State) -> State:
-    """Return an NNX state whose parameters are changed; FP8 scaling states stay the same."""
+    """Apply a function to the parameters in an NNX state; FP8 scaling states stay the same."""
 
     def apply(variable: nnx.Variable) -> nnx.Variable:
         return variable.replace(change(variable)) if isinstance(variable, nnx.Param) else variable
@@ -267,7 +267,7 @@ def _map_parameters(change: Callable[[nnx.Param], jax.Array | None], state: Stat
 
 
 def _is_maximum(state: Any) -> Any:
-    """Return a tree of flags, True for the leaves of FP8 scaling states."""
+    """Return a tree of flags that is True for the FP8 scaling states, whose gradients are combined by maximum."""
     flags = lambda v: jax.tree.map(lambda _: isinstance(v, ScalingState), v)  # noqa: E731
     return jax.tree.map(flags, state, is_leaf=_is_variable)
 
@@ -277,14 +277,14 @@ def _is_variable(node: object) -> bool:
 
 
 def _splits(parameter: nnx.Variable, context: ShardingContext, axes: Sequence[str]) -> tuple[PartitionSpec, Dims]:
-    """Return the stored layout of a parameter, and the dims along which `axes` split it."""
+    """Return the sharding in which a parameter is stored, and the dims that `axes` split."""
     known = parameter.get_metadata()
     stored = context.stored_spec(known["logical_axes"], known["whole_shape"])
     return stored, dims_of(stored, axes)
 
 
 def _gathered(parameter: nnx.Variable, context: ShardingContext, axes: Sequence[str], dtype: DTypeLike) -> jax.Array:
-    """Return a parameter gathered over `axes`, a matrix in the compute dtype.
+    """All-gather a parameter over mesh axes; a matrix is cast to the compute dtype first.
 
     A matrix that stays sharded over `weight_axes` is cast where it is used, with its gather.
     """
@@ -305,7 +305,7 @@ def _gathered(parameter: nnx.Variable, context: ShardingContext, axes: Sequence[
 def _scattered(
     parameter: nnx.Variable, context: ShardingContext, axes: Sequence[str], row: bool = False
 ) -> jax.Array | None:
-    """Reduce-scatter a gradient, held by a variable in place of its parameter, over `axes`; None stays None.
+    """Reduce-scatter a gradient over the mesh axes along which its parameter was gathered; None stays None.
 
     Args:
       parameter: the variable.

@@ -1,4 +1,4 @@
-"""A Transformer whose layers are stored in the order of the pipeline's stages, so that a device holds only its own.
+"""A Transformer whose layers are stored in the order of pipeline stages, so that a device holds only its own.
 
 In checkpoints and in merged models the layers are in the model's order, independent of the layout: a train state is
 converted when it is saved and restored, leaf by leaf, by name.
@@ -27,7 +27,7 @@ _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
 
 
 class StagedModule(FunctionalModule):
-    """A Transformer whose layers are stored in pipeline order, for `stages` x `chunks` virtual stages.
+    """A Transformer whose stacked layers are stored in pipeline order: stage by stage, `chunks` parts per stage.
 
     Its dicts of parameters have stages x chunks x rows layers along the leading dim of stacked parameters; rows without
     a layer are zero, and stay so. Models made from them, and given to it, are the plain ones.
@@ -61,7 +61,7 @@ class StagedModule(FunctionalModule):
 
     @property
     def plain(self) -> FunctionalModule:
-        """The module with its layers in the model's order, which checkpoints hold."""
+        """The module with its layers in the model's order, as in checkpoints."""
         return self._plain
 
     def freeze(self, is_frozen: Callable[[str], bool]) -> None:
@@ -76,14 +76,14 @@ class StagedModule(FunctionalModule):
         super().freeze(is_frozen)
 
     def params_from_plain(self, params: Dict) -> Dict:
-        """Return the plain module's parameters in the order of the stages. Traceable."""
+        """Reorder the layers of checkpoint parameters into the order of the pipeline stages. Traceable."""
         return self._to_stages(params, self.abstract_params)
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         return self._staged(*self.plain.init(key))
 
     def merge(self, params: Dict, non_params: Dict) -> Any:
-        """Return the model with its layers in the model's order."""
+        """Build the whole model, with its layers in the model's order."""
         plain = self.plain
         return plain.merge(
             self._to_plain(params, plain.abstract_params), self._to_plain(non_params, plain.abstract_non_params)
@@ -96,24 +96,24 @@ class StagedModule(FunctionalModule):
         return self.params_from_plain(params), self._to_stages(non_params, self.abstract_non_params)
 
     def merge_stage(self, params: Dict, non_params: Dict) -> Any:
-        """Return the model with the rows of one stage as its stacked layers."""
+        """Build the model that one stage runs: only this stage's layers are in its stack."""
         return super().merge(params, non_params)
 
     def split_stage(self, module: nnx.Module) -> tuple[Dict, Dict]:
-        """Return the parameters of a model made by `merge_stage`, and its other variables."""
+        """Split a model built by `merge_stage` into (parameters, other variables)."""
         return super().split(module)
 
     @property
     def stores_plain(self) -> bool:
-        """True if its train state is that of the plain module as it is."""
+        """True if pipeline order equals the model's order, so that checkpoints need no conversion."""
         return self.layout.is_canonical and not self.unrolled
 
     def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert this module's train state to that of `plain`, which checkpoints hold. Traceable."""
+        """Convert a train state from pipeline order to the model's order, as in checkpoints. Traceable."""
         return self._to_plain(state, abstract_state(self.plain, optimizer))
 
     def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state of `plain`, as checkpoints hold it, to this module's. Traceable."""
+        """Convert a train state from the model's order, as in checkpoints, to pipeline order. Traceable."""
         return self._to_stages(state, abstract_state(self, optimizer))
 
     def _to_plain(self, tree: Any, wanted: Any) -> Any:
@@ -148,11 +148,11 @@ class StagedModule(FunctionalModule):
         return structure.unflatten(found)
 
     def _is_stack(self, x: Any, wanted: Any, rows: int) -> bool:
-        """Return True if a leaf of stacked layers has a value for each layer; an optimizer may have one for all."""
+        """Return True if a leaf has a value per layer; an optimizer may keep one value for a whole stack."""
         return x.shape != wanted.shape if self.unrolled else x.ndim > 0 and x.shape[0] == rows
 
     def _staged_name(self, name: str) -> tuple[str, int | None]:
-        """Map a leaf's name in the plain module to its name in this one, and to its group of layers.
+        """Map a leaf's name in the plain module to its name here and its group of layers, an index in the stack.
 
         The group is 0 if the leaf is a whole stack, and None if it is not part of the stack.
         """
@@ -172,7 +172,7 @@ class StagedModule(FunctionalModule):
 
 
 def stage_module(module: FunctionalModule, stages: int, chunks: int) -> StagedModule:
-    """Return a module laid out for `stages` x `chunks` virtual stages.
+    """Convert a module to one laid out for a pipeline of `stages` stages with `chunks` groups of layers each.
 
     Raises:
       ConfigError: its weights are compressed in training, or as `StagedModule`.
@@ -183,7 +183,7 @@ def stage_module(module: FunctionalModule, stages: int, chunks: int) -> StagedMo
 
 
 def _pick_rows(x: Any, rows: np.ndarray) -> Any:
-    """Return x[rows], zeros for a row of -1, by slices of adjacent rows: XLA's partitioner fails on a gather."""
+    """Return x[rows], with zeros where a row is -1, by slicing: XLA's partitioner fails on a gather."""
     empty = rows < 0
     goes_on = np.where(empty[1:], empty[:-1], ~empty[:-1] & (np.diff(rows) == 1))
     parts = []
@@ -199,7 +199,7 @@ def _is_stacked(variable: Any) -> bool:
 
 
 def _with_rows(flat: Any, rows: int) -> list[Any]:
-    """Return paths and abstract variables, those of stacked layers resized to `rows` entries."""
+    """Resize the leading dim of all stacked layers' abstract variables to `rows`; others stay unchanged."""
 
     def resize(variable: Any) -> Any:
         if not _is_stacked(variable):

@@ -1,4 +1,4 @@
-"""Gradients computed by each device on its own part of the batch, in one `shard_map` over all axes but `tensor`."""
+"""Gradients that each device computes on its part of the batch, in a `shard_map` over all axes but `tensor`."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class ParameterLayout:
-    """Layout of one parameter during and between steps, and whether the module reduces its gradient."""
+    """Sharding of a parameter during and between steps, and whether the module sums its gradient itself."""
 
     spec: PartitionSpec
     """Its layout during a step: `AxisRules.parameter_spec`."""
@@ -38,7 +38,7 @@ class ParameterLayout:
 
 
 class LocalGradients:
-    """Computes gradients on each device's own part of the batch, with its own shards of the parameters.
+    """Gradients that each device computes on its part of the batch, with explicit collectives in a `shard_map`.
 
     Over the `weight_axes` a gradient is reduce-scattered where its weight was gathered. Over the other axes it is
     summed where the weight is used if there is one microbatch, so that the sum overlaps with the backward pass, and
@@ -67,7 +67,7 @@ class LocalGradients:
     def __call__(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
     ) -> tuple[GradientSums, Dict]:
-        """Return the sums of the global batch, and the module's other variables after it."""
+        """Return loss, item count and gradients summed over the global batch, and the updated other variables."""
         groups, measure = None, None
         if noise:
             check_noise_layout(self._microbatches.count, self._rules.mesh.shape)
@@ -97,7 +97,7 @@ class LocalGradients:
         return self._on_own_parts(local, out_specs, params, non_params, batch, key)
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
-        """Return the loss sum and item count of a batch in evaluation."""
+        """Return the loss sum and item count of a batch for evaluation."""
 
         def local(params: Dict, non_params: Dict, batch: Batch) -> LossSum:
             copies = jax.tree.map(self._working_copy, params, self._layouts)
@@ -115,7 +115,7 @@ class LocalGradients:
         batch: Batch,
         *key: jax.Array,
     ) -> Result:
-        """Map `function` over the devices' shards of parameters and batch."""
+        """Run `function` in a `shard_map` on each device's shards of parameters and batch."""
         rules = self._rules
 
         def local(*arguments: Any) -> Result:
@@ -141,7 +141,7 @@ class LocalGradients:
         return ParameterLayout(spec, stored, dtype, bool(metadata.get("sum_where_used")), stacked)
 
     def _working_copy(self, x: jax.Array, layout: ParameterLayout) -> jax.Array:
-        """Gather a parameter over `data` in the compute dtype; return it as it is if it is not split over `data`.
+        """Gather a parameter over `data` in the compute dtype; one that `data` does not split is unchanged.
 
         Stacked layers are gathered one at a time. XLA gathers a whole stack with the devices' parts outermost, and
         copies it into the order of layers after all gathers: the working copy would be in memory twice.
@@ -158,7 +158,7 @@ class LocalGradients:
         return jax.lax.map(lambda layer: exchange_weight(layer, how, spec, rules), x)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: ParameterLayout) -> jax.Array | WorkingCopy:
-        """Return what the module gets for the parameter `x`: its gradient arrives summed, in the layout of x."""
+        """Wrap the parameter `x` for the module so that its gradient arrives summed and sharded like x."""
         parts = _data_shards(layout)
         weight = WorkingCopy(x, copy) if parts else x
         if layout.summed_by_module:
@@ -168,7 +168,7 @@ class LocalGradients:
         return exchange_weight(weight, how, layout.spec, self._inner.rules)
 
     def _sum(self, gradient: jax.Array, layout: ParameterLayout) -> jax.Array:
-        """Sum a gradient over the axes along which the parameter is replicated, into the stored layout."""
+        """Sum a gradient over the mesh axes that replicate its parameter, and shard it as that is stored."""
         parts = _data_shards(layout)
         lacking = self._rules.lacking(layout.stored, self._split)
         if not parts and not lacking:
@@ -178,7 +178,7 @@ class LocalGradients:
         return add(gradient).astype(jnp.float32)
 
     def _noise_group(self, layout: ParameterLayout) -> Group:
-        """Return over which axes the gradient of a microbatch is split and summed when it has been computed."""
+        """Return the mesh axes that split and sum a microbatch's gradient, for the gradient noise scale."""
 
         def splitting(spec: PartitionSpec) -> tuple[str, ...]:
             lacking = self._rules.lacking(spec, self._split)
@@ -194,5 +194,5 @@ class LocalGradients:
 
 
 def _data_shards(layout: ParameterLayout) -> Dims:
-    """Return the dim that is split over `data` while the parameter is stored, if there is one."""
+    """Return the dim of the stored parameter that is split over `data`, if there is one."""
     return dims_of(layout.stored, ("data",))

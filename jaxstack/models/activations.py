@@ -10,7 +10,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 def exact_gelu(x: jax.Array) -> jax.Array:
-    """Return x times the normal distribution function (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    """Compute GELU: x times the standard normal CDF of x (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 
     Computed by erf, because the erfc of `jax.nn.gelu` costs twice as much.
     """

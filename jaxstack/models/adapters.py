@@ -47,7 +47,7 @@ class AdapterConfig(Component):
 
 
 class Adapter(nnx.Module):
-    """Adapter of one dense layer, or of a stack of layers."""
+    """LoRA or DoRA adapter of one dense layer, or of several layers whose weights are stacked."""
 
     def __init__(self, layer: Linear, rule: AdapterRule, rngs: nnx.Rngs):
         kernel, known = layer.kernel, layer.kernel.get_metadata()
@@ -73,7 +73,7 @@ class Adapter(nnx.Module):
         """Key of the dropout mask, which `set_adapter_dropout_keys` sets for one forward pass."""
 
     def __call__(self, x: Float[Array, "..."], y: Float[Array, "..."], kernel: Kernel) -> Float[Array, "..."]:
-        """Return the adapted product for x [..., in], given y [..., out] = x times the kernel."""
+        """Return the layer's output with the adapter for x [..., in], given y [..., out] = x @ kernel."""
         x = drop(x, self.dropout, self.key)
         a, b = (p[...].astype(y.dtype) for p in (self.a, self.b))
         projected = multiply(jax.lax.dot_general, x.astype(y.dtype), a, self.contracted)
@@ -88,13 +88,13 @@ class Adapter(nnx.Module):
         return y * (self.magnitude[...] / _column_norms(adapted, self.contracted)).astype(y.dtype)
 
     def measure(self, layer: Linear) -> None:
-        """Set the magnitudes of DoRA to the norms of the layer's present weight with this adapter."""
+        """Set DoRA's magnitudes to the column norms of the layer's current weight, adapter included."""
         if self.magnitude is not None:
             adapted = _adapted_kernel(layer.kernel[...], self.a[...], self.b[...], self.scale, self.stacked)
             self.magnitude[...] = _column_norms(adapted, self.contracted, self.stacked)
 
     def merge(self, kernel: ArrayLike, a: ArrayLike, b: ArrayLike, magnitude: ArrayLike | None = None) -> jax.Array:
-        """Return the float32 kernel [..., in, out] with which the layer computes the same without an adapter.
+        """Merge the adapter into the kernel: return a float32 kernel that gives the same outputs on its own.
 
         The arrays are passed in because this adapter may be abstract.
         """
@@ -111,7 +111,7 @@ def _cut(shape: Sequence[int], *cuts: int) -> list[tuple[int, ...]]:
 
 
 def _adapted_kernel(kernel: ArrayLike, a: ArrayLike, b: ArrayLike, scale: float, stacked: int) -> jax.Array:
-    """Return W + s A B in float32, for one layer or a stack."""
+    """Return the kernel with its low-rank update, W + s A B in float32, for one layer or a stack."""
     batch = tuple(range(stacked))
     dims = (((jnp.ndim(a) - 1,), (stacked,)), (batch, batch))
     product = jax.lax.dot_general(
@@ -121,13 +121,13 @@ def _adapted_kernel(kernel: ArrayLike, a: ArrayLike, b: ArrayLike, scale: float,
 
 
 def _column_norms(kernel: jax.Array, contracted: int, stacked: int = 0) -> jax.Array:
-    """Return the norms [..., out] over the inputs, float32."""
+    """Return the norm of each output's column of the kernel, over its inputs, [..., out] float32."""
     inputs = tuple(range(stacked, stacked + contracted))
     return jnp.sqrt(jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=inputs))
 
 
 def add_adapters(model: Module, rules: Sequence[AdapterRule], rngs: nnx.Rngs) -> Module:
-    """Add to each dense layer of a Transformer the adapter of the first matching rule, in place.
+    """Give each dense layer of a Transformer the adapter of the first rule that matches its path, in place.
 
     Raises:
       ConfigError: a rule matches no dense layer, or only some of the layers that one scan runs.
@@ -144,7 +144,7 @@ def add_adapters(model: Module, rules: Sequence[AdapterRule], rngs: nnx.Rngs) ->
 
 
 def merge_adapters(model: Module) -> Module:
-    """Merge the adapters into the weights, in float32 and in place."""
+    """Merge all adapters into the model's weights, in float32 and in place."""
     for layer in adapted_layers(model).values():
         adapter: Adapter = layer.adapter
         magnitude = None if adapter.magnitude is None else adapter.magnitude[...]
@@ -154,19 +154,19 @@ def merge_adapters(model: Module) -> Module:
 
 
 def set_dora_magnitudes(model: Module) -> Module:
-    """Set the magnitudes of DoRA to the norms of the present weights, in place."""
+    """Set the magnitudes of all DoRA adapters to the column norms of the current weights, in place."""
     for layer in adapted_layers(model).values():
         layer.adapter.measure(layer)
     return model
 
 
 def adapted_layers(model: nnx.Module) -> dict[str, Linear]:
-    """Return the dense layers that have an adapter, by their path in the module."""
+    """Return the dense layers that have a LoRA or DoRA adapter, keyed by their path in the module."""
     return {"/".join(map(str, path)): layer for path, layer in _dense_layers(model) if layer.adapter is not None}
 
 
 def set_adapter_dropout_keys(module: Module, key: Key[Array, "..."] | None) -> Module:
-    """Set the keys of the adapters' dropout for one forward pass, in place; without a key there is no dropout."""
+    """Set the dropout keys of all adapters for one forward pass, in place; without a key there is no dropout."""
     if key is not None:
         for index, layer in enumerate(adapted_layers(module).values()):
             layer.adapter.key = fold_key(key, index)

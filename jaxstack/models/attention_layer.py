@@ -1,4 +1,4 @@
-"""Causal multi-head attention: projections, rotary positions, and the attention kind that the model chooses.
+"""The causal multi-head attention sublayer: projections, rotary positions, and the configured attention kind.
 
 Dims: B batch, T query length, D model, N heads, K kv heads, H head_dim.
 """
@@ -25,7 +25,7 @@ from pallas_kernels.low_bits.encoded import Encoded
 
 
 class Context(NamedTuple):
-    """Inputs that all layers of one forward pass share."""
+    """Inputs that all layers of one forward pass share, such as positions and rotary angles."""
 
     positions: Int[Array, "#B T"]
     """Positions of the tokens; one row where they are the same in every row."""
@@ -41,7 +41,7 @@ class Context(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """The attention sublayer.
+    """The attention sublayer: projections of queries, keys, values and output around an attention kind.
 
     Args:
       window: keys that a query sees, itself included; None: the attention kind decides.
@@ -70,7 +70,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Return the sublayer's output for x [B, T, D], and the cache with this call's tokens."""
+        """Apply the sublayer to x [B, T, D]; also return the cache with this call's tokens added."""
         q, k, v = self._queries_keys_values(x, context)
         weight = () if self.kind_weight is None else (self.kind_weight[...],)
         slots, kind = context.slots, self.kind.with_weight(*weight)
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         return apply_scattered(out, self.o_proj), cache
 
     def channel_order(self) -> Int[Array, "*layers K H"] | None:
-        """Return the permutation of channels in which the cache stores keys; None if it keeps their order.
+        """Return the order in which the cache stores the channels of keys; None if it does not reorder them.
 
         A layer that is a stack of layers has an order for each of them.
         """
@@ -95,14 +95,14 @@ class Attention(nnx.Module):
         return magnitude_order(kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotates)
 
     def with_order(self, cache: LayerCache) -> LayerCache:
-        """Return the empty cache with this layer's permutation of channels, if the cache format sorts channels."""
+        """Return the empty cache with this layer's channel order set, if its format sorts channels."""
         order = self.channel_order()
         if order is None or not isinstance(cache, KeyCache | PagedKeys):
             return cache
         return cache._replace(key=dataclasses.replace(cast(Encoded, cache.key), order=order))
 
     def _queries_keys_values(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return q [B, T, N, H], k and v [B, T, K, H] with norms and rotary positions applied."""
+        """Compute q [B, T, N, H], k and v [B, T, K, H], with head norms and rotary positions applied."""
         q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
         q = shard(q, "batch", "length", "act_heads", "act_head_dim")
         k = shard(k, "batch", "length", "act_kv_heads", "act_head_dim")

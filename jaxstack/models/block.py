@@ -19,7 +19,7 @@ from jaxstack.models.residual import add_to_residual, normalize, shard_residual
 
 
 class Block(nnx.Module):
-    """x = x + attention(norm(x)), then x = x + mlp(norm(x)).
+    """One Transformer layer: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
     With `config.post_norms` the output of each sublayer is normalized too, before it is added.
 
@@ -48,7 +48,7 @@ class Block(nnx.Module):
         cache: LayerCache | None = None,
         key: Key[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, Float[Array, ""] | None]:
-        """Apply the layer to the residual stream.
+        """Apply the layer to the residual stream; also return the updated cache and the router's losses.
 
         Args:
           context: what all layers of this forward pass share.
@@ -72,19 +72,19 @@ class Block(nnx.Module):
     def attend(
         self, x: Float[Array, "B T D"], context: Context, cache: LayerCache
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Return the attention sublayer's output for the residual stream while decoding, and the cache."""
+        """Compute only the attention sublayer's output while decoding; also return the updated cache."""
         with jax.named_scope("attention"):
             return self.attention(normalize(self.attention_norm, x)[0], context, cache)
 
     def finish(self, x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Add the output of `attend` to the residual stream, apply the feed-forward sublayer, and return the result."""
+        """Complete the layer after `attend`: add its output to the residual stream, then apply the feed-forward one."""
         with jax.named_scope("mlp"):
             x = self._add(x, update, self.attention_post_norm, None)
             update, x, _ = self._feed_forward(x, decoding=True)
             return self._add(x, update, self.mlp_post_norm, None)
 
     def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return mlp(norm(x)), the residual stream to add it to, and the router's losses."""
+        """Compute mlp(norm(x)); also return the residual stream to add it to, and the router's losses."""
         modules = cast(tuple[Norm, PlainMLP], (self.mlp_norm, self.mlp))
         count = 1 if self.chunked_width is None else count_chunks(modules, x, self.chunked_width)
         if count > 1:
@@ -96,7 +96,7 @@ class Block(nnx.Module):
         return self.mlp(normalized), x, None
 
     def _add(self, x: jax.Array, update: jax.Array, post_norm: Norm | None, key: jax.Array | None) -> jax.Array:
-        """Return x + dropout(post_norm(update))."""
+        """Add a sublayer's output to the residual stream: x + dropout(post_norm(update))."""
         update = shard_residual(update)
         if post_norm is not None:
             update = post_norm(update)

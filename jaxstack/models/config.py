@@ -173,7 +173,7 @@ class ModelConfig(Component):
         return self
 
     def _width_problem(self) -> str | None:
-        """Return why muP cannot be used with these settings, or None."""
+        """Return why muP (maximal update parametrization) cannot be used with these settings, or None."""
         if self.parametrization == "standard":
             given = [name for name in ("base_width", "base_head_dim") if getattr(self, name) is not None]
             return f"{given[0]} needs parametrization: mup; set it, or remove {given[0]}." if given else None
@@ -198,17 +198,17 @@ class ModelConfig(Component):
 
     @property
     def kv_heads(self) -> int:
-        """Number of key/value heads, with the default filled in."""
+        """Number of key/value heads; equal to `num_heads` where `num_kv_heads` is not set."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def width_per_head(self) -> int:
-        """`head_dim`, with the default filled in."""
+        """Number of channels per attention head; hidden_size / num_heads where `head_dim` is not set."""
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def feed_forward_size(self) -> int:
-        """`intermediate_size`, with the default filled in."""
+        """Width of a dense feed-forward sublayer; computed from hidden_size where `intermediate_size` is not set."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         if self.mlp == "plain":
@@ -217,28 +217,28 @@ class ModelConfig(Component):
 
     @property
     def expert_size(self) -> int:
-        """`moe.moe_intermediate_size`, with the default filled in."""
+        """Width of one expert; that of a dense feed-forward sublayer where `moe_intermediate_size` is not set."""
         size = self.moe.moe_intermediate_size if self.moe is not None else None
         return size or self.feed_forward_size
 
     def is_mixture(self, layer: int) -> bool:
-        """Return True if the layer of this index, counted from 0, has a mixture of experts."""
+        """Return True if layer number `layer`, counted from 0, has a mixture of experts."""
         return self.moe is not None and self.moe.is_mixture(layer)
 
     @property
     def score_divisor(self) -> float:
-        """Number whose square root divides the attention scores: `query_pre_attn_scalar` with the default filled in."""
+        """Square of the attention scores' divisor: `query_pre_attn_scalar`, or derived from the head width."""
         if self.query_pre_attn_scalar is not None:
             return self.query_pre_attn_scalar
         return self.width_per_head**2 / (self.base_head_dim or self.width_per_head)
 
     @property
     def attention_scale(self) -> float:
-        """Factor of the attention scores."""
+        """Factor that attention scores (query-key products) are multiplied by before the softmax."""
         return self.score_divisor**-0.5
 
     def heads(self, window: int | None) -> AttentionSpec:
-        """Return the heads and scores of a layer with this window."""
+        """Return the attention settings of a layer with the given window: heads, scale and soft cap."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
@@ -250,17 +250,17 @@ class ModelConfig(Component):
         )
 
     def windows(self) -> tuple[int | None, ...]:
-        """Return per layer the number of keys that a query sees; None: all before it."""
+        """Return each layer's window, the number of keys that a query sees; None for all earlier keys."""
         kinds = [self.layer_types[i % len(self.layer_types)] for i in range(self.num_layers)]
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
     def layer_kinds(self) -> list[tuple[int | None, bool]]:
-        """Return per layer its window and True if it is a mixture of experts; equal pairs mean equal structure."""
+        """Return (window, is mixture of experts) per layer; layers with equal pairs have equal structure."""
         return [(window, self.is_mixture(layer)) for layer, window in enumerate(self.windows())]
 
     @property
     def layer_pattern(self) -> tuple[int, int]:
-        """Start and length of the repeated pattern of layer kinds, chosen to leave the fewest single layers.
+        """Start and length of the repeated pattern of layers that a scan runs, leaving few to run one by one.
 
         The pattern is followed by the layers of an incomplete repetition and by the `end_layers`.
         """
@@ -271,13 +271,13 @@ class ModelConfig(Component):
 
     @property
     def end_layers(self) -> int:
-        """`unscanned_end_layers`, clamped so that at least one layer is left to scan."""
+        """Number of layers at each end that are not scanned: `unscanned_end_layers`, with one left to scan."""
         return min(self.unscanned_end_layers, (self.num_layers - 1) // 2)
 
 
 @functools.lru_cache(maxsize=64)
 def _repeated_pattern(kinds: tuple[tuple[int | None, bool], ...]) -> tuple[int, int]:
-    """Return start and length of the pattern that repeats in `kinds` and leaves the fewest single layers."""
+    """Find the repeating pattern in `kinds` (start, length) with the fewest layers before, in and after a period."""
 
     def period_of(kinds: tuple[tuple[int | None, bool], ...]) -> int:
         fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))

@@ -1,4 +1,4 @@
-"""Number of parameters and model FLOPs, computed from the configuration alone.
+"""Parameter counts and model FLOPs, computed from the model configuration alone.
 
 FLOPs per token follow the convention that is printed with every run: 6 x matmul parameters (without the input
 embedding, with the output head) plus those of the attention kind, for full causal attention half of 12 x layers x
@@ -15,7 +15,7 @@ from jaxstack.models.norm import count_norm_parameters, head_norm_name
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters of a model.
+    """Parameter counts of a model: total, embeddings, those in matmuls, and those active per token.
 
     Attributes:
       total: all parameters.
@@ -31,7 +31,7 @@ class ParameterCount:
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Count the parameters of `Transformer(config)`.
+    """Count the parameters of the Transformer that a configuration describes.
 
     Raises:
       ValueError: `config.vocab_size` is None.
@@ -59,13 +59,13 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 def _dense_mlp(config: ModelConfig) -> tuple[int, int]:
-    """Return the parameters of a dense feed-forward sublayer: (matrices, biases)."""
+    """Count the parameters of a dense feed-forward sublayer: (matrices, biases)."""
     d, f, inner = config.hidden_size, config.feed_forward_size, 2 if config.mlp == "gated" else 1
     return d * f * (inner + 1), (f * inner + d) * config.mlp_bias
 
 
 def _mixture(config: ModelConfig) -> tuple[int, int, int]:
-    """Return the parameters of a mixture of experts: (matrices, those that compute one token, vectors)."""
+    """Count the parameters of a mixture of experts: (matrices, those of them used per token, vectors)."""
     moe = config.moe
     if moe is None:
         return 0, 0, 0
@@ -76,7 +76,7 @@ def _mixture(config: ModelConfig) -> tuple[int, int, int]:
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Return forward and backward FLOPs per trained token, without recomputation.
+    """Return forward and backward FLOPs per token in training, without those of rematerialization.
 
     Softmax attention counts the keys that a query sees on average: T / 2, with a window w it is w - w^2 / 2T, in a
     block-sparse layout the keys of its blocks. Linear attention and Performer count their recurrence at any length.
@@ -87,7 +87,7 @@ def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 
 def flops_saved_per_token(config: ModelConfig, frozen: Mapping[str, tuple[Sequence[str], Sequence[int]]]) -> float:
-    """Return the part of `model_flops_per_token` that a step saves because parameters are frozen.
+    """Return the FLOPs per token saved in training by not computing gradients of frozen parameters.
 
     The gradient of a frozen matrix is not computed, which saves 2 FLOPs per parameter and token.
 
@@ -97,7 +97,7 @@ def flops_saved_per_token(config: ModelConfig, frozen: Mapping[str, tuple[Sequen
     head = "embedding/table" if config.tie_word_embeddings else "head"
 
     def used_share(path: str, axes: Sequence[str]) -> float:
-        """Return the share of a matrix that multiplies one token's activations."""
+        """Return the fraction of a parameter that one token's activations are multiplied with."""
         if config.moe is not None and "expert" in axes:
             return config.moe.num_experts_per_tok / config.moe.num_experts
         return float(path.endswith("/kernel") or path == head)

@@ -1,4 +1,4 @@
-"""Dropout (Srivastava et al. 2014) whose masks depend on step, layer, row and token, but not on the mesh.
+"""Dropout (Srivastava et al. 2014) with masks that depend on step, layer, row and token, but not on the mesh.
 
 A key is either one for a whole batch or an array [B, T] with one key per token, from `token_keys`.
 """
@@ -14,7 +14,7 @@ TOKEN_KEYS = "dropout_keys"
 
 
 def token_keys(key: Key[Array, ""], rows: int, tokens: Int[Array, " T"]) -> Key[Array, "rows T"]:
-    """Return a key for each token of the global batch.
+    """Create a dropout key for each token of the global batch.
 
     Args:
       tokens: numbers of the tokens within their sequence, in the order in which they are stored.
@@ -24,12 +24,12 @@ def token_keys(key: Key[Array, ""], rows: int, tokens: Int[Array, " T"]) -> Key[
 
 
 def fold_key(key: Key[Array, "..."] | None, index: int | jax.Array) -> Key[Array, "..."] | None:
-    """Fold the index of a part of the model into a dropout key, or an array of keys; None stays None."""
+    """Derive the dropout key (or keys per token) of one part of the model, by its index; None stays None."""
     return None if key is None else _map_keys(lambda k: jax.random.fold_in(k, index), key)
 
 
 def split_key(key: Key[Array, "..."] | None) -> tuple[Key[Array, "..."] | None, Key[Array, "..."] | None]:
-    """Split a key, or each of an array of keys, into two; None stays None."""
+    """Split a dropout key, or each of an array of keys, into two; None stays None."""
     if key is None:
         return None, None
     pair = _map_keys(jax.random.split, key)
@@ -37,7 +37,7 @@ def split_key(key: Key[Array, "..."] | None) -> tuple[Key[Array, "..."] | None, 
 
 
 def drop(x: Float[Array, "..."], rate: float, key: Key[Array, "..."] | None) -> Float[Array, "..."]:
-    """Return x with a share `rate` of its elements set to 0 and the others scaled up.
+    """Apply dropout: set a fraction `rate` of the elements of x to 0, and scale up the others.
 
     Args:
       x: activations; [B, T, ...] if there is a key for each token.

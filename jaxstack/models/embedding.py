@@ -1,4 +1,4 @@
-"""Token and position tables, and a lookup that stays on each device if the vocabulary is sharded."""
+"""Embedding tables of tokens and positions, and their lookup when the vocabulary is sharded over devices."""
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,20 @@ from pallas_kernels import PackedWeight
 
 
 class Embedding(nnx.Module):
-    """A table of learned vectors [rows, D]. A packed table is the transpose, as a head multiplies with it."""
+    """Learned embedding table [rows, D]; packed in few bits, it is stored transposed, as an output head is."""
 
     def __init__(self, rows: int, size: int, axes: tuple[str, str], initialize: Initializer, rngs: nnx.Rngs):
         self.table = nnx.Param(initialize(rngs.params(), (rows, size), rows), logical_axes=axes)
         self.axes = axes
 
     def weight(self, dtype: jax.typing.DTypeLike) -> Float[Array, "rows D"]:
-        """Return the table in the compute dtype, gathered over `fsdp`."""
+        """Return the whole table in the compute dtype, all-gathered over the mesh axis `fsdp`."""
         if isinstance(packed := self.table.get_raw_value(), PackedWeight):
             return packed.matrix().astype(dtype)
         return gather_parameter(self.table, dtype)
 
     def __call__(self, ids: Int[Array, "B T"], dtype: jax.typing.DTypeLike) -> Float[Array, "B T D"]:
-        """Return the rows of int32 ids in the compute dtype.
+        """Look up the embeddings of int32 ids, in the compute dtype.
 
         If the rows are sharded over the tensor axis, each device looks up its own rows, and an all-reduce joins them
         (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).

@@ -1,4 +1,4 @@
-"""Feed-forward sublayers applied to one chunk of the sequence at a time, to save activation memory.
+"""Feed-forward sublayers applied to one chunk of the sequence after another, to save activation memory.
 
 The MLP of a long sequence needs arrays of tokens x feed-forward size (in Llama 3 three and a half times the residual
 stream), five of them in the backward pass. With chunks they exist for one chunk only, and are recomputed for the
@@ -35,9 +35,9 @@ Function = Callable[[Arrays, Arrays, jax.Array], jax.Array]
 
 
 def count_chunks(modules: PyTree, x: Float[Array, "B T D"], width: int, max_bytes: int | None = None) -> int:
-    """Return the number of chunks in which the modules should process x.
+    """Choose into how many chunks of the sequence x is cut, so that activations fit in `max_bytes` each.
 
-    It is 1 for modules with states other than parameters and FP8 scaling, such as random states, which chunks would
+    It is one for modules with states other than parameters and FP8 scaling, such as random states, which chunks would
     share.
 
     Args:
@@ -56,7 +56,7 @@ def count_chunks(modules: PyTree, x: Float[Array, "B T D"], width: int, max_byte
 def apply_in_chunks(
     apply: Callable[[Modules, jax.Array], jax.Array], modules: Modules, x: Float[Array, "B T D"], count: int
 ) -> Float[Array, "B T D"]:
-    """Return `apply(modules, x)`, computed in `count` chunks of the sequence whose activations are not saved.
+    """Apply a function to `count` chunks of the sequence in turn, recomputing activations in the backward pass.
 
     The chunks' gradients of a parameter are summed in float32; the amax values of FP8 are combined by maximum.
 
@@ -82,7 +82,7 @@ def apply_in_chunks(
 
 
 def _degrees(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return into how many parts XLA partitions rows, sequence, and the activations of an MLP."""
+    """Return into how many shards XLA partitions batch rows, sequence, and MLP activations."""
     rules = current_rules()
     if rules is None:
         return 1, 1, 1

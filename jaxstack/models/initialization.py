@@ -1,4 +1,4 @@
-"""Initial weights, as in the papers of the model families."""
+"""Initializers of weights, as in the papers of the model families."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]
 
 
 def make_initializer(config: ModelConfig, *, residual: bool = False) -> Initializer:
-    """Return the initializer of a matrix.
+    """Create the initializer of weight matrices that the configuration chooses.
 
     The depth scaling is GPT-2's (Radford et al. 2019, section 2.3); `fan_in` is LeCun et al. 1998.
 
@@ -29,7 +29,7 @@ def make_initializer(config: ModelConfig, *, residual: bool = False) -> Initiali
 
 
 def embedding_initializer(config: ModelConfig) -> Initializer:
-    """Return the initializer of a table: std `initializer_range`, so that a tied head starts with small logits."""
+    """Create the initializer of embedding tables, with std `initializer_range`: tied heads start with small logits."""
 
     def initialize(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
         return jax.random.normal(key, shape, jnp.float32) * config.initializer_range

@@ -1,4 +1,4 @@
-"""Path rules for dense layers, by the numbers of the model's layers, whether or not a scan runs them."""
+"""Matching of path rules to dense layers by the layers' numbers in the model, even if stacked for a scan."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar, runtime_checkable
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 def weight_paths(model: _Model, path: Sequence[str | int]) -> list[str]:
-    """Return the paths of the weights that a dense layer of the module holds, one for each layer of the model.
+    """List the paths of a dense layer's weights by their layer in the model: several if layers are stacked.
 
     Args:
       path: path of the dense layer in the module, which may be part of a stack of layers.
@@ -34,7 +34,7 @@ def weight_paths(model: _Model, path: Sequence[str | int]) -> list[str]:
 
 
 def match_common_value(names: Sequence[str], rules: Rules[Value], section: str, what: str) -> Value:
-    """Return the value that path rules give to weights that are stacked for one scan; they must agree.
+    """Return the value that path rules give to all weights of one stack of layers; raise if they differ.
 
     Args:
       section: key of the configuration, for the message.

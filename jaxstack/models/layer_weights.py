@@ -1,4 +1,4 @@
-"""Weights of layers: gathered and cast for use, and the labels of stacked ones."""
+"""Preparation of layers' weights for use: all-gather, cast, and the logical axes of stacked layers."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ Weights: TypeAlias = Any
 
 
 def gather_weights(state: Weights, dtype: jax.typing.DTypeLike) -> Weights:
-    """Gather every parameter of a state over `fsdp`, and cast it to `dtype` (vectors stay float32)."""
+    """All-gather a layer's parameters over the mesh axis `fsdp`, and cast matrices to `dtype`."""
 
     def gather(p: nnx.Variable) -> nnx.Variable:
         if not isinstance(p, nnx.Param):
@@ -25,18 +25,18 @@ def gather_weights(state: Weights, dtype: jax.typing.DTypeLike) -> Weights:
 
 
 def gather_layers(states: Sequence[Weights], dtype: jax.typing.DTypeLike) -> list[Weights]:
-    """Gather and cast the weights of single layers that were indexed out of stacked arrays."""
+    """All-gather and cast the weights of layers that a scan has sliced out of stacked arrays."""
     return [gather_weights(remove_layers_logical_axis(state), dtype) for state in states]
 
 
 def add_layers_logical_axis(state: Weights) -> Weights:
-    """Add the leading dim of layers to the logical axes of variables whose arrays have it."""
+    """Add the logical axis `layers` to the metadata of variables whose arrays have been stacked."""
     relabel = lambda p: p.copy(logical_axes=("layers", *p.get_metadata()["logical_axes"]))  # noqa: E731
     return jax.tree.map(relabel, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
 def remove_layers_logical_axis(state: Weights) -> Weights:
-    """Remove the dim of layers from the metadata of variables whose arrays no longer have it."""
+    """Remove the logical axis `layers` from the metadata of variables whose arrays have been sliced."""
 
     def relabel(p: nnx.Variable) -> nnx.Variable:
         known = p.get_metadata()

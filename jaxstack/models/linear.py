@@ -1,4 +1,4 @@
-"""The dense layer: any input dims, any output dims, logical axes on its kernel, and a replaceable dot_general.
+"""The dense layer, with any input and output dims, logical axes, and a replaceable matmul (such as FP8).
 
 Dims: B batch, T sequence, D model, F feed-forward.
 """
@@ -30,7 +30,7 @@ DotGeneral = Callable[..., jax.Array]
 
 
 class Linear(nnx.Module):
-    """`y[..., out] = x[..., in] @ kernel[in, out] + bias[out]`, where `in` and `out` may be several dims.
+    """Dense layer `y[..., out] = x[..., in] @ kernel[in, out] + bias[out]`; `in` and `out` may be several dims.
 
     Args:
       inputs, outputs: sizes of the contracted and of the produced dims.
@@ -64,11 +64,11 @@ class Linear(nnx.Module):
         return apply_together(x, self)[0]
 
     def finish(self, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return y = x @ kernel plus the adapter's contribution, if there is an adapter, and the bias."""
+        """Add the adapter's output and the bias, where the layer has them, to y = x @ kernel."""
         return self.add_bias(y if self.adapter is None else self.adapter(x, y, self.kernel.get_value()))
 
     def add_bias(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return y plus the bias, if the layer has one."""
+        """Add the bias to y, if the layer has one."""
         if self.bias is None:
             return y
         bias = self.bias[...].astype(y.dtype)
@@ -79,7 +79,7 @@ class Linear(nnx.Module):
 
 
 def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
-    """Apply several dense layers to one input, and return their outputs.
+    """Apply several dense layers to the same input, sharing work where that is faster; return their outputs.
 
     On a CPU they are computed by one wide matmul, which reads x once. On a GPU that costs more than it saves: the
     gradients would have to be concatenated first (16 of 600 ms for llama3-1b on an H200).
@@ -102,7 +102,7 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
 
 
 def apply_gathered(x: LayerInput, *layers: Linear) -> list[jax.Array]:
-    """Apply dense layers to the residual stream, all-gathering a sequence-sharded input while they multiply.
+    """Apply dense layers to the residual stream, overlapping its all-gather (sequence parallelism) with the matmuls.
 
     With sequence parallelism its all-gather overlaps the matmuls where a kernel can do that.
     """
@@ -114,7 +114,7 @@ def apply_gathered(x: LayerInput, *layers: Linear) -> list[jax.Array]:
 
 
 def apply_scattered(y: Float[Array, "B T ..."], layer: Linear) -> Float[Array, "B T D"]:
-    """Apply a layer that writes the residual stream, reduce-scattering its output while it multiplies.
+    """Apply the dense layer that ends a sublayer, overlapping its matmul with the output's reduce-scatter.
 
     With sequence parallelism the matmul overlaps its reduce-scatter where a kernel can do that.
     """
@@ -130,7 +130,7 @@ def apply_mlp(
     last: Linear,
     fused_name: str | None,
 ) -> Float[Array, "B T D"]:
-    """Return last(activation(*first_layers(x))), from and to the residual stream.
+    """Apply an MLP to the residual stream: last(activation(*first_layers(x))), fused where kernels allow it.
 
     Args:
       activation: elementwise function of the first layers' outputs.
@@ -154,7 +154,7 @@ def apply_mlp(
 
 
 def add(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """Return x + y so that XLA can fuse the addition into the matmul whose output is x.
+    """Add y to the matmul output x in a form that XLA can fuse into the matmul.
 
     With the matmul's own two dims XLA adds y within the matmul, without copying y first.
     """
@@ -166,7 +166,7 @@ def add(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "...
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fan_out(x: Float[Array, "..."], count: int) -> tuple[Float[Array, "..."], ...]:
-    """Return `count` references to x, one per matmul, whose gradients XLA can add within the backward matmuls.
+    """Return x `count` times, one for each matmul; XLA can then fuse the sum of gradients into backward matmuls.
 
     In the backward pass each matmul then adds to the running sum: the sum is the second operand of the addition (in
     JAX's own order it is the first), because XLA fuses only an addition whose first operand is the matmul.
@@ -189,7 +189,7 @@ fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_backward)
 def multiply(
     dot_general: DotGeneral, x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int
 ) -> Float[Array, "..."]:
-    """Return x [..., in] times kernel [in, out], where `in` are `contracted` dims.
+    """Multiply x [..., in] with kernel [in, out], where `in` stands for `contracted` dims.
 
     Without sharding this is a plain two-dimensional matmul: for the weight gradient of a batched one XLA's CPU backend
     transposes the activations. Sharded dims must stay separate.
@@ -205,7 +205,7 @@ def multiply(
 def _multiply_wide(
     dot_general: DotGeneral, x: jax.Array, kernels: Sequence[jax.Array], contracted: int
 ) -> list[jax.Array]:
-    """Return x times each kernel, computed by one matmul with all of them."""
+    """Multiply x with several kernels by one wide matmul, and split the result."""
     width = math.prod(kernels[0].shape[:contracted])
     flat = [kernel.reshape(width, -1) for kernel in kernels]
     rows = x.shape[: x.ndim - contracted]
@@ -216,7 +216,7 @@ def _multiply_wide(
 
 
 def _not_fusable_reason(layers: tuple[Linear, ...]) -> str | None:
-    """Return why kernels that fuse the plain matmul of these layers with other work cannot be used, or None."""
+    """Return why these layers cannot use kernels that fuse a matmul with other work, or None if they can."""
     if any(layer.adapter is not None for layer in layers):
         return "the layers have adapters"
     if any(_is_packed(layer) for layer in layers):
@@ -227,7 +227,7 @@ def _not_fusable_reason(layers: tuple[Linear, ...]) -> str | None:
 
 
 def _cast_kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
-    """Return the kernels in the dtype of x; quantized and packed ones unchanged, whose matmuls are never fused."""
+    """Return the layers' kernels cast to the dtype of x; quantized and packed ones are left unchanged."""
     values = _stored_kernels(layers)
     return [v.astype(x.dtype) if isinstance(v, jax.Array) else cast(jax.Array, v) for v in values]
 
@@ -237,7 +237,7 @@ def _stored_kernels(layers: tuple[Linear, ...]) -> list[Kernel]:
 
 
 def _unpacked_kernels(layers: tuple[Linear, ...]) -> list[jax.Array | QuantizedWeight]:
-    """Return the kernels of layers that are known to have no packed one."""
+    """Return the kernels of layers none of which is packed in few bits."""
     return cast(list[jax.Array | QuantizedWeight], _stored_kernels(layers))
 
 
@@ -261,7 +261,7 @@ def _save_input(x: LayerInput) -> LayerInput:
 
 
 def _apply_fp8(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
-    """Return the layers' outputs, quantizing the input once; kernels may come quantized from `gather_weights`."""
+    """Apply FP8 dense layers to one input, which is quantized once; kernels may be quantized already."""
     contracted, kernels = layers[0].contracted, _unpacked_kernels(layers)
     states = _scaling_states(layers)
     whole = save_for_backward(gradient_carrier(x))
@@ -278,7 +278,7 @@ def _apply_fp8(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> 
 
 
 def _is_fp8_mlp(matmul: Fp8Matmul, first_layers: tuple[Linear, ...], last: Linear) -> bool:
-    """Return True if one FP8 function can compute the MLP: one recipe, and only SwiGLU between its matmuls."""
+    """Return True if the fused FP8 SwiGLU function can compute this MLP: one recipe, no adapters, not sharded."""
     layers = (*first_layers, last)
     plain = all(layer.adapter is None and layer.contracted == 1 for layer in layers)
     unbiased = all(layer.bias is None for layer in first_layers)

@@ -1,4 +1,4 @@
-"""Selection of the matmuls of a Transformer that run in FP8, and of the format of its cache."""
+"""Choice of the matmuls of a Transformer that run in FP8, and of the format of its KV cache."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ _PRODUCTS = 3
 
 
 def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
-    """Set the matmuls of the model's dense layers to those of `precision`, in place.
+    """Set the model's dense layers to compute in FP8 where `precision` says so, in place.
 
     The first and the last of at least three layers are not changed unless a rule says so or a scan runs them together
     with others (see `ModelConfig.unscanned_end_layers`; the stages of a pipeline always do).
@@ -46,7 +46,7 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
 
 
 def with_kv_cache(model: Transformer, name: str) -> Transformer:
-    """Set the format in which the model caches keys and values, in place.
+    """Set the low-bit format in which the model stores its KV cache, in place.
 
     Args:
       name: `precision.kv_cache`; "none" leaves the model as it is.
@@ -74,7 +74,7 @@ def with_kv_cache(model: Transformer, name: str) -> Transformer:
 
 
 def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: bool) -> str:
-    """Describe which layers run in FP8; "" without FP8.
+    """Describe in words which layers run in FP8; returns "" if none does.
 
     Args:
       staged: True if the layers are stages of a pipeline.
@@ -93,7 +93,7 @@ def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: boo
 
 
 def count_fp8_matmuls(model: nnx.Module) -> int:
-    """Return how many FP8 matmuls a forward and backward pass needs at least."""
+    """Return a lower bound on the number of FP8 matmuls in a forward and backward pass."""
     count = 0
     for _, node in nnx.iter_modules(model):
         layer: Any = node
@@ -104,7 +104,7 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
 
 
 def _unscanned_end_layers(stack: Stack) -> list[int]:
-    """Return the numbers of the first and the last of at least three layers, as far as no scan runs them."""
+    """Return the numbers of the first and last layer, without those in a scan; [] for fewer than three layers."""
     numbers = [stack.layer_numbers(index) for index in range(len(stack.layers))]
     single = {found[0] for found in numbers if len(found) == 1}
     count = sum(map(len, numbers))

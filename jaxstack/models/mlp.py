@@ -16,7 +16,7 @@ from pallas_kernels.target import current_target
 
 
 def _recomputed(activation: Activation) -> Activation:
-    """Return the activation, recomputed in the backward pass on a GPU, where saving its intermediates costs more."""
+    """Wrap an activation so that it is recomputed in the backward pass on GPUs, where that is cheaper than saving."""
     return activation if current_target().platform == "cpu" else jax.checkpoint(activation)
 
 
@@ -33,7 +33,7 @@ class PlainMLP(nnx.Module):
         """Name of the activation in `activated_matmul`; None: that kernel does not support it."""
 
     def __call__(self, x: LayerInput) -> Float[Array, "B T D"]:
-        """Return the sublayer's output for x [B, T, D]."""
+        """Apply the sublayer to x [B, T, D]."""
         return apply_mlp(x, (self.up_proj,), _recomputed(self.activation), self.down_proj, self.fused_name)
 
 
@@ -49,7 +49,7 @@ class GatedMLP(PlainMLP):
         self.fused_name = "swiglu" if config.hidden_act == "silu" else None
 
     def __call__(self, x: LayerInput) -> Float[Array, "B T D"]:
-        """Return the sublayer's output for x [B, T, D]."""
+        """Apply the sublayer to x [B, T, D]."""
         return apply_mlp(x, (self.gate_proj, self.up_proj), self._multiply_gate, self.down_proj, self.fused_name)
 
     @property

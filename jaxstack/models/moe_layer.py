@@ -1,4 +1,4 @@
-"""The mixture-of-experts sublayer: router, routed experts, shared experts.
+"""The mixture-of-experts sublayer: router, routed experts and shared experts.
 
 Dims: B batch, T sequence, D model, E experts, F width of an expert, k experts per token, t = B T tokens.
 """
@@ -26,7 +26,7 @@ ROUTER_AXES = ("embed", "router")
 
 
 class Router(nnx.Module):
-    """The float32 matrix [D, E] that scores experts, and the bias [E] that balances their load."""
+    """Weights of the router: the float32 matrix [D, E] that scores experts, and the bias that balances their load."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
         shape = config.hidden_size, moe.num_experts
@@ -37,7 +37,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """A matrix of every expert, stacked along a leading dim."""
+    """One weight matrix of every expert, stacked along a leading dim of experts."""
 
     def __init__(
         self, shape: tuple[int, int, int], axes: tuple[str, str, str], initialize: Initializer, rngs: nnx.Rngs
@@ -62,7 +62,7 @@ class MoE(nnx.Module):
         self.moe, self.activation = moe, ACTIVATIONS[config.hidden_act]
 
     def __call__(self, x: LayerInput, *, decoding: bool = False) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
-        """Return the sublayer's output for x [B, T, D], and the router's losses summed over tokens.
+        """Apply the sublayer to x [B, T, D]; also return the router's losses, summed over tokens.
 
         Args:
           decoding: no token is dropped, whatever the capacity of the experts.
@@ -86,7 +86,7 @@ class MoE(nnx.Module):
     def _local(
         self, x: jax.Array, parameters: Mapping[str, jax.Array], split: TokenSplit, decoding: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Route and compute this device's tokens."""
+        """Route this device's tokens to experts, and compute their outputs."""
         moe, shape = self.moe, x.shape
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), parameters["router"])
         bias = parameters.get("bias")
@@ -113,7 +113,7 @@ class MoE(nnx.Module):
     def _compute(
         self, rows: jax.Array, weights: jax.Array, kernels: Kernels, sizes: jax.Array, alignment: int
     ) -> jax.Array:
-        """Run the experts on rows sorted by expert, see `Compute`."""
+        """Apply the experts' MLPs to rows sorted by expert, by grouped matmuls."""
 
         def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return grouped_matmul(x, kernel, sizes, alignment=alignment, implementation=self.moe.implementation)

@@ -16,19 +16,19 @@ LayerInput = jax.Array | NormalisedInput
 
 
 def gradient_carrier(x: LayerInput) -> jax.Array:
-    """Return the array that carries the gradient of a sublayer's input: x itself, or the norm's output."""
+    """Return the array in a dense layer's input that gradients flow through: x itself, or the norm's output."""
     return x.carrier if isinstance(x, NormalisedInput) else x
 
 
 @runtime_checkable
 class Norm(Protocol):
-    """Interface of a normalization over the last dim; its constructor takes `(size, eps)`."""
+    """Interface of a normalization over the last dim; constructors take `(size, eps)`."""
 
     def __call__(self, x: jax.Array) -> jax.Array: ...
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """RMS normalization, x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     offset = 0.0
 
@@ -40,19 +40,19 @@ class RMSNorm(nnx.Module):
         return cast(jax.Array, rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset))
 
     def with_residual(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"], Float[Array, "... D"]]:
-        """Return (norm(x), x); the gradient of the second result is added within the norm's backward kernel."""
+        """Return (norm(x), x); the backward kernel then adds the residual's gradient to the norm's."""
         return cast(
             tuple[jax.Array, jax.Array],
             rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset, return_input=True),
         )
 
     def as_layer_input(self, normalized: Float[Array, "... D"], x: Float[Array, "... D"]) -> NormalisedInput:
-        """Return `normalized` with x and the scale, from which an FP8 layer can recompute it."""
+        """Return the normalized array with x and the scale, so that an FP8 layer can recompute it."""
         return NormalisedInput(normalized, x, self.scale[...] + self.offset, self.eps)
 
 
 class UnitOffsetRMSNorm(RMSNorm):
-    """RMSNorm whose gain is 1 + scale, with scale starting at 0 (Gemma)."""
+    """RMS normalization with gain 1 + scale, where scale starts at 0 (Gemma)."""
 
     offset = 1.0
 
@@ -62,7 +62,7 @@ class UnitOffsetRMSNorm(RMSNorm):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / std * scale + bias (Ba et al. 2016, arXiv:1607.06450)."""
+    """Layer normalization, (x - mean) / std * scale + bias (Ba et al. 2016, arXiv:1607.06450)."""
 
     def __init__(self, size: int, eps: float):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32), logical_axes=("norm",))
@@ -73,7 +73,7 @@ class LayerNorm(nnx.Module):
         return cast(jax.Array, layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps))
 
     def with_residual(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"], Float[Array, "... D"]]:
-        """Return (norm(x), x); the gradient of the second result is added within the norm's backward kernel."""
+        """Return (norm(x), x); the backward kernel then adds the residual's gradient to the norm's."""
         return cast(
             tuple[jax.Array, jax.Array],
             layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps, return_input=True),
@@ -89,17 +89,17 @@ NORMS: dict[str, type[nnx.Module]] = {
 
 
 def make_norm(name: str, size: int, eps: float) -> Norm:
-    """Build a norm of the table over a last dim of `size`."""
+    """Create the norm with this name from the table `NORMS`, for a last dim of `size`."""
     return cast(Norm, NORMS[name](size, eps))  # pyright: ignore[reportCallIssue]
 
 
 def head_norm_name(name: str) -> str:
-    """Return which norm a model whose norm is `name` applies to query and key heads."""
+    """Return the name of the norm for query and key heads, in a model whose other norms are `name`."""
     return "rms_norm" if name == "layer_norm" else name
 
 
 def count_norm_parameters(name: str, size: int) -> int:
-    """Return the number of parameters of a norm over a last dim of `size`."""
+    """Count the parameters of the norm with this name, for a last dim of `size`."""
     return _count_parameters(NORMS[name], size)
 
 

@@ -34,7 +34,7 @@ _ROLES: tuple[tuple[str, Role], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Width:
-    """The width of a model in muP.
+    """The model's width relative to the width at which muP's learning rate was tuned.
 
     Attributes:
       ratio: width / base width.
@@ -45,21 +45,21 @@ class Width:
     tied: bool
 
     def role(self, path: str) -> Role:
-        """Return the muP role of a parameter: input, hidden, output or final_gain."""
+        """Return the role of a parameter in muP: input, hidden, output or final_gain."""
         if self.tied and path.startswith("final_norm/"):
             return "final_gain"
         return match(path, _ROLES)
 
 
 def mup_width(config: ModelConfig) -> Width | None:
-    """Return the model's width in muP; None in the standard parametrization."""
+    """Return the model's relative width in muP; None if muP is not used."""
     if config.parametrization == "standard" or config.base_width is None:
         return None
     return Width(config.hidden_size / config.base_width, config.tie_word_embeddings)
 
 
 def initial_factor(config: ModelConfig, width: Width, path: str) -> float:
-    """Return the factor of a parameter's initial value, relative to the standard parametrization."""
+    """Return the factor by which muP changes a parameter's initial value."""
     # `fan_in` initialization already contains the factor 1/sqrt(width).
     root = 1.0 if config.initialization == "fan_in" else width.ratio**-0.5
     factors: dict[Role, float] = {
@@ -72,7 +72,7 @@ def initial_factor(config: ModelConfig, width: Width, path: str) -> float:
 
 
 def scale_initial_weights(model: nnx.Module, config: ModelConfig) -> None:
-    """Scale freshly initialized weights by muP's factors; unchanged in the standard parametrization."""
+    """Scale freshly initialized weights as muP prescribes, in place; does nothing without muP."""
     width = mup_width(config)
     if width is None:
         return

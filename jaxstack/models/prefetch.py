@@ -1,4 +1,4 @@
-"""A scan over layers that gathers weights one layer ahead and scatters gradients one layer behind (ZeRO-3).
+"""A scan over layers that all-gathers weights one layer ahead and scatters gradients one layer behind (ZeRO-3).
 
 A plain scan gathers a layer's weights in the iteration that uses them, so its first matmul has to wait. Here an
 iteration computes with weights that were gathered before, and gathers those of the next layer meanwhile; in the
@@ -31,7 +31,7 @@ def run_prefetched(
     stacks: Arrays,
     shared: PyTree,
 ) -> tuple[Float[Array, "..."], Arrays]:
-    """Scan over at least two layers, gathering each layer's weights while the layer before it computes.
+    """Scan over two or more layers, all-gathering the next layer's weights while one computes; differentiable.
 
     Args:
       make_layer: returns the layer, given the inputs that all layers share; the layer may be rematerialised.
@@ -51,7 +51,7 @@ def run_prefetched(
 
 
 class _Loop:
-    """Forward and backward pass of the layers 0 to `last`."""
+    """Forward and backward pass of the prefetching scan over layers 0 to `last`."""
 
     def __init__(self, make_layer: Callable[[Arrays], Layer], gather: Callable[[Arrays], Arrays], last: int):
         self._make_layer, self._gather, self.last, self._context = make_layer, gather, last, current_context()
@@ -61,7 +61,7 @@ class _Loop:
         Set when the forward pass is traced."""
 
     def forward(self, x: jax.Array, stacks: Arrays, shared: Arrays, *, save: bool) -> tuple[Any, Any]:
-        """Return (x, losses), and what the backward pass needs if `save`."""
+        """Run the layers; return (x, summed losses), and with `save` what the backward pass needs."""
         with self._in_context():
             apply = self._apply if save else lambda *arguments: (self._run(*arguments), [])
             weights = self._weights(stacks, 0)
@@ -81,7 +81,7 @@ class _Loop:
             return (x, jax.tree.map(jnp.add, losses, loss)), (stacks, shared, saved, rows)
 
     def backward(self, saved: tuple[Arrays, ...], cotangents: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Any, None]:
-        """Return the gradients of x, of the stacks, and None for the shared inputs."""
+        """Return the gradients of x and of the stacked weights; None for the inputs that layers share."""
         stacks, shared, saved_rows, last_rows = saved
         d_x, d_losses = cotangents
 
@@ -126,7 +126,7 @@ class _Loop:
         return self._gathered(jax.tree.map(lambda stack: _at(stack, index), stacks))
 
     def _gathered(self, state: Arrays) -> tuple[Any, Any]:
-        """Return the gathered weights in two trees: those that have a gradient, and the others (FP8 bytes)."""
+        """All-gather a layer's weights; return those with a gradient, and the others (FP8 bytes)."""
         return _partition(self._gather(state), _is_differentiable)
 
     def _run(
@@ -135,7 +135,7 @@ class _Loop:
         return self._make_layer(shared)(x, _join(floats, fixed), index)
 
     def _apply(self, x: jax.Array, floats: Arrays, *others: Arrays) -> tuple[Any, list[jax.Array]]:
-        """Return the layer's results, and the leaves of its `jax.vjp` that equal no argument other than x."""
+        """Run a layer; also return what its backward pass needs besides its weights and shared inputs."""
         results, pull = jax.vjp(lambda x, floats: self._run(x, floats, *others), x, floats)
         leaves, self._pull_type = jax.tree.flatten(pull)
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((floats, *others)))}
@@ -143,14 +143,14 @@ class _Loop:
         return results, [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
 
     def _pull(self, rows: list[jax.Array], *arguments: Arrays) -> Callable[..., tuple[jax.Array, Any]]:
-        """Rebuild the second result of `jax.vjp` from its saved leaves and the arguments other than x."""
+        """Rebuild a layer's backward function (of `jax.vjp`) from saved activations, weights and shared inputs."""
         given, own = jax.tree.leaves(arguments), iter(rows)
         leaves = [next(own) if place is None else given[place] for place in self._places]
         return jax.tree.unflatten(self._pull_type, leaves)
 
 
 def _in_pairs(step: Callable[[Any, Arrays], Arrays], carry: Arrays, order: range) -> Any:
-    """Run `carry = step(index, carry)` for each index of `order`, in a loop with two steps per iteration."""
+    """Loop `carry = step(index, carry)` over `order`, with two steps per iteration of the compiled loop."""
     pairs = len(order) // 2
 
     def two_steps(number: jax.Array, carry: Arrays) -> Any:
@@ -165,7 +165,7 @@ def _in_pairs(step: Callable[[Any, Arrays], Arrays], carry: Arrays, order: range
 
 
 def _empty(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return a buffer each row of which will be written before it is read."""
+    """Create a buffer whose rows are all written before they are read; uninitialized where that is possible."""
     return jnp.zeros(shape, dtype) if is_sharded() else jax.lax.empty(shape, dtype)
 
 
@@ -182,7 +182,7 @@ def _is_differentiable(leaf: jax.Array) -> bool:
 
 
 def _partition(tree: PyTree, first: Callable[[Any], bool]) -> tuple[Any, Any]:
-    """Split a tree into the leaves for which `first` is true and the others, with None in their places."""
+    """Split a tree into the leaves for which `first` is true and the others; None marks the missing ones."""
     return (
         jax.tree.map(lambda leaf: leaf if first(leaf) else None, tree),
         jax.tree.map(lambda leaf: None if first(leaf) else leaf, tree),

@@ -1,4 +1,4 @@
-"""Presets: model configurations that are shipped, one short YAML file each."""
+"""Presets: model configurations that come with the package, one short YAML file each."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ _DIRECTORY = Path(__file__).parent / "presets"
 
 
 def preset_names() -> list[str]:
-    """Return the names of the shipped presets, sorted."""
+    """Return the names of the presets that come with the package, sorted."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
 
 
 def preset_config(name: str, **changes: Any) -> ModelConfig:
-    """Return a preset as a `ModelConfig`.
+    """Load the preset with this name as a `ModelConfig`.
 
     Args:
       changes: fields that differ from the preset.
@@ -28,7 +28,7 @@ def preset_config(name: str, **changes: Any) -> ModelConfig:
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """Return the `model:` section of a preset as plain data.
+    """Load the `model:` section of a preset's YAML file as plain data.
 
     Raises:
       ConfigError: there is no such preset.

@@ -1,4 +1,4 @@
-"""Model and tokenizer settings taken from `run.init_from`: a run directory or a Hugging Face checkpoint."""
+"""Model and tokenizer settings read from `run.init_from`: another run's directory, or a Hugging Face checkpoint."""
 
 import difflib
 from pathlib import Path
@@ -14,7 +14,7 @@ _RUN_CONFIG, _HUGGING_FACE_CONFIG = "config.yaml", "config.json"
 
 
 def is_run(directory: str | Path) -> bool:
-    """Return True for a run directory, False for a Hugging Face checkpoint.
+    """Return True if a directory is that of a run, False if it is a Hugging Face checkpoint.
 
     Raises:
       ConfigError: the directory is neither.
@@ -30,7 +30,7 @@ def is_run(directory: str | Path) -> bool:
 
 
 def _similar(directory: Path) -> str:
-    """Return `; did you mean ...?` for a wrong name, a folder of runs or a folder in a run; "" if none fits."""
+    """Return a hint `; did you mean ...?` for a directory that is wrong but close to a right one, else ""."""
     for above in directory.absolute().parents[:2]:  # such as its checkpoints, or one of them
         if (above / _RUN_CONFIG).is_file() and directory.is_dir():
             return f"; did you mean {above}?"
@@ -46,7 +46,7 @@ def _similar(directory: Path) -> str:
 
 
 def read_pretrained_model_config(directory: str | Path) -> ModelConfig:
-    """Return the model configuration of a run directory or a Hugging Face checkpoint.
+    """Read the model configuration from a run directory or a Hugging Face checkpoint.
 
     Raises:
       ConfigError: the directory has none, or it cannot be read.
@@ -58,7 +58,7 @@ def read_pretrained_model_config(directory: str | Path) -> ModelConfig:
 
 
 def read_adapters(run: str | Path) -> tuple[AdapterRule, ...]:
-    """Return the adapter rules of the model in a run directory.
+    """Read the adapter rules (LoRA, DoRA) of the model in a run directory.
 
     Raises:
       ConfigError: they cannot be read.
@@ -68,7 +68,7 @@ def read_adapters(run: str | Path) -> tuple[AdapterRule, ...]:
 
 
 def fill_in_model_and_tokenizer(tree: dict[str, Any], directory: str) -> dict[str, Any]:
-    """Add the model and tokenizer settings of `directory` to a configuration; keys that it has already win.
+    """Fill in missing model and tokenizer settings of a configuration from a run or Hugging Face checkpoint.
 
     A directory that no longer exists changes nothing: the run may have its own checkpoint by now.
 

@@ -1,4 +1,4 @@
-"""Policies of `ModelConfig.remat`: which activations of a layer are saved for the backward pass."""
+"""Rematerialization policies: which activations of a layer are saved for the backward pass."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -43,12 +43,12 @@ MATMULS_SAVED = ("none", "save_dots")
 
 
 def name_layer_input(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Mark x as the input of a layer for the policies."""
+    """Name x as a layer's input, so that rematerialization policies can save or offload it."""
     return checkpoint_name(x, LAYER_INPUT)
 
 
 def rematerialise(body: Function, policy: str, *, scanned: bool) -> Function:
-    """Return `body` under `jax.checkpoint` with one of `POLICIES`.
+    """Wrap `body` in `jax.checkpoint` with the rematerialization policy of this name.
 
     Args:
       scanned: True if `body` is the body of a scan.

@@ -8,12 +8,12 @@ from jaxstack.parallel import save_for_backward, shard
 
 
 def shard_residual(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Constrain x to the layout of the residual stream."""
+    """Constrain x to the sharding of the residual stream."""
     return shard(x, "batch", "residual_length", "act_embed")
 
 
 def normalize(norm: Norm, x: Float[Array, "B T D"]) -> tuple[LayerInput, Float[Array, "B T D"]]:
-    """Return (norm(x), x): the input of a sublayer, and the residual stream that continues past it.
+    """Normalize the input of a sublayer; return (norm(x), x), where x continues as the residual stream.
 
     Two things that a norm may offer are used here, and change nothing but the speed:
 
@@ -30,5 +30,5 @@ def normalize(norm: Norm, x: Float[Array, "B T D"]) -> tuple[LayerInput, Float[A
 
 
 def add_to_residual(x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Return x + update, sharded as the residual stream and marked to be saved for the backward pass."""
+    """Add a sublayer's output to the residual stream, which is sharded and saved for the backward pass."""
     return save_for_backward(shard_residual(add(update, x)))

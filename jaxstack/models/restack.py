@@ -1,4 +1,4 @@
-"""Converts parameters between layouts of the layers: stacked, unrolled, or stacked with single layers at the ends."""
+"""Conversion of parameters between layouts of layers: all stacked, unrolled, or stacked but for some at the ends."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ Params: TypeAlias = dict[str, Any]
 
 
 def restack(params: Params, source: ModelConfig, target: ModelConfig) -> Params:
-    """Convert the parameters of `Transformer(source)` to those of `Transformer(target)`.
+    """Convert parameters between two configurations of a model that differ in which layers are stacked.
 
     Args:
       params: nested dicts of arrays.
@@ -26,7 +26,7 @@ def restack(params: Params, source: ModelConfig, target: ModelConfig) -> Params:
 
 
 def unroll_layers(config: ModelConfig, params: Params) -> Params:
-    """Convert the parameters of `Transformer(config)` to those of the same model with `scan_layers: false`.
+    """Convert a model's parameters to unrolled layers (`scan_layers: false`), which decode faster.
 
     A decoding step does little work with each weight: in a loop that slices layers out of a stack, most of its time
     would go into copies of weights and caches. Traceable.
@@ -38,17 +38,17 @@ def unroll_layers(config: ModelConfig, params: Params) -> Params:
 
 
 def restack_shapes(abstract: Params, source: ModelConfig, target: ModelConfig) -> Params:
-    """Apply `restack` to abstract arrays; their shardings change only in the dim of layers."""
+    """Convert abstract parameters, with their shardings, as `restack` converts arrays."""
     return _restack(abstract, source, target, _take_shape, _stack_shapes)
 
 
 def same_stacking(source: ModelConfig, target: ModelConfig) -> bool:
-    """Return True if `restack` would change nothing."""
+    """Return True if two configurations stack the same layers, so that parameters need no conversion."""
     return _layer_groups(source) == _layer_groups(target)
 
 
 def _layer_groups(config: ModelConfig) -> list[tuple[list[int], bool]]:
-    """Return for each entry of `Stack.layers` the numbers of its layers, and True if they are stacked."""
+    """List the entries of the model's layer list: the numbers of their layers, and True if stacked."""
     decoder = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))).decoder
     return [(list(decoder.layer_numbers(index)), index in decoder.scanned) for index in range(len(decoder.layers))]
 

@@ -18,7 +18,7 @@ _POSITIONS_PER_RUN = 1024
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Float[np.ndarray, " pairs"]:
-    """Return the radians per position of each of the head_dim / 2 pairs, float64."""
+    """Compute the rotation frequency, in radians per position, of each of the head_dim / 2 channel pairs."""
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
         return frequencies
@@ -32,7 +32,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
 
 
 def rope_cos_sin(positions: Int[Array, "*B T"], frequencies: Float[np.ndarray, " pairs"]) -> Angles:
-    """Return cosines and sines of the rotations at non-negative positions.
+    """Compute the cosines and sines of the rotations at the given positions.
 
     In float32 the product of a position of a million and a frequency is off by 0.03 radians. So positions are split
     into runs of 1024, and the whole turns of a run are removed beforehand, in float64.
@@ -44,7 +44,7 @@ def rope_cos_sin(positions: Int[Array, "*B T"], frequencies: Float[np.ndarray, "
 
 
 def apply_rope(x: Float[Array, "B T N H"], angles: Angles) -> Float[Array, "B T N H"]:
-    """Rotate queries or keys in float32, and return them in their own dtype."""
+    """Apply rotary embedding to queries or keys, in float32; the result has their own dtype."""
     cos, sin = angles
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), -1).astype(x.dtype)

@@ -44,7 +44,7 @@ RunLayer = Callable[[jax.Array, Weights, LayerCache | None, jax.Array | None], L
 
 
 def make_stacked_blocks(make: Callable[[nnx.Rngs], Block], keys: Key[Array, " layers"]) -> Block:
-    """Initialize one block per key, and return them as one whose parameters have a leading dim of layers.
+    """Initialize one layer per key, stacked into one `Block` whose parameters have a leading dim of layers.
 
     The weights are drawn in a loop: unrolled, the initialization takes longer to compile than the training step.
     """
@@ -54,13 +54,13 @@ def make_stacked_blocks(make: Callable[[nnx.Rngs], Block], keys: Key[Array, " la
 
 
 def unstack_block(stacked: Block, index: int) -> Block:
-    """Return one of the blocks of `make_stacked_blocks`."""
+    """Extract one layer from a `Block` that stacks several."""
     graphdef, state = nnx.split(stacked)
     return nnx.merge(graphdef, remove_layers_logical_axis(jax.tree.map(lambda x: x[index], state)))
 
 
 class Stack(nnx.Module):
-    """The layers of a Transformer.
+    """All layers of a Transformer, of which some are stacked and run by a scan.
 
     Attributes:
       layers: blocks; those of the indices `scanned` have parameters with a leading dim of `repeats` layers.
@@ -93,7 +93,7 @@ class Stack(nnx.Module):
         self.remat = config.remat
 
     def layer_numbers(self, index: int) -> range:
-        """Return which of the model's layers, counted from 0, `layers[index]` holds."""
+        """Return the numbers, in the model, of the layers that the entry `layers[index]` holds."""
         if index in self.scanned:
             return range(index, self.start + self.period * self.repeats, self.period)
         number = index if index < self.start + self.period else index + self.period * (self.repeats - 1)
@@ -107,7 +107,7 @@ class Stack(nnx.Module):
         key: Key[Array, "..."] | None,
         dtype: jax.typing.DTypeLike,
     ) -> tuple[Float[Array, "B T D"], Caches, RouterLoss]:
-        """Run all layers, each with its weights gathered and cast to `dtype` where they are used.
+        """Run all layers, each with its weights all-gathered and cast to `dtype` only where they are used.
 
         Returns:
           x, the caches, and the sum of the layers' router losses (None if all layers are dense).
@@ -127,7 +127,7 @@ class Stack(nnx.Module):
         key: Key[Array, "..."] | None,
         dtype: jax.typing.DTypeLike,
     ) -> tuple[Float[Array, "B T D"], list[LayerCache], list[RouterLoss]]:
-        """Run the single layers before the scan; return x, their caches and their router losses."""
+        """Run the unstacked layers before the scan; return x, their caches and their router losses."""
         return self._run_single(range(self.scanned.start), x, context, caches, key, dtype)
 
     def run_after_scan(
@@ -138,7 +138,7 @@ class Stack(nnx.Module):
         key: Key[Array, "..."] | None,
         dtype: jax.typing.DTypeLike,
     ) -> tuple[Float[Array, "B T D"], list[LayerCache], list[RouterLoss]]:
-        """Run the single layers after the scan; return x, their caches and their router losses."""
+        """Run the unstacked layers after the scan; return x, their caches and their router losses."""
         return self._run_single(range(self.scanned.stop, len(self.layers)), x, context, caches, key, dtype)
 
     def run_repetition(
@@ -150,7 +150,7 @@ class Stack(nnx.Module):
         key: Key[Array, "..."] | None,
         step: int | jax.Array,
     ) -> tuple[Float[Array, "B T D"], tuple[list[LayerCache], list[RouterLoss]]]:
-        """Run one repetition of the scanned pattern.
+        """Run one repetition of the layer pattern that the scan repeats.
 
         Args:
           weights: gathered weights of the pattern's layers, from `gather_layers`.
@@ -171,7 +171,7 @@ class Stack(nnx.Module):
     def run_layer(
         self, index: int, x: Float[Array, "B T D"], context: Context, cache: LayerCache, dtype: jax.typing.DTypeLike
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """Run one single layer with its cache while decoding; return x and the cache."""
+        """Run one unstacked layer with its cache while decoding; return x and the updated cache."""
         graphdef, state = nnx.split(self.layers[index])
         x, cache, _ = _with_gathered_weights(_layer_runner(graphdef, context), dtype)(x, state, cache, None)
         return x, cache
@@ -184,7 +184,7 @@ class Stack(nnx.Module):
         dtype: jax.typing.DTypeLike,
         group: int,
     ) -> tuple[Float[Array, "B T D"], list[LayerCache]]:
-        """Approximate the layers while decoding: `group` attention sublayers at a time all read the same input.
+        """Decode approximately: `group` attention sublayers at a time read the same input, to save communication.
 
         They do not depend on each other, so that devices that split them sum their outputs at once (EasySpec, Wu et al.
         2025, arXiv:2502.02493). The feed-forward sublayers follow one after the other.
@@ -218,7 +218,7 @@ class Stack(nnx.Module):
         key: jax.Array | None,
         dtype: jax.typing.DTypeLike,
     ) -> tuple[jax.Array, list[LayerCache], list[RouterLoss]]:
-        """Run single layers one after the other."""
+        """Run unstacked layers one after another."""
         new_caches, losses = [], []
         runners: dict[nnx.GraphDef, RunLayer] = {}
         for index in indices:
@@ -238,7 +238,7 @@ class Stack(nnx.Module):
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
     ) -> tuple[jax.Array, list[LayerCache], list[RouterLoss]]:
-        """Run all repetitions of the scanned pattern."""
+        """Run all stacked layers, by a scan."""
         states = [nnx.state(self.layers[i]) for i in self.scanned]
 
         if caches is None and gathers_ahead() and self.remat not in OFFLOADED:
@@ -264,7 +264,7 @@ class Stack(nnx.Module):
         key: jax.Array | None,
         dtype: jax.typing.DTypeLike,
     ) -> tuple[jax.Array, list[RouterLoss]]:
-        """Run all repetitions, gathering the weights of the next one while one runs."""
+        """Run all stacked layers by a scan that all-gathers the next layer's weights while one computes."""
 
         def make_layer(shared: tuple[Context, jax.Array | None]) -> Callable[..., tuple[jax.Array, list[RouterLoss]]]:
             context, key = shared
@@ -279,7 +279,7 @@ class Stack(nnx.Module):
 
 
 def add_losses(losses: Sequence[RouterLoss]) -> RouterLoss:
-    """Return the sum of the router losses of layers; None if all layers are dense."""
+    """Sum the router losses of layers; None if all layers are dense."""
     found = [loss for loss in losses if loss is not None]
     return functools.reduce(jnp.add, found) if found else None
 
@@ -289,13 +289,13 @@ def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Call
 
 
 def _with_weights(block: Block, dtype: jax.typing.DTypeLike) -> Block:
-    """Return a block with its weights gathered and cast to `dtype`."""
+    """Return a layer with its weights all-gathered and cast to `dtype`."""
     graphdef, state = nnx.split(block)
     return nnx.merge(graphdef, gather_weights(state, dtype))
 
 
 def _layer_runner(graphdef: nnx.GraphDef, context: Context) -> RunLayer:
-    """Return the function that applies a block with given weights."""
+    """Return a function that runs a layer with given weights."""
 
     def run(x: jax.Array, weights: Weights, cache: LayerCache | None, key: jax.Array | None) -> LayerOutput:
         block = set_adapter_dropout_keys(nnx.merge(graphdef, weights), key)
@@ -305,7 +305,7 @@ def _layer_runner(graphdef: nnx.GraphDef, context: Context) -> RunLayer:
 
 
 def _with_gathered_weights(run: RunLayer, dtype: jax.typing.DTypeLike) -> RunLayer:
-    """Return `run` for weights as they are stored."""
+    """Wrap a layer function so that it all-gathers and casts the stored weights first."""
 
     def layer(x: jax.Array, state: Weights, cache: LayerCache | None, key: jax.Array | None) -> LayerOutput:
         # Profiles show layers under the name of this function.

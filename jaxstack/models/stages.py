@@ -1,4 +1,4 @@
-"""A Transformer cut for a pipeline: the part before the scanned layers, one repetition of them, and the part after.
+"""Parts of a Transformer for a pipeline: before the scanned layers, one repetition of them, and after them.
 
 The first and last part run the user's own loss function on a model in which a stand-in replaces the layers. The
 stand-in stops with the residual stream that enters the scanned layers, or continues from one that left them.
@@ -23,7 +23,7 @@ RunLoss = Callable[[Transformer], Any]
 
 
 class LayerInputs(NamedTuple):
-    """Inputs that all layers share for one microbatch: attention context and dropout key."""
+    """Inputs that all layers share for one microbatch: positions and masks (`Context`), and dropout key."""
 
     context: Context
     key: jax.Array | None
@@ -34,13 +34,13 @@ RunRepetition = Callable[[Weights, jax.Array, LayerInputs, jax.Array], tuple[jax
 
 
 def is_stacked(path: tuple[Any, ...], variable: object) -> bool:
-    """Select the parameters of the scanned layers; an NNX filter."""
+    """Return True for parameters of scanned layers, which are stacked; usable as an NNX filter."""
     axes = variable.get_metadata().get("logical_axes") if isinstance(variable, nnx.Variable) else None
     return bool(axes) and axes[0] == "layers"
 
 
 class _LayersReached(Exception):
-    """Carries the residual stream out of the model, past the rest of the user's loss function."""
+    """Exception that leaves a user's loss function early, carrying the input of the scanned layers out of the model."""
 
     def __init__(self, x: jax.Array, loss: RouterLoss, inputs: LayerInputs):
         super().__init__()
@@ -48,7 +48,7 @@ class _LayersReached(Exception):
 
 
 class _StopBeforeScan(nnx.Module):
-    """Stand-in for the layers that stops before the scanned ones.
+    """Replacement for the model's layers that stops the forward pass before the scanned ones.
 
     Args:
       stack: runs its single layers before the scan first; None: stop at once.
@@ -67,7 +67,7 @@ class _StopBeforeScan(nnx.Module):
 
 
 class _ContinueAfterScan(nnx.Module):
-    """Stand-in for the layers that continues from a residual stream which left the scanned ones."""
+    """Replacement for the model's layers that runs only those after the scan, on a given residual stream."""
 
     def __init__(self, stack: Stack, x: jax.Array):
         self.stack, self.x = stack, nnx.data(x)
@@ -80,7 +80,7 @@ class _ContinueAfterScan(nnx.Module):
 
 
 class _ZeroEmbedding(nnx.Module):
-    """Stand-in for the embedding whose output is not used; the head may still be tied to its table."""
+    """Replacement for an embedding whose output is not used; a tied head may still use its table."""
 
     def __init__(self, table: nnx.Param, size: int):
         self.table, self.size = table, size
@@ -90,26 +90,26 @@ class _ZeroEmbedding(nnx.Module):
 
 
 def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[Float[Array, "B T D"], RouterLoss]:
-    """Return the residual stream that enters the scanned layers, and the router losses of the layers before them."""
+    """Run the part before the scanned layers: return their input, and the router losses up to there."""
     reached = _run_to_layers(model, run, _StopBeforeScan(model.decoder))
     return reached.x, reached.loss
 
 
 def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
-    """Return the inputs that all layers share, such as rotary angles, without computing the embedding."""
+    """Return the inputs that all layers share, such as rotary angles, without running embedding or layers."""
     _replace(model, embedding=_zero_embedding(model), position_embedding=None)
     return _run_to_layers(model, run, _StopBeforeScan()).inputs
 
 
 def loss_of_outputs(model: Transformer, run: RunLoss, x: Float[Array, "B T D"]) -> Any:
-    """Compute the loss from x, the output of the scanned layers, by running only what follows them."""
+    """Compute the loss from x, the output of the scanned layers, by running only the part after them."""
     _replace(model, decoder=_ContinueAfterScan(model.decoder, x), embedding=_zero_embedding(model))
     _replace(model, position_embedding=None)
     return run(model)
 
 
 def make_repetition_function(model: Transformer) -> RunRepetition:
-    """Return a function that runs one repetition of the scanned layer pattern with given weights.
+    """Create a function that runs one repetition of the scanned layer pattern with given weights.
 
     Its weights are an NNX state of the parameters that `is_stacked` selects, without the dim of layers.
     """

@@ -1,4 +1,4 @@
-"""A configuration field whose values are the names of a table, so that a new row needs no second edit."""
+"""A configuration field that accepts the names in a table, so that a new entry needs no second edit."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from pydantic_core import CoreSchema, core_schema
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NameIn:
-    """Annotation of a string that must be a name of a table, as in `norm: Annotated[str, NameIn(NORMS)]`."""
+    """Annotation of a string field that accepts only a table's names: `norm: Annotated[str, NameIn(NORMS)]`."""
 
     table: Mapping[str, Any]
 
     @property
     def names(self) -> list[str]:
-        """Names of the table, in its order."""
+        """The accepted names, in the order of the table."""
         return list(self.table)
 
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -1,4 +1,4 @@
-"""The decoder-only Transformer: embedding, layers, final norm, head."""
+"""The decoder-only Transformer: embedding, layers, final norm and output head."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ HEAD_AXES = ("embed", "vocab")
 
 
 class Cache(nnx.Pytree):
-    """The caches of all layers while decoding.
+    """Decoding caches of all layers, such as keys and values, and the number of tokens in each row.
 
     Attributes:
       layers: one cache for each entry of `Stack.layers`.
@@ -41,7 +41,7 @@ class Cache(nnx.Pytree):
 
 
 class Transformer(nnx.Module):
-    """A decoder-only language model.
+    """Decoder-only Transformer language model.
 
     Args:
       config: shape and components; `vocab_size` must be set.
@@ -77,12 +77,12 @@ class Transformer(nnx.Module):
 
     @property
     def width(self) -> Width | None:
-        """The width that decides on the parameters' learning rates in muP; None in the standard parametrization."""
+        """The relative width from which muP derives learning rates; None if muP is not used."""
         return mup_width(self.config)
 
     @property
     def drops_tokens(self) -> bool:
-        """True if dropout masks are drawn, for which a train step passes a key for every token."""
+        """True if the model uses dropout, so that a train step must pass it a key for every token."""
         return self.config.dropout > 0 or any(layer.adapter.dropout for layer in adapted_layers(self).values())
 
     def __call__(
@@ -93,7 +93,7 @@ class Transformer(nnx.Module):
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Return the logits of the next token at each position, float32. See `hidden` for the arguments."""
+        """Compute float32 logits of the next token at each position. See `hidden` for the arguments."""
         x = self.hidden(tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key)
         return self.logits(x)
 
@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Return the input of the head, in the compute dtype.
+        """Compute the final hidden states, from which the head computes logits, in the compute dtype.
 
         Args:
           tokens: int32 token ids.
@@ -128,7 +128,7 @@ class Transformer(nnx.Module):
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterLoss]:
-        """Return `hidden`, and the losses of all routers summed over tokens (None without experts)."""
+        """Compute final hidden states and the routers' losses summed over tokens (None without experts)."""
         context = self._training_context(tokens, positions, segment_ids)
         x, _, router_loss = self._run(tokens, context, None, dropout_key)
         return x, router_loss
@@ -140,7 +140,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
     ) -> tuple[Float[Array, "B T D"], Context]:
-        """Return the residual stream that enters the first layer, without dropout, and what all layers share.
+        """Compute the input of the first layer, without dropout, and the inputs that all layers share.
 
         See `hidden` for the arguments.
         """
@@ -162,7 +162,7 @@ class Transformer(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], room: int
     ) -> tuple[Float[Array, "B V"], Cache]:
-        """Run the prompts; return the float32 logits after each row's last token, and the cache.
+        """Run the prompts; return the float32 logits after each prompt's last token, and the filled cache.
 
         Args:
           tokens: int32 token ids, each row padded at its end.
@@ -178,7 +178,7 @@ class Transformer(nnx.Module):
     def decode(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: Cache
     ) -> tuple[Float[Array, "B T V"], Cache]:
-        """Run T further tokens of each row; return their float32 logits, and the cache with them.
+        """Run T further tokens of each row; return their float32 logits, and the cache with them added.
 
         Args:
           tokens: int32 token ids.
@@ -190,24 +190,24 @@ class Transformer(nnx.Module):
         return self.logits(x), _cache(layers, context)
 
     def first_context(self, length: int, lengths: Int[Array, " B"]) -> Context:
-        """Return the `Context` of all layers in `prefill`, for rows of `lengths` tokens padded to `length`."""
+        """Create the inputs shared by all layers in `prefill`, for rows of `lengths` tokens padded to `length`."""
         numbers = jnp.arange(length, dtype=jnp.int32)
         slots = CacheSlots(jnp.where(numbers < lengths[:, None], numbers, -1), jnp.zeros_like(lengths), first=True)
         angles, local = self._angles(numbers[None])
         return Context(numbers[None], angles, None, slots, counted=True, local_angles=local)
 
     def next_context(self, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Context:
-        """Return the `Context` of all layers in `decode`, for tokens at `positions` after `seen` tokens per row."""
+        """Create the inputs shared by all layers in `decode`, for tokens at `positions` after `seen` cached ones."""
         angles, local = self._angles(positions)
         return Context(positions, angles, None, CacheSlots(positions, seen), local_angles=local)
 
     def make_cache(self, batch: int, length: int) -> Cache:
-        """Return an empty cache for `length` tokens in each of `batch` rows, or fewer in layers with a window."""
+        """Create an empty decoding cache with room for `length` tokens per row (fewer where layers have windows)."""
         layers = self._layer_caches(lambda layer: layer.kind.make_cache(layer.heads, batch, length, self.dtype))
         return Cache(layers, jnp.zeros(batch, jnp.int32))
 
     def make_pages(self, pages: int, page_size: int) -> list[LayerCache]:
-        """Return the empty pages of all layers, for `decode_packed`: `pages` pages of `page_size` tokens in each.
+        """Create the empty paged KV cache for `decode_packed`: per layer, `pages` pages of `page_size` tokens.
 
         Raises:
           ValueError: the attention kind does not keep its cache in pages.
@@ -223,7 +223,7 @@ class Transformer(nnx.Module):
         *,
         layers_together: int = 1,
     ) -> tuple[Float[Array, "T D"], list[LayerCache]]:
-        """Run further tokens of many sequences, packed in one row; return the head's inputs, and the pages with them.
+        """Run further tokens of many sequences, packed in one row; return hidden states and the updated pages.
 
         Args:
           tokens: int32 token ids.
@@ -243,7 +243,7 @@ class Transformer(nnx.Module):
         return x[0], layers or []
 
     def _layer_caches(self, make: Callable[[Attention], LayerCache]) -> list[LayerCache]:
-        """Return a cache for each entry of `Stack.layers`, made by `make`."""
+        """Create a decoding cache for each entry of the model's layer list, by calling `make`."""
         stack = self.decoder
 
         def empty(index: int) -> LayerCache:
@@ -256,7 +256,7 @@ class Transformer(nnx.Module):
         return [empty(index) for index in range(len(stack.layers))]
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """Return the float32 logits of the head's inputs, soft-capped if the model has a cap."""
+        """Compute float32 logits from final hidden states, soft-capped if the model has a cap."""
         stored = self.embedding.table if self.head is None else self.head
         if isinstance(packed := stored.get_raw_value(), PackedWeight):
             logits = packed_matmul(hidden, packed, out_dtype=jnp.float32)
@@ -266,11 +266,11 @@ class Transformer(nnx.Module):
         return jnp.tanh(logits / cap) * cap if cap else logits
 
     def output_weight(self) -> Float[Array, "D V"]:
-        """Return the head's matrix in the compute dtype, gathered over `fsdp`."""
+        """Return the output head's matrix in the compute dtype, all-gathered over the mesh axis `fsdp`."""
         return gather_parameter(self.stored_output_weight(), self.dtype)
 
     def stored_output_weight(self) -> nnx.Variable:
-        """Return the head's stored matrix [D, V], unpacked; the embedding's transpose if they are tied."""
+        """Return the output head's stored matrix [D, V], unpacked; if tied, the embedding's transpose."""
         stored = self.embedding.table if self.head is None else self.head
         if isinstance(packed := stored.get_raw_value(), PackedWeight):
             return stored.copy(packed.dense(self.dtype), logical_axes=HEAD_AXES, whole_shape=packed.shape)
@@ -284,7 +284,7 @@ class Transformer(nnx.Module):
         )
 
     def _angles(self, positions: jax.Array) -> tuple[Angles | None, Angles | None]:
-        """Return the rotations of all layers, and those of layers with a window if they differ."""
+        """Compute the rotary angles of all layers, and those of windowed layers if they differ."""
         config, positions = self.config, jnp.maximum(positions, 0)
         if config.positions != "rope":
             return None, None
@@ -295,7 +295,7 @@ class Transformer(nnx.Module):
         return angles, rope_cos_sin(positions, rope_frequencies(config.width_per_head, config.rope_local_base_freq))
 
     def _position_rows(self, context: Context) -> jax.Array:
-        """Return rows of the learned position table: [B, T, D], or without a gather [T, D] if positions are 0..T-1."""
+        """Return learned position embeddings, [B, T, D], or [T, D] without a lookup if positions are 0..T-1."""
         assert self.position_embedding is not None
         if context.counted:
             return self.position_embedding.weight(self.dtype)[: context.positions.shape[1]]
@@ -304,7 +304,7 @@ class Transformer(nnx.Module):
     def _run(
         self, tokens: jax.Array, context: Context, caches: Caches, key: jax.Array | None
     ) -> tuple[jax.Array, Caches, RouterLoss]:
-        """Return the head's input [B, T, D], the caches, and the router losses."""
+        """Run embedding and layers; return final hidden states [B, T, D], caches and router losses."""
         embedding_key, layers_key = split_key(key)
         with jax.named_scope("embedding"):
             x = self._embed(tokens, context, embedding_key)
@@ -313,28 +313,28 @@ class Transformer(nnx.Module):
         return self.leave(x), caches, router_loss
 
     def enter(self, vectors: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
-        """Return the residual stream that enters the first layer for the embedding's rows of the tokens."""
+        """Convert the tokens' embedding rows to the input of the first layer: scale them and add positions."""
         return shard_residual(self._scale_and_place(vectors.astype(self.dtype), context))
 
     def leave(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return the input of the head: the final norm of the residual stream after the last layer."""
+        """Apply the final norm to the last layer's output, which gives the input of the head."""
         with jax.named_scope("final_norm"):
             x = shard_residual(self.final_norm(x))
         return shard(x, "batch", "length", "act_embed")
 
     def _embed(self, tokens: jax.Array, context: Context, key: jax.Array | None) -> jax.Array:
-        """Return the residual stream that enters the layers."""
+        """Embed tokens, with positions and dropout, as the input of the first layer."""
         x = self._scale_and_place(self.embedding(tokens, self.dtype), context)
         return shard_residual(drop(x, self.config.dropout, key))
 
     def _scale_and_place(self, x: jax.Array, context: Context) -> jax.Array:
-        """Return the embeddings of tokens, scaled if the model scales them, plus those of learned positions."""
+        """Scale token embeddings if the model does so, and add learned position embeddings if it has them."""
         if self.config.scale_embeddings:
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         return x if self.position_embedding is None else x + self._position_rows(context)
 
 
 def _cache(layers: Caches, context: Context) -> Cache:
-    """Return the cache after a call with this context."""
+    """Return the decoding cache after a call with this context."""
     assert context.slots is not None
     return Cache(layers or [], context.slots.seen_after)

@@ -1,4 +1,4 @@
-"""Attention kinds: one file each. A new kind is a file and a line of `AnyAttention`."""
+"""Kinds of attention (softmax, linear, ...), one file each. A new kind is a file and a line of `AnyAttention`."""
 
 from typing import Annotated, get_args
 

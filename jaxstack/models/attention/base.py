@@ -1,4 +1,4 @@
-"""The interface of an attention kind: its configuration, how it attends, and how it decodes, in one file per kind.
+"""Interface of the kinds of attention: configuration, training forward pass, decoding cache and decoding.
 
 Dims: B batch, T query length, S key length, N heads, K kv heads, H head_dim.
 """
@@ -49,7 +49,7 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions:
-    """Settings of the model that some attention kinds do not support, named as in `ModelConfig`."""
+    """Settings of a model that not every kind of attention supports, named as in `ModelConfig`."""
 
     layer_types: tuple[str, ...] = ("full_attention",)
     attn_logit_softcapping: float | None = None
@@ -57,7 +57,7 @@ class ScoreOptions:
 
 
 class PageGroup(NamedTuple):
-    """Sequences with equally many new tokens in one decoding call, with their pages of the KV cache."""
+    """Sequences with equal numbers of new tokens in one decoding call, and their pages of the KV cache."""
 
     table: Int[Array, "R pages"]
     """Pages of each sequence, in order; entries after its last page are any valid ones."""
@@ -68,7 +68,7 @@ class PageGroup(NamedTuple):
 
 
 class PageSlots(NamedTuple):
-    """Slots of the paged KV cache for the packed tokens of one decoding call, the same for all layers."""
+    """Places in the paged KV cache where one decoding call stores and finds its tokens, for all layers."""
 
     write: Int[Array, " T"]
     """Number of each token's slot, page * page size + offset; a number past the last slot is not written."""
@@ -77,7 +77,7 @@ class PageSlots(NamedTuple):
 
 
 class CacheSlots(NamedTuple):
-    """Positions of the tokens of one decoding call, the same for all layers."""
+    """Positions of one decoding call's tokens, and how many each row has cached; shared by all layers."""
 
     queries: Int[Array, "B T"]
     """Position of each of this call's tokens, -1 for padding."""
@@ -90,18 +90,18 @@ class CacheSlots(NamedTuple):
 
     @property
     def seen_after(self) -> Int[Array, " B"]:
-        """Tokens of each row in the cache after this call."""
+        """Number of tokens that each row has in the cache after this call."""
         return jnp.maximum(self.seen, self.queries.max(axis=1) + 1)
 
 
 def context_method() -> str | None:
-    """Return the method of context parallelism that the current layout asks for; None: chosen by shape."""
+    """Return the method of context parallelism that is configured; None if it is to be chosen by shape."""
     context = current_context()
     return context.layout.context_method if context else None
 
 
 class AttentionKind(Component):
-    """Base class of attention kinds: subclass it in a new file with a `name`, and add it to `AnyAttention`.
+    """Base class of the kinds of attention. A new one is a subclass with a `name`, added to `AnyAttention`.
 
     Queries and keys arrive with rotary positions and norms applied. All kinds are causal.
     """
@@ -115,7 +115,7 @@ class AttentionKind(Component):
         segment_ids: SegmentIds,
         heads: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
-        """Return the attention of each query to its own and earlier keys.
+        """Compute attention of each query to its own and earlier keys.
 
         The arrays are one device's rows and heads.
         """
@@ -129,7 +129,7 @@ class AttentionKind(Component):
         segment_ids: SegmentIds,
         heads: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
-        """Run `attend` inside `shard_map`, where the arrays are this device's part of the sequence along a mesh axis.
+        """Compute attention in a `shard_map` whose devices hold parts of the sequence along a mesh axis.
 
         The default gives each device whole sequences of a part of its heads, by an all-to-all.
 
@@ -160,31 +160,31 @@ class AttentionKind(Component):
         )
 
     def exchanges_heads(self, method: str | None) -> bool:
-        """Return True if the devices along `context` must each get an equal part of the query heads."""
+        """Return True if context parallelism needs the query heads to divide evenly among its devices."""
         return True
 
     def make_weight(self, heads: AttentionSpec, rngs: nnx.Rngs) -> nnx.Param | None:
-        """Create the extra parameter of an attention layer, besides its projections; None if the kind has none."""
+        """Create the additional parameter that this kind of attention learns per layer; None if it has none."""
         return None
 
     def with_weight(self, *weight: jax.Array) -> "AttentionKind":
-        """Return a copy of this kind that computes with the given array of the extra parameter, if it has one."""
+        """Return a copy of this kind that uses the given array as its additional parameter, if it has one."""
         return self
 
     def count_weight(self) -> int:
-        """Return the number of additional parameters per layer."""
+        """Count the parameters that this kind of attention adds to each layer."""
         return 0
 
     def length_problem(self, chunk: int) -> str | None:
-        """Return why sequences cannot be cut into chunks of `chunk` tokens, or None if they can."""
+        """Return why context parallelism cannot split sequences into parts of `chunk` tokens, or None."""
         return None
 
     @abstractmethod
     def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """Return the empty cache of a layer: arrays with logical axes, for `length` tokens in each of `batch` rows."""
+        """Create a layer's empty decoding cache, with room for `length` tokens in each of `batch` rows."""
 
     def make_pages(self, heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """Return the empty pages of a layer, `page_size` tokens each, which the sequences of all requests share.
+        """Create a layer's empty paged KV cache: `pages` pages of `page_size` tokens for all sequences.
 
         Raises:
           ValueError: this kind does not keep its cache in pages.
@@ -201,7 +201,7 @@ class AttentionKind(Component):
         slots: CacheSlots,
         heads: AttentionSpec,
     ) -> LayerCache:
-        """Store the keys and values of the prompts in an empty cache, and return the cache."""
+        """Write the keys and values of the prompts to an empty cache, and return the cache."""
 
     @abstractmethod
     def decode(
@@ -213,14 +213,14 @@ class AttentionKind(Component):
         slots: CacheSlots,
         heads: AttentionSpec,
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
-        """Return the outputs of T further tokens, as `attend` over all tokens would give them, and the new cache."""
+        """Add T tokens to the cache, and compute their attention to all tokens so far; return both."""
 
     @abstractmethod
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:
-        """Return forward and backward FLOPs of one layer's attention per token of a sequence, without projections."""
+        """Return forward and backward FLOPs per token of one layer's attention, without its projections."""
 
     def check(self, options: ScoreOptions) -> None:
-        """Check the model's settings against what this kind supports; by default it has no windows and no soft cap.
+        """Check that this kind supports the model's settings; the default accepts neither windows nor a soft cap.
 
         Raises:
           ValueError: the kind does not support one of them.

@@ -24,7 +24,7 @@ class Pattern(Component):
 
     @abstractmethod
     def layout(self, blocks: int) -> Bool[np.ndarray, "M M"]:
-        """Return which blocks of queries (rows) see which blocks of keys (columns)."""
+        """Return the boolean layout: which blocks of queries (rows) attend to which blocks of keys (columns)."""
 
 
 class StridedPattern(Pattern):

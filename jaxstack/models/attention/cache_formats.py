@@ -1,4 +1,4 @@
-"""Formats of the cache of keys and values in few bits: the table of `precision.kv_cache`.
+"""Low-bit formats of the cache of keys and values: the values of `precision.kv_cache`.
 
 Every query sees the stored keys and values, its own included, in evaluations without a cache too: their loss is that of
 decoding with it.
@@ -18,7 +18,7 @@ from pallas_kernels.weight_only.grid import Grid
 
 @dataclasses.dataclass(frozen=True)
 class CacheFormat:
-    """Format in which a cache stores keys and values.
+    """Low-bit format in which a cache stores keys and values.
 
     Attributes:
       key, value: codecs of one head's vectors.
@@ -30,7 +30,7 @@ class CacheFormat:
     sorts_channels: bool = False
 
     def unsupported_reason(self, head_dim: int) -> str | None:
-        """Return why heads of this width cannot be stored, or None."""
+        """Return why heads of `head_dim` channels cannot be stored in this format, or None if they can."""
         return self.key.unsupported_reason(head_dim) or self.value.unsupported_reason(head_dim)
 
 
@@ -54,7 +54,7 @@ def empty_keys_and_values(
     axes: tuple[str | None, ...],
     dtype: jax.typing.DTypeLike,
 ) -> tuple[Stored, Stored]:
-    """Return empty arrays of keys and of values.
+    """Create the zero-filled arrays of a cache for keys and values, in a low-bit format if one is given.
 
     Args:
       format: how they are stored; None: as numbers of `dtype`.
@@ -77,7 +77,7 @@ def as_stored(
     format: CacheFormat | None,
     order: Int[Array, "K H"] | None,
 ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """Return keys and values after a round trip through a cache format, with its rounding errors.
+    """Encode and decode keys and values in a cache format, to apply its rounding errors without a cache.
 
     Args:
       order: order of the channels in which keys are stored, see `magnitude_order`.
@@ -88,7 +88,7 @@ def as_stored(
 
 
 def magnitude_order(kernel: Float[Array, "*layers D K H"], *, rotated: bool) -> Int[Array, "*layers K H"]:
-    """Return the channels of each head's keys by ascending norm of their weights, int32.
+    """Return, per head, the order that sorts the channels of keys by the norm of their projection weights.
 
     Args:
       kernel: projection from D inputs to the keys.

@@ -1,4 +1,4 @@
-"""The cache of keys and values for decoding. The slot of a token depends only on its position.
+"""The KV cache for decoding, whole or as a ring buffer. The slot of a token depends only on its position.
 
 A layer that sees every key has one slot per token. A layer with a window has a ring buffer: a token overwrites the one
 that left the window, so memory is bounded by the window. In front of the ring the first `pinned` tokens may have slots
@@ -21,19 +21,19 @@ from pallas_kernels.paged_attention.api import paged_attention, reads_pages_in_p
 
 
 class KeyCache(NamedTuple):
-    """Keys and values [B, K, S, H] of one layer; those of one head are contiguous, as decoding's matmuls read them."""
+    """Cached keys and values of one layer, [B, K, S, H]: contiguous per head, as decoding's matmuls read them."""
 
     key: Stored
     value: Stored
 
     @property
     def slots(self) -> int:
-        """Number of slots of a row, S."""
+        """Number of tokens that a row of the cache has room for, S."""
         return jax.tree.leaves(self.key)[0].shape[2]
 
 
 def empty_cache(heads: AttentionSpec, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> KeyCache:
-    """Return a cache of zeros with `slots` slots per row."""
+    """Create a layer's KV cache, filled with zeros, with room for `slots` tokens per row."""
     shape = (batch, heads.num_kv_heads, slots, heads.head_dim)
     return KeyCache(
         *empty_keys_and_values(heads.cache_format, shape, ("batch", "act_kv_heads", None, "act_head_dim"), dtype)
@@ -41,7 +41,7 @@ def empty_cache(heads: AttentionSpec, batch: int, slots: int, dtype: jax.typing.
 
 
 def slot_positions(seen: Int[Array, " B"], slots: int, pinned: int = 0) -> Int[Array, "B S"]:
-    """Return the position of the token in each slot after the first `seen` tokens; -1 for an empty slot."""
+    """Return which position's token is in each slot once a row has `seen` tokens; -1 for an empty slot."""
     pinned = _pinned(slots, pinned)
     newest, slot = seen[:, None] - 1, jnp.arange(slots, dtype=jnp.int32)[None]
     position = newest - jnp.mod(newest - slot, slots - pinned)
@@ -56,7 +56,7 @@ def store(
     seen: Int[Array, " B"],
     pinned: int = 0,
 ) -> KeyCache:
-    """Return the cache after the first tokens of each row; row b has `seen[b]` tokens, and padding after them."""
+    """Fill an empty cache with the prompts' keys and values; row b has `seen[b]` tokens, then padding."""
     positions = slot_positions(seen, cache.slots, pinned)
     index = jnp.maximum(positions, 0)[:, :, None, None]
 
@@ -73,7 +73,7 @@ def put(
     slots: CacheSlots,
     pinned: int = 0,
 ) -> KeyCache:
-    """Return the cache with further tokens at the positions `slots.queries`; padding is not written."""
+    """Write further tokens to the cache at the positions `slots.queries`, skipping padding; return the cache."""
     size, positions = cache.slots, slots.queries
     pinned = _pinned(size, pinned)
     ring = pinned + jnp.mod(positions - pinned, size - pinned)
@@ -97,7 +97,7 @@ def extend(
     slots: CacheSlots,
     pinned: int = 0,
 ) -> tuple[KeyCache, KeyCache, Int[Array, "B S"]]:
-    """Add further tokens to the cache.
+    """Add further tokens to the cache; also return the keys and values that their queries may attend to.
 
     Returns:
       The new cache; the keys and values that the queries of these tokens may see; and their positions.
@@ -117,7 +117,7 @@ def extend(
 def attend_to(
     q: Float[Array, "B T N H"], seen: KeyCache, visible: Bool[Array, "#B #T S"], heads: AttentionSpec
 ) -> Float[Array, "B T N H"]:
-    """Return the attention of queries to the cached keys in `seen` for which `visible` is True.
+    """Compute attention of queries to cached keys and values, where `visible` is True.
 
     Decoding reads the whole cache once per token and is limited by memory bandwidth, so a plain einsum is as fast as a
     kernel where the cache is full.
@@ -140,7 +140,7 @@ def attend_newest(
     heads: AttentionSpec,
     implementation: str | None = None,
 ) -> Float[Array, "B 1 N H"] | None:
-    """Return the attention of the last of each row's `lengths` tokens to all of them, by a kernel that reads no more.
+    """Compute attention of each row's newest token to its cached tokens, by a kernel that reads no empty slots.
 
     Args:
       cache: keys and values without a ring.
@@ -169,5 +169,5 @@ def attend_newest(
 
 
 def _pinned(slots: int, pinned: int) -> int:
-    """Return the number of slots reserved for the first tokens: 0 if the cache has a slot for every token."""
+    """Return how many slots are reserved for the first tokens; 0 if the cache has a slot for every token."""
     return pinned if pinned < slots else 0

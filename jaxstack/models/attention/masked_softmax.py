@@ -1,4 +1,4 @@
-"""Base class of exact softmax attention under a mask: its cache of keys and values, and its FLOPs."""
+"""Base class of exact softmax attention under a position-dependent mask, with its KV cache and FLOPs."""
 
 from abc import abstractmethod
 
@@ -15,14 +15,14 @@ class MaskedSoftmax(AttentionKind):
 
     @abstractmethod
     def mask(self, heads: AttentionSpec, length: int) -> Mask:
-        """Return the mask of a document of up to `length` tokens."""
+        """Return the attention mask for a document of up to `length` tokens."""
 
     @abstractmethod
     def keys_seen(self, heads: AttentionSpec, length: int) -> float:
-        """Return how many keys a query sees on average; full causal attention has length / 2."""
+        """Return how many keys a query attends to on average; full causal attention has length / 2."""
 
     def keys_kept(self, heads: AttentionSpec) -> tuple[int, int | None]:
-        """Return how many first and how many last keys of a long text the cache must hold; (0, None): all keys."""
+        """Return how many of the first and of the last keys the cache must keep; (0, None) for all keys."""
         return 0, None
 
     def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: jax.typing.DTypeLike) -> KeyCache:

@@ -1,4 +1,4 @@
-"""Keys and values in pages that many sequences share, and attention to them by packed tokens.
+"""Paged KV cache shared by many sequences, and attention of tokens packed in one row to it.
 
 The tokens of one step, of any number of sequences, are packed in one row [1, T] without padding between them (as in
 EnergonAI, Du et al. 2022, arXiv:2209.02341).
@@ -30,14 +30,14 @@ _LEAST_COPIED = 1024
 
 
 class PagedKeys(NamedTuple):
-    """Keys and values [P, page, K, H] of one layer."""
+    """Cached keys and values of one layer in P pages, [P, page, K, H]."""
 
     key: Stored
     value: Stored
 
 
 def empty_pages(heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> PagedKeys:
-    """Return `pages` pages of zeros for `page_size` tokens each."""
+    """Create a layer's paged KV cache, filled with zeros: `pages` pages of `page_size` tokens."""
     shape = (pages, page_size, heads.num_kv_heads, heads.head_dim)
     return PagedKeys(
         *empty_keys_and_values(heads.cache_format, shape, (None, None, "act_kv_heads", "act_head_dim"), dtype)
@@ -52,7 +52,7 @@ def attend_pages(
     slots: PageSlots,
     heads: AttentionSpec,
 ) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
-    """Write the keys and values of packed tokens to their pages; return the tokens' attention, and the cache."""
+    """Write the keys and values of packed tokens to their pages, and compute the tokens' attention; return both."""
     cache = PagedKeys(_write(cache.key, k, slots.write), _write(cache.value, v, slots.write))
     outputs, start = [], 0
     for group in slots.groups:
@@ -68,7 +68,7 @@ def attend_pages(
 def _attend_in_place(
     q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
 ) -> Float[Array, "R T N H"]:
-    """Return the attention of tokens that read the pages where they are, up to the longest sequence's end."""
+    """Compute attention that reads pages in place, by the page table, without copying them; for few new tokens."""
 
     def attend(
         q: jax.Array, key: Stored, value: Stored, table: jax.Array, lengths: jax.Array, implementation: str | None
@@ -97,7 +97,7 @@ def _attend_in_place(
 
 
 def _splits_by_heads(rules: AxisRules, q: jax.Array, pages: jax.Array) -> bool:
-    """Return True if each device has the pages of the heads whose queries it has, of all sequences."""
+    """Return True if each device holds the pages for its own query heads, and the batch is not sharded."""
     heads, kv_heads = (rules.spec((axis,), (x.shape[2],))[0] for axis, x in (("act_heads", q), ("act_kv_heads", pages)))
     return heads == kv_heads and rules.degree(rules.table["batch"]) == 1
 
@@ -105,7 +105,7 @@ def _splits_by_heads(rules: AxisRules, q: jax.Array, pages: jax.Array) -> bool:
 def _attend_chunks(
     q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
 ) -> Float[Array, "R T N H"]:
-    """Return the attention of chunks of prompts, whose keys are copied to the end of one array per sequence.
+    """Compute attention of chunks of prompts, copying each sequence's pages to one contiguous array first.
 
     The array has one of a few sizes: the cost depends on the longest sequence and not on the page table's width.
     """
@@ -120,7 +120,7 @@ def _attend_chunks(
 
 
 def copied_widths(pages: int, least: int) -> tuple[int, ...]:
-    """Return the numbers of pages per sequence that chunks copy: `pages` divided by powers of 4, at least `least`."""
+    """Return the array sizes, in pages, that sequences may be copied to: `pages` / 4^i, at least `least`."""
     widths = [pages]
     while widths[0] > least:
         widths.insert(0, max(least, -(-widths[0] // 4)))
@@ -136,7 +136,7 @@ def _attend_copies(
     width: int,
     heads: AttentionSpec,
 ) -> Float[Array, "R T N H"]:
-    """Return the attention of chunks to copies of the first `width` pages of each sequence, which has no more."""
+    """Compute attention of chunks of prompts to contiguous copies of each sequence's first `width` pages."""
     size = jax.tree.leaves(cache.key)[0].shape[1]
     positions = jnp.arange(width * size, dtype=jnp.int32) - width * size + lengths[:, None]
     page = jnp.take_along_axis(table[:, :width], jnp.maximum(positions, 0) // size, axis=1)

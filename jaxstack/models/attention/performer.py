@@ -32,6 +32,6 @@ class PerformerAttention(Recurrent):
         )
 
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:
-        """Return the FLOPs of the recurrence and of the features, forward and backward to the inputs."""
+        """Return forward and backward FLOPs per token of the recurrence and of the random features."""
         projections = 4.0 * self.features * heads.head_dim * (heads.num_heads + heads.num_kv_heads)
         return super().flops_per_token(heads, length) + projections

@@ -1,4 +1,4 @@
-"""Causal variant of Linformer: keys and values are projected along the length within blocks.
+"""Causal variant of Linformer: each block's keys and values are projected to a few summaries.
 
 Dims: B batch, T query length, N heads, K kv heads, H head_dim, M blocks, R summaries per block.
 """
@@ -21,7 +21,7 @@ _HIDDEN = -(2**31)
 
 
 class _Summaries(NamedTuple):
-    """Projected keys and values of all blocks."""
+    """Summaries of all blocks: each block's keys and values, projected to R per head."""
 
     key: Float[Array, "B M R K H"]
     value: Float[Array, "B M R K H"]
@@ -30,14 +30,14 @@ class _Summaries(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """Projected keys and values of each block, summed over its tokens so far, float32."""
+    """Summaries of each block while decoding: projected keys and values, summed over its tokens so far."""
 
     key: Float[Array, "B K M R H"]
     value: Float[Array, "B K M R H"]
 
 
 class ProjectedCache(NamedTuple):
-    """Keys and values of the newest block, and the summaries of all blocks."""
+    """Decoding cache of one layer: keys and values of the newest block, and summaries of all blocks."""
 
     block: KeyCache
     summaries: BlockSums
@@ -64,7 +64,7 @@ class ProjectedAttention(AttentionKind):
     _weight: jax.Array | None = PrivateAttr(default=None)
 
     def make_weight(self, heads: AttentionSpec, rngs: nnx.Rngs) -> nnx.Param:
-        """Initialize the projections [2, block_size, R] of keys and values so that summaries vary as much as keys."""
+        """Initialize the learned projections [2, block_size, R], scaled so that summaries vary as much as keys."""
         shape = (2, self.block_size, self.summaries)
         value = jax.random.normal(rngs.params(), shape, jnp.float32) * self.block_size**-0.5
         return nnx.Param(value, logical_axes=(None, "position", None))
@@ -170,7 +170,7 @@ class ProjectedAttention(AttentionKind):
         return attend_to(q, seen, visible, heads), ProjectedCache(block, summaries)
 
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:
-        """Return the FLOPs of the keys and summaries seen on average, and of the projection."""
+        """Return forward and backward FLOPs per token of attention to keys and summaries, and of the projection."""
         near = min(self.block_size, length) / 2
         far = self.summaries * max(0.0, length / self.block_size - 1) / 2
         attention = 12.0 * (near + far) * heads.num_heads * heads.head_dim
@@ -179,7 +179,7 @@ class ProjectedAttention(AttentionKind):
     def _whole_blocks(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, int]:
-        """Return the arrays padded to whole blocks, the segment ids, and the length without padding."""
+        """Pad the arrays to a multiple of the block size; also return segment ids and the unpadded length."""
         length = q.shape[1]
         ids = jnp.zeros(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
         missing = -length % self.block_size
@@ -187,7 +187,7 @@ class ProjectedAttention(AttentionKind):
         return q, k, v, jnp.pad(ids, ((0, 0), (0, missing)), mode="edge"), length
 
     def _summarise(self, k: jax.Array, v: jax.Array, ids: jax.Array) -> _Summaries:
-        """Return the summaries of each block, of the tokens of its last document."""
+        """Project the keys and values of each block to its summaries, using its last document's tokens only."""
         in_blocks = ids.reshape(ids.shape[0], -1, self.block_size)
         last = in_blocks[:, :, -1]
         counts = (in_blocks == last[:, :, None]).astype(k.dtype)
@@ -209,7 +209,7 @@ class ProjectedAttention(AttentionKind):
         numbers: Int[Array, " blocks"],
         heads: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
-        """Return the attention of each block to itself and to the summaries of earlier blocks.
+        """Compute attention of each block's queries to its own keys and to the summaries of earlier blocks.
 
         Blocks become rows of one batch. Summaries are placed before the keys of the block, so a causal mask fits.
 
@@ -243,7 +243,7 @@ class ProjectedAttention(AttentionKind):
         return cast(jax.Array, out).reshape(q.shape)
 
     def _add_tokens(self, summaries: BlockSums, k: jax.Array, v: jax.Array, slots: CacheSlots) -> BlockSums:
-        """Return the summaries with the contribution of further tokens [B, T, K, H]; padding contributes nothing."""
+        """Add further tokens' keys and values [B, T, K, H] to the summaries of their blocks, except padding."""
         positions, blocks = slots.queries, summaries.key.shape[2]
         to_block = jax.nn.one_hot(jnp.where(positions < 0, -1, positions // self.block_size), blocks)
 

@@ -1,4 +1,4 @@
-"""Base class of attention with a state of fixed size, which is its cache."""
+"""Base class of linear attention kinds, whose decoding cache is a recurrent state of fixed size."""
 
 from abc import abstractmethod
 from typing import Protocol, cast, runtime_checkable
@@ -14,7 +14,7 @@ from pallas_kernels import LinearState, empty_linear_state
 
 @runtime_checkable
 class LinearOperation(Protocol):
-    """Interface of a function such as `linear_attention`; with `state` it also returns the new state."""
+    """Interface of a linear attention function; given a recurrent state, it also returns the new state."""
 
     def __call__(
         self,
@@ -32,11 +32,11 @@ class Recurrent(AttentionKind):
 
     @abstractmethod
     def feature_count(self, heads: AttentionSpec) -> int:
-        """Return the number of features per head."""
+        """Return the number of features to which the feature map turns a head's query or key."""
 
     @abstractmethod
     def operation(self, heads: AttentionSpec) -> LinearOperation:
-        """Return the attention function with this kind's settings."""
+        """Return the linear attention function, with the settings of this kind applied."""
 
     def attend(
         self,
@@ -81,5 +81,5 @@ class Recurrent(AttentionKind):
         return jnp.take_along_axis(out, jnp.argsort(order, axis=1)[:, :, None, None], axis=1), state
 
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:
-        """Return the FLOPs of the token-by-token recurrence: adding keys to the state, multiplying queries with it."""
+        """Return forward and backward FLOPs per token of the recurrence: updating and reading the state."""
         return 6.0 * self.feature_count(heads) * heads.head_dim * (heads.num_heads + heads.num_kv_heads)

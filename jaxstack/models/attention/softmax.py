@@ -107,4 +107,4 @@ class SoftmaxAttention(MaskedSoftmax):
         return seen - seen * seen / (2 * length)
 
     def check(self, options: ScoreOptions) -> None:
-        """Accept every setting: this kind supports windows and soft caps."""
+        """Accept all model settings: softmax attention supports windows and soft caps."""

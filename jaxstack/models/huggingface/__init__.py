@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: a file per group of model families, which maps config.json and tensors to ours."""
+"""Import and export of Hugging Face checkpoints; one file per group of families maps their keys and tensors."""

@@ -1,4 +1,4 @@
-"""Rows of a family's table, which convert keys of config.json to fields of `ModelConfig` and back."""
+"""Conversions between keys of Hugging Face's config.json and fields of `ModelConfig`, in both directions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ REQUIRED: Any = object()
 
 
 class Row(NamedTuple):
-    """Two-way conversion between related keys of config.json and fields of `ModelConfig`."""
+    """Two-way conversion between some keys of Hugging Face's config.json and fields of `ModelConfig`."""
 
     keys: tuple[str, ...]
     read: Callable[[Keys], dict[str, Any]]
@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 def find(config: Keys, key: str, default: Any = REQUIRED) -> Any:
-    """Return the value of a key, or `default`, the value that transformers assumes if the key is missing."""
+    """Look up a key of config.json; if it is missing, return the default that transformers assumes."""
     if key in config and not (default is REQUIRED and config[key] is None):
         return config[key]
     if default is REQUIRED:
@@ -30,7 +30,7 @@ def find(config: Keys, key: str, default: Any = REQUIRED) -> Any:
 
 
 def same(theirs: str, ours: str, default: Any = REQUIRED, value: Callable[[ModelConfig], Any] | None = None) -> Row:
-    """Return the `Row` that copies a key of config.json to a field of `ModelConfig`, and back.
+    """Create the conversion that copies one key of config.json to one field of `ModelConfig`, and back.
 
     Args:
       value: returns what is written, if that is not the field itself.
@@ -43,7 +43,7 @@ def same(theirs: str, ours: str, default: Any = REQUIRED, value: Callable[[Model
 
 
 def fixed(key: str, *allowed: Any) -> Row:
-    """Return the `Row` of a key for which only the values `allowed` are supported; the first is the default."""
+    """Create the conversion of a key that supports only the values `allowed`, of which the first is the default."""
 
     def read(config: Keys) -> dict[str, Any]:
         found = find(config, key, allowed[0])
@@ -56,7 +56,7 @@ def fixed(key: str, *allowed: Any) -> Row:
 
 
 def always(**fields: Any) -> Row:
-    """Return the `Row` of `ModelConfig` fields that are constant for a family and not in its config.json."""
+    """Create the conversion that sets `ModelConfig` fields which are constant in a family, not in its config.json."""
     return Row((), lambda config: fields, lambda model: {})
 
 
@@ -74,7 +74,7 @@ ACTIVATIONS = {
 
 
 def activation(key: str, default: str) -> Row:
-    """Return the conversion of the activation's name; the family's default name is written if it is that activation."""
+    """Create the conversion of the activation function's name; `default` is the family's preferred name."""
 
     def read(config: Keys) -> dict[str, Any]:
         found = find(config, key, default)
@@ -100,7 +100,7 @@ _SCALINGS = {
 
 
 def _rope_fields(said: Keys, where: str) -> tuple[float | None, dict[str, Any] | None]:
-    """Return (theta, scaling) of one rope dictionary of config.json."""
+    """Read (theta, scaling) from a dictionary of rotary position settings in config.json."""
     said = {key: value for key, value in said.items() if value is not None}
     kind = said.pop("rope_type", said.pop("type", "default"))
     said.pop("type", None)
@@ -118,7 +118,7 @@ def _rope_fields(said: Keys, where: str) -> tuple[float | None, dict[str, Any] |
 
 
 def rope(theta: float = 10000.0, local: float | None = None) -> Row:
-    """Return the `Row` that converts `rope_theta` with `rope_scaling` (transformers 4), or `rope_parameters` (5).
+    """Create the conversion of rotary position settings, in the keys of transformers 4 (rope_scaling) and 5.
 
     Args:
       theta: default base of the family.
@@ -159,7 +159,7 @@ def windows(
     layers: str = "num_hidden_layers",
     default: int | None = 4096,
 ) -> Row:
-    """Return the conversion of the keys of sliding-window attention.
+    """Create the conversion of the keys that say which layers have sliding-window attention, and its size.
 
     Args:
       keys: keys that the row reads besides `sliding_window`.
@@ -189,7 +189,7 @@ def windows(
 
 
 def layer_types(model: ModelConfig) -> dict[str, Any]:
-    """Return `layer_types`, one per layer, and `sliding_window` of a model."""
+    """Return the keys `layer_types` (one entry per layer) and `sliding_window` of config.json for a model."""
     narrow = model.windows()
     names = ["full_attention" if window is None else "sliding_attention" for window in narrow]
     return {"layer_types": names, "sliding_window": next((window for window in narrow if window), None)}

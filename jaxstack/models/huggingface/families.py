@@ -1,4 +1,4 @@
-"""The table of Hugging Face model families. A new family is a file and a row of `FAMILIES`."""
+"""The table of supported Hugging Face model families. A new family is a file and a row of `FAMILIES`."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -33,7 +33,7 @@ FAMILIES = {
 
 
 def read_model_config(directory: str | Path, ignore: Collection[str] = ()) -> ModelConfig:
-    """Return the model that a directory's config.json describes.
+    """Read the model configuration from the config.json in a directory.
 
     Args:
       ignore: unknown keys that are allowed.
@@ -45,7 +45,11 @@ def read_model_config(directory: str | Path, ignore: Collection[str] = ()) -> Mo
 
 
 def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
-    """Return the family and the model of a directory's config.json; raises ConfigError as `from_huggingface` does."""
+    """Read the family and the model configuration from the config.json in a directory.
+
+    Raises:
+      ConfigError: see `from_huggingface`.
+    """
     said = read_json(Path(directory) / CONFIG)
     read_quantization(said)  # refuses what cannot be read
     said.pop(KEY, None)
@@ -56,7 +60,7 @@ def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Famil
 
 
 def check_model(config: ModelConfig, described: ModelConfig, source: str) -> None:
-    """Check that a model computes the same as the one whose weights `source` has.
+    """Check that a model configuration computes the same function as the one that the weights were made for.
 
     Raises:
       ConfigError: it does not; the message lists the fields that differ.
@@ -70,7 +74,7 @@ def check_model(config: ModelConfig, described: ModelConfig, source: str) -> Non
 
 
 def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """Return a family that can express the model, and its config.json.
+    """Choose a Hugging Face family that can express the model; return it and the model's config.json.
 
     Args:
       name: model_type of the family; None: the first that can.

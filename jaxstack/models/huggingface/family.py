@@ -1,4 +1,4 @@
-"""A family of Hugging Face models: a table of config.json's keys and a table of tensors."""
+"""A family of Hugging Face models: how it converts keys of config.json and names of tensors."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -37,7 +37,7 @@ _NOT_COMPARED_OF_EXPERTS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Conversion of one `model_type` of transformers.
+    """Conversion of one Hugging Face `model_type`: its config.json and the tensors of its checkpoints.
 
     Attributes:
       model_type, architecture: names in config.json.
@@ -57,7 +57,7 @@ class Family:
     buffers: str = r".*rotary_emb\.inv_freq"
 
     def read(self, config: Mapping[str, Any], ignore: Collection[str] = ()) -> ModelConfig:
-        """Return the model that a config.json describes.
+        """Convert a config.json to a model configuration.
 
         Args:
           ignore: unknown keys that are allowed.
@@ -84,7 +84,7 @@ class Family:
         return build_component(ModelConfig, fields, "config.json")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json of a model, without token ids and dtype.
+        """Convert a model configuration to a config.json, without token ids and dtype.
 
         Raises:
           ConfigError: the family cannot express the model; the message names the fields.
@@ -99,7 +99,7 @@ class Family:
 
 
 def differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:
-    """Return `field a, not b` for every field that makes two models compute different functions."""
+    """List the fields in which two models differ and so compute different functions, as `field a, not b`."""
     ours, theirs = _computed(wanted), _computed(found)
     if wanted.max_position_embeddings is None or wanted.positions == "rope":
         theirs["max_position_embeddings"] = ours["max_position_embeddings"]  # only a bound for rotary positions

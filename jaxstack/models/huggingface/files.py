@@ -23,7 +23,7 @@ _QUANTIZED = ("I8", "I32", "I64", "F8_E4M3")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
+    """Read a JSON file that contains an object, and return it as a dict.
 
     Raises:
       ConfigError: the file does not exist, or is not a JSON object.
@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class _Place(NamedTuple):
-    """A tensor in a file."""
+    """Location of a tensor: its open file, its name there, and the file's path."""
 
     file: Any
     name: str
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
-    """Tensors of a checkpoint, read lazily by slices.
+    """Tensors in the safetensors files of a checkpoint, read lazily by slices.
 
     Attributes:
       shapes: shape of every tensor, by name.
@@ -77,7 +77,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         self._stack.close()
 
     def _list_files(self) -> dict[str, set[str]]:
-        """Return the file names, and the tensors that the index lists for each."""
+        """List the checkpoint's weight files, each with the tensors that the index says it contains."""
         if (self.directory / WEIGHTS).is_file():
             return {WEIGHTS: set()}
         if not (self.directory / INDEX).is_file():
@@ -104,14 +104,14 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
             raise ConfigError(f"{path} is damaged or not a safetensors file ({error}); fetch it again.") from None
 
     def rename(self, prefix: str, unprefixed: str) -> None:
-        """Add `prefix` to all names except `unprefixed` if none has it, as in files of the bare model."""
+        """Add `prefix` to all tensor names but `unprefixed`, if the files were saved without it."""
         if not any(name.startswith(prefix) for name in self.shapes):
             new = {name: name if name == unprefixed else prefix + name for name in self.shapes}
             self._places = {new[name]: place for name, place in self._places.items()}
             self.shapes = {new[name]: shape for name, shape in self.shapes.items()}
 
     def slices(self, name: str) -> Any:
-        """Return an object that reads slices of a tensor, as `slices(name)[0:2, 1:3]`.
+        """Return a reader of slices of a floating-point tensor, used as `slices(name)[0:2, 1:3]`.
 
         Raises:
           ConfigError: the dtype is not F32, F16 or BF16.
@@ -128,7 +128,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         return found
 
     def stored(self, name: str) -> Any:
-        """Return an object that reads slices of a tensor of a quantized weight; None if there is no such tensor.
+        """Return a reader of slices of a tensor, quantized dtypes included; None if there is no such tensor.
 
         Raises:
           ConfigError: its dtype is one that no quantized weight has.
@@ -142,7 +142,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         return _map_fp8(place) if found.get_dtype() == "F8_E4M3" else found
 
     def replace(self, name: str, tensor: Any, parts: Iterable[str]) -> None:
-        """Replace several tensors by one that is read from them.
+        """Replace the tensors that make up one quantized weight by a single, virtual tensor.
 
         Args:
           name: name of the new tensor.
@@ -155,7 +155,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         self._replaced[name] = tensor
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], optional: str) -> None:
-        """Compare names and shapes with those wanted.
+        """Check that the files have all wanted tensors, in the wanted shapes, and no unknown ones.
 
         Args:
           wanted: shapes by name.
@@ -178,7 +178,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
 
 
 def _map_fp8(place: _Place) -> np.ndarray:
-    """Map a tensor of FP8 (e4m3) into memory; safetensors reads none into NumPy."""
+    """Memory-map an FP8 (e4m3) tensor as a NumPy array, which safetensors itself does not support."""
     with open(place.path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         said = json.loads(file.read(size))[place.name]
@@ -191,7 +191,7 @@ def _some(names: list[str]) -> str:
 
 
 def claim_directory(directory: Path) -> None:
-    """Create the directory of a new checkpoint.
+    """Create the directory of a new checkpoint, or check that an existing one has none yet.
 
     Raises:
       ConfigError: it already holds a checkpoint, or cannot be created.
@@ -206,7 +206,7 @@ def claim_directory(directory: Path) -> None:
 
 
 def write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int) -> None:
-    """Write tensors one by one, in files of at most `max_shard_bytes` (or one tensor), with an index for several files.
+    """Write tensors one after another to safetensors files of at most `max_shard_bytes`, with an index if several.
 
     Raises:
       JaxstackError: the disk is full or fails; the files are then removed.

@@ -37,7 +37,7 @@ def _all_but_every_nth(config: Keys, layers: int) -> Sequence[bool]:
 
 
 def _whole_scalar(model: ModelConfig) -> int:
-    """Return `query_pre_attn_scalar`, which must be an integer in transformers."""
+    """Return the model's `query_pre_attn_scalar` as an integer, which transformers requires."""
     scalar = model.score_divisor
     if scalar != int(scalar):
         raise ConfigError(f"Gemma's query_pre_attn_scalar is a whole number; the model's is {scalar}.")

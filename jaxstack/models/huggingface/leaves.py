@@ -1,4 +1,4 @@
-"""Parameters of a Transformer, each with the tensors of a Hugging Face checkpoint that contain it."""
+"""Parameters of a Transformer, each with the Hugging Face tensors that it is read from and written to."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from jaxstack.models.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter of jaxstack's model, and the Hugging Face tensors that it is made of.
+    """A parameter of jaxstack's model, with the Hugging Face tensors that store it.
 
     Attributes:
       path: keys of nested dicts, joined by `/`.
@@ -35,28 +35,28 @@ class Leaf:
 
     @property
     def piece(self) -> tuple[int, ...]:
-        """Shape of the part of the parameter that a single tensor of the checkpoint holds."""
+        """Shape of the part of the parameter that one tensor of the checkpoint stores."""
         return self.shape[self.leading_dims :]
 
     @property
     def is_table(self) -> bool:
-        """True for the embedding, whose packed weight is the transpose of the parameter."""
+        """True for the token embedding, whose packed weight is stored transposed."""
         return self.path == "embedding/table"
 
     @property
     def is_linear(self) -> bool:
-        """True if the checkpoint's modules with these tensors are dense layers."""
+        """True if the parameter is the weight of dense layers, which may be quantized in the checkpoint."""
         return len(self.row.order) == 2 and self.path.split("/")[0] != "embedding"
 
     @property
     def is_matrix(self) -> bool:
-        """True if the parameter is one tensor [out, in], a matrix as packed weights are."""
+        """True if the parameter is exactly one [out, in] tensor, so that it may be stored as a packed weight."""
         order = [dim for dims in reversed(self.row.order) for dim in dims]
         whole = self.leading_dims == 0 and self.row.part == (0, 1) and len(self.row.order) == 2
         return whole and (self.is_table or order == sorted(order))
 
     def pieces(self, index: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Yield (index along the leading dims, tensor name) for each tensor that a slice of the parameter needs.
+        """Yield (index along the leading dims, tensor name) of each tensor needed to read a slice of the parameter.
 
         Args:
           index: the part, as slices of the leading dims (further slices are ignored).
@@ -71,7 +71,7 @@ class Leaf:
 
 
 def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
-    """Return the parameters of `Transformer(config)` with their tensors, in the order of the table.
+    """List the parameters of a Transformer with the Hugging Face tensors that store them.
 
     Raises:
       ConfigError: the table has no row for a parameter.

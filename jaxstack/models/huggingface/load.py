@@ -1,4 +1,4 @@
-"""Import of Hugging Face checkpoints: each device's part of each parameter is read from the files."""
+"""Import of Hugging Face checkpoints: each device reads only its shards of the parameters from the files."""
 
 import math
 import warnings
@@ -44,7 +44,7 @@ def from_huggingface(
     ignore: Collection[str] = (),
     report: Callable[[str], None] = warnings.warn,
 ) -> Transformer:
-    """Load the model in a directory with config.json and model.safetensors (or shards with an index).
+    """Load a Transformer from a Hugging Face checkpoint: a directory with config.json and safetensors files.
 
     Weights are read a slice at a time: host memory holds at most about a gibibyte, or one layer's largest tensor.
     Quantized ones (compressed-tensors) become plain numbers.
@@ -85,7 +85,7 @@ def read_parameters(
     packed: bool = False,
     report: Callable[[str], None] = warnings.warn,
 ) -> Any:
-    """Load the parameters of `Transformer(config)` as nested dicts, laid out by the tree `shardings`.
+    """Load a Transformer's parameters from a Hugging Face checkpoint as nested dicts, sharded as `shardings`.
 
     Args:
       directory, config, ignore, report: as of `from_huggingface`.
@@ -109,7 +109,7 @@ def read_parameters(
 
 
 def nest(arrays: dict[str, Any]) -> Any:
-    """Return nested dicts from a flat dict whose keys are paths joined by `/`."""
+    """Build nested dicts from a flat dict whose keys are paths joined by `/`."""
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
         *parents, last = path.split("/")
@@ -152,7 +152,7 @@ def _pack(tensor: QuantizedTensor, leaf: Leaf, sharding: jax.sharding.Sharding |
 def check_files(
     files: WeightFiles, family: Family, config: ModelConfig, leaves: Sequence[Leaf], quantization: Quantization | None
 ) -> dict[str, QuantizedTensor]:
-    """Check that files have the tensors of a model, under the names of its family; return the quantized ones.
+    """Check that a checkpoint has the tensors that the model needs; return its quantized weights by name.
 
     Raises:
       ConfigError: tensors are missing, not known or of another shape.
@@ -168,7 +168,7 @@ def check_files(
 
 
 def _check_tied(files: WeightFiles, table: str) -> None:
-    """Check that the files of a model with a tied head have no other head than the embedding."""
+    """Check that a head stored beside a tied embedding equals it."""
     head, embedding = files.slices(_HEAD), files.slices(table)
     rows = files.shapes[table][0]
     step = max(1, rows // 64)
@@ -193,13 +193,13 @@ def _read_leaf(files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding |
 
 
 def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: Any) -> jax.Array:
-    """Load one device's part of a leaf, float32, onto the device."""
+    """Read one shard of a parameter from the files, as float32, onto a device."""
     chunks = [jax.device_put(chunk, device) for chunk in read_chunks(files, leaf, index)]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
 
 
 def read_chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:
-    """Yield a part of a leaf, float32, in chunks along its first dim if that has a tensor per index, else at once."""
+    """Yield a slice of a parameter, read from the files as float32; in chunks if it stacks layers or experts."""
     shape = [cut.stop - cut.start for cut in index]
     row = 4 * math.prod(shape[1:])
     step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.leading_dims else shape[0]

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral (Jiang et al. 2024) and Qwen 3's (2025). Checkpoints have one tensor per expert."""
+"""Mixture-of-experts families: Mixtral (Jiang et al. 2024) and Qwen 3's (2025), which store one tensor per expert."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from jaxstack.models.moe.config import MoEConfig
 
 
 def _experts(keys: dict[str, str], read: Callable[[Keys], dict[str, Any]], **constant: Any) -> Row:
-    """Return the row of the keys of `model.moe`.
+    """Create the conversion of the keys that configure the mixture of experts, `ModelConfig.moe`.
 
     Args:
       keys: their names -> ours.
@@ -34,7 +34,7 @@ def _experts(keys: dict[str, str], read: Callable[[Keys], dict[str, Any]], **con
 
 
 def _count(config: Keys, default_chosen: int) -> dict[str, Any]:
-    """Return the numbers of experts; transformers 5 calls their total `num_local_experts` in all families."""
+    """Read the total number of experts and the number chosen per token from config.json."""
     number = config.get("num_experts") or find(config, "num_local_experts")
     return {"num_experts": number, "num_experts_per_tok": find(config, "num_experts_per_tok", default_chosen)}
 

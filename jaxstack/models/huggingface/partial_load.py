@@ -1,4 +1,4 @@
-"""Reads single layers, and single rows of tables, from a Hugging Face checkpoint that stays open."""
+"""Reading of single layers, and rows of embedding tables, from a Hugging Face checkpoint that stays open."""
 
 import contextlib
 from pathlib import Path
@@ -16,7 +16,7 @@ from jaxstack.models.huggingface.tensors import whole
 
 
 class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
-    """The parameters of a checkpoint, read from the files when they are asked for.
+    """Parameters of a Hugging Face checkpoint, read from its files only when they are asked for.
 
     Args:
       directory: directory with config.json and safetensors.
@@ -38,7 +38,7 @@ class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
         self._files.__exit__(*error)
 
     def read(self, path: str, dtypes: Any) -> Any:
-        """Return the parameters at or below a path such as `decoder/layers/3`, nested dicts of NumPy arrays.
+        """Read the parameters below a path such as `decoder/layers/3`, as nested dicts of NumPy arrays.
 
         Args:
           path: keys joined by `/`.
@@ -51,7 +51,7 @@ class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     def rows(self, path: str, numbers: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N D"]:
-        """Return rows of a table such as `embedding/table`, float32."""
+        """Read some rows of a table such as `embedding/table`, as float32."""
         leaf = self._leaves[path]
         columns = slice(0, leaf.shape[1])
         found = [next(read_chunks(self._files, leaf, (slice(n, n + 1), columns))) for n in numbers.tolist()]

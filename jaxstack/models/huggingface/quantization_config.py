@@ -1,4 +1,4 @@
-"""The `quantization_config` of config.json as compressed-tensors has it: the format of each module's weight."""
+"""Quantization settings of a checkpoint: `quantization_config` in config.json, in the form of compressed-tensors."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ _METHOD = "compressed-tensors"
 
 
 class WeightArguments(BaseModel):
-    """Quantization settings of a group of weights, with the names of compressed-tensors."""
+    """Quantization settings of a group of weights, under the field names of compressed-tensors."""
 
     num_bits: int = 8
     type: Literal["int", "float"] = "int"
@@ -32,7 +32,7 @@ class WeightArguments(BaseModel):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """Quantization scheme of a module, as in the compressed-tensors format.
+    """How a module's weight is quantized in the compressed-tensors format: bits, number type, shared scales.
 
     Attributes:
       format: name of the format, such as `pack-quantized`.
@@ -55,7 +55,7 @@ class Scheme:
     activations: bool = False
 
     def as_group(self, targets: list[str]) -> dict[str, Any]:
-        """Return the entry of `config_groups` for the modules that `targets` name."""
+        """Return this scheme as an entry of `config_groups`, for the modules that `targets` name."""
         shared = {"num_bits": self.bits, "type": self.kind, "symmetric": self.symmetric}
         weights = {**shared, "strategy": self.strategy, "group_size": self.group_size, "dynamic": False}
         rounded = {**shared, "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
@@ -69,7 +69,7 @@ class Scheme:
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """Quantization schemes of the modules of a compressed-tensors checkpoint.
+    """Quantization schemes of a compressed-tensors checkpoint, by groups of modules.
 
     Attributes:
       groups: targets (names of modules, `re:` and a regular expression, or classes) and the scheme of each group.
@@ -80,7 +80,7 @@ class Quantization:
     kv_cache: bool = False
 
     def scheme(self, module: str) -> Scheme | None:
-        """Return the scheme of a quantized module by its name; None if no group has it."""
+        """Look up the quantization scheme of a module by its name; None if it is not quantized."""
         for names in (True, False):  # a name goes before a class
             for targets, scheme in self.groups:
                 if any(_matches(target, module) if names else target in _classes(module) for target in targets):
@@ -89,13 +89,13 @@ class Quantization:
 
 
 def is_quantized(directory: str | Path) -> bool:
-    """Return True if a Hugging Face checkpoint has quantized weights."""
+    """Return True if the config.json in a directory declares quantized weights."""
     path = Path(directory) / CONFIG
     return path.is_file() and bool(read_json(path).get(KEY))
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Return what a config.json says of quantized weights; None if it has none.
+    """Read the quantization schemes from a config.json; None if its weights are not quantized.
 
     Raises:
       ConfigError: the weights are stored in a way that is not supported; the message names it.
@@ -121,7 +121,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def make_quantization_config(schemes: Mapping[str, Scheme], dense: Iterable[str], format: str) -> dict[str, Any]:
-    """Return the `quantization_config` of a checkpoint.
+    """Create the `quantization_config` entry of config.json for a quantized checkpoint.
 
     Args:
       schemes: scheme of each quantized module, by name.

@@ -1,4 +1,4 @@
-"""Quantized weights in the files of a checkpoint, in the formats of compressed-tensors.
+"""Quantized weights in checkpoint files, read and written in the formats of compressed-tensors.
 
 The weight of a module `M` is a matrix [out, in]:
 
@@ -39,7 +39,7 @@ _IGNORED = r".*\.(input_scale|input_zero_point|output_scale|output_zero_point|[k
 
 
 def pack_words(values: Int8[np.ndarray, "rows n"], bits: int) -> Int32[np.ndarray, "rows words"]:
-    """Return signed integers as a stream of bits, whose rows are filled to whole words.
+    """Pack signed integers of few bits into int32 words, row by row, as compressed-tensors does.
 
     Integer i of a row takes the bits i * bits to (i + 1) * bits - 1, as its value plus 2^(bits - 1).
     """
@@ -51,7 +51,7 @@ def pack_words(values: Int8[np.ndarray, "rows n"], bits: int) -> Int32[np.ndarra
 
 
 def unpack_words(packed: Int32[np.ndarray, "rows words"], bits: int, count: int) -> Int8[np.ndarray, "rows n"]:
-    """Return the first `count` integers of each row of `pack_words`."""
+    """Unpack the first `count` integers of each row of words packed by `pack_words`."""
     stream = np.ascontiguousarray(packed).view(np.uint8)
     whole = 8 * stream.shape[1] // bits
     if stream.shape[1] * 8 % bits:  # the rest of a row is no integer: each row is a stream of its own
@@ -66,7 +66,7 @@ def _words(count: int, bits: int) -> int:
 
 
 class QuantizedTensor:
-    """A quantized weight in the files, which is read by slices as a float32 matrix, or as it is stored.
+    """A quantized weight in checkpoint files; slices of it are read as a float32 matrix.
 
     Attributes:
       shape: [out, in].
@@ -95,7 +95,7 @@ class QuantizedTensor:
     def pack(
         self, inputs: tuple[int, ...], outputs: tuple[int, ...], sharding: jax.sharding.Sharding | None, table: bool
     ) -> PackedWeight | None:
-        """Return the weight as it is stored; None if no format of packed weights stores it so.
+        """Return the weight still quantized, as a `PackedWeight`; None if no packed format stores the same.
 
         Args:
           inputs, outputs: the dims that the matrix flattens.
@@ -153,12 +153,12 @@ class QuantizedTensor:
         return f"{self._module}.{part}"
 
     def _whole(self, part: str) -> np.ndarray | None:
-        """Return a small tensor; None if the module has none of this name."""
+        """Read one of the module's small tensors, such as the scales; None if there is none of this name."""
         stored = self._files.stored(self._name(part))
         return None if stored is None else np.asarray(stored[...])
 
     def _integers(self, rows: slice) -> np.ndarray:
-        """Return rows of the values without their scales, int8 or FP8."""
+        """Read rows of the quantized values, not yet multiplied with their scales, as int8 or FP8."""
         packed = self.scheme.format == "pack-quantized"
         name = self._name("weight_packed" if packed else "weight")
         found = np.asarray(self._files.stored(name)[rows])
@@ -168,7 +168,7 @@ class QuantizedTensor:
         return unpack_words(found, self.scheme.bits, self.shape[1]) if packed else found
 
     def _rows(self, values: np.ndarray, rows: slice) -> np.ndarray:
-        """Return the scales or zero points that `rows` needs, in two dims, whatever shares one."""
+        """Select the scales or zero points for some rows of the weight, as a two-dim array."""
         if self.scheme.strategy == "tensor":
             return values.reshape(1, 1)
         if self.scheme.block is not None:
@@ -189,7 +189,7 @@ class QuantizedTensor:
         return self._rows(zeros.astype(np.int8), rows)
 
     def _by_column(self, values: np.ndarray, rows: slice) -> Float[np.ndarray, "rows in"]:
-        """Return values of groups or blocks for each weight, float32."""
+        """Expand scales or zero points of groups or blocks to one value per weight, float32."""
         values = values.astype(np.float32)
         if self.scheme.block is not None:
             height, width = self.scheme.block
@@ -201,7 +201,7 @@ class QuantizedTensor:
 
 
 def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, QuantizedTensor]:
-    """Replace the tensors of each quantized weight in the files by one, `M.weight`; return these by name.
+    """Let each quantized weight in the files appear as one tensor, `M.weight`; return these tensors by name.
 
     Raises:
       ConfigError: config.json has no scheme for a quantized weight, or its tensors do not fit.
@@ -223,7 +223,7 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
 def describe_quantization_differences(
     quantization: Quantization, found: dict[str, QuantizedTensor], dense: int
 ) -> list[str]:
-    """Return messages on how jaxstack computes differently from the program the checkpoint was made for.
+    """List how jaxstack computes differently from the program that a quantized checkpoint was made for.
 
     Args:
       dense: number of the weights that are read as plain numbers.
@@ -239,7 +239,7 @@ def describe_quantization_differences(
 
 
 def unsupported_reason(weight: PackedWeight, format: str) -> str | None:
-    """Return why a packed weight cannot be written in a format, or None."""
+    """Return why a packed weight cannot be written in a compressed-tensors format, or None if it can."""
     stored = weight.format
     if format == "float-quantized":
         return None if isinstance(stored, Float8Format) else "it is not in FP8"
@@ -253,7 +253,7 @@ def unsupported_reason(weight: PackedWeight, format: str) -> str | None:
 
 
 def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarray]]:
-    """Convert a packed weight to tensors of a compressed-tensors format; return its scheme, and suffix -> tensor."""
+    """Convert a packed weight to a compressed-tensors format; return its scheme, and its tensors by name suffix."""
     q, scales = weight.arrays["q"], _scales(weight)
     size = None if format == "int-quantized" else _group_size(weight)
     scheme = Scheme(
@@ -277,7 +277,7 @@ def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarr
 
 
 def _group_size(weight: PackedWeight) -> int | None:
-    """Return the number of inputs that share a scale; None: all of a row."""
+    """Return how many inputs of a packed weight share a scale; None if a whole row does."""
     if isinstance(weight.format, IntegerFormat | BlockFloatFormat):
         return weight.format.grid.group_size  # which may be all of a row, too
     groups = _scales(weight).shape[1]

@@ -10,7 +10,7 @@ from jaxstack.models.huggingface.llama import TENSORS, attention_bias, max_posit
 
 
 def _late_windows(config: Keys, layers: int) -> Sequence[bool]:
-    """Return which layers have a window: those from `max_window_layers` on, if `use_sliding_window`."""
+    """Return per layer whether it has a window: from `max_window_layers` on, if `use_sliding_window`."""
     first = config.get("max_window_layers", 28)
     return [bool(config.get("use_sliding_window", False)) and layer >= first for layer in range(layers)]
 

@@ -34,7 +34,7 @@ def to_huggingface(
     dtype: str = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> str:
-    """Write config.json and weights that `transformers` can load; return the model_type.
+    """Export a model to a Hugging Face checkpoint that `transformers` can load; return its model_type.
 
     Args:
       model: a `Transformer`, whose adapters are merged, or its parameters as nested dicts, on this process's devices.
@@ -71,7 +71,7 @@ def write_checkpoint(
     extra: dict[str, Any] | None = None,
     format: str | None = None,
 ) -> str:
-    """Write a checkpoint as `to_huggingface` does, of parameters that are read one after the other.
+    """Write a Hugging Face checkpoint, reading one parameter at a time; return its model_type.
 
     Args:
       read: returns the parameter of a path; with `format` it may be a `PackedWeight`, which is written as it is stored.

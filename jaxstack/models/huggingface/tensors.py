@@ -1,4 +1,4 @@
-"""Names and dim orders of parameters in a Hugging Face checkpoint.
+"""Names, and orders of dims, that parameters have in a Hugging Face checkpoint.
 
 A leaf is one of our parameters, which may contain all layers of a stack and all experts. A piece is the part of a leaf
 that is one tensor of the checkpoint, or a part of such a tensor.
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Tensor(NamedTuple):
-    """Row of a family's table: a parameter of jaxstack and its tensor in the Hugging Face checkpoint."""
+    """Mapping between a parameter of jaxstack and its tensors in a Hugging Face checkpoint: names and order of dims."""
 
     path: str
     """Path of our parameter; in a layer, `layers/` and the path within the layer."""
@@ -27,16 +27,16 @@ class Tensor(NamedTuple):
 
     @property
     def leading(self) -> int:
-        """Number of leading dims of a leaf, without that of layers, over which the checkpoint has separate tensors."""
+        """1 if the checkpoint has a separate tensor for each expert, otherwise 0."""
         return int("{expert}" in self.name)
 
     def shape(self, piece: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the tensor for the shape of a piece."""
+        """Return the checkpoint tensor's shape, given that of the parameter (of one layer and expert)."""
         dims = [math.prod(piece[d] for d in group) for group in self.order]
         return (*dims[:-1], dims[-1] * self.part[1])
 
     def read(self, source: Any, piece: Sequence[int], index: Sequence[slice]) -> np.ndarray:
-        """Read a part of our piece from the tensor, and little more than that part.
+        """Read a slice of a parameter from its checkpoint tensor, reading little more than needed.
 
         Args:
           source: object that reads slices of the tensor, e.g. `safe_open(...).get_slice(name)`.
@@ -60,16 +60,16 @@ class Tensor(NamedTuple):
         return found[tuple(left)]
 
     def write(self, piece: np.ndarray) -> np.ndarray:
-        """Return our piece in the dim order of the tensor (of its part `part`)."""
+        """Reorder the dims of a parameter (of one layer and expert) to those of its checkpoint tensor."""
         dims = [d for group in self.order for d in group]
         return piece.transpose(dims).reshape([math.prod(piece.shape[d] for d in group) for group in self.order])
 
 
 def whole(shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a whole array."""
+    """Return the slices that select a whole array of the given shape."""
     return tuple(slice(0, size) for size in shape)
 
 
 def bounded(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index with start and stop in every dim."""
+    """Return the slices with an explicit start and stop in every dim."""
     return tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Arrangement of tokens in rows sorted by expert, and the gathers between tokens and rows.
+"""Sorting of (token, expert) assignments into rows by expert, and copies of tokens to these rows and back.
 
 `take_rows` and `sum_rows` are each other's transpose. Both are gathers, forward and backward, so that no scatter adds
 up rows in an order that differs between runs.
@@ -16,7 +16,7 @@ from pallas_kernels.grouped_gemm.groups import aligned_rows, group_bounds
 
 
 class Rows(NamedTuple):
-    """Mapping between (token, expert) assignments and the rows of an array sorted by expert."""
+    """Mapping between (token, expert) assignments and the rows of an array that is sorted by expert."""
 
     source: Int[Array, " R"]
     """Assignment in each row, counted token by token; N for an empty row."""
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Stable sort of assignments by expert: the permutation, its inverse, and the start of each expert's group."""
+    """Result of sorting assignments by expert: permutation, its inverse, and the start of each expert's group."""
 
     order: Int[Array, " N"]
     """Assignments sorted by group; those of no group last."""
@@ -36,7 +36,7 @@ class Order(NamedTuple):
 
 
 def sort_by_group(groups: Int[Array, " N"], count: int) -> Order:
-    """Sort assignments by their group; ids of `count` and above mean no group."""
+    """Sort (token, expert) assignments by group (expert); ids of `count` and above mean no group."""
     numbers = jnp.arange(groups.shape[0], dtype=jnp.int32)
     ordered, order = jax.lax.sort((groups, numbers), num_keys=1, is_stable=True)
     position = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
@@ -45,7 +45,7 @@ def sort_by_group(groups: Int[Array, " N"], count: int) -> Order:
 
 
 def arrange(assigned: Int[Array, "t k"], count: int, alignment: int) -> tuple[Rows, Int[Array, " G"]]:
-    """Arrange assignments in rows by group, each group starting at a multiple of `alignment`.
+    """Assign (token, expert) pairs to rows, sorted by group and with each group's start aligned.
 
     Args:
       assigned: group of each assignment; `count` and above mean no group.
@@ -79,7 +79,7 @@ def _collect(y: jax.Array, rows: Rows) -> jax.Array:
 
 @jax.custom_vjp
 def take_rows(x: Float[Array, "t D"], rows: Rows) -> Float[Array, "R D"]:
-    """Copy each token to the rows of its k assignments; empty rows are 0."""
+    """Copy each token to the rows of its k experts; rows without a token are 0."""
     return _spread(x, rows)
 
 
@@ -96,7 +96,7 @@ take_rows.defvjp(_take_forward, _take_backward)
 
 @jax.custom_vjp
 def sum_rows(y: Float[Array, "R D"], rows: Rows) -> Float[Array, "t D"]:
-    """Sum the rows of each token in float32."""
+    """Sum the k rows (expert outputs) of each token, in float32."""
     return _collect(y, rows)
 
 
@@ -112,5 +112,5 @@ sum_rows.defvjp(_sum_forward, _sum_backward)
 
 
 def take_weights(weights: Float[Array, "t k"], rows: Rows) -> Float[Array, " R"]:
-    """Copy the weight of each assignment to its row; empty rows have 0."""
+    """Copy the router's weight of each (token, expert) pair to its row; rows without a token get 0."""
     return take_rows(weights.reshape(-1, 1), Rows(rows.source, rows.place.reshape(-1, 1)))[:, 0]

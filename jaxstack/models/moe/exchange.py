@@ -1,4 +1,4 @@
-"""Expert parallelism: an all-to-all sends tokens to the devices of their experts, another sends the results back.
+"""Expert parallelism: all-to-all exchanges send tokens to the devices of their experts, and results back.
 
 Each pair of devices has a buffer of `slots` rows, which `lax.all_to_all` exchanges. Rows that do not fit are sent in
 further rounds, as many as the fullest pair needs, so an imbalance never drops a token, and the memory is that of one
@@ -42,7 +42,7 @@ def compute_on_this_device(
     weights: Float[Array, "t k"],
     kernels: Kernels,
 ) -> Float[Array, "t D"]:
-    """Return the weighted sum of each token's experts, all of which are on this device.
+    """Compute each token's weighted sum of experts, all of which are on this device.
 
     Args:
       experts: experts of each token; ids beyond the last expert are dropped.
@@ -54,13 +54,13 @@ def compute_on_this_device(
 
 
 def count_buffer_rows(assignments: int, devices: int, factor: float, max_rows: int) -> int:
-    """Return the buffer rows of a device pair in the all-to-all: `factor` times an even load, at most `max_rows`."""
+    """Return the all-to-all buffer's rows per pair of devices: `factor` times an even load, at most `max_rows`."""
     wanted = -int(-assignments * factor // devices)
     return min(-(-wanted // _SLOT_MULTIPLE) * _SLOT_MULTIPLE, max_rows)
 
 
 class ExchangePlan(NamedTuple):
-    """Rows of tokens that devices send to the devices of their experts."""
+    """Which tokens' rows each device sends to, and receives from, the devices of their experts."""
 
     experts: Int[Array, "t k"]
     order: Order
@@ -70,7 +70,7 @@ class ExchangePlan(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """Arguments that are not differentiated or traced."""
+    """Arguments of the exchange that are compile-time constants, neither differentiated nor traced."""
 
     compute: Compute
     devices: int
@@ -92,7 +92,7 @@ def compute_on_expert_devices(
     factor: float,
     max_rows: int | None = None,
 ) -> Float[Array, "t D"]:
-    """Return the weighted sum of each token's experts, which are split in order over the devices of the axis `expert`.
+    """Compute each token's weighted sum of experts, which are sharded over the mesh axis `expert`.
 
     Args:
       kernels: this device's part of the experts.
@@ -117,7 +117,7 @@ def compute_on_expert_devices(
 
 
 def _run_round(static: _Static, operands: Operands, plan: ExchangePlan, number: int | jax.Array) -> jax.Array:
-    """Return the contribution [t, D] of the rows of one round to the result."""
+    """Run one round of the exchange: send a buffer of tokens, compute, and return its part of the result [t, D]."""
     x, weights, kernels = operands
     devices, slots = static.devices, static.slots
     rows = _sent_rows(static, plan, number)
@@ -136,7 +136,7 @@ def _run_round(static: _Static, operands: Operands, plan: ExchangePlan, number: 
 
 
 def _sent_rows(static: _Static, plan: ExchangePlan, number: int | jax.Array) -> Rows:
-    """Arrange the send buffer [n C] of a round: this round's assignments to each device, sorted by expert."""
+    """Choose the rows of the send buffer for one round: assignments per target device, sorted by expert."""
     devices, slots = static.devices, static.slots
     local = plan.arriving.shape[1]
     first = plan.order.first[::local]

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts, and the losses that keep the experts evenly loaded.
+"""Routing of tokens to experts, and the losses that keep the experts' load even.
 
 Dims: B sequences, T tokens per sequence (on this device), E experts, k experts per token.
 """
@@ -13,7 +13,7 @@ from jaxstack.models.moe.config import MoEConfig
 
 
 class Routing(NamedTuple):
-    """Experts and weights of each token."""
+    """The experts chosen for each token, the weights of their outputs, and the router's losses."""
 
     experts: Int[Array, "B T k"]
     """Expert of each assignment; E for a dropped one."""
@@ -31,7 +31,7 @@ def route(
     sequence_axes: tuple[str, ...] = (),
     dropless: bool = False,
 ) -> Routing:
-    """Choose the k experts with the highest scores for each token.
+    """Choose the k experts with the highest router scores for each token, and compute weights and losses.
 
     Args:
       logits: router logits, float32.
@@ -68,7 +68,7 @@ def balance_loss(
     chosen: int,
     sequence_axes: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
-    """Return the load-balancing loss of each sequence times its tokens, summed over sequences.
+    """Compute the load-balancing loss of the router, weighted by tokens and summed over sequences.
 
     The loss of a sequence is sum_i f_i P_i, with f_i = E / (k T) x tokens sent to expert i and P_i the mean probability
     (Switch Transformer, arXiv:2101.03961; per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17-20). It is 1 per
@@ -89,7 +89,7 @@ def balance_loss(
 
 
 def load_signal(bias: Float[Array, " E"], counts: Float[Array, " E"], chosen: int) -> Float[Array, ""]:
-    """Return 0 with a gradient with respect to `bias`: each expert's load above the mean.
+    """Return 0 with a special gradient for the balancing `bias`: each expert's load above the mean.
 
     The gradient is the load above an even load, as a fraction of an even load, times the number of tokens. Being a sum
     over tokens, it is reduced correctly by everything that reduces gradients.
@@ -100,13 +100,13 @@ def load_signal(bias: Float[Array, " E"], counts: Float[Array, " E"], chosen: in
 
 
 def capacity(config: MoEConfig, tokens: int) -> int:
-    """Return how many tokens of a sequence of `tokens` an expert takes at most."""
+    """Return the largest number of tokens that one expert accepts from a sequence of `tokens` tokens."""
     even = tokens * config.num_experts_per_tok / config.num_experts
     return min(tokens, max(1, -int(-(config.capacity_factor or config.num_experts) * even // 1)))
 
 
 def drop_overflow(experts: Int[Array, "B T k"], experts_count: int, capacity: int) -> Int[Array, "B T k"]:
-    """Keep each expert's first `capacity` assignments of a sequence; the others get the id `experts_count` (none)."""
+    """Drop the assignments that exceed an expert's capacity in a sequence: they get the id `experts_count`."""
     flat = experts.reshape(experts.shape[0], -1)
     order = jnp.argsort(flat, axis=1, stable=True)
     ordered = jnp.take_along_axis(flat, order, axis=1)
