@@ -68,7 +68,7 @@ class ShardWriter:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Read and check `index.json`.
+    """Read and check the index.json of a directory of token shards.
 
     Raises:
       JaxstackError: it is missing, not one of ours, of a later version, or inconsistent.
@@ -83,7 +83,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def parse_index(content: bytes, path: object) -> dict[str, Any]:
-    """Return the content of an `index.json`, checked.
+    """Parse and check the content of an index.json, which lists the token shards of a directory.
 
     Args:
       content: of the file.
@@ -197,7 +197,7 @@ def _write_stamps(folder: Path, stamps: dict) -> None:
 
 
 class TokenStream:
-    """The ids of one split as one long array, read by position. Safe to use from several threads; picklable.
+    """Token ids of one split, read by position from shard files. Safe to use from several threads; picklable.
 
     Args:
       files: where the shards are.
@@ -239,7 +239,7 @@ class TokenStream:
 
 
 def open_split(folder: Path, index: dict[str, Any], split: str) -> TokenStream:
-    """Open the verified stream of `split` ("train" or "held_out") of a prepared directory."""
+    """Verify the shards of a split ("train" or "held_out") in a local directory, and open them as one stream."""
     shards = index["splits"][split]["shards"]
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     verify_shards(folder, shards, dtype.itemsize)

@@ -7,7 +7,7 @@ HELD_OUT_TOKENS = 2**16
 
 
 class SyntheticStream:
-    """A stream of ids computed from (seed, position). It has the interface of a `TokenStream`, and stores nothing.
+    """Stream of random token ids computed from (seed, position); a `TokenStream` that stores nothing.
 
     The function is SplitMix64's finaliser (Steele, Lea, Flood 2014) of the position plus a seeded offset.
     """
@@ -33,4 +33,4 @@ class SyntheticStream:
         return ids + (ids >= self.document_start)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing; exists because other token streams have files to close."""

@@ -32,7 +32,7 @@ STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Pieces that are read and tokenized together, and how their documents are split."""
+    """A unit of tokenization work: pieces of files that are read together, and how documents are held out."""
 
     pieces: tuple[Piece, ...]
     fraction: float
@@ -43,7 +43,7 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class TokenizationPlan:
-    """All work units of some sources, in the order of the token stream."""
+    """The tokenization of some data sources as a list of work units, in the order of the resulting token stream."""
 
     units: tuple[WorkUnit, ...]
     identity: str
@@ -98,7 +98,7 @@ def source_is_stdlib(sources: Sequence[SourceConfig]) -> bool:
 
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
-    """Return the files of a raw source, sorted by relative path; the standard library's end with its help topics."""
+    """Return the files of a source of raw text by relative path; Python's standard library ends with help topics."""
     if source.path == "synthetic":
         raise ConfigError("the source 'synthetic' has no text: it needs no preparation, train on it as it is")
     if source.path != "stdlib":
@@ -137,7 +137,7 @@ def _kind(source: SourceConfig, file: SourceFile) -> Kind:
 
 
 def _records_as_text(source: SourceConfig, files: Sequence[SourceFile], kinds: Sequence[Kind]) -> dict[str, int]:
-    """Return the number of files of each suffix in `RECORD_SUFFIXES` that are read as text by default."""
+    """Count, by suffix, the files of records (csv, tsv, json) that are read as plain text for lack of a reader."""
     if source.format == "text":
         return {}
     suffixes = [file.suffix for file, kind in zip(files, kinds, strict=True) if kind == "text"]
@@ -169,7 +169,7 @@ def _group(
     split: tuple[float, bool],
     unit_bytes: int,
 ) -> Iterator[WorkUnit]:
-    """Yield units of about `unit_bytes`, in order."""
+    """Group the pieces of a source's files into work units of about `unit_bytes`, in order."""
     pending: list[Piece] = []
     size = 0
     for file, kind in zip(files, kinds, strict=True):
@@ -207,7 +207,10 @@ def _cuts(file: SourceFile, start: int, stop: int, step: int, whole_lines: bool 
 
 
 def _long_text(file: SourceFile, split: tuple[float, bool], unit_bytes: int) -> Iterator[tuple[Piece, int]]:
-    """Yield ranges of a long text with their sizes; only the first range of each side of the split opens a document."""
+    """Cut a long text file into byte ranges for the training and the held-out split; yield each with its size.
+
+    Only the first range of each split opens a document.
+    """
     fraction, inside = split
     with open_file(file) as stream:
         score = split_score(stream.read(HEAD_BYTES) + str(file.size).encode())
