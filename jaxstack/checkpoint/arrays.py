@@ -83,7 +83,7 @@ def read(path: Path, targets: dict[str, Any], timeout_seconds: int) -> dict[str,
 
 
 def _local_bytes(array: jax.Array | np.ndarray) -> int:
-    """Return the bytes of the largest shard of an array on this process."""
+    """Return the size in bytes of the largest shard of an array on this process."""
     if isinstance(array, jax.Array):
         return max((shard.data.nbytes for shard in array.addressable_shards), default=0)
     return array.nbytes

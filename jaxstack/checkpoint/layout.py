@@ -120,7 +120,7 @@ def orbax_target(wanted: jax.Array | jax.ShapeDtypeStruct | np.ndarray, stored: 
 
 
 def restored_leaf(name: str, loaded: Any, wanted: Any, stored: LeafSpec) -> Any:
-    """Convert an array loaded from a checkpoint to the kind of leaf that the caller asked for.
+    """Convert an array loaded from a checkpoint to the kind that was asked for: jax or numpy array, or random key.
 
     Args:
       name: path of the leaf, for messages.

@@ -1,4 +1,4 @@
-"""Batch-size ramp: the global batch doubles at given numbers of tokens, so each step's size is known in advance.
+"""Batch-size ramp: the global batch size doubles after given numbers of tokens, a function of the step alone.
 
 Sizes are a function of the step alone, so that a resumed run needs no further state. All rows of the data are used in
 the same order as without a ramp, each once: a batch begins at a multiple of its own size. Merrill et al. 2025
@@ -34,7 +34,7 @@ class Phase:
 
 
 class BatchSizes:
-    """The batch size of each step of a run; steps count from 0.
+    """The batch size of each step of a run, constant or following a batch-size ramp; steps count from 0.
 
     Args:
       train: number of steps, final batch size, sequence length, microbatches, and the ramp, if there is one.

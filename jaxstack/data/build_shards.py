@@ -1,4 +1,4 @@
-"""Builds a directory of token shards from sources, for `jaxstack.prepare` and for the training cache.
+"""Tokenizes data sources into a directory of token shards, for `jaxstack.prepare` and for the data cache.
 
 The sources are cut into work units that depend on the input alone. Each unit is tokenized into files of its own under
 `.work/`, by any process and in any order; the units' order then makes the token stream. The result therefore does not
@@ -43,7 +43,7 @@ UNITS_PER_WORKER = 4
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may run on."""
+    """Return the number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -171,7 +171,7 @@ class _Builder:
                 writer.append(np.frombuffer(content, dtype))
 
     def _earlier_shards(self) -> list[dict]:
-        """Return the leading training shards that an interrupted run completed; delete its other files."""
+        """Return the first training shards, as far as an interrupted run completed them; delete its others."""
         try:
             progress = json.loads((self._work / PROGRESS).read_bytes())
         except (OSError, ValueError):

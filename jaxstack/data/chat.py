@@ -1,4 +1,4 @@
-"""Tokenizes chats, and prompts with completions, with a mask of the answers: only these are trained on.
+"""Tokenizes chats, and prompts with completions, with a mask of the answers, which alone are trained on.
 
 Each is tokenized once, as one text, and cached: its ids, and for each id whether it is part of an answer.
 """
@@ -66,7 +66,7 @@ class Chats:
 
     @property
     def format(self) -> ChatFormat | None:
-        """The chat format that is saved in the run's directory, with the tokenizer."""
+        """Chat template and special tokens, which are saved in the run's directory with the tokenizer."""
         if self.template is None:
             return self.tokenizer.chat
         return ChatFormat(self.template.source, self.template.tokens)

@@ -1,4 +1,4 @@
-"""Compares the data of a run with the data that a resumed run finds."""
+"""Compares the training data at a run's checkpoint with the data that is found when the run is resumed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The held-out split: whole documents if a source has many, the end of each document if it has few."""
+"""Splits sources into training and held-out text: by whole documents or, if there are few, within each."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Reads tokenizers from directories that `Tokenizer.save` wrote and from foreign tokenizer.json files."""
+"""Reads tokenizers from directories that `Tokenizer.save` wrote, and from tokenizer.json files of others."""
 
 import json
 import os

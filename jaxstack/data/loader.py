@@ -129,7 +129,7 @@ class Data:
 
     @property
     def train_tokens(self) -> int:
-        """Number of tokens of one epoch over all training sources."""
+        """Number of tokens in one epoch over all training sources."""
         return sum(s.tokens for s in self._train)
 
     @property
@@ -228,7 +228,7 @@ class Data:
                 say(describe_row_filling(source.path, rows, self.sequence_length))
 
     def close(self) -> None:
-        """Close the shard files."""
+        """Close the files of token shards."""
         for stream in (*self._train, *self._held_out):
             stream.close()
 

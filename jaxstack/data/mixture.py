@@ -1,4 +1,4 @@
-"""The global order of training rows: a Grain pipeline of indices that depends only on the seed and the weights."""
+"""The order in which training rows are read from all sources, which depends only on the seed and the weights."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Rows of a token stream as model inputs: next-token labels, segment ids, positions that restart at documents.
+"""Cuts a token stream into rows for the model: next-token labels, segment ids, positions within documents.
 
 Dimensions: B rows, T sequence length.
 """
@@ -26,7 +26,7 @@ class Stream(Protocol):
 
 
 def row_count(tokens: int, sequence_length: int) -> int:
-    """Return the number of rows of `sequence_length` tokens that a token stream fills; the last may be padded."""
+    """Return how many rows of `sequence_length` tokens a token stream fills; the last may be padded."""
     return -(-(tokens - 1) // sequence_length) if tokens > 1 else 0
 
 

@@ -134,7 +134,7 @@ def read_batches(batches: IndexedBatches, workers: WorkerOptions) -> Iterator[Ba
 
 
 class ParallelBatches:
-    """A `BatchSource` for `Trainer` that calls `function(step)` in Grain's threads, many steps ahead.
+    """Batches for `Trainer` from a user's function of the step, called in parallel threads many steps ahead.
 
     Example: `Trainer(module, loss, ParallelBatches(read_batch, threads=32))`.
 

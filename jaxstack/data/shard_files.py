@@ -1,4 +1,4 @@
-"""Reads ranges of shard files: local ones, and remote ones with local copies."""
+"""Reads byte ranges of token shard files: local files, and remote ones with local copies."""
 
 import hashlib
 import os

@@ -26,7 +26,7 @@ STAMPS = ".verified.json"
 
 
 class ShardWriter:
-    """Cuts a stream of ids into shard files. A shard becomes visible once it is complete and on the disk."""
+    """Writes a stream of token ids as shard files, each of which becomes visible once it is complete on the disk."""
 
     def __init__(
         self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int,
@@ -42,7 +42,7 @@ class ShardWriter:
         self._count = 0
 
     def append(self, ids: np.ndarray) -> None:
-        """Append ids to the stream; write every shard that became full."""
+        """Append token ids to the stream, and write every shard that becomes full."""
         while ids.size:
             room = self._shard_tokens - self._count
             self._parts.append(ids[:room])
@@ -52,7 +52,7 @@ class ShardWriter:
                 self._write()
 
     def finish(self) -> list[dict]:
-        """Write the remaining ids as the last shard. Return name, tokens and sha256 of every shard."""
+        """Write the remaining token ids as the last shard; return name, tokens and sha256 of every shard."""
         if self._count:
             self._write()
         return self.shards

@@ -1,4 +1,4 @@
-"""Finds and opens the files of a source: local paths, globs and URLs, plain or compressed."""
+"""Finds and opens the files of a data source: local paths, globs and URLs, plain or compressed."""
 
 import difflib
 import glob as globbing
@@ -19,7 +19,7 @@ COMPRESSED = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source, with what identifies its content: size and version."""
+    """A file of a data source, with its size and version, by which changes of its content are detected."""
 
     path: str
     """An absolute local path, or a URL."""

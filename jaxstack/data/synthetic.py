@@ -24,7 +24,7 @@ class SyntheticStream:
         return [f"synthetic-{self._choices}-{self._seed}-{self.tokens}"]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return the ids from `start` to `start + count`, fewer at the end of the stream, int64."""
+        """Return the `count` ids from position `start` on, fewer at the end of the stream, int64."""
         x = np.arange(start, min(start + count, self.tokens), dtype=np.uint64)
         x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + self._offset
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

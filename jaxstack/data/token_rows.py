@@ -1,4 +1,4 @@
-"""Rows of T tokens as model inputs: cut from a stream of text, or packed from whole examples.
+"""Training rows of T tokens: cut from a stream of text, or packed from whole examples such as chats.
 
 Dimensions: T sequence length.
 """

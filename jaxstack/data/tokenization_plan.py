@@ -1,4 +1,4 @@
-"""Plans the tokenization of sources: pieces of files, grouped into units of work that do not depend on the workers."""
+"""Splits the tokenization of data sources into units of work: large files are cut, small ones are grouped."""
 
 import hashlib
 import importlib.util
@@ -59,7 +59,7 @@ class TokenizationPlan:
 
 
 def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> TokenizationPlan:
-    """Plan the tokenization of `sources`: list their files, cut long ones into pieces, and group short ones.
+    """Plan the tokenization of data sources: list their files, cut long ones into pieces, and group short ones.
 
     Raises:
       ConfigError: no file matches, a source that cannot be read as its format, a missing text column.

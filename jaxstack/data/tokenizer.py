@@ -193,7 +193,7 @@ def checked_ids(ids: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def chunks(text: str, limit: int = CHUNK_CHARACTERS) -> list[str]:
-    """Cut a long text after line ends (or spaces, or anywhere), so that its parts can be encoded in parallel."""
+    """Cut a long text into pieces, preferably at line ends, that can be tokenized in parallel."""
     parts = []
     start = 0
     while len(text) - start > limit:

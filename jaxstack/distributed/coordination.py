@@ -83,7 +83,7 @@ def _tls_options(place: Place) -> dict[str, Any]:
 
 
 def _check_free(address: str) -> None:
-    """Check that this process can listen at the address; if not, jax would end with a segmentation fault.
+    """Check that this process can listen at an address, as jax would otherwise end with a segmentation fault.
 
     Raises:
       JaxstackError: it cannot.
@@ -206,7 +206,7 @@ their heartbeat, stuck ones by the launcher."""
 
 
 def all_true(value: bool) -> bool:
-    """Return True if `value` is True on every process.
+    """Return True if `value` is True on every process; all processes must call it.
 
     All processes must make the same sequence of calls to this function and `broadcast_from_first`, from one thread.
 

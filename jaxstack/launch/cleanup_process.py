@@ -1,4 +1,6 @@
-"""Kills what is left of a run whose launcher was killed: `cleanup_process.py FOLDER`, standard input from the launcher.
+"""Script that kills what is left of a run whose launcher was killed: `cleanup_process.py FOLDER`.
+
+Its standard input is a pipe from the launcher, whose end it waits for.
 
 With the launcher the kernel ends its own children, but not the processes that these have started, such as a trainer
 below a shell. Run as a file, with only the standard library, so that it starts at once and stays small.

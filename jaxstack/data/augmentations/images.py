@@ -22,7 +22,7 @@ class ImageAugmentation(Component):
 
     @abstractmethod
     def apply(self, image: Image, random: np.random.Generator) -> Image:
-        """Return the changed image, which may be a view of the given one."""
+        """Return the randomly changed image, which may be a view of the given one."""
 
 
 class RandomCrop(ImageAugmentation):

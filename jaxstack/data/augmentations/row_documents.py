@@ -1,4 +1,4 @@
-"""Splits packed rows into documents, and joins documents to rows.
+"""Splits packed training rows into their documents, and joins documents to rows again.
 
 Dimensions: T sequence length.
 """
@@ -15,7 +15,7 @@ Document = tuple[np.ndarray, np.ndarray]
 
 
 def split_row(row: Row, document_start: int) -> list[Document]:
-    """Return the documents of a row, in order; padding comes as documents without labels."""
+    """Split a training row into its documents, in order; padding comes as documents without labels."""
     tokens, labels = row["tokens"], row["labels"]
     if "segment_ids" in row:
         begins = np.flatnonzero(np.diff(row["segment_ids"])) + 1
