@@ -22,7 +22,7 @@ Json: TypeAlias = Any
 
 
 def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 300) -> None:
-    """Connect this process with the others of its run, before any device is used.
+    """Connect this process with the others of its run; must be called before any device is used.
 
     Afterwards, the death of a process ends the others within about `heartbeat_seconds`. Process 0 listens only on the
     coordinator's own address. Unless that is on the loopback interface, processes authenticate by mutual TLS.
@@ -217,7 +217,7 @@ def all_true(value: bool) -> bool:
 
 
 def broadcast_from_first(value: Json) -> Json:
-    """Return process 0's `value` on all processes; all must call it, in the order described in `all_true`."""
+    """Return process 0's `value` on all processes; all must call it, as described for `all_true`."""
     if process_position()[1] == 1:
         return value
     name = f"first-{next(_calls)}"

@@ -131,7 +131,7 @@ class Supervisor:
         return children
 
     def _watch(self, children: Sequence[Child]) -> tuple[int, str]:
-        """Watch the processes until one ends or is stuck; return the exit code of this start and the reason.
+        """Watch the processes until all are done, or one fails or is stuck; return an exit code and the reason.
 
         Some of the children may still be running.
         """

@@ -21,7 +21,7 @@ SKEW_SECONDS = 2.0
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
-    """Check that all processes have the same versions, commit, configuration and clock time.
+    """Check that all processes have the same versions, commit and configuration; warn if their clocks differ.
 
     Args:
       settings: the run's configuration as text.
