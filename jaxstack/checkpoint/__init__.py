@@ -1,1 +1,1 @@
-"""Checkpoints: asynchronous saves, content hashes checked on load, restore on another mesh."""
+"""Checkpoints of training runs: saved asynchronously, verified by file hashes, restored onto any mesh."""

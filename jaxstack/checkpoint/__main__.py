@@ -13,7 +13,7 @@ from jaxstack.observe.number_format import byte_size
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if a checkpoint is damaged or there is none."""
+    """Run the command, and return its exit code: 1 if a checkpoint is damaged or there is none."""
     options = make_parser().parse_args(argv)
 
     def body() -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser of `python -m jaxstack.checkpoint`."""
     parser = CommandParser(prog="jaxstack checkpoint", description="Verify, list or prune the checkpoints of a run.")
     commands = parser.add_subparsers(required=True, metavar="list|verify|prune")
     for name, action, text in (

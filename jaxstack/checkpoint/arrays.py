@@ -1,4 +1,4 @@
-"""Reads and writes flat dictionaries of arrays with Orbax, under settings that suit training."""
+"""Reads and writes dictionaries from names to arrays with Orbax, with its settings chosen for training."""
 
 import math
 import os
@@ -40,7 +40,7 @@ def _context(timeout_seconds: int) -> ocp.Context:
 
 
 def start_write(path: Path, arrays: dict[str, Any], timeout_seconds: int) -> Callable[[], None]:
-    """Copy arrays to host memory, and start to write them in the background.
+    """Copy arrays to host memory, and start writing them to disk in the background.
 
     When this returns, the arrays may be donated, changed or deleted.
 
@@ -64,7 +64,7 @@ def start_write(path: Path, arrays: dict[str, Any], timeout_seconds: int) -> Cal
 
 
 def read(path: Path, targets: dict[str, Any], timeout_seconds: int) -> dict[str, Any]:
-    """Read the named arrays, each device only its own shards.
+    """Read the wanted arrays from disk; each device reads only its own shards.
 
     Args:
       path: folder of the arrays.
@@ -83,7 +83,7 @@ def read(path: Path, targets: dict[str, Any], timeout_seconds: int) -> dict[str,
 
 
 def _local_bytes(array: jax.Array | np.ndarray) -> int:
-    """Return the bytes of the largest shard of an array on this process."""
+    """Return the size in bytes of the largest shard of an array on this process."""
     if isinstance(array, jax.Array):
         return max((shard.data.nbytes for shard in array.addressable_shards), default=0)
     return array.nbytes

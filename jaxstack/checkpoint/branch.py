@@ -1,4 +1,4 @@
-"""Makes a checkpoint of one run the first checkpoint of another, which then goes on from it."""
+"""Branches a run from another: one of its checkpoints becomes the new run's first."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 
 
 def link_checkpoint(source: Path, step: int | None, target: Path) -> int:
-    """Copy a committed checkpoint into another checkpoint directory, by hard links where possible.
+    """Copy a checkpoint to another run's checkpoint directory, by hard links where possible.
 
     Files are hard links where the file system has them, so that they take no space and outlive the source's; copies
     elsewhere.

@@ -1,4 +1,4 @@
-"""The end of a save, in the background thread: hash the written files, write the manifest, rename the folder."""
+"""Last part of a save, in a background thread: hash the written files, write the manifest, rename the folder."""
 
 import dataclasses
 import datetime
@@ -19,7 +19,7 @@ _PART = ".hashes-"
 
 @dataclasses.dataclass
 class SaveJob:
-    """A checkpoint that is being written in the background."""
+    """A checkpoint that is being written in the background: its step, folder and index, and the time it took."""
 
     step: int
     staging: Path
@@ -33,7 +33,9 @@ class SaveJob:
 def commit(
     staging: Path, final: Path, index: dict[str, Any], timeout_seconds: int, failure: Exception | None = None
 ) -> Path | None:
-    """Turn the written folder `staging` into the checkpoint `final`. Every process calls it, even if its write failed.
+    """Turn the folder `staging` of written arrays into the checkpoint `final`: hashes, manifest, rename.
+
+    Every process calls it, even if its write failed.
 
     The processes divide the hashing and write their hashes to files in `staging`; if one of these is missing, the save
     fails on all processes.
@@ -89,7 +91,7 @@ def _merge_parts(staging: Path, count: int) -> dict[str, str]:
 
 
 def make_index(step: int, specs: dict[str, LeafSpec], extra: object) -> dict[str, Any]:
-    """Return the content of checkpoint.json.
+    """Return the content of checkpoint.json: step, versions, extra data, and the shape and dtype of each leaf.
 
     Raises:
       JaxstackError: `extra` is not plain JSON.

@@ -1,4 +1,4 @@
-"""The weights of a compressed model on disk: safetensors files, and a manifest with formats and hashes.
+"""Reads and writes the weights of a compressed model: safetensors files, and a manifest with formats and hashes.
 
 `compressed/` in a run directory holds
 
@@ -40,23 +40,23 @@ Place: TypeAlias = Callable[[str, tuple[int, ...]], jax.P]
 
 
 def is_packed(x: object) -> bool:
-    """Return True if x is a `PackedWeight`, which pytree functions should treat as one leaf."""
+    """Return True if x is a compressed weight (`PackedWeight`), which pytree functions should take as one leaf."""
     return isinstance(x, PackedWeight)
 
 
 def is_compressed(directory: str | Path) -> bool:
-    """Return True if the run directory holds a compressed model in place of checkpoints."""
+    """Return True if the run directory holds a compressed model in place of training checkpoints."""
     return (Path(directory) / FOLDER / MANIFEST).is_file()
 
 
 def named_leaves(params: Params) -> dict[str, Any]:
-    """Return path -> leaf of a tree of parameters; a `PackedWeight` counts as one leaf."""
+    """Return a dict from the path of each parameter to its array, or to its `PackedWeight` if it is compressed."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
     return {path_name(path): leaf for path, leaf in leaves}
 
 
 def write_compressed(directory: str | Path, params: Params, step: int) -> None:
-    """Write parameters to the folder `compressed` of a run directory.
+    """Write the parameters of a compressed model to the folder `compressed` of a run directory.
 
     Args:
       step: step of the checkpoint that was compressed.
@@ -79,7 +79,9 @@ def read_compressed(
     mesh: jax.sharding.Mesh | None = None,
     wanted: Callable[[str], bool] = lambda path: True,
 ) -> tuple[Params, int]:
-    """Read the parameters that `write_compressed` wrote, vectors as plain arrays; return them and their step.
+    """Read the parameters of a compressed model and the step that they are from.
+
+    Vectors are returned as plain arrays.
 
     Args:
       place: the layout of each parameter on `mesh`; None: on one device.
@@ -113,14 +115,14 @@ def read_compressed(
 
 
 def dense_parameter(path: str, leaf: PackedWeight | jax.Array) -> jax.Array:
-    """Return a parameter in the shape that the model gives it, as a plain array."""
+    """Return a parameter as a plain array, decompressed if needed, in the shape that the model uses."""
     if not isinstance(leaf, PackedWeight):
         return leaf
     return leaf.matrix() if path.endswith("/table") else leaf.dense()  # a packed table is the transpose
 
 
 def unpack_vectors(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters by path with packed vectors as plain arrays, as models use them."""
+    """Return parameters by path with compressed vectors turned into plain arrays, as the model needs them."""
     return {path: leaf.dense() if is_packed(leaf) and leaf.ndim == 1 else leaf for path, leaf in leaves.items()}
 
 

@@ -1,4 +1,4 @@
-"""Finds damaged checkpoints. The processes of a run divide the reading and agree on the result."""
+"""Finds damaged checkpoints: the processes of a run divide the reading of files and agree on the result."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +9,13 @@ from jaxstack.distributed import coordination
 
 
 class DamageFinder:
-    """Compares checkpoints with their manifests. Remembers which are intact, until somebody writes to them."""
+    """Compares checkpoints with their manifests of file hashes, and remembers intact ones until they are written to."""
 
     def __init__(self) -> None:
         self._intact: dict[int, Any] = {}
 
     def find(self, path: Path, step: int) -> str | None:
-        """Return the damage of a checkpoint, beginning with the file's name; None if it has none.
+        """Return what is damaged in a checkpoint, beginning with the file's name; None if it is intact.
 
         Every process must call it.
 
@@ -38,7 +38,7 @@ class DamageFinder:
 
 
 def _name_damage(path: Path, step: int) -> str:
-    """Return the damage that another process found in its share; only the first process names the file."""
+    """Return a message on damage that another process found; only the first process looks up and names the file."""
     try:
         if coordination.is_first():
             manifest.check(path, step)
@@ -48,7 +48,7 @@ def _name_damage(path: Path, step: int) -> str:
 
 
 class DeletionCheck:
-    """Verifies a newer checkpoint before older ones are deleted for it. Only the first process uses it.
+    """Verifies a newer checkpoint before older ones are deleted in its favour. Only the first process uses it.
 
     Args:
       report: called with a line about each damaged checkpoint.
@@ -59,7 +59,7 @@ class DeletionCheck:
         self._verified: dict[int, Any] = {}
 
     def passes(self, path: Path, step: int, trusted: bool) -> bool:
-        """Return True if a checkpoint's files have their hashes, so that an older one may be deleted for it.
+        """Return True if a checkpoint's files match their hashes, so that older checkpoints may be deleted.
 
         Each checkpoint of an earlier start is read once.
 
@@ -80,7 +80,7 @@ class DeletionCheck:
 
 
 def has_right_sizes(path: Path, step: int) -> bool:
-    """Return True if all files of a checkpoint have the sizes of its manifest; contents are not read."""
+    """Return True if all files of a checkpoint have the sizes in its index; contents are not read."""
     try:
         manifest.check(path, step, hashes=False)
     except manifest.Damaged:

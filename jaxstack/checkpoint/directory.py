@@ -1,4 +1,4 @@
-"""The directory of checkpoints on disk. Every entry appears and disappears in one rename.
+"""Manages the checkpoint directory on disk, where every entry appears and disappears in one rename.
 
     1000/               a committed checkpoint (see manifest.py)
     .saving-2000-1/     half written; becomes 2000/ in one rename
@@ -29,7 +29,10 @@ _REPLACED = re.compile(r"\.replaced-(0|[1-9][0-9]{0,8})")
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An entry of the directory. `step` is set if it is committed; `reason` says why it is foreign."""
+    """An entry of the checkpoint directory, with its kind: committed, unfinished, being deleted, or not a checkpoint.
+
+    `step` is set if it is committed; `reason` says why it is not a checkpoint.
+    """
 
     path: Path
     kind: Kind
@@ -38,7 +41,7 @@ class Entry:
 
 
 def scan(directory: Path) -> list[Entry]:
-    """List the entries of `directory`: committed checkpoints first, newest first. A missing directory has none.
+    """List the entries of a checkpoint directory: committed checkpoints first, newest first; none if it is missing.
 
     Raises:
       JaxstackError: `directory` is a file or cannot be read.
@@ -82,7 +85,10 @@ def _classify(path: Path) -> Entry:
 
 
 def put_in_place(staging: Path, final: Path) -> Path | None:
-    """Rename `staging` to the committed `final`. Returns the new path of something else that was there, if any."""
+    """Rename the finished folder `staging` to the checkpoint `final`, replacing an earlier save of the same step.
+
+    Anything else at `final` is moved aside, and its new path is returned.
+    """
     moved = None
     if os.path.lexists(final):
         if _classify(final).kind == "committed":
@@ -99,7 +105,7 @@ def put_in_place(staging: Path, final: Path) -> Path | None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint: rename it first, so that it is never seen half deleted."""
+    """Delete a checkpoint, after renaming it so that it is never seen half deleted."""
     doomed = path.with_name(f".deleting-{path.name.lstrip('.').removeprefix('deleting-')}")
     if doomed != path:
         remove_tree(doomed)
@@ -108,7 +114,7 @@ def delete(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder or file, as far as possible. Retries, as a writer that failed may still be adding files to it."""
+    """Remove a folder or file as far as possible, with retries, as a failed writer may still be adding files."""
     for attempt in range(5):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -121,19 +127,19 @@ def remove_tree(path: Path) -> None:
 
 
 def clear_unfinished(directory: Path) -> None:
-    """Remove saves and deletions that were cut off. Only the process that holds the lock may call it."""
+    """Remove what interrupted saves and deletions have left. Only the process that holds the lock may call it."""
     for entry in scan(directory):
         if entry.kind in ("half-written", "deleting"):
             remove_tree(entry.path)
 
 
 def saving_process(directory: Path) -> str | None:
-    """Return the process that saves in `directory` now, such as `process 17 on host a`; None if there is none."""
+    """Return which process saves in a checkpoint directory now (`process 17 on host a`); None if there is none."""
     return lock_holder(directory / ".lock")
 
 
 def lock_directory(directory: Path) -> FileLock:
-    """Lock `directory` against saves of other runs. The kernel frees the lock when this process ends.
+    """Lock a checkpoint directory against saves of other runs. The kernel frees the lock when this process ends.
 
     File systems without locks are accepted, without protection.
 

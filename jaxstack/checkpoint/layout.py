@@ -1,4 +1,4 @@
-"""Compares the leaves that a caller wants with those of a checkpoint, and chooses how each array is loaded."""
+"""Compares the leaves of a wanted pytree with those of a checkpoint, and chooses how each array is loaded."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,9 @@ _SHOWN = 10
 
 
 def compare(wanted: dict[str, LeafSpec], stored: dict[str, LeafSpec], subset: bool = False) -> list[str]:
-    """Return a line for each leaf that differs between this run and the checkpoint, in the order of `wanted`.
+    """Compare the leaves of a wanted pytree with those of a checkpoint; return a line for each that differs.
+
+    The lines are in the order of `wanted`.
 
     Args:
       wanted: leaves of this run.
@@ -40,7 +42,7 @@ def compare(wanted: dict[str, LeafSpec], stored: dict[str, LeafSpec], subset: bo
 
 
 def check_layout(source: str, wanted: dict[str, LeafSpec], stored: dict[str, LeafSpec], subset: bool = False) -> None:
-    """Check that a checkpoint has the wanted leaves; see `compare`.
+    """Check that a checkpoint has the wanted leaves, with the same shapes and dtypes.
 
     Raises:
       ConfigError: it does not. The message names the first ten differences and counts the others.
@@ -62,7 +64,7 @@ def check_layout(source: str, wanted: dict[str, LeafSpec], stored: dict[str, Lea
 def initialize_missing_leaves(
     wanted: dict[str, Any], stored: dict[str, LeafSpec], later: Mapping[str, Callable[[], PyTree]]
 ) -> dict[str, Any]:
-    """Return initial values, with the wanted shardings, of the fields in `later` that an older checkpoint lacks.
+    """Create, with the wanted shardings, the fields in `later` that an older checkpoint lacks.
 
     Args:
       wanted: leaves of this run.
@@ -81,7 +83,7 @@ def initialize_missing_leaves(
 
 
 def abstract_state(tree: PyTree, shardings: PyTree = None) -> PyTree:
-    """Return the abstract form of `tree`, for `CheckpointManager.restore`.
+    """Replace the arrays of a pytree by their shapes, dtypes and shardings, for `CheckpointManager.restore`.
 
     Args:
       tree: arrays become jax.ShapeDtypeStruct; numpy arrays and plain Python values stay as they are.
@@ -103,7 +105,7 @@ def abstract_state(tree: PyTree, shardings: PyTree = None) -> PyTree:
 
 
 def orbax_target(wanted: jax.Array | jax.ShapeDtypeStruct | np.ndarray, stored: LeafSpec) -> Any:
-    """Return the target of Orbax for a leaf: a numpy array, or an abstract array with the wanted sharding.
+    """Return what Orbax should load a leaf as: a numpy array, or an abstract array with the wanted sharding.
 
     Each device then reads only its own shard from the files; nothing is gathered on one host. The default sharding is
     one device.
@@ -118,7 +120,7 @@ def orbax_target(wanted: jax.Array | jax.ShapeDtypeStruct | np.ndarray, stored: 
 
 
 def restored_leaf(name: str, loaded: Any, wanted: Any, stored: LeafSpec) -> Any:
-    """Convert an array loaded from a checkpoint to the kind of leaf that the caller asked for.
+    """Convert an array loaded from a checkpoint to the kind that was asked for: jax or numpy array, or random key.
 
     Args:
       name: path of the leaf, for messages.

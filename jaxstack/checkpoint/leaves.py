@@ -1,4 +1,4 @@
-"""Any pytree as a flat dictionary {"params/layers/kernel": leaf}, which can be read without its Python classes."""
+"""Stores any pytree as a flat dict {"params/layers/kernel": leaf}, readable without the pytree's Python classes."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ _PLAIN_TYPES = (bool, int, float, str)
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """The type of a leaf: shape and dtype, the value of a plain Python value, the generator of random keys.
+    """Description of a pytree leaf in a checkpoint: shape and dtype, a Python value, or a random key's generator.
 
     The dtype of plain Python values is e.g. "python int".
     """
@@ -33,12 +33,12 @@ class LeafSpec:
 
     @property
     def is_python_value(self) -> bool:
-        """True for a Python value, which is stored in the index instead of as an array."""
+        """True for a plain Python value, which is stored in checkpoint.json instead of as an array."""
         return self.dtype.startswith("python ")
 
     @property
     def is_known(self) -> bool:
-        """False for random keys whose generator this jax does not have; True for everything else."""
+        """False for random keys of a generator that this version of jax lacks; True for everything else."""
         if self.key_impl is None:
             return not self.dtype.startswith("key<")
         try:
@@ -48,14 +48,14 @@ class LeafSpec:
 
     @property
     def has_array(self) -> bool:
-        """True if an array is stored for it; False for plain values and for arrays without elements."""
+        """True if an array is stored for the leaf; False for Python values and for arrays without elements."""
         return not self.is_python_value and 0 not in self.shape
 
     def __str__(self) -> str:
         return self.dtype if self.is_python_value else f"{self.dtype}{list(self.shape)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dictionary of plain JSON, which `from_json` reads."""
+        """Return the description of the leaf as plain JSON, which `from_json` reads."""
         fields: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
         if self.is_python_value:
             fields["value"] = self.value
@@ -65,12 +65,12 @@ class LeafSpec:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "LeafSpec":
-        """Return the specification that `to_json` wrote."""
+        """Return the description of a leaf from the plain JSON that `to_json` wrote."""
         return cls(tuple(fields["shape"]), fields["dtype"], fields.get("value"), fields.get("key_impl"))
 
 
 def name_leaves(tree: PyTree) -> tuple[dict[str, Any], Any]:
-    """Return the leaves of a pytree by path ("optimizer/0/mu/kernel"), in the tree's order, and its structure.
+    """Flatten a pytree into a dict from path ("optimizer/0/mu/kernel") to leaf; return it and the tree structure.
 
     Raises:
       JaxstackError: two leaves have the same path.
@@ -86,7 +86,7 @@ def name_leaves(tree: PyTree) -> tuple[dict[str, Any], Any]:
 
 
 def describe(name: str, leaf: object) -> LeafSpec:
-    """Return the specification of an array, a random key, a plain value, or an abstract form of these.
+    """Return the description of a pytree leaf for a checkpoint: array, random key, Python value, or abstract array.
 
     Raises:
       JaxstackError: it cannot be stored.
@@ -107,7 +107,7 @@ def describe(name: str, leaf: object) -> LeafSpec:
 
 
 def to_stored(leaf: jax.Array | np.ndarray | np.generic, spec: LeafSpec) -> jax.Array | np.ndarray:
-    """Return the array that is written for a leaf: the data of a random key, an array for a numpy scalar."""
+    """Return the array that is written for a leaf: the bits of a random key, or a numpy scalar as an array."""
     if spec.key_impl is not None and isinstance(leaf, jax.Array):
         return jax.random.key_data(leaf)
     return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

@@ -1,4 +1,4 @@
-"""Saves and restores pytrees: asynchronous, hashed, committed in one rename, restored onto any mesh."""
+"""Saves and restores pytrees: asynchronously, with file hashes, committed in one rename, onto any mesh."""
 
 import atexit
 import dataclasses
@@ -30,7 +30,7 @@ _open_managers: "weakref.WeakSet[CheckpointManager]" = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True)
 class SaveRecord:
-    """Cost of a committed save: bytes of arrays on all processes, and seconds that `save` blocked its caller."""
+    """Cost of a finished save: bytes of arrays on all processes, and seconds that `save` blocked its caller."""
 
     step: int
     num_bytes: int
@@ -91,7 +91,7 @@ class CheckpointManager:
         self._release()
 
     def claim(self) -> None:
-        """Keep other runs from saving here from now on.
+        """Lock the checkpoint directory, so that no other run saves here from now on.
 
         Raises:
           JaxstackError: another run saves here, or the directory cannot be written.
@@ -110,11 +110,11 @@ class CheckpointManager:
             raise failure or kind(f"the first process cannot save in {self.directory}; it says why")
 
     def should_save(self, step: int, last_step: int | None = None) -> bool:
-        """Return True if the configuration's policy saves after `step` steps."""
+        """Return True if the configured interval makes a checkpoint due after `step` steps."""
         return should_save(step, self.config.every_steps, last_step)
 
     def save(self, step: int, state: PyTree, extra: object = None, wait: bool = False) -> None:
-        """Save a pytree and `extra` as `step`; a checkpoint of the same step is replaced.
+        """Save a pytree and `extra` as the checkpoint of `step`, replacing an earlier one of this step.
 
         Returns once the state is in host memory, so that its buffers may be donated. Host memory has at most one copy:
         a save that is still being written is waited for first. A save that fails is reported, in the background too,
@@ -149,7 +149,7 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in progress.
+        """Wait until the save in progress, if any, is on disk.
 
         Raises:
           JaxstackError: the last save was not committed.
@@ -160,7 +160,7 @@ class CheckpointManager:
             raise error
 
     def close(self) -> None:
-        """Wait for the save in progress and free the directory.
+        """Wait for the save in progress, and release the lock of the checkpoint directory.
 
         Raises:
           JaxstackError: the last save was not committed.
@@ -171,7 +171,7 @@ class CheckpointManager:
             self._release()
 
     def latest_step(self) -> int | None:
-        """Return the newest step whose files are all unchanged; None if there is no checkpoint.
+        """Return the step of the newest undamaged checkpoint; None if there is no checkpoint.
 
         Damaged checkpoints are reported with the file's name and skipped.
 
@@ -194,11 +194,11 @@ class CheckpointManager:
         return None
 
     def all_steps(self) -> list[int]:
-        """Return the committed steps in ascending order. Their content is not checked."""
+        """Return the steps of all committed checkpoints in ascending order, without checking their content."""
         return sorted(e.step for e in directory.scan(self.directory) if e.kind == "committed")
 
     def extra(self, step: int) -> Any:
-        """Return the extra data that was saved with `step`, without loading arrays.
+        """Return the extra data that was saved with the checkpoint of `step`, without loading arrays.
 
         Raises:
           JaxstackError: the checkpoint is damaged.
@@ -208,7 +208,7 @@ class CheckpointManager:
     def restore(
         self, step: int, abstract_tree: PyTree, *, subset: bool = False, later: _Fields | None = None
     ) -> tuple[PyTree, Any]:
-        """Load `step`. The files are checked first, unless they were already.
+        """Load the checkpoint of `step`, after checking its files if that was not done before.
 
         Args:
           step: a committed step.
@@ -246,7 +246,7 @@ class CheckpointManager:
         return structure.unflatten(leaves), index.get("extra")
 
     def discard_newer(self, step: int) -> None:
-        """Delete the checkpoints after `step`, for the run that saves here and goes back to it."""
+        """Delete all checkpoints after `step`, when the run goes back to that step."""
         self._join()
         if not coordination.is_first():
             return
@@ -269,7 +269,7 @@ class CheckpointManager:
             self._lock = directory.lock_directory(self.directory)
 
     def _prepare(self, job: SaveJob) -> bool:
-        """Create the folder of a save, on the first process. Returns False, with the error noted, if that fails."""
+        """Create the folder of a new save, on the first process; return False and note the error if that fails."""
         failure: Exception | None = None
         if coordination.is_first():
             try:
@@ -364,7 +364,7 @@ class CheckpointManager:
             self._write_line(line.encode("utf-8", "backslashreplace").decode())  # file names may be any bytes
 
     def _agreed_steps(self) -> Iterator[int]:
-        """Yield the committed steps, newest first, as the first process sees them."""
+        """Yield the steps of committed checkpoints, newest first, as process 0 sees them on disk."""
         steps = []
         if coordination.is_first():
             for entry in directory.scan(self.directory):

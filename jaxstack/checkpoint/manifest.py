@@ -33,11 +33,14 @@ _LARGEST_BYTES = 2**28
 
 
 class Damaged(Exception):
-    """A checkpoint directory has changed since it was committed. The message begins with the file's name."""
+    """Raised if a checkpoint's files have changed since it was committed. The message begins with the file's name."""
 
 
 def list_files(root: Path) -> list[str]:
-    """Return the files below `root` by relative name, sorted, without hidden ones at its top (parts of a save)."""
+    """Return the sorted relative paths of the files below `root`, without hidden files at its top level.
+
+    The hidden ones are parts of a save.
+    """
     names = []
     for folder, _, files in os.walk(root):
         relative = Path(folder).relative_to(root)
@@ -46,7 +49,7 @@ def list_files(root: Path) -> list[str]:
 
 
 def hash_files(root: Path, names: Iterable[str], sync: bool = False) -> dict[str, str]:
-    """Return the SHA-256 of each file in hex. Uses several threads, as hashlib releases the GIL.
+    """Return the SHA-256 of each file in hex, computed in several threads.
 
     Args:
       root: the folder.
@@ -69,13 +72,13 @@ def hash_files(root: Path, names: Iterable[str], sync: bool = False) -> dict[str
 
 
 def sync_directories(root: Path) -> None:
-    """Flush the entries of `root` and of all folders below it to the disk."""
+    """Flush the directory entries of `root` and of all folders below it to the disk (fsync)."""
     for folder, _, _ in os.walk(root):
         sync_directory(Path(folder))
 
 
 def write_manifest(root: Path, digests: dict[str, str], index: dict[str, Any]) -> None:
-    """Complete a checkpoint directory: write its index, with the sizes of the hashed files, then its manifest."""
+    """Complete a checkpoint: write checkpoint.json, with the sizes of the hashed files, then SHA256SUMS."""
     sizes = {name: (root / name).stat().st_size for name in digests}
     write_json(root / INDEX, {**index, "files": sizes})
     lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
@@ -85,7 +88,7 @@ def write_manifest(root: Path, digests: dict[str, str], index: dict[str, Any]) -
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """Read and check checkpoint.json.
+    """Read a checkpoint's checkpoint.json, and check it against the manifest of hashes.
 
     Raises:
       Damaged: it or the manifest has changed.
@@ -94,7 +97,7 @@ def read_index(root: Path) -> dict[str, Any]:
 
 
 def signature(root: Path) -> tuple[tuple[str, int, int], ...] | None:
-    """Return name, size and modification time of every file: equal as long as nobody writes to the directory.
+    """Return name, size and modification time of all files of a checkpoint, to detect that somebody wrote to it.
 
     None if the status of a file cannot be read.
     """
@@ -106,7 +109,7 @@ def signature(root: Path) -> tuple[tuple[str, int, int], ...] | None:
 
 
 def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool = True) -> dict[str, Any]:
-    """Check the committed checkpoint of `step` against its manifest, and return its index.
+    """Check a checkpoint's files against the sizes and hashes in its manifest, and return its index.
 
     Args:
       root: the checkpoint.
@@ -137,7 +140,7 @@ def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool =
 
 
 def _regular(root: Path, name: str) -> os.stat_result:
-    """Return the status of a regular file. A link, a pipe or a device in its place does not count."""
+    """Return the status of a file of a checkpoint, which must be a regular file: no link, pipe or device."""
     try:
         status = os.lstat(root / name)
     except FileNotFoundError:
@@ -170,7 +173,7 @@ def _read_checked(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _is_index(index: object) -> TypeGuard[dict[str, Any]]:
-    """Return True if it has all keys of an index, and each leaf those that `LeafSpec.from_json` reads."""
+    """Return True if the content of a checkpoint.json has all required keys, also for each leaf."""
     if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in _KEYS.items()):
         return False
     for leaf in index["leaves"].values():

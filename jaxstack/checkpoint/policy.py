@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 
 def should_save(step: int, every_steps: int, last_step: int | None = None) -> bool:
-    """Return True if the state after `step` steps is saved: at multiples of `every_steps`, and at the last step.
+    """Return True if a checkpoint is due after `step` steps: at multiples of `every_steps`, and at the last step.
 
     Step 0 is never saved: the configuration alone gives that state again.
     """
@@ -14,7 +14,7 @@ def should_save(step: int, every_steps: int, last_step: int | None = None) -> bo
 def steps_to_delete(
     steps: Iterable[int], keep: int, keep_every_steps: int | None = None, protected: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Return the committed steps to delete, oldest first.
+    """Return the steps of the checkpoints to delete, oldest first; the newest `keep` and some older ones stay.
 
     Args:
       steps: the committed steps.

@@ -1,4 +1,4 @@
-"""Silences messages of Orbax and TensorStore that repeat what the checkpoint's own error says once.
+"""Silences log messages of Orbax and TensorStore that repeat an error which the checkpoint code raises.
 
 One failed write is logged with tracebacks by up to four of Orbax's threads, by asyncio for each leaf, and by
 TensorStore for each leaf that fails after Orbax has closed its event loop. The caller gets the error as an exception.
@@ -20,7 +20,7 @@ _NOT_AWAITED = r"coroutine 'async_(de)?serialize\w*\.<locals>\.\w+' was never aw
 
 
 def silence_orbax(item: str) -> None:
-    """Silence the messages of Orbax, and those of TensorStore about files below a folder named `item`."""
+    """Silence the log messages of Orbax, and those of TensorStore about files below a folder named `item`."""
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, _WithoutOrbax) for known in logger.filters):
@@ -54,7 +54,7 @@ class _WithoutOrbax(logging.Filter):
 
 
 class _WithoutClosedLoops:
-    """An `unraisablehook` that drops TensorStore's errors about a write that nobody waits for any more."""
+    """Replacement of `sys.unraisablehook` that drops TensorStore's errors about writes nobody waits for."""
 
     def __init__(self, before: "Callable[[sys.UnraisableHookArgs], object]"):
         self._before = before

@@ -1,1 +1,1 @@
-"""Turns text into token batches: sources, tokenizers, verified shards, packing, and an order that the seed decides."""
+"""Turns text into batches of tokens: tokenizers, verified token shards, packing, and an order set by a seed."""

@@ -13,7 +13,7 @@ from ending."""
 
 
 class BackgroundIterator(Iterator[T], Generic[T]):
-    """Yields the items of `source` in order, up to `depth` of which are read before they are asked for.
+    """Reads an iterator in a background thread, up to `depth` items ahead, and yields the items in order.
 
     An item that is ready is returned at once, even while a later one is still being read. An error of the source is
     raised at its place in the order. The source is closed by the thread that reads it.

@@ -1,4 +1,4 @@
-"""Batch-size ramp: the global batch doubles at given numbers of tokens, so each step's size is known in advance.
+"""Batch-size ramp: the global batch size doubles after given numbers of tokens, a function of the step alone.
 
 Sizes are a function of the step alone, so that a resumed run needs no further state. All rows of the data are used in
 the same order as without a ramp, each once: a batch begins at a multiple of its own size. Merrill et al. 2025
@@ -34,7 +34,7 @@ class Phase:
 
 
 class BatchSizes:
-    """The batch size of each step of a run; steps count from 0.
+    """The batch size of each step of a run, constant or following a batch-size ramp; steps count from 0.
 
     Args:
       train: number of steps, final batch size, sequence length, microbatches, and the ramp, if there is one.
@@ -64,36 +64,36 @@ class BatchSizes:
 
     @property
     def grows(self) -> bool:
-        """True if the batch grows."""
+        """True if the batch size grows during the run."""
         return len(self.phases) > 1
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Plain JSON of everything that determines a step's position in the data."""
+        """Batch sizes as plain JSON, to check on resume that step numbers mean the same place in the data."""
         ramp = self._train.batch_ramp
         return {"global_batch_size": self.full} | ({"batch_ramp": list(ramp.double_at_tokens)} if ramp else {})
 
     def phase(self, step: int) -> Phase:
-        """Return the phase of a step."""
+        """Return the range of steps with one batch size that a step belongs to."""
         return next(phase for phase in reversed(self.phases) if phase.first_step <= step)
 
     def rows(self, step: int) -> int:
-        """Return the rows of a step's batch."""
+        """Return the number of rows in a step's batch."""
         return self.phase(step).rows
 
     def rows_before(self, step: int) -> int:
-        """Return the rows of all steps before this one."""
+        """Return the total number of rows in the batches of all steps before this one."""
         phase = self.phase(step)
         return phase.first_row + (step - phase.first_step) * phase.rows
 
     def steps_left(self, done: int) -> float:
-        """Return the remaining steps after `done` steps, counted in steps of the current batch size."""
+        """Return how many steps remain after `done` steps, counted in steps of the current batch size."""
         if done >= self._train.steps:
             return 0.0
         return (self.rows_before(self._train.steps) - self.rows_before(done)) / self.rows(max(done - 1, 0))
 
     def smaller(self, start: int) -> list[int]:
-        """Return the batch sizes, other than the final one, used from step `start` on."""
+        """Return the batch sizes below the final one that are still used from step `start` on."""
         steps = self._train.steps
         ends = [phase.first_step for phase in self.phases[1:]] + [steps]
         used = [
@@ -102,7 +102,7 @@ class BatchSizes:
         return [rows for rows in used if rows != self.full]
 
     def microbatches(self, rows: int, shards: int) -> int:
-        """Return the number of microbatches of a smaller batch: the fewest no larger than those of the full one.
+        """Return the fewest microbatches for a batch of `rows` rows that are no larger than those of the full batch.
 
         Args:
           rows: rows of the batch.
@@ -114,7 +114,7 @@ class BatchSizes:
         return count
 
     def schedule_position(self, step: jax.typing.ArrayLike) -> jax.Array:
-        """Return a step's position in the learning-rate schedule: tokens before it over the mean tokens of a step.
+        """Return a step's position in the learning-rate schedule: tokens before it, over the mean tokens per step.
 
         Traceable. Without a ramp it is the step itself.
         """
@@ -128,7 +128,7 @@ class BatchSizes:
         )
 
     def phases_from(self, step: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (rows, number of the first batch of that size, number of batches) of each phase from a step on.
+        """Yield the remaining phases of the ramp: (rows per batch, number of the first batch, number of batches).
 
         The last phase has None batches: as many as there are.
         """
@@ -139,7 +139,7 @@ class BatchSizes:
                 yield phase.rows, self.rows_before(begin) // phase.rows, None if end is None else end - begin
 
     def learning_rate_factor(self, step: jax.typing.ArrayLike) -> jax.Array:
-        """Return the factor of the learning rate at a step, 1 for the full batch. Traceable."""
+        """Return the factor that scales the learning rate for a step's batch size; 1 for the full batch. Traceable."""
         starts = jnp.asarray([phase.first_step for phase in self.phases])
         factors = [(phase.rows / self.full) ** self._exponent for phase in self.phases]
         return jnp.asarray(factors, jnp.float32)[jnp.searchsorted(starts, jnp.asarray(step), side="right") - 1]
@@ -150,7 +150,7 @@ class BatchSizes:
 
 
 class SlicedBatches:
-    """Splits the batches of a `BatchSource` into smaller ones.
+    """Source of smaller batches for a batch-size ramp, cut from the full-size batches of another source.
 
     Args:
       source: gives batches of `full` rows.
@@ -161,7 +161,7 @@ class SlicedBatches:
         self._source, self._full = source, full
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
-        """Yield the rows `rows` of the batches of `global_batch_size` rows start, start + 1, ..."""
+        """Yield the given rows of each batch of `global_batch_size` rows, from batch number `start` on."""
         parts, everything = self._full // global_batch_size, np.arange(self._full)
         first, skip = divmod(start, parts)
         for whole in self._source.batches(global_batch_size=self._full, rows=everything, start=first):
@@ -171,7 +171,7 @@ class SlicedBatches:
 
 
 def sliceable(source: BatchSource, sizes: BatchSizes) -> BatchSource:
-    """Return a source that gives batches of every size of a ramp.
+    """Return a batch source that can give batches of every size of a batch-size ramp.
 
     Raises:
       ConfigError: the source is an iterator, which cannot go back to the rest of a batch that was read ahead.

@@ -19,24 +19,26 @@ HostBatch = Mapping[str, np.ndarray]
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """A source of batches that can start anywhere; `jaxstack.data.loader.Data` is one."""
+    """Interface of data sources that can yield batches from any step on, such as `jaxstack.data.loader.Data`."""
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
-        """Yield the rows `rows` of the global batches start, start + 1, ..."""
+        """Yield the given rows of each global batch, from batch number `start` on."""
         ...
 
 
 @runtime_checkable
 class IndexedSource(Protocol):
-    """A `BatchSource` that can read a single batch without starting its workers."""
+    """Interface of batch sources that can also read one batch, without starting reader threads or processes."""
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> HostBatch:
-        """Return the rows `rows` of the global batch `number`."""
+        """Return the given rows of global batch number `number`."""
         ...
 
 
 class UserBatches:
-    """A user's batches as a `BatchSource`. Each is a whole global batch: a dict of arrays with equal first dims.
+    """Adapts a user's function or iterable of global batches (dicts of arrays) to the `BatchSource` interface.
+
+    The arrays of a batch have equal first dims.
 
     Args:
       source: a function of the step (0 is the first); or an iterable, of which a resumed run skips the batches that
@@ -50,11 +52,11 @@ class UserBatches:
 
     @property
     def is_iterator(self) -> bool:
-        """True if the source can be read only once."""
+        """True if the user's data is an iterator, which can be read only once."""
         return isinstance(self._source, Iterator)
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
-        """Yield the rows `rows` of the batches `start`, start + 1, ...
+        """Yield the given rows of the user's global batches from number `start` on, after checking each batch.
 
         Raises:
           JaxstackError: a batch is no dict of arrays with `global_batch_size` rows, or differs in shape from the first.
@@ -82,7 +84,7 @@ class UserBatches:
             yield {name: value[rows] for name, value in whole.items()}
 
     def peek(self, start: int) -> HostBatch | None:
-        """Return batch `start`, which `batches` yields all the same; None if there is none."""
+        """Return batch number `start` without consuming it (`batches` still yields it); None if there is none."""
         first = next(self._from(start), None)
         if first is not None and isinstance(self._source, Iterator):
             self._peeked.append(first)
@@ -105,7 +107,7 @@ class UserBatches:
 
 
 def peek(source: BatchSource, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> HostBatch:
-    """Return batch `start` without using it up: a later `batches` of the source yields it again.
+    """Return batch number `start` of a source without consuming it: a later call of `batches` yields it again.
 
     Args:
       source: the batches.
@@ -174,7 +176,7 @@ def _dtype_of_list(name: str, value: list) -> np.dtype:
 
 
 def _device_dtype(name: str, value: np.ndarray) -> np.dtype:
-    """Return the dtype that an array gets on the devices.
+    """Return the dtype that JAX gives an array of a batch on the devices, e.g. int32 for int64 without x64.
 
     Raises:
       JaxstackError: it holds integers that are too large for that dtype, and would become others.
@@ -192,12 +194,12 @@ def _device_dtype(name: str, value: np.ndarray) -> np.dtype:
 
 
 def _shown(shapes: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the keys and shapes that are not the same in `other`."""
+    """Return, as text for an error message, the arrays of a batch whose shapes differ from those in `other`."""
     return str({name: shape for name, shape in shapes.items() if other.get(name) != shape})
 
 
 def check_not_one_batch(data: object, what: str = "data") -> None:
-    """Raise TypeError if `data` is one batch instead of several."""
+    """Raise TypeError if `data` is a single batch (a dict) instead of an iterable or function of batches."""
     if isinstance(data, Mapping):
         keys = ", ".join(map(repr, data))
         way = "[batch]" if what == "eval_data" else "lambda step: batch"
@@ -207,7 +209,7 @@ def check_not_one_batch(data: object, what: str = "data") -> None:
 
 
 def as_source(data: object) -> BatchSource:
-    """Return `data` as a BatchSource.
+    """Wrap a user's iterable or function of batches as a `BatchSource`; return a `BatchSource` as it is.
 
     Raises:
       TypeError: it is neither a source, nor a function, nor an iterable.
@@ -247,7 +249,7 @@ def items_in_batch(batch: Mapping[str, _Shaped]) -> int:
 
 
 def numpy_batches(rows: HostBatch, batch_size: int, seed: int = 0) -> Callable[[int], HostBatch]:
-    """Return a data function for `Trainer` over arrays in memory.
+    """Return a function from the step to a random batch of in-memory arrays, as data for `Trainer`.
 
     Batch `step` depends on (seed, step) alone, so that a resumed run sees the same batches.
 

@@ -1,4 +1,4 @@
-"""Builds a directory of token shards from sources, for `jaxstack.prepare` and for the training cache.
+"""Tokenizes data sources into a directory of token shards, for `jaxstack.prepare` and for the data cache.
 
 The sources are cut into work units that depend on the input alone. Each unit is tokenized into files of its own under
 `.work/`, by any process and in any order; the units' order then makes the token stream. The result therefore does not
@@ -43,13 +43,13 @@ UNITS_PER_WORKER = 4
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may run on."""
+    """Return the number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Settings of writing token shards."""
+    """Options for tokenizing text into shard files: shard size, number of processes, and progress reports."""
 
     shard_tokens: int = 2**24
     workers: int = 1
@@ -66,7 +66,7 @@ def prepare_tokens(
     sources: Sequence[SourceConfig], output: Path, tokenizer: Tokenizer, held_out_fraction: float,
     options: BuildOptions | None = None,
 ) -> dict:  # fmt: skip
-    """Tokenize `sources` into the directory `output`, or continue where an earlier call was stopped.
+    """Tokenize `sources` into shard files in `output`, or continue where an earlier call was stopped.
 
     Args:
       sources: what to tokenize.
@@ -92,7 +92,7 @@ def build_key(plan: TokenizationPlan, tokenizer: Tokenizer, shard_tokens: int) -
 
 
 def build(plan: TokenizationPlan, output: Path, tokenizer: Tokenizer, options: BuildOptions) -> dict:
-    """Tokenize the files of a plan into the directory `output`; see `prepare_tokens`."""
+    """Tokenize the work units of a plan into shard files in the directory `output`; see `prepare_tokens`."""
     key = build_key(plan, tokenizer, options.shard_tokens)
     with writing_to(output), exclusive(output / ".lock"):
         if (output / INDEX).exists():
@@ -163,7 +163,7 @@ class _Builder:
         return self._work / f"unit-{unit:06d}"
 
     def _append_unit(self, unit: int, start: int, writer: ShardWriter) -> None:
-        """Append a unit's training ids, from `start` on, to the stream."""
+        """Append the training token ids of a work unit, from position `start` on, to the shards being written."""
         dtype = self._tokenizer.dtype
         with open(token_file(self._base(unit), "train"), "rb") as f:
             f.seek(start * dtype.itemsize)
@@ -171,7 +171,7 @@ class _Builder:
                 writer.append(np.frombuffer(content, dtype))
 
     def _earlier_shards(self) -> list[dict]:
-        """Return the leading training shards that an interrupted run completed; delete its other files."""
+        """Return the first training shards, as far as an interrupted run completed them; delete its others."""
         try:
             progress = json.loads((self._work / PROGRESS).read_bytes())
         except (OSError, ValueError):
@@ -200,7 +200,7 @@ class _Builder:
         write_json(self._work / PROGRESS, {"key": self._key, "shards": shards})
 
     def _all_results(self, finished: int) -> Iterator[UnitResult]:
-        """Yield the result of every unit in order; units that an earlier run finished are not tokenized again.
+        """Yield the tokenization result of every work unit in order, without repeating what an earlier run finished.
 
         Args:
           finished: number of tokens at the start of the training stream that are in shards already.
@@ -248,7 +248,7 @@ class _Builder:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _drop_consumed(self, committed: int) -> None:
-        """Delete the token files of units whose training tokens all are in shards on the disk."""
+        """Delete the token files of work units whose training tokens are all in shards on the disk."""
         while self._dropped < len(self._results):
             end = self._dropped_tokens + self._results[self._dropped].train.tokens
             if end > committed:

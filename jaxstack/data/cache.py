@@ -25,7 +25,7 @@ Report = Callable[[str], None]
 
 
 def cache_folder(configured: str | None) -> Path:
-    """Return the cache directory, created with mode 0700: its content is trusted at the next start.
+    """Return the data cache directory, created private to the user (mode 0700), as its content is trusted later.
 
     Raises:
       ConfigError: it cannot be created or written, or belongs to another user.
@@ -87,14 +87,14 @@ def _load_or_drop(place: Path, report: Report) -> Tokenizer | None:
 
 
 def train_tokenizer(plans: Sequence[TokenizationPlan], vocab_size: int) -> Tokenizer:
-    """Train a BPE on a bounded sample of the training documents, which is the same for the same files."""
+    """Train a BPE tokenizer on a bounded sample of the training documents; the same files give the same sample."""
     budget = TRAINING_SAMPLE_BYTES // max(len(plans), 1)
     texts = (text for plan in plans for text in sample_texts(plan.units, budget))
     return train_bpe(texts, vocab_size)
 
 
 def ensure_tokens(plan: TokenizationPlan, tokenizer: Tokenizer, folder: Path, options: BuildOptions) -> Path:
-    """Return the directory of prepared shards of `plan`, made now if it is not in the cache.
+    """Return the cache directory with the token shards of some raw text, tokenizing it now if it is not cached yet.
 
     One process writes; others wait for it.
     """
@@ -109,12 +109,12 @@ def ensure_tokens(plan: TokenizationPlan, tokenizer: Tokenizer, folder: Path, op
 
 
 def plan_source(source: SourceConfig, held_out_fraction: float) -> TokenizationPlan:
-    """Plan the tokenization of one source of raw text."""
+    """Plan the tokenization of one source of raw text: its files, cut or grouped into units of work."""
     return make_plan([source], held_out_fraction)
 
 
 def load_prepared_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a prepared directory, checked against its index.
+    """Load the tokenizer stored with token shards, and check that it is the one that made them.
 
     Raises:
       JaxstackError: it is another tokenizer than the one that made the shards.

@@ -1,4 +1,4 @@
-"""Tokenizes chats, and prompts with completions, with a mask of the answers: only these are trained on.
+"""Tokenizes chats, and prompts with completions, with a mask of the answers, which alone are trained on.
 
 Each is tokenized once, as one text, and cached: its ids, and for each id whether it is part of an answer.
 """
@@ -33,7 +33,10 @@ _ARRAYS = ("ids", "answers", "ends")
 
 @dataclass(frozen=True)
 class Examples:
-    """All training or all held-out examples of a source, concatenated: E examples, N tokens."""
+    """Tokenized chats of one source and split, concatenated into arrays, with a mask of the answers.
+
+    Dimensions: E examples, N tokens.
+    """
 
     ids: np.ndarray
     """[N] int32."""
@@ -46,11 +49,11 @@ class Examples:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, N."""
+        """Number of tokens of all examples, N."""
         return self.ids.size
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing; exists so that examples can be closed like a stream of token files."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Chats:
 
     @property
     def format(self) -> ChatFormat | None:
-        """The chat format that is saved in the run's directory, with the tokenizer."""
+        """Chat template and special tokens, which are saved in the run's directory with the tokenizer."""
         if self.template is None:
             return self.tokenizer.chat
         return ChatFormat(self.template.source, self.template.tokens)
@@ -83,7 +86,7 @@ class Chats:
 
     @property
     def identity(self) -> str:
-        """A string of everything that decides the ids of a chat, for the key of the cache."""
+        """String of everything that determines the token ids of a chat, for the key of the cache."""
         template = self.template and [self.template.source, self.template.tokens]
         return json.dumps([_VERSION, self.tokenizer.hash, template, self.config.answers, self.config.date])
 
@@ -103,7 +106,7 @@ def open_chats(config: ChatConfig, tokenizer: Tokenizer) -> Chats:
 def open_examples(
     source: SourceConfig, chats: Chats, held_out_fraction: float, folder: Path, report: Callable[[str], None]
 ) -> dict[Split, Examples]:
-    """Return the examples of a source, from the cache in `folder` or made now.
+    """Return the tokenized chats of a source for each split, from the cache in `folder` or tokenized now.
 
     Args:
       source: chats, or prompts with completions, in jsonl files.
@@ -164,7 +167,7 @@ def _read(place: Path) -> dict[Split, Examples]:
 
 @dataclass(frozen=True)
 class _Text:
-    """The text of an example, the spans of its answers, its place in the files, and the split score of its content."""
+    """Text of a chat, with the spans of its answers, its file and line, and the hash that decides if it is held out."""
 
     text: str
     spans: Sequence[Span]
@@ -175,7 +178,7 @@ class _Text:
 def _tokenized(
     records: Iterator[tuple[dict, int, str]], chats: Chats
 ) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
-    """Yield (score, ids [n], mask of the answers [n]) of each example."""
+    """Tokenize records of chats; yield (score for the held-out split, ids [n], answer mask [n]) of each."""
     batch: list[_Text] = []
     reader = _Reader(chats)
     for record, _, where in records:
@@ -198,7 +201,7 @@ def _encoded(batch: list[_Text], chats: Chats) -> Iterator[tuple[float, np.ndarr
 
 
 def _answer_mask(example: _Text, places: np.ndarray) -> np.ndarray:
-    """Return a mask [n] of the tokens that are part of an answer.
+    """Return a mask [n] of a chat's tokens that belong to an answer.
 
     Args:
       example: the text and the spans of its answers.
@@ -232,7 +235,7 @@ class _Reader:
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
 
     def read(self, record: dict, where: str) -> _Text:
-        """Return the text of a record.
+        """Return the text of a chat, or of a prompt with its completion, and the spans of the answers in it.
 
         Raises:
           ConfigError: it is neither a chat nor a prompt with its completion, or its text contains special tokens.
@@ -262,7 +265,7 @@ class _Reader:
             )
 
     def _end(self, text: str, end: int) -> int:
-        """Return an answer's end without white space after the end token: generation stops before it."""
+        """Return the end of an answer, without white space after its end token, where generation stops."""
         bare = text[:end].rstrip()
         return len(bare) if any(bare.endswith(token) for token in self._chats.tokenizer.special_tokens) else end
 
@@ -280,7 +283,7 @@ def _pair(record: dict, where: str) -> tuple[str, str]:
 
 
 def _messages(record: dict, where: str) -> list[dict[str, Any]]:
-    """Return the messages up to the last answer; a prompt with its completion becomes a question with its answer."""
+    """Return a record's messages up to the last answer; a prompt and its completion become question and answer."""
     if "messages" in record:
         messages = record["messages"]
     elif "prompt" in record and "completion" in record:

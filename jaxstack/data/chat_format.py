@@ -20,7 +20,7 @@ class ChatFormat:
     tokens: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> str:
-        """Return tokenizer_config.json, which `transformers` can read too."""
+        """Return the content of tokenizer_config.json, which `transformers` can read too."""
         template = {} if self.template is None else {"chat_template": self.template}
         return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **self.tokens, **template}, indent=2) + "\n"
 
@@ -49,7 +49,7 @@ def read_chat_format(folder: Path) -> ChatFormat:
 
 
 def read_template_file(path: Path) -> str:
-    """Read the text of a template.
+    """Read a chat template from a file.
 
     Raises:
       ConfigError: it cannot be read.

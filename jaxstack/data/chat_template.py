@@ -29,11 +29,11 @@ Span = tuple[int, int]
 
 
 class ChatError(JaxstackError):
-    """A chat that a template refuses, or whose answers cannot be located."""
+    """Raised for a chat that a template refuses, or whose answers cannot be located in the text."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` around what the model writes, replaced by the environment's marks."""
+    """Jinja extension for `{% generation %}` blocks: marks where the text that the model writes begins and ends."""
 
     tags = {"generation"}
 
@@ -56,7 +56,7 @@ def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template in Jinja, compiled, which turns a list of messages into text.
 
     Args:
       source: the text of the template.
@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @property
     def written_tokens(self) -> list[str]:
-        """The texts that look like special tokens in a chat of this template."""
+        """Texts such as `<|im_end|>` that the template writes and that look like special tokens."""
         try:
             text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         except ChatError:
@@ -159,12 +159,12 @@ class ChatTemplate:
 
 
 def template_names() -> list[str]:
-    """Return the names of the templates that come with jaxstack."""
+    """Return the names of the chat templates that come with jaxstack."""
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
 def choose_template(wanted: str, own: ChatFormat | None, date: datetime.date) -> ChatTemplate:
-    """Return the template named `wanted`: auto (the tokenizer's own), one of `template_names`, or a file.
+    """Return the chat template that a setting names: auto (the tokenizer's own), a built-in one, or a file.
 
     Raises:
       ConfigError: it does not exist.

@@ -1,4 +1,4 @@
-"""Lays global batches out on the devices of a mesh, ahead of their use.
+"""Copies batches to the devices of a mesh as sharded global arrays, ahead of their use.
 
 Dimensions: B global batch; arrays are [B, ...] and may be sharded over any of their dims.
 """
@@ -34,7 +34,7 @@ class BatchPlacement:
     def stream(
         self, host: Iterator[HostBatch], rows: int, global_batch_size: int | None
     ) -> Iterator[tuple[dict[str, jax.Array], float]]:
-        """Yield global batches on the devices, each with the seconds waited for it, see `device_batches`.
+        """Yield batches as sharded arrays on the devices, each with the seconds that the caller waited for it.
 
         Args:
           host: batches with this process's rows.
@@ -45,7 +45,7 @@ class BatchPlacement:
         return device_batches(arranged, BatchShardings(self.rules, rows), global_batch_size=global_batch_size)
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
-        """Return a whole global batch, laid out on the devices."""
+        """Copy a whole global batch to the devices as sharded arrays."""
         rows = len(next(iter(check_batch(batch).values())))
         return _put_batch(arrange(batch, self.rules), BatchShardings(self.rules, rows), rows)
 
@@ -62,7 +62,7 @@ class BatchShardings(dict[str, NamedSharding]):
 
 
 def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
-    """Permute the tokens of sequences into the order of chunks for context parallelism, and add `positions`.
+    """Reorder the tokens of each sequence for context parallelism, and add their original `positions`.
 
     Without a `context` axis, or without `tokens`, the batch is returned as it is.
 
@@ -99,7 +99,7 @@ def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, j
 
 
 def check_rows(rows: int, rules: AxisRules, what: str) -> None:
-    """Check that the devices of the batch axes divide `rows`.
+    """Check that `rows` can be split evenly over the devices that the batch dimension is sharded over.
 
     Raises:
       ConfigError: they do not; the message calls the number `what`, and names the nearest ones that they divide.
@@ -125,7 +125,7 @@ def local_rows(sharding: Sharding, global_shape: Sequence[int]) -> np.ndarray:
 
 
 def put_rows(sharding: Sharding, rows: np.ndarray, global_shape: tuple[int, ...]) -> jax.Array:
-    """Return a global array made of the rows of every process. Does not wait for the copies to the devices.
+    """Assemble a global array from the rows of every process, without waiting for the copies to the devices.
 
     Args:
       sharding: of the global array.
@@ -153,7 +153,7 @@ def device_batches(
     batches: Iterator[HostBatch], sharding: Sharding | Mapping[str, Sharding], *,
     global_batch_size: int | None = None, depth: int = 2, host_depth: int = 4,
 ) -> Iterator[tuple[dict[str, jax.Array], float]]:  # fmt: skip
-    """Yield batches as global arrays, with `depth` of them on the devices ahead of the one in use.
+    """Yield batches as sharded global arrays, copying `depth` of them to the devices ahead of the one in use.
 
     One thread reads batches on the host and another starts their copies to the devices, so a batch that is ready never
     waits for a later one.

@@ -19,7 +19,7 @@ Split = Literal["train", "held_out"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a source that one process reads independently of others."""
+    """A part of a data source, such as a byte range of a file, that can be read independently of the others."""
 
     kind: Kind
     file: SourceFile
@@ -51,7 +51,7 @@ class Document:
 
 
 def read_documents(piece: Piece) -> Iterator[Document]:
-    """Yield the documents of `piece` in order. Files and records without text are yielded too, so that they count.
+    """Yield the documents of a piece of a source in order; those without text too, so that they can be counted.
 
     Raises:
       ConfigError: a jsonl line or a parquet file without `text_key`, or a value there that is not a string.
@@ -87,7 +87,7 @@ def _read_text(piece: Piece) -> Iterator[Document]:
 
 
 def decode_utf8(raw: bytes) -> tuple[str, int]:
-    """Return the text of `raw`, and the number of invalid sequences that became U+FFFD."""
+    """Decode UTF-8; return the text and the number of invalid sequences that were replaced by U+FFFD."""
     try:
         return raw.decode(), 0
     except UnicodeDecodeError:
@@ -96,7 +96,7 @@ def decode_utf8(raw: bytes) -> tuple[str, int]:
 
 
 def align(stream: IO[bytes], position: int, size: int, whole_lines: bool = False) -> int:
-    """Return the first byte offset at or after `position` at which a file can be cut: just after a line end.
+    """Return the first byte offset at or after `position` where a text file can be cut: just after a line end.
 
     Unless `whole_lines`, a text without a line end in the next MiB is cut before a character.
     """
@@ -120,7 +120,7 @@ def _read_jsonl(piece: Piece) -> Iterator[Document]:
 
 
 def read_records(piece: Piece) -> Iterator[tuple[dict, int, str]]:
-    """Yield (object, number of invalid UTF-8 sequences, file and line) for each line of a jsonl file.
+    """Read the lines of a jsonl file; yield (object, number of invalid UTF-8 sequences, file and line) of each.
 
     Raises:
       ConfigError: a line is not a JSON object; the message names it.
@@ -174,7 +174,7 @@ def _document(record: dict, replaced: int, where: str, text_key: str) -> Documen
 
 
 def import_parquet():
-    """Import pyarrow.parquet.
+    """Import pyarrow.parquet, an optional dependency, or raise an error that says how to install it.
 
     Raises:
       ConfigError: it is not installed; the message has the command that installs it.
@@ -187,7 +187,7 @@ def import_parquet():
 
 
 def parquet_groups(file: SourceFile, text_key: str) -> list[tuple[int, int]]:
-    """Return (rows, bytes) of every row group.
+    """Return (rows, bytes) of every row group of a parquet file, after checking its text column.
 
     Raises:
       ConfigError: there is no column `text_key`, or it does not hold strings.
@@ -209,7 +209,7 @@ def parquet_groups(file: SourceFile, text_key: str) -> list[tuple[int, int]]:
 
 @contextmanager
 def _parquet_errors(file: SourceFile) -> Iterator[None]:
-    """Turn Arrow's errors into one that names the file."""
+    """Context in which errors of Arrow become a ConfigError that names the parquet file."""
     try:
         yield
     except Exception as e:
@@ -230,7 +230,7 @@ def _read_parquet(piece: Piece) -> Iterator[Document]:
 
 
 def _read_topics(piece: Piece) -> Iterator[Document]:
-    """Yield the help topics of the running interpreter, one document each."""
+    """Yield Python's built-in help topics (`pydoc_data.topics`), one document each."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):

@@ -1,4 +1,4 @@
-"""Compares the data of a run with the data that a resumed run finds."""
+"""Compares the training data at a run's checkpoint with the data that is found when the run is resumed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _FOLLOWS_SHARDS = (*_SHARDS, "order")
 
 
 def list_sources(sources: Sequence[tuple[str, Sequence[SourceFile]]]) -> list[dict[str, Any]]:
-    """Return the files that the data is made from as plain JSON for messages; not a part of the fingerprint.
+    """List the files of each data source as plain JSON, for messages about changed data; not in the fingerprint.
 
     Args:
       sources: path of each source as configured, with its files.
@@ -35,7 +35,7 @@ def list_sources(sources: Sequence[tuple[str, Sequence[SourceFile]]]) -> list[di
 def data_difference(
     saved: Mapping[str, Any], found: Mapping[str, Any], saved_sources: object, found_sources: object
 ) -> str | None:
-    """Return one line that says how the data of a run has changed; None if it has not.
+    """Return one line that says how the data of a resumed run has changed since its checkpoint; None if it has not.
 
     Where the tokens differ, the line names the files that were added, removed or changed, if they are known.
 
@@ -89,7 +89,7 @@ def _file_differences(path: str, before: Mapping[str, Any], now: Mapping[str, An
 
 
 def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    """Return one line that names the first difference (`seed was 0, is 1`), or None if there is none."""
+    """Return a line on the first difference of two data fingerprints (`seed was 0, is 1`), or None."""
     lines = list(_differences(saved, found, ""))
     if not lines:
         return None
@@ -98,7 +98,7 @@ def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -
 
 
 def shared_keys(saved: object, found: object) -> Any:
-    """Return `found` without the keys that `saved` lacks, at every depth: later versions may have added them."""
+    """Return `found` without keys missing from `saved`, at every depth, as later versions may have added keys."""
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
         return {key: shared_keys(saved[key], value) for key, value in found.items() if key in saved}
     return found

@@ -1,4 +1,4 @@
-"""The held-out split: whole documents if a source has many, the end of each document if it has few."""
+"""Splits sources into training and held-out text: by whole documents or, if there are few, within each."""
 
 import hashlib
 import math
@@ -15,7 +15,7 @@ def split_score(content: bytes) -> float:
 
 
 def documents_needed(fraction: float) -> int:
-    """Return how many documents a source needs so that a share `fraction` of them is almost surely not empty.
+    """Return how many documents make it almost certain that a random share `fraction` of them is not empty.
 
     With an expectation of 8 held-out documents there are none with probability e^-8, about 3 in 10,000.
     """
@@ -23,7 +23,7 @@ def documents_needed(fraction: float) -> int:
 
 
 def split_document(document: Document, piece: Piece, fraction: float, inside: bool) -> list[tuple[Split, str, float]]:
-    """Split a document into one or two parts.
+    """Assign a document to the training or the held-out split, or cut it into a part for each.
 
     Args:
       document: the document, or a range of it.

@@ -1,4 +1,4 @@
-"""Reads tokenizers from directories that `Tokenizer.save` wrote and from foreign tokenizer.json files."""
+"""Reads tokenizers from directories that `Tokenizer.save` wrote, and from tokenizer.json files of others."""
 
 import json
 import os
@@ -18,7 +18,7 @@ DOCUMENT_STARTS = (
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """Load the tokenizer that `Tokenizer.save` wrote.
+    """Load a tokenizer from a directory that `Tokenizer.save` wrote, and check its hash.
 
     Raises:
       JaxstackError: it is missing, unreadable, or does not have the hash that was saved with it.
@@ -53,7 +53,7 @@ def _build(folder: Path, description: dict) -> Tokenizer:
 
 
 def read_tokenizer_file(path: str, document_start: str | None = None) -> Tokenizer:
-    """Read a tokenizer from a tokenizer.json, a directory with one, or a directory of `Tokenizer.save`.
+    """Read a tokenizer from a tokenizer.json, a directory with one, or a directory that `Tokenizer.save` wrote.
 
     Raises:
       ConfigError: no such file, not a tokenizer, or no special token `document_start` in it.

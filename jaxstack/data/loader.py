@@ -27,7 +27,7 @@ def open_data(
     report: Callable[[str], None] | None = None,
     workers: int = 1,
 ) -> "Data":
-    """Prepare (once, into the cache), verify and open the data of a run.
+    """Tokenize the sources of a run's data (once, into the cache), verify the token shards, and open them.
 
     Args:
       config: sources, tokenizer, split, packing.
@@ -53,7 +53,7 @@ def open_data(
 
 
 class Data:
-    """Training batches in a global order, and held-out batches, of one run; made by `open_data`.
+    """Training batches in a fixed global order, and held-out batches, of one run; made by `open_data`.
 
     Global sample `k * B + s` is row `s` of global batch `k`, whatever the number of processes. A position in the data
     is therefore one integer: the number of the next batch.
@@ -79,7 +79,7 @@ class Data:
         self._augment = self._augmenter()
 
     def _augmenter(self) -> Augmenter:
-        """Return the configured augmentations of training rows, checked against the sources."""
+        """Build the configured augmentations of training rows, checked against the kinds of sources."""
         chats = any(isinstance(rows, ExampleRows) for rows in self._rows)
         ids = Vocabulary(self.tokenizer.document_start, self.tokenizer.vocab_size)
         chosen, packing = self._config.augmentations, self._config.packing
@@ -124,17 +124,17 @@ class Data:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that batches can contain: the tokenizer's, and the sentinels of augmentations."""
+        """Vocabulary size that batches need: the tokenizer's ids, and sentinel tokens of augmentations."""
         return self._augment.vocab_size
 
     @property
     def train_tokens(self) -> int:
-        """Number of tokens of one epoch over all training sources."""
+        """Number of tokens in one epoch over all training sources."""
         return sum(s.tokens for s in self._train)
 
     @property
     def held_out_tokens(self) -> int:
-        """Number of predicted tokens of the held-out streams, within held_out_max_bytes."""
+        """Number of held-out tokens that an evaluation predicts, within the limit `held_out_max_bytes`."""
         return sum(self._held_out_limits(None))
 
     @property
@@ -162,7 +162,7 @@ class Data:
         return self._source_listing
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
-        """Yield rows `rows` of the global batches `start`, `start + 1`, and so on without end.
+        """Yield the given rows of the global training batches from number `start` on, without end.
 
         Grain's workers read ahead; they stop when the iterator is closed.
 
@@ -177,7 +177,7 @@ class Data:
         return read_batches(self._batches(global_batch_size, rows, start), self._workers)
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Read rows `rows` of global batch `number` in the calling thread; the same as `batches` yields."""
+        """Read the given rows of one global training batch in the calling thread, as `batches` yields them."""
         return self._batches(global_batch_size, rows, number)[0]
 
     def _batches(self, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> TrainingBatches:
@@ -212,7 +212,7 @@ class Data:
         return read_batches(HeldOutBatches(places, wanted, batch_size), self._workers)
 
     def held_out_bytes(self, max_tokens: int | None = None) -> bytes:
-        """Return the bytes of the labels of `held_out_batches(max_tokens=max_tokens)`, in order.
+        """Return the text, as bytes, that `held_out_batches` has as labels, in order, to compute bits per byte.
 
         The sum of the losses in bits over these batches, divided by this number of bytes, is the bits per byte.
         Document-start labels are predicted too but are no bytes, so that a model pays for predicting where texts end.
@@ -222,18 +222,18 @@ class Data:
         return b"".join(self.tokenizer.decode_bytes(ids) for ids in parts)
 
     def describe_chats(self, say: Callable[[str], None]) -> None:
-        """Report how chats fill their rows, and how many are cut or left out."""
+        """Report how full the rows packed from chats are, and how many chats are cut or left out."""
         for source, rows in zip(self._config.sources, self._rows, strict=True):
             if isinstance(rows, ExampleRows):
                 say(describe_row_filling(source.path, rows, self.sequence_length))
 
     def close(self) -> None:
-        """Close the shard files."""
+        """Close the files of token shards."""
         for stream in (*self._train, *self._held_out):
             stream.close()
 
     def _held_out_limits(self, max_tokens: int | None) -> list[int]:
-        """Return how many tokens of each held-out stream are predicted.
+        """Return the number of tokens of each held-out source that an evaluation predicts.
 
         A limit `max_tokens` is shared in proportion to their sizes.
         """
@@ -251,14 +251,14 @@ class Data:
         return limits
 
     def _tokens_in_bytes(self, rows: Rows, limit: float) -> int:
-        """Return the number of predicted tokens of `rows` that have at most `limit` bytes together; at least one."""
+        """Return how many predicted tokens from the first on fit in `limit` bytes together; at least one."""
         ids = rows.label_ids(int(limit) + 1)
         total = np.cumsum(self.tokenizer.byte_lengths[ids])
         return max(int(np.searchsorted(total, limit, side="right")), 1)
 
 
 def _joint_hash(stream: Stream | ExampleSet) -> str:
-    """Return one hash of the hashes of all shards of a stream."""
+    """Combine the hashes of all shards of a token stream into one."""
     return hashlib.sha256(" ".join(stream.hashes).encode()).hexdigest()
 
 

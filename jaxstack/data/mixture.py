@@ -1,4 +1,4 @@
-"""The global order of training rows: a Grain pipeline of indices that depends only on the seed and the weights."""
+"""The order in which training rows are read from all sources, which depends only on the seed and the weights."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ MOST_ROWS = 2**32 - 1  # Grain's index shuffle works on 32 bits
 
 
 class _Rows:
-    """The row numbers of one source as a random-access data source."""
+    """Data source for Grain that lists the rows of one source of text as pairs (source, row)."""
 
     def __init__(self, source: int, count: int):
         self._source = source
@@ -31,7 +31,7 @@ class _Rows:
 
 
 def row_order(counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> grain.MapDataset:
-    """Return an endless dataset whose element i is the (source, row) of global sample i.
+    """Return the order of training rows: an endless dataset whose element i is (source, row) of global sample i.
 
     Every source is read in a new permutation each epoch, decided by (seed, source, epoch). Sources alternate in the
     proportion of their weights within every stretch of the order, so that no random draw can skew a short run.
@@ -62,11 +62,11 @@ def row_order(counts: Sequence[int], weights: Sequence[float], seed: int, shuffl
 
 
 def source_seed(seed: int, source: int | str) -> int:
-    """Return a 32-bit seed for one source, independent of other sources and of neighbouring seeds."""
+    """Derive a 32-bit seed for one data source, independent of those of other sources and of similar seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed} {source}".encode()).digest()[:4], "big")
 
 
 def order_hash(order: grain.MapDataset) -> str:
-    """Return a hash of samples of the order, which shows if another version of Grain orders differently."""
+    """Return a hash of parts of the row order, to detect a version of Grain that shuffles differently."""
     picked = [*range(64), *(2**k + k for k in range(7, 31))]
     return hashlib.sha256(repr([order[i] for i in picked]).encode()).hexdigest()

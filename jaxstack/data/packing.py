@@ -1,4 +1,4 @@
-"""Rows of a token stream as model inputs: next-token labels, segment ids, positions that restart at documents.
+"""Cuts a token stream into rows for the model: next-token labels, segment ids, positions within documents.
 
 Dimensions: B rows, T sequence length.
 """
@@ -26,12 +26,12 @@ class Stream(Protocol):
 
 
 def row_count(tokens: int, sequence_length: int) -> int:
-    """Return the number of rows of `sequence_length` tokens that a token stream fills; the last may be padded."""
+    """Return how many rows of `sequence_length` tokens a token stream fills; the last may be padded."""
     return -(-(tokens - 1) // sequence_length) if tokens > 1 else 0
 
 
 def read_row(stream: Stream, row: int, sequence_length: int, limit: int) -> np.ndarray:
-    """Return T+1 ids from position `row * T` on, int32, with -1 after position `limit` or the stream's end."""
+    """Read the T+1 token ids of a row (inputs and labels), int32; -1 after position `limit` or the stream's end."""
     start = row * sequence_length
     ids = stream.read(start, min(sequence_length + 1, max(limit - start, 0)))
     if ids.size == sequence_length + 1:
@@ -42,7 +42,7 @@ def read_row(stream: Stream, row: int, sequence_length: int, limit: int) -> np.n
 
 
 def make_batch(rows: Sequence[np.ndarray], document_start: int, packing: bool) -> dict[str, np.ndarray]:
-    """Stack rows of T+1 ids into a batch.
+    """Stack rows of T+1 token ids into a batch of tokens, next-token labels and, with packing, segment ids.
 
     Args:
       rows: B arrays [T+1]; -1 marks padding at the end of a row.
@@ -66,7 +66,7 @@ def make_batch(rows: Sequence[np.ndarray], document_start: int, packing: bool) -
 
 
 def segments(tokens: np.ndarray, document_start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return segment ids and positions, [B, T] int32 each, of rows of packed documents."""
+    """Compute the segment ids and positions, each [B, T] int32, of rows of packed documents."""
     starts = tokens == document_start
     starts[:, 0] = True  # a row that continues a document opens its first segment
     segment_ids = np.cumsum(starts, axis=1, dtype=np.int32)
@@ -76,7 +76,7 @@ def segments(tokens: np.ndarray, document_start: int) -> tuple[np.ndarray, np.nd
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Distribute items over rows of `capacity`: longest first, each into the row with the least sufficient room.
+    """Pack items into rows of length `capacity`: longest first, each into the fullest row that has room for it.
 
     Best-fit decreasing, which leaves almost no padding for language data (Ding et al. 2024, arXiv:2404.10830).
 

@@ -1,4 +1,4 @@
-"""Prepared directories as sources: local ones, and remote ones that are read through TensorStore."""
+"""Directories of token shards as data sources: local ones, and remote ones that are read through TensorStore."""
 
 import functools
 import glob
@@ -23,18 +23,18 @@ from jaxstack.files import writing_to
 
 
 class PreparedFolder(Protocol):
-    """A directory of token shards with the tokenizer that made them."""
+    """Interface of a directory of token shards with the tokenizer that made them."""
 
     def read_index(self) -> dict[str, Any]:
-        """Return the checked index, see `jaxstack.data.shards.read_index`."""
+        """Read and check the index.json that lists the shards; see `jaxstack.data.shards.read_index`."""
         ...
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, checked against the index."""
+        """Return the tokenizer that made the shards, checked against the index."""
         ...
 
     def open_split(self, split: str) -> TokenStream:
-        """Open the stream of `split` ("train" or "held_out")."""
+        """Open all token ids of a split, "train" or "held_out", as one stream."""
         ...
 
     def path_of(self, shard: str) -> str:
@@ -43,7 +43,7 @@ class PreparedFolder(Protocol):
 
 
 class LocalFolder:
-    """A prepared directory on a local disk or a mounted file system."""
+    """A directory of token shards on a local disk or a mounted file system."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -62,7 +62,7 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """A prepared directory behind a URL.
+    """A directory of token shards behind a URL, read through TensorStore.
 
     Args:
       url: of the directory.
@@ -104,7 +104,7 @@ class RemoteFolder:
         return self._store.url + shard
 
     def _cache_folder(self, shards: list[dict], item_size: int) -> Path | None:
-        """Return the directory of local copies of exactly these shards, after deleting damaged copies."""
+        """Return the local cache directory for exactly these shards, after deleting damaged copies from it."""
         if self._cache is None:
             return None
         hashes = json.dumps([s["sha256"] for s in shards])
@@ -120,7 +120,7 @@ class RemoteFolder:
 
 
 def open_folder(path: str, cache: str | None) -> PreparedFolder:
-    """Return the prepared directory at a path or URL.
+    """Open the directory of token shards at a path or URL.
 
     Args:
       path: a local path, or a URL that TensorStore reads.
@@ -140,7 +140,7 @@ def open_folder(path: str, cache: str | None) -> PreparedFolder:
 
 
 def is_prepared(path: str) -> bool:
-    """Return True if `path`, a local path or a URL, is a directory of prepared shards.
+    """Return True if `path`, a local path or a URL, is a directory of token shards with an index.
 
     Raises:
       JaxstackError: the URL cannot be reached.

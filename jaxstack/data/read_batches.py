@@ -22,7 +22,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class WorkerOptions:
-    """Number of Grain's workers, and how far they read ahead."""
+    """Number of Grain's threads and processes that read batches, and how far they read ahead."""
 
     threads: int
     """Reading threads, in each process."""
@@ -33,7 +33,7 @@ class WorkerOptions:
 
 
 class IndexedBatches(Protocol):
-    """Random access to batches by number. Must be picklable for reading processes; `read` must be thread-safe."""
+    """Interface of batches that Grain reads by number; picklable for reader processes, and safe to use from threads."""
 
     def __len__(self) -> int: ...
 
@@ -42,7 +42,7 @@ class IndexedBatches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatches:
-    """The rows that this process reads of the global batches `start`, `start` + 1, ... without end.
+    """Training batches by number, as Grain reads them: this process's rows of each global batch, without end.
 
     Attributes:
       order: global sample -> (source, row).
@@ -77,7 +77,7 @@ class TrainingBatches:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutBatches:
-    """The rows that this process reads of every held-out batch.
+    """Held-out batches by number, as Grain reads them: this process's rows of each global batch.
 
     Attributes:
       places: (rows, number of the row, limit of their labels) of each sample.
@@ -134,7 +134,7 @@ def read_batches(batches: IndexedBatches, workers: WorkerOptions) -> Iterator[Ba
 
 
 class ParallelBatches:
-    """A `BatchSource` for `Trainer` that calls `function(step)` in Grain's threads, many steps ahead.
+    """Batches for `Trainer` from a user's function of the step, called in parallel threads many steps ahead.
 
     Example: `Trainer(module, loss, ParallelBatches(read_batch, threads=32))`.
 
@@ -149,17 +149,17 @@ class ParallelBatches:
         self._function, self._workers = function, WorkerOptions(threads, 0, ahead)
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
-        """Yield the rows `rows` of the batches `start`, `start` + 1, ... without end."""
+        """Yield the given rows of the function's batches from number `start` on, without end."""
         return read_batches(_FunctionBatches(self._function, rows, global_batch_size, start), self._workers)
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Return the rows `rows` of batch `number`, read in the calling thread."""
+        """Return the given rows of batch number `number`, read in the calling thread."""
         return _FunctionBatches(self._function, rows, global_batch_size, number)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _FunctionBatches:
-    """The rows `rows` of the batches `start`, `start` + 1, ... that a function of the step returns."""
+    """Batches by number, as Grain reads them, that a user's function of the step returns."""
 
     function: Callable[[int], HostBatch]
     rows: Sequence[int] | np.ndarray

@@ -1,4 +1,4 @@
-"""Reads ranges of shard files: local ones, and remote ones with local copies."""
+"""Reads byte ranges of token shard files: local files, and remote ones with local copies."""
 
 import hashlib
 import os
@@ -18,10 +18,10 @@ MOST_OPEN_FILES = 128
 
 
 class ShardFiles(Protocol):
-    """Files by name. Picklable; safe to use from several threads, which read at the same time."""
+    """Interface for reading byte ranges of shard files by name; picklable, and safe to use from several threads."""
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset` on.
+        """Return `length` bytes of the file `name` from `offset` on.
 
         Raises:
           JaxstackError: the file is missing, unreachable or too short; the message names it.
@@ -29,12 +29,12 @@ class ShardFiles(Protocol):
         ...
 
     def close(self) -> None:
-        """Close what is open; a later read opens it again."""
+        """Close all open files; a later read opens them again."""
         ...
 
 
 class LocalFiles:
-    """The files of a directory, of which the last used stay open.
+    """Shard files of a local directory; the most recently used ones stay open.
 
     Reads with pread instead of a memory map: a file that is cut off while in use then gives an error, not SIGBUS. A
     read takes a microsecond; through TensorStore's `file` driver it takes fifty.
@@ -60,7 +60,7 @@ class LocalFiles:
         return data
 
     def _handle(self, name: str) -> int:
-        """Return a handle of the caller's own, which other threads cannot close."""
+        """Return a file descriptor that belongs to the caller, so that no other thread closes it."""
         with self._lock:
             if name in self._open:
                 self._open.move_to_end(name)
@@ -88,7 +88,7 @@ def _close_all(files: OrderedDict[str, int]) -> None:
 
 
 class RemoteFiles:
-    """Shards of an object store, with copies in a local directory.
+    """Shard files of an object store, with copies in a local directory.
 
     Without a directory every read is a request for just these bytes. With one, the shards that are read are copied into
     it by a thread, which checks their SHA-256; later reads use the copy. A read does not wait for a copy, unless the
@@ -126,7 +126,7 @@ class RemoteFiles:
             return self._copies.read(name, offset, length)
 
     def _request_copy(self, name: str) -> None:
-        """Ask the background thread to copy a shard, at most once."""
+        """Ask the background thread to copy a shard to the local directory, once for each shard."""
         if self._cache is None or self._failed:
             return
         with self._lock:
@@ -147,7 +147,7 @@ class RemoteFiles:
                 warnings.warn(f"no more shards are copied to {self._cache}: {error}", stacklevel=2)
 
     def _copy(self, name: str) -> None:
-        """Copy a shard, unless a verified copy is there.
+        """Copy a shard to the local directory, unless a verified copy is there.
 
         Raises:
           JaxstackError: its content is not what the index says.

@@ -26,7 +26,7 @@ STAMPS = ".verified.json"
 
 
 class ShardWriter:
-    """Cuts a stream of ids into shard files. A shard becomes visible once it is complete and on the disk."""
+    """Writes a stream of token ids as shard files, each of which becomes visible once it is complete on the disk."""
 
     def __init__(
         self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int,
@@ -42,7 +42,7 @@ class ShardWriter:
         self._count = 0
 
     def append(self, ids: np.ndarray) -> None:
-        """Append ids to the stream; write every shard that became full."""
+        """Append token ids to the stream, and write every shard that becomes full."""
         while ids.size:
             room = self._shard_tokens - self._count
             self._parts.append(ids[:room])
@@ -52,7 +52,7 @@ class ShardWriter:
                 self._write()
 
     def finish(self) -> list[dict]:
-        """Write the remaining ids as the last shard. Return name, tokens and sha256 of every shard."""
+        """Write the remaining token ids as the last shard; return name, tokens and sha256 of every shard."""
         if self._count:
             self._write()
         return self.shards
@@ -68,7 +68,7 @@ class ShardWriter:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Read and check `index.json`.
+    """Read and check the index.json of a directory of token shards.
 
     Raises:
       JaxstackError: it is missing, not one of ours, of a later version, or inconsistent.
@@ -83,7 +83,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def parse_index(content: bytes, path: object) -> dict[str, Any]:
-    """Return the content of an `index.json`, checked.
+    """Parse and check the content of an index.json, which lists the token shards of a directory.
 
     Args:
       content: of the file.
@@ -197,7 +197,7 @@ def _write_stamps(folder: Path, stamps: dict) -> None:
 
 
 class TokenStream:
-    """The ids of one split as one long array, read by position. Safe to use from several threads; picklable.
+    """Token ids of one split, read by position from shard files. Safe to use from several threads; picklable.
 
     Args:
       files: where the shards are.
@@ -239,7 +239,7 @@ class TokenStream:
 
 
 def open_split(folder: Path, index: dict[str, Any], split: str) -> TokenStream:
-    """Open the verified stream of `split` ("train" or "held_out") of a prepared directory."""
+    """Verify the shards of a split ("train" or "held_out") in a local directory, and open them as one stream."""
     shards = index["splits"][split]["shards"]
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     verify_shards(folder, shards, dtype.itemsize)

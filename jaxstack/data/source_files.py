@@ -1,4 +1,4 @@
-"""Finds and opens the files of a source: local paths, globs and URLs, plain or compressed."""
+"""Finds and opens the files of a data source: local paths, globs and URLs, plain or compressed."""
 
 import difflib
 import glob as globbing
@@ -19,7 +19,7 @@ COMPRESSED = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source, with what identifies its content: size and version."""
+    """A file of a data source, with its size and version, by which changes of its content are detected."""
 
     path: str
     """An absolute local path, or a URL."""
@@ -33,7 +33,7 @@ class SourceFile:
 
     @property
     def suffix(self) -> str:
-        """The last suffix, without that of the compression."""
+        """File name extension, ignoring that of a compression: `.jsonl` for `a.jsonl.gz`."""
         base = self.name.lower()
         for c in COMPRESSED:
             base = base.removesuffix(c)
@@ -96,7 +96,7 @@ def _not_empty(found: list[SourceFile], path: str, reason: str) -> list[SourceFi
 
 
 def _nearest_path(path: str) -> str:
-    """Describe the longest existing parent of a missing path, with the names in it that are closest."""
+    """Describe, for an error message, the nearest existing parent of a missing path and similar names in it."""
     parts = Path(path).parts
     existing = Path(parts[0])
     missing = ""
@@ -119,7 +119,7 @@ def _nearest_path(path: str) -> str:
 
 
 def import_fsspec() -> Any:
-    """Import fsspec.
+    """Import fsspec, an optional dependency, or raise an error that says how to install it.
 
     Raises:
       ConfigError: it is not installed; the message has the command that installs it.
@@ -163,7 +163,7 @@ def _find_remote(path: str) -> list[SourceFile]:
 
 @contextmanager
 def open_file(file: SourceFile) -> Iterator[IO[bytes]]:
-    """Open a binary stream of the decompressed content.
+    """Open a data file, local or remote, as a binary stream of its decompressed content.
 
     Raises:
       ConfigError: its compressed data is broken or cut off; also raised while it is read.
@@ -204,7 +204,7 @@ def _zstd_reader(raw: IO[bytes]) -> io.RawIOBase:
 
 
 class _CompleteFrames(io.RawIOBase):
-    """Decompresses zstd frames. Unlike the library's reader it raises an error if the last frame is cut off."""
+    """Stream of decompressed zstd data which, unlike the library's reader, raises an error if the data is cut off."""
 
     def __init__(self, decompressor: Any, raw: IO[bytes]):
         self._decompressor = decompressor

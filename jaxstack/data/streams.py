@@ -1,4 +1,4 @@
-"""Opens the configured sources as token streams that share one tokenizer."""
+"""Opens the configured data sources as streams of token ids that share one tokenizer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Streams:
-    """The tokenizer, and a training stream and a held-out stream for each source."""
+    """Opened data sources: the tokenizer, and a training stream and a held-out stream for each source."""
 
     tokenizer: Tokenizer
     train: list[Stream | ExampleSet]
@@ -40,7 +40,7 @@ class Streams:
 
 
 def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Streams:
-    """Prepare the sources that are not prepared yet, verify the shards, and open them.
+    """Tokenize data sources that are not token shards yet, verify all shards, and open them as streams.
 
     Raises:
       ConfigError: sources that cannot be read, or that were prepared with different tokenizers.
@@ -77,12 +77,12 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
 
 
 def is_chat(source: SourceConfig) -> bool:
-    """Return True if `source` consists of chats."""
+    """Return True if a data source consists of chats."""
     return source.format == "chat"
 
 
 def import_chat():
-    """Import the module that reads chats.
+    """Import the module that tokenizes chats, which needs the optional dependency jinja2.
 
     Raises:
       ConfigError: jinja2 is not installed; the message has the command that installs it.
@@ -95,7 +95,7 @@ def import_chat():
 
 
 def is_prepared_source(source: SourceConfig) -> bool:
-    """Return True if `source` is a directory of shards.
+    """Return True if a data source is a directory of token shards rather than text.
 
     Raises:
       ConfigError: its format is tokens, but it is not such a directory.
@@ -182,14 +182,14 @@ class _Opener:
         return place.open_split(split)
 
     def _prepared(self, source: SourceConfig, whole: bool) -> PreparedFolder:
-        """Return the prepared directory of a source; that of a raw one is made now if it is not in the cache."""
+        """Return the directory of a source's token shards; raw text is tokenized into the cache if it is not there."""
         plan = self.plans.get((source, whole))
         if plan is None:
             return open_folder(source.path, self.shard_cache)
         return LocalFolder(ensure_tokens(plan, self.tokenizer, self.folder, self.options))
 
     def files(self, source: SourceConfig, whole: bool) -> Sequence[SourceFile]:
-        """Return the files of a source; for a prepared one, its shards with their hashes as versions."""
+        """Return the files of a source, for messages; for token shards, with their hashes as versions."""
         if source.path == "synthetic":
             return ()
         if is_chat(source):

@@ -13,7 +13,7 @@ from jaxstack.errors import JaxstackError
 
 
 class SubwordTokenizer(Tokenizer):
-    """A model of the `tokenizers` library with a document-start id that no text can produce."""
+    """Tokenizer on a model of the `tokenizers` library, with a document-start id that no text can produce."""
 
     def __init__(self, model: Model, kind: str, document_start: int):
         model.encode_special_tokens = True  # "<s>" in a text is encoded as ordinary characters
@@ -44,7 +44,7 @@ class SubwordTokenizer(Tokenizer):
 
     @cached_property
     def _marked(self) -> Model:
-        """The model that reads special tokens, without the post-processor, which would trim positions."""
+        """Copy of the model that encodes special tokens in text, without the post-processor that trims positions."""
         model = Model.from_str(json.dumps({**json.loads(self._json), "post_processor": None}))
         model.encode_special_tokens = False
         return model
@@ -73,7 +73,7 @@ class SubwordTokenizer(Tokenizer):
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """The bytes of each id, V in all; empty for special and unused ids."""
+        """Bytes that each id stands for, V in all; empty for special and unused ids."""
         added = self._model.get_added_tokens_decoder()
         to_byte = {c: b for b, c in byte_alphabet().items()}
         table = [b""] * self.vocab_size
@@ -123,7 +123,7 @@ def _training_chunks(texts: Iterable[str]) -> Iterator[str]:
 
 
 def file_vocab_size(model: Model) -> int:
-    """Return one more than the largest id; ids below it may be unused."""
+    """Return the vocabulary size of a tokenizer model: its largest id plus one, as ids may be unused."""
     return max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
@@ -135,7 +135,7 @@ def is_byte_level(tokenizer_json: str) -> bool:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Return byte -> the printable character that stands for it in byte-level vocabularies.
+    """Return a dict from each byte to the printable character that stands for it in byte-level vocabularies.
 
     Printable Latin-1 bytes stand for themselves; the others, in order, are the characters from U+0100 on.
     """

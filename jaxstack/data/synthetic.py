@@ -7,7 +7,7 @@ HELD_OUT_TOKENS = 2**16
 
 
 class SyntheticStream:
-    """A stream of ids computed from (seed, position). It has the interface of a `TokenStream`, and stores nothing.
+    """Stream of random token ids computed from (seed, position); a `TokenStream` that stores nothing.
 
     The function is SplitMix64's finaliser (Steele, Lea, Flood 2014) of the position plus a seeded offset.
     """
@@ -24,7 +24,7 @@ class SyntheticStream:
         return [f"synthetic-{self._choices}-{self._seed}-{self.tokens}"]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return the ids from `start` to `start + count`, fewer at the end of the stream, int64."""
+        """Return the `count` ids from position `start` on, fewer at the end of the stream, int64."""
         x = np.arange(start, min(start + count, self.tokens), dtype=np.uint64)
         x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + self._offset
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -33,4 +33,4 @@ class SyntheticStream:
         return ids + (ids >= self.document_start)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing; exists because other token streams have files to close."""

@@ -1,4 +1,4 @@
-"""Rows of T tokens as model inputs: cut from a stream of text, or packed from whole examples.
+"""Training rows of T tokens: cut from a stream of text, or packed from whole examples such as chats.
 
 Dimensions: T sequence length.
 """
@@ -15,7 +15,7 @@ Row = dict[str, np.ndarray]
 
 @runtime_checkable
 class ExampleSet(Protocol):
-    """Concatenated examples; see `jaxstack.data.chat.Examples`."""
+    """Interface of concatenated, tokenized chats; see `jaxstack.data.chat.Examples`."""
 
     @property
     def ids(self) -> np.ndarray: ...
@@ -43,7 +43,7 @@ class Rows(Protocol):
     """Number of ids that are predicted, in all rows together."""
 
     def read(self, row: int, limit: int | None = None) -> Row:
-        """Return a row as int32 arrays [T]; only the first `limit` labels, counted over all rows, are predicted."""
+        """Return a row as int32 arrays [T], in which only the first `limit` labels of all rows are to be predicted."""
         ...
 
     def count_for(self, limit: int) -> int:
@@ -51,12 +51,15 @@ class Rows(Protocol):
         ...
 
     def label_ids(self, limit: int) -> np.ndarray:
-        """Return the first `limit` labels."""
+        """Return the token ids of the first `limit` labels of all rows."""
         ...
 
 
 class TextRows:
-    """Rows of a stream. Each except the last has T labels, wherever documents begin and end."""
+    """Training rows cut from a token stream every T tokens, wherever documents begin and end.
+
+    Each row except the last has T labels.
+    """
 
     def __init__(self, stream: Stream, sequence_length: int, packing: bool):
         self._stream, self._length, self._packing = stream, sequence_length, packing
@@ -76,7 +79,7 @@ class TextRows:
 
 @dataclasses.dataclass(frozen=True)
 class LengthStatistics:
-    """Counts of a source's examples, and of those with more tokens than a row."""
+    """Counts of a source's chats, for messages: all, those longer than a row, and those left out."""
 
     total: int
     too_long: int
@@ -88,7 +91,7 @@ class LengthStatistics:
 
 
 class ExampleRows:
-    """Rows packed from whole examples: longest first, each into the fullest row with enough room.
+    """Training rows packed from whole chats: longest first, each into the fullest row with enough room.
 
     Packed rows are then shuffled with a fixed seed.
 
@@ -151,7 +154,7 @@ class ExampleRows:
 
 
 def describe_row_filling(path: str, rows: ExampleRows, sequence_length: int) -> str:
-    """Return a line on how the examples of a source fill their rows, and how many do not fit."""
+    """Return a line on how full the rows packed from a source's chats are, and how many chats do not fit."""
     fitted = rows.fitted
     line = (
         f"{path}: {fitted.total - fitted.left_out:,} chats in {rows.count:,} rows of {sequence_length}, of which "

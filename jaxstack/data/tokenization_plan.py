@@ -1,4 +1,4 @@
-"""Plans the tokenization of sources: pieces of files, grouped into units of work that do not depend on the workers."""
+"""Splits the tokenization of data sources into units of work: large files are cut, small ones are grouped."""
 
 import hashlib
 import importlib.util
@@ -32,7 +32,7 @@ STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Pieces that are read and tokenized together, and how their documents are split."""
+    """A unit of tokenization work: pieces of files that are read together, and how documents are held out."""
 
     pieces: tuple[Piece, ...]
     fraction: float
@@ -43,7 +43,7 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class TokenizationPlan:
-    """All work units of some sources, in the order of the token stream."""
+    """The tokenization of some data sources as a list of work units, in the order of the resulting token stream."""
 
     units: tuple[WorkUnit, ...]
     identity: str
@@ -59,7 +59,7 @@ class TokenizationPlan:
 
 
 def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> TokenizationPlan:
-    """Plan the tokenization of `sources`: list their files, cut long ones into pieces, and group short ones.
+    """Plan the tokenization of data sources: list their files, cut long ones into pieces, and group short ones.
 
     Raises:
       ConfigError: no file matches, a source that cannot be read as its format, a missing text column.
@@ -98,7 +98,7 @@ def source_is_stdlib(sources: Sequence[SourceConfig]) -> bool:
 
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
-    """Return the files of a raw source, sorted by relative path; the standard library's end with its help topics."""
+    """Return the files of a source of raw text by relative path; Python's standard library ends with help topics."""
     if source.path == "synthetic":
         raise ConfigError("the source 'synthetic' has no text: it needs no preparation, train on it as it is")
     if source.path != "stdlib":
@@ -137,7 +137,7 @@ def _kind(source: SourceConfig, file: SourceFile) -> Kind:
 
 
 def _records_as_text(source: SourceConfig, files: Sequence[SourceFile], kinds: Sequence[Kind]) -> dict[str, int]:
-    """Return the number of files of each suffix in `RECORD_SUFFIXES` that are read as text by default."""
+    """Count, by suffix, the files of records (csv, tsv, json) that are read as plain text for lack of a reader."""
     if source.format == "text":
         return {}
     suffixes = [file.suffix for file, kind in zip(files, kinds, strict=True) if kind == "text"]
@@ -169,7 +169,7 @@ def _group(
     split: tuple[float, bool],
     unit_bytes: int,
 ) -> Iterator[WorkUnit]:
-    """Yield units of about `unit_bytes`, in order."""
+    """Group the pieces of a source's files into work units of about `unit_bytes`, in order."""
     pending: list[Piece] = []
     size = 0
     for file, kind in zip(files, kinds, strict=True):
@@ -200,14 +200,17 @@ def _pieces(
 
 
 def _cuts(file: SourceFile, start: int, stop: int, step: int, whole_lines: bool = False) -> list[int]:
-    """Return `start`, `stop`, and between them, about every `step` bytes, a position after a line end."""
+    """Return the byte offsets, at line ends, that cut a file between `start` and `stop` every `step` bytes or so."""
     with open_file(file) as stream:
         inner = [align(stream, p, file.size, whole_lines) for p in range(start + step, stop - step // 2, step)]
     return sorted({start, stop, *(p for p in inner if start < p < stop)})
 
 
 def _long_text(file: SourceFile, split: tuple[float, bool], unit_bytes: int) -> Iterator[tuple[Piece, int]]:
-    """Yield ranges of a long text with their sizes; only the first range of each side of the split opens a document."""
+    """Cut a long text file into byte ranges for the training and the held-out split; yield each with its size.
+
+    Only the first range of each split opens a document.
+    """
     fraction, inside = split
     with open_file(file) as stream:
         score = split_score(stream.read(HEAD_BYTES) + str(file.size).encode())

@@ -25,7 +25,7 @@ BATCH_CHARACTERS = 2**22
 
 @dataclass
 class SplitCounts:
-    """Counts of a work unit's training text, or of its held-out text."""
+    """Tokens, documents and bytes of a work unit in one split (training or held-out), and its token file's hash."""
 
     tokens: int = 0
     documents: int = 0
@@ -35,7 +35,7 @@ class SplitCounts:
 
 @dataclass
 class UnitResult:
-    """Result of tokenizing a unit, stored as JSON next to the token files."""
+    """Result of tokenizing a work unit, stored as JSON next to its token files."""
 
     key: str
     train: SplitCounts = field(default_factory=SplitCounts)
@@ -49,7 +49,7 @@ class UnitResult:
 
 
 def read_split_documents(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[Split, str, bool, float]]:
-    """Yield (split, text, opens a document, score) of every document of `unit`, and count it in `counts`."""
+    """Read and split a work unit's documents; yield (split, text, opens a document, score), and count them."""
     for piece in unit.pieces:
         for document in read_documents(piece):
             counts.replaced += document.replaced
@@ -61,7 +61,7 @@ def read_split_documents(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[S
 
 
 class _TokenFile:
-    """A file that ids are appended to while it is hashed. It counts as complete once a result has its hash."""
+    """Writer of a file of token ids, which hashes what it writes; complete once a stored result has that hash."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._file = open(path, "wb")  # noqa: SIM115 - closed by `finish`
@@ -82,7 +82,7 @@ class _TokenFile:
 
 
 def tokenize_unit(unit: WorkUnit, tokenizer: Tokenizer, key: str, base: Path) -> UnitResult:
-    """Write `base`.train.bin, `base`.held_out.bin and, last, `base`.json, which says that both are complete."""
+    """Tokenize a work unit into `base`.train.bin and `base`.held_out.bin; `base`.json, written last, marks the end."""
     result = UnitResult(key)
     counts = {"train": result.train, "held_out": result.held_out}
     files = {split: _TokenFile(token_file(base, split), tokenizer.dtype) for split in counts}
@@ -107,7 +107,7 @@ Part = tuple[Split, str, bool, float]
 
 
 def _batched(parts: Iterator[Part]) -> Iterator[list[Part]]:
-    """Group parts into lists of a few MB, which bounds the memory and keeps all threads of a tokenizer busy."""
+    """Group document parts into lists of a few MB, to bound memory and keep all threads of a tokenizer busy."""
     batch: list[Part] = []
     size = 0
     for part in parts:
@@ -126,7 +126,7 @@ def token_file(base: Path, split: str) -> Path:
 
 
 def read_result(base: Path, key: str, needs_train: bool) -> UnitResult | None:
-    """Return the result of an earlier `tokenize_unit`; None if it is incomplete or was made with another key."""
+    """Read the result of an earlier `tokenize_unit`; None if it is incomplete or made from other inputs (`key`)."""
     try:
         stored = json.loads(base.with_suffix(".json").read_bytes())
         result = UnitResult(
@@ -147,7 +147,7 @@ _worker_tokenizer: Tokenizer | None = None
 
 
 def initialize_worker(tokenizer_folder: str) -> None:
-    """Prepare a worker process: one thread for the tokenizer, and an exit as soon as the parent is gone."""
+    """Prepare a tokenizing process: one thread for the tokenizer, and an exit as soon as the parent is gone."""
     global _worker_tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent stops a run
@@ -164,7 +164,7 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def tokenize_in_worker(unit: WorkUnit, key: str, base: str) -> UnitResult:
-    """Call `tokenize_unit` in a worker process that `initialize_worker` prepared."""
+    """Tokenize a work unit in a worker process, which `initialize_worker` has prepared."""
     assert _worker_tokenizer is not None, "initialize_worker runs first"
     return tokenize_unit(unit, _worker_tokenizer, key, Path(base))
 

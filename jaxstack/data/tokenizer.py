@@ -38,7 +38,7 @@ class Tokenizer(ABC):
 
     @property
     def dtype(self) -> np.dtype:
-        """The little-endian integer type of these ids in shards."""
+        """Little-endian integer type in which shard files store the ids."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
     def encode(self, text: str) -> np.ndarray:
@@ -50,7 +50,7 @@ class Tokenizer(ABC):
         """Encode many texts at once, on all cores if the implementation can."""
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encode texts in which special tokens are written out.
+        """Encode texts that contain special tokens such as `<|im_end|>`, which become one id each.
 
         Returns:
           The ids [n] of each text, and [n, 2], the first and last (exclusive) character of each id.
@@ -62,7 +62,7 @@ class Tokenizer(ABC):
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """The texts that `encode_marked` encodes as one id, with that id."""
+        """Special tokens that `encode_marked` recognizes in text, with their ids."""
         return {}
 
     @abstractmethod
@@ -76,17 +76,17 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def byte_lengths(self) -> np.ndarray:
-        """[V] int64: number of bytes of each id; approximate if the tokenizer is not byte-level."""
+        """Number of bytes that each id stands for, [V] int64; approximate if the tokenizer is not byte-level."""
 
     @property
     def hash(self) -> str:
-        """SHA-256 of everything that decides the ids."""
+        """SHA-256 of everything that determines how this tokenizer maps text to ids."""
         digest = hashlib.sha256(json.dumps(self.description(), sort_keys=True).encode())
         digest.update((self.tokenizer_json() or "").encode())
         return digest.hexdigest()
 
     def description(self) -> dict:
-        """Return the description that `save` writes next to the model."""
+        """Return the tokenizer's kind and sizes as plain JSON, which `save` writes next to the model."""
         return {
             "format": FORMAT,
             "version": 1,
@@ -96,11 +96,11 @@ class Tokenizer(ABC):
         }
 
     def tokenizer_json(self) -> str | None:
-        """Return the text of tokenizer.json; None if this kind needs none."""
+        """Return the content of tokenizer.json; None if this kind of tokenizer needs none."""
         return None
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Write the tokenizer, so that `load_tokenizer` returns an equal one."""
+        """Write the tokenizer to a directory, from which `load_tokenizer` returns an equal one."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         model = self.tokenizer_json()
@@ -144,7 +144,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class SyntheticTokenizer(Tokenizer):
-    """Stands in as tokenizer of random ids, which mean no text: encodes bytes modulo V, decodes to numbers."""
+    """Placeholder tokenizer for random token ids in benchmarks: encodes bytes modulo V, decodes ids to numbers."""
 
     kind = "synthetic"
     writes_bytes = False
@@ -180,7 +180,7 @@ def replace_lone_surrogates(text: str) -> str:
 
 
 def checked_ids(ids: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return `ids` as an array with one dim.
+    """Convert token ids to an int64 array with one dim, and check that all are in the vocabulary.
 
     Raises:
       JaxstackError: an id is outside of the vocabulary.
@@ -193,7 +193,7 @@ def checked_ids(ids: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def chunks(text: str, limit: int = CHUNK_CHARACTERS) -> list[str]:
-    """Cut a long text after line ends (or spaces, or anywhere), so that its parts can be encoded in parallel."""
+    """Cut a long text into pieces, preferably at line ends, that can be tokenized in parallel."""
     parts = []
     start = 0
     while len(text) - start > limit:

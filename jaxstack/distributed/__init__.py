@@ -1,1 +1,1 @@
-"""Processes, devices and XLA options of a run: discovery of the cluster, coordination, start-up."""
+"""Sets up the processes and devices of a run: cluster detection, coordination of processes, XLA options."""

@@ -1,4 +1,4 @@
-"""Detection of the processes and nodes of a run from environment variables or Slurm. Does not import jax."""
+"""Detects the processes and nodes of a run from environment variables or Slurm. Does not import jax."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ TLS_PEER_PREFIX = "JAX_MTLS_PEER_URI_PREFIX"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Index of this process, number of processes, and address of the coordinator.
+    """Position of this process in its run: its index, the number of processes, and the coordinator's address.
 
     Attributes:
       coordinator: HOST:PORT at which process 0 can be reached.
@@ -37,7 +37,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """Index of this node, number of nodes, and address of the coordinator.
+    """Position of this node in a run: its index, the number of nodes, and the coordinator's address.
 
     Attributes:
       count: number of nodes.
@@ -51,7 +51,7 @@ class Nodes:
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
-    """Detect this process's place among those of its run; None if it is the only one.
+    """Detect this process's index in its run and the coordinator's address; None if it is the only process.
 
     Reads JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which the launcher sets, then the variables of
     `srun`.
@@ -86,7 +86,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
 
 
 def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
-    """Detect the nodes of a launcher: of Slurm (one launcher per node), of an indexed Kubernetes job, or one node.
+    """Detect the nodes of a run for its launcher, from Slurm or an indexed Kubernetes job; otherwise one node.
 
     Args:
       environ: environment variables; default: `os.environ`.
@@ -111,7 +111,7 @@ def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
 
 
 def slurm_coordinator(environ: Mapping[str, str]) -> str:
-    """Return the address of the first host of a Slurm step, with a port that depends on the job.
+    """Return an address for the coordinator: the first host of a Slurm step, with a port from the job's id.
 
     Raises:
       ConfigError: the list of nodes cannot be read.
@@ -124,7 +124,7 @@ def slurm_coordinator(environ: Mapping[str, str]) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT` or `[IPV6]:PORT`.
+    """Split an address `HOST:PORT` or `[IPV6]:PORT` into host and port.
 
     Raises:
       ConfigError: the address has another form.
@@ -136,7 +136,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if all addresses of the host of `HOST:PORT` are of the loopback interface."""
+    """Return True if the host of an address `HOST:PORT` resolves to the loopback interface only."""
     host, port = split_address(address)
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -177,7 +177,7 @@ def check_tls_files(coordinator: str, environ: Mapping[str, str] | None = None) 
 
 
 def add_tls_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options of authentication between processes to a parser or a group of its options."""
+    """Add command-line options for mutual TLS between processes to a parser or a group of options."""
     parser.add_argument(
         "--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="files for mutual TLS; needed off the loopback interface"
     )
@@ -188,14 +188,14 @@ def add_tls_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def tls_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the options of `add_tls_arguments` as environment variables."""
+    """Return the environment variables that pass the command line's TLS options to the processes."""
     found = dict(zip(TLS_FILES, args.tls or (), strict=False))
     found |= {TLS_PEER_PREFIX: args.tls_peer_prefix} if args.tls_peer_prefix else {}
     return found | ({INSECURE: "1"} if args.insecure else {})
 
 
 def split_devices(devices: int, parts: int, part: int) -> tuple[int, ...]:
-    """Return the consecutive indices of the devices of process `part` of `parts`, on a host with `devices`.
+    """Return the indices of the GPUs that process `part` uses, if `parts` processes share those of a host evenly.
 
     Raises:
       ConfigError: the devices cannot be split evenly.
@@ -207,7 +207,7 @@ def split_devices(devices: int, parts: int, part: int) -> tuple[int, ...]:
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Return this task's share of the GPUs if several tasks of a node see all of them; None: use all."""
+    """Return this Slurm task's share of the GPUs, if several tasks of a node see all of them; None: use all."""
     if chosen := _device_list(environ.get(LOCAL_DEVICES)):
         return chosen
     tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))

@@ -1,4 +1,4 @@
-"""Connection of the processes of a run, and exchange of small values between them without a device."""
+"""Connects the processes of a run, and exchanges small values between them without using devices."""
 
 import inspect
 import itertools
@@ -22,7 +22,7 @@ Json: TypeAlias = Any
 
 
 def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 300) -> None:
-    """Connect this process with the others of its run. Must be called before any device is used.
+    """Connect this process with the others of its run; must be called before any device is used.
 
     Afterwards, the death of a process ends the others within about `heartbeat_seconds`. Process 0 listens only on the
     coordinator's own address. Unless that is on the loopback interface, processes authenticate by mutual TLS.
@@ -70,7 +70,7 @@ def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int =
 
 
 def _tls_options(place: Place) -> dict[str, Any]:
-    """Return the arguments of `jax.distributed.initialize` for mutual TLS; empty without TLS."""
+    """Return the arguments of `jax.distributed.initialize` that enable mutual TLS; empty without TLS."""
     files = check_tls_files(place.coordinator)
     if files is None:
         return {}
@@ -83,7 +83,7 @@ def _tls_options(place: Place) -> dict[str, Any]:
 
 
 def _check_free(address: str) -> None:
-    """Check that this process can listen at the address; if not, jax would end with a segmentation fault.
+    """Check that this process can listen at an address, as jax would otherwise end with a segmentation fault.
 
     Raises:
       JaxstackError: it cannot.
@@ -104,7 +104,7 @@ def _check_free(address: str) -> None:
 
 
 def _exit_unconnected(place: Place, seconds: int) -> None:
-    """End this process with a message, from another thread than the one that waits."""
+    """End this process with a message that not all processes connected in time; called from a timer thread."""
     text = (
         f"jaxstack: process {place.index} waited {seconds} s (resilience.connect_seconds) at {place.coordinator}, but "
         f"not all {place.count} processes connected. Check that all are started, can reach this address, and have the "
@@ -115,7 +115,7 @@ def _exit_unconnected(place: Place, seconds: int) -> None:
 
 
 def _use_gloo(place: Place) -> None:
-    """Select Gloo for collectives between CPU processes, on the loopback interface if the coordinator is there.
+    """Select Gloo for collectives between CPU processes, on the loopback interface if the coordinator uses it.
 
     Gloo is jax's only implementation without further software. By default it listens on the address of the host name.
     """
@@ -125,30 +125,30 @@ def _use_gloo(place: Place) -> None:
 
 
 def _client() -> CoordinationClient:
-    """Return the connection with the coordinator, which `connect` made."""
+    """Return the client of JAX's coordination service, which `connect` has set up."""
     client = coordination_state().client
     assert client is not None, "this process is not connected to others"
     return client
 
 
 def process_position() -> tuple[int, int]:
-    """Return the index of this process and the number of processes, which are known before any device is used."""
+    """Return the index of this process and the number of processes, without initializing any device."""
     state = coordination_state()
     return state.process_id, state.num_processes
 
 
 def is_first() -> bool:
-    """Return True on process 0, which reports, and writes the files that exist once per run."""
+    """Return True on process 0, which prints messages and writes the files that exist once per run."""
     return process_position()[0] == 0
 
 
 def publish(key: str, value: Json) -> None:
-    """Store a value that the other processes can read under `key`, replacing an earlier one."""
+    """Store a JSON value under `key` for the other processes to read, replacing an earlier one."""
     _client().key_value_set(f"jaxstack/{key}", json.dumps(value), allow_overwrite=True)
 
 
 def try_read(key: str) -> Json:
-    """Return the value published under `key`, or None if there is none yet."""
+    """Return the value that a process published under `key`, or None if there is none yet."""
     try:
         return json.loads(_client().key_value_try_get(f"jaxstack/{key}"))
     except (RuntimeError, ValueError):
@@ -156,7 +156,7 @@ def try_read(key: str) -> Json:
 
 
 def wait_for_value(key: str, timeout_seconds: float) -> Json:
-    """Wait until a value is published under `key`, and return it.
+    """Wait until a process publishes a value under `key`, and return it.
 
     Raises:
       TimeoutError: none was published in time.
@@ -168,7 +168,7 @@ def wait_for_value(key: str, timeout_seconds: float) -> Json:
 
 
 def all_gather(name: str, value: Json, timeout_seconds: float = 300) -> list[Json]:
-    """Return every process's `value`, in the order of the processes.
+    """Gather a JSON value from every process, without using devices; return them in the order of the processes.
 
     Args:
       name: name of this exchange, which all processes pass; it must not be used a second time.
@@ -206,7 +206,7 @@ their heartbeat, stuck ones by the launcher."""
 
 
 def all_true(value: bool) -> bool:
-    """Return True if `value` is True on every process.
+    """Return True if `value` is True on every process; all processes must call it.
 
     All processes must make the same sequence of calls to this function and `broadcast_from_first`, from one thread.
 
@@ -217,7 +217,7 @@ def all_true(value: bool) -> bool:
 
 
 def broadcast_from_first(value: Json) -> Json:
-    """Return process 0's `value` on all processes, which must call it as described for `all_true`."""
+    """Return process 0's `value` on all processes; all must call it, as described for `all_true`."""
     if process_position()[1] == 1:
         return value
     name = f"first-{next(_calls)}"
@@ -249,7 +249,7 @@ _LOST_PEER = re.compile(r"gloo|nccl|unavailable|coordination|connection|deadline
 
 
 def as_lost_peer(error: Exception) -> JaxstackError | None:
-    """Convert the error of a collective to a JaxstackError if it means that another process died; None otherwise."""
+    """Convert a collective's error to a JaxstackError if it means that another process died; otherwise None."""
     first = str(error).splitlines()[0] if str(error) else ""
     if (
         coordination_state().client is None
@@ -261,7 +261,7 @@ def as_lost_peer(error: Exception) -> JaxstackError | None:
 
 
 def exit_at_once_on_failure(code: int) -> int:
-    """Return `code`, or exit without cleanup if this is a failed process among several.
+    """Return exit code `code`; but if it is an error in one of several processes, exit without cleanup.
 
     At a normal exit jax waits for the other processes, which may be waiting for this one in a collective.
     """

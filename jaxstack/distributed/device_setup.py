@@ -1,4 +1,4 @@
-"""Settings that JAX needs before it uses a device: simulated devices, memory, a private compilation cache."""
+"""Settings before JAX uses a device: simulated devices, memory limits, a private compilation cache."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ from jaxstack.errors import ConfigError
 
 
 def start_devices(simulate: int | None = None) -> int:
-    """Initialize the devices and return their number in the whole run.
+    """Initialize JAX's devices, real or simulated on CPU, and return their number in the whole run.
 
     Args:
       simulate: number of simulated CPU devices of the run, which its processes share evenly, so that the run is the
@@ -56,7 +56,7 @@ HOST_MEMORY = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def use_whole_memory() -> None:
-    """Raise XLA's limits to nearly all memory of the GPUs and all memory of the host, unless the user set them.
+    """Let XLA use nearly all memory of the GPUs and all of the host's, unless the user has set its limits.
 
     Their defaults are three quarters of a GPU's memory and 64 GiB of the host's. `model.remat: offload` at a million
     tokens needs more of the host's for each device.
@@ -68,7 +68,7 @@ def use_whole_memory() -> None:
 
 
 def host_memory() -> int | None:
-    """Return the bytes of memory of this host, or of its control group where that has a limit; None if unknown."""
+    """Return the memory of this host in bytes, or the limit of its control group (cgroup); None if unknown."""
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

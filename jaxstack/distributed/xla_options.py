@@ -1,4 +1,4 @@
-"""XLA options of the train step, each with its reason, and their names in different versions of jaxlib."""
+"""XLA compiler options for training steps, each with its reason, and their names in different versions of jaxlib."""
 
 import functools
 import importlib.metadata
@@ -13,7 +13,7 @@ from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 
 
 class Option(NamedTuple):
-    """An XLA option and the reason for its value."""
+    """An XLA compiler option, its value, and the reason for this value."""
 
     name: str
     value: bool | int | str
@@ -95,17 +95,17 @@ EQUIVALENT: tuple[tuple[Setting, ...], ...] = (
 
 
 def step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, OptionValue]:
-    """Return the built-in options of a GPU step that the installed jaxlib supports, name -> value."""
+    """Return jaxstack's XLA options for a GPU training step, as far as the installed jaxlib supports them."""
     return translate_options(builtin_step_options(pipeline=pipeline, peer_copies=peer_copies))[0]
 
 
 def low_precision_cpu_options() -> dict[str, OptionValue]:
-    """Return the supported options of a step that computes in less than 32 bits on CPUs, name -> value."""
+    """Return the XLA options for a CPU step in less than 32 bits that the installed jaxlib supports."""
     return {option.name: option.value for option in NARROW_ON_CPU if is_supported(option.name, option.value)}
 
 
 def packed_weight_options() -> dict[str, OptionValue]:
-    """Return the supported options of a program that multiplies with packed weights on GPUs, name -> value.
+    """Return the supported XLA options for GPU programs that multiply with compressed (packed) weights.
 
     Triton's matmuls, which training switches off, read the weights as they are stored.
     """
@@ -113,18 +113,18 @@ def packed_weight_options() -> dict[str, OptionValue]:
 
 
 def supports_peer_copies() -> bool:
-    """Return True if the installed jaxlib can compile permutes to peer-to-peer copies."""
+    """Return True if the installed jaxlib can compile collective permutes to peer-to-peer copies."""
     return all(is_supported(option.name, option.value) for option in PEER_COPIES)
 
 
 def builtin_step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, OptionValue]:
-    """Return the built-in XLA options of a GPU step, name -> value, including those that this jaxlib lacks."""
+    """Return jaxstack's XLA options for a GPU training step, supported by the installed jaxlib or not."""
     chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(PEER_COPIES if peer_copies else ()))
     return {option.name: option.value for option in chosen}
 
 
 def translate_options(wanted: Mapping[str, OptionValue]) -> tuple[dict[str, OptionValue], list[str]]:
-    """Translate options to the installed jaxlib, and leave out those that it does not know.
+    """Translate XLA options to their names in the installed jaxlib, and leave out those that it lacks.
 
     An unknown compiler option fails the compilation; in `XLA_FLAGS` it aborts the process.
 
@@ -155,18 +155,18 @@ def translate_options(wanted: Mapping[str, OptionValue]) -> tuple[dict[str, Opti
 
 
 def is_supported(name: str, value: OptionValue) -> bool:
-    """Return True if the installed jaxlib supports this option with this value."""
+    """Return True if the installed jaxlib accepts this XLA option with this value."""
     return _refusal(name, value) is None
 
 
 def has_option(name: str) -> bool:
-    """Return True if the installed jaxlib has an option of this name."""
+    """Return True if the installed jaxlib has an XLA option of this name."""
     return "No such compile option" not in (_refusal(name, "") or "")
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # distinguishes True from 1
 def _refusal(name: str, value: OptionValue) -> str | None:
-    """Return XLA's error for an option, found by compiling a program of one addition; None if it is accepted."""
+    """Return XLA's error for a compiler option, found by compiling a one-line program; None if it is accepted."""
     try:
         jax.jit(lambda x: x + 1).lower(0.0).compile(compiler_options={name: value})
     except Exception as error:

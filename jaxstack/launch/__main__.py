@@ -21,7 +21,7 @@ from jaxstack.launch.supervisor import Job, Supervisor
 
 
 def make_parser() -> CommandParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser of `python -m jaxstack.launch`."""
     parser = CommandParser(
         prog="jaxstack launch",
         description="Start the processes of this node, watch their progress, end all of them when one fails or is "
@@ -58,13 +58,13 @@ def make_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the launcher for the given command-line arguments, and return its exit code."""
     args = make_parser().parse_args(argv)
     return run_command("jaxstack launch", lambda: Supervisor(make_job(args)).run())
 
 
 def make_job(args: argparse.Namespace) -> Job:
-    """Return the job that the parsed command line describes.
+    """Return the job that the parsed command line describes: command, processes, nodes, timeouts and restarts.
 
     Raises:
       ConfigError: there is no command to run, it would import something else than jaxstack, or the coordinator of

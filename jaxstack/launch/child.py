@@ -21,7 +21,7 @@ _STACK_LINES = 80
 
 
 class Child:
-    """A training process that the launcher has started.
+    """A training process that the launcher has started, in a session of its own.
 
     Args:
       rank: its number in the whole run.
@@ -53,21 +53,21 @@ class Child:
             self._pump.start()
 
     def poll(self) -> int | None:
-        """Return its exit code (negative: the signal that ended it); None while it runs."""
+        """Return the exit code of the process (negative: the signal that ended it); None while it runs."""
         return self._process.poll()
 
     def record(self) -> Record:
-        """Return its newest progress record."""
+        """Return the newest progress record that the process has written."""
         self._last = read_record(self._progress) or self._last
         return self._last
 
     def send(self, signum: int) -> None:
-        """Send a signal to it and to everything that it started."""
+        """Send a signal to the process and to everything that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signum)
 
     def is_stopped(self) -> bool:
-        """Return True if it is suspended (SIGSTOP, a debugger)."""
+        """Return True if the process is suspended (SIGSTOP, a debugger)."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
         except OSError:
@@ -75,7 +75,7 @@ class Child:
         return any(line.startswith("State:") and line.split()[1] in ("T", "t") for line in status.splitlines())
 
     def stacks(self, seconds: float = 5.0) -> str:
-        """Return the stacks of its threads, from py-spy if that is installed, else from the process itself on SIGUSR1.
+        """Return the Python stacks of the process's threads: from py-spy if installed, else on SIGUSR1.
 
         Needs no GIL. Resumes a suspended process.
         """
@@ -99,7 +99,7 @@ class Child:
         return "\n".join([*head, *lines[:_STACK_LINES]])
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end. Returns True if it ended in time; its output is then complete."""
+        """Wait up to `seconds` for the process to end, and for its output; return True if it ended."""
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -122,12 +122,12 @@ def _copy_lines(source: IO[bytes], prefix: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make processes that lose their parent children of this one, so that they can be found and ended."""
+    """Make this process the parent of descendants that lose theirs, so that they can be found and ended."""
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def end_all(children: Sequence[Child], grace_seconds: float) -> None:
-    """End the children and everything they started: SIGTERM first, SIGKILL after `grace_seconds`."""
+    """End training processes and everything they started: SIGTERM first, SIGKILL after `grace_seconds`."""
     deadline = time.monotonic() + grace_seconds
     for signum in (signal.SIGTERM, signal.SIGCONT):
         for child in children:
@@ -147,7 +147,7 @@ def end_all(children: Sequence[Child], grace_seconds: float) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return all processes below `pid`."""
+    """Return the ids of all processes that descend from process `pid`."""
     parents: dict[int, int] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():

@@ -1,4 +1,6 @@
-"""Kills what is left of a run whose launcher was killed: `cleanup_process.py FOLDER`, standard input from the launcher.
+"""Script that kills what is left of a run whose launcher was killed: `cleanup_process.py FOLDER`.
+
+Its standard input is a pipe from the launcher, whose end it waits for.
 
 With the launcher the kernel ends its own children, but not the processes that these have started, such as a trainer
 below a shell. Run as a file, with only the standard library, so that it starts at once and stays small.
@@ -17,7 +19,9 @@ _ROUNDS, _ROUND_SECONDS = 50, 0.1
 
 
 class CleanupProcess:
-    """Once this process is gone, kills all processes that have `folder` in their environment, until it is closed.
+    """Helper process that kills what is left of a run's processes, once the launcher is gone or has closed it.
+
+    The processes of the run are those with `folder` in their environment.
 
     Must be created before the launcher adopts orphans: the cleanup process must not be its child.
 
@@ -33,13 +37,13 @@ class CleanupProcess:
         self._first.wait()
 
     def close(self) -> None:
-        """Stop the cleanup process: the run has ended."""
+        """End the helper process, as the run has ended; it kills any process of the run that is left."""
         if self._first.stdin is not None:
             self._first.stdin.close()
 
 
 def find_marked_processes(folder: str) -> list[int]:
-    """Return the processes of this user whose environment contains `folder`."""
+    """Return the ids of this user's processes whose environment contains the path `folder`."""
     found = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -50,7 +54,7 @@ def find_marked_processes(folder: str) -> list[int]:
 
 
 def wait_and_kill(folder: str) -> None:
-    """Wait for the end of the launcher, then kill the processes that it left and remove `folder`."""
+    """Wait for the end of the launcher, then kill the processes of the run that are left and remove `folder`."""
     if os.fork():
         os._exit(0)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""Finds stuck processes and stragglers in the progress records of a run. Plain functions of records."""
+"""Finds stuck and slow processes of a run from the progress records that they write. Plain functions of records."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from jaxstack.resilience.progress_file import Record
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Timeouts, in seconds without progress, after which a process counts as stuck, for each phase of a run."""
+    """Timeouts for each phase of a run: seconds without progress after which a process counts as stuck."""
 
     step: float = 300.0
     """Limit between two training steps or evaluation batches."""
@@ -21,7 +21,7 @@ class Limits:
     """Limit on a save that training waits for."""
 
     def of(self, record: Record, suspended: bool = False) -> float:
-        """Return the limit for the phase of a process; for a suspended process it is that of a step."""
+        """Return the timeout for the phase that a process is in; for a suspended process, that of a step."""
         if record.phase == "train" or suspended:
             return self.step
         return self.save if record.phase in ("save", "end") else self.start
@@ -34,7 +34,7 @@ def find_stuck(
     since: float = -math.inf,
     suspended: Mapping[int, Callable[[], bool]] = MappingProxyType({}),
 ) -> int | None:
-    """Return the rank that is stuck, or None: the one silent for longest of those beyond their limit.
+    """Return the rank of the stuck process, the one longest without progress beyond its timeout; None if none.
 
     In a collective the other ranks wait for it, and fall silent after it.
 
@@ -55,7 +55,7 @@ def find_stuck(
 
 @dataclasses.dataclass(frozen=True)
 class Straggler:
-    """A process that slows the others down: seconds per step on its own host, and the median of the others."""
+    """A process that slows the others down: its host seconds per step, and the median of the others."""
 
     rank: int
     own: float
@@ -64,7 +64,7 @@ class Straggler:
 
 
 def find_straggler(before: Mapping[int, Record], after: Mapping[int, Record]) -> Straggler | None:
-    """Return the process that slows the others down by its host time per step between two records, or None.
+    """Return the process whose host time per step, between two progress records, slows the others; else None.
 
     A step takes the same time on all ranks, as they wait for one another in collectives. They differ in the time that
     each spends on its host instead of waiting. A process is reported if it exceeds the median of the others by at least

@@ -1,4 +1,4 @@
-"""`python -m jaxstack.launch --preflight`: each process describes its node, and all of them sum numbers together."""
+"""`python -m jaxstack.launch --preflight`: compares the nodes of a run, and tests and times an all-reduce."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ _SECONDS = 120
 
 
 def check() -> None:
-    """Compare the processes, and time a sum over all devices; the first process prints the results.
+    """Check that all processes match, and time an all-reduce over all devices; the first process prints the results.
 
     Raises:
       JaxstackError: the processes differ, or one of them does not answer in two minutes.
@@ -50,7 +50,7 @@ def check() -> None:
 
 
 def measure_sum() -> str:
-    """Time an all-reduce over all devices; return a line with its bandwidth, or one that reports a wrong sum."""
+    """Time an all-reduce over all devices; return a line with its bandwidth, or one that reports a wrong result."""
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("all",))
     split, whole = jax.NamedSharding(mesh, jax.P("all")), jax.NamedSharding(mesh, jax.P())
@@ -70,7 +70,7 @@ def measure_sum() -> str:
 
 
 def describe_gpus() -> str:
-    """Return clocks, temperatures and links from the GPU driver; empty without one."""
+    """Return clocks, temperatures and links of this node's GPUs, from nvidia-smi; empty if that fails."""
     fields = "index,name,clocks.sm,clocks.max.sm,temperature.gpu,ecc.errors.uncorrected.volatile.total"
     parts = []
     for words in (("--format=csv", f"--query-gpu={fields}"), ("topo", "-m")):
@@ -83,7 +83,7 @@ def describe_gpus() -> str:
 
 
 def main() -> int:
-    """Run the check; returns its exit code."""
+    """Run the preflight check, and return its exit code."""
 
     def body() -> None:
         with ExitOnSignal("jaxstack launch --preflight"):

@@ -1,8 +1,8 @@
-"""Limits how often a failing run is started again: a budget that progress refills."""
+"""Limits how often a failing run is restarted: a number of restarts, refilled by each new checkpoint."""
 
 
 class RestartBudget:
-    """Number of restarts that a run may take in a row without a new checkpoint.
+    """Number of restarts that a run may still take; a new checkpoint resets it to its full size.
 
     Args:
       restarts: size of the budget.
@@ -13,7 +13,7 @@ class RestartBudget:
         self._best = -1
 
     def spend(self, saved: int) -> bool:
-        """Take one restart, after a start that ended with newest checkpoint `saved`. Returns False if none is left."""
+        """Take one restart from the budget, refilled first if checkpoint `saved` is new; False if none is left."""
         if saved > self._best:
             self._best, self.left = saved, self._size
         if self.left <= 0:

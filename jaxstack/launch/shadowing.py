@@ -1,4 +1,4 @@
-"""Detects files that hide jaxstack from `python -m jaxstack...`, which looks in the current directory first."""
+"""Detects files in the current directory that `python -m jaxstack...` would import instead of jaxstack."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def check_shadowing(command: Sequence[str], directory: Path | None = None) -> None:
-    """Check that a command of the form `python -m jaxstack...` imports this jaxstack.
+    """Check that a command `python -m jaxstack...` imports this jaxstack, not a file in the current directory.
 
     A folder `jaxstack` with an `__init__.py`, or a file `jaxstack.py`, in the current directory would be imported
     instead; every start would fail alike.
@@ -51,7 +51,7 @@ def check_shadowing(command: Sequence[str], directory: Path | None = None) -> No
 
 
 def _module_of(command: Sequence[str]) -> str | None:
-    """Return MODULE of `python [options] -m MODULE`; None for other commands and if Python ignores the directory."""
+    """Return MODULE of a command `python [options] -m MODULE`; None if it is another or ignores the directory."""
     start = next((i for i, word in enumerate(command) if _PYTHON.fullmatch(os.path.basename(word))), None)
     if start is None:
         return None

@@ -8,7 +8,7 @@ FOLDER = Path("/dev/shm")
 
 
 def list_files(folder: Path = FOLDER) -> set[Path]:
-    """Return the files in `folder` that belong to this user."""
+    """Return the files in `folder` (/dev/shm by default) that belong to this user."""
     found = set()
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
@@ -19,7 +19,7 @@ def list_files(folder: Path = FOLDER) -> set[Path]:
 
 
 def remove_left_behind(before: set[Path], folder: Path = FOLDER) -> list[Path]:
-    """Remove the files that are new since `before` and that no living process of this user uses. Returns them."""
+    """Remove files that are not in `before` and that no living process of this user uses; return them."""
     left = {}
     for path in list_files(folder) - before:
         with contextlib.suppress(OSError):
@@ -36,7 +36,10 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _used_files() -> set[tuple[int, int]]:
-    """Return (device, inode) of all files that processes have mapped or open. A mapped file may have lost its name."""
+    """Return (device, inode) of all files that running processes have mapped or open.
+
+    A mapped file may have lost its name.
+    """
     used = set()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():

@@ -1,4 +1,4 @@
-"""The supervisor of a node: starts its processes, watches their progress, ends all of them together, restarts them."""
+"""Supervisor of a run's processes on one node: starts, watches and ends them together, and restarts them."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ _STOPPED = (143, 130, 129)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A training command with its number of processes, timeouts and restarts."""
+    """What the launcher runs on a node: a training command, its number of processes, timeouts and restarts."""
 
     command: tuple[str, ...]
     processes: int = 1
@@ -50,7 +50,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of one start: exit code (0: done), reason in words, and the newest checkpoint that it knew."""
+    """Result of starting the processes once: exit code (0: done), reason in words, and the newest checkpoint."""
 
     code: int
     reason: str
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs a job until it is done or has failed too often."""
+    """Runs the processes of a training command until they are done or have failed too often."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -67,7 +67,7 @@ class Supervisor:
         self._told: dict[int, float] = {}
 
     def run(self) -> int:
-        """Run the job.
+        """Start the processes, and restart them after failures, until the job is done or has failed too often.
 
         Returns:
           The exit code: 0, 143, 130 or 129 after a signal, 2 for a wrong configuration, 1 after too many failures.
@@ -131,7 +131,10 @@ class Supervisor:
         return children
 
     def _watch(self, children: Sequence[Child]) -> tuple[int, str]:
-        """Wait for the end of a start. Returns its code and the reason. Some of the children may still be running."""
+        """Watch the processes until all are done, or one fails or is stuck; return an exit code and the reason.
+
+        Some of the children may still be running.
+        """
         forwarded: float | None = None
         looked, past = time.monotonic(), {child.rank: child.record() for child in children}
         now = awake = looked
@@ -234,7 +237,7 @@ def say(text: str) -> None:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on."""
+    """Return a free TCP port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

@@ -1,1 +1,1 @@
-"""Keeps runs alive and correct: signals, skipped steps, checksums of replicas, checks before the first step."""
+"""Keeps training runs alive and correct: stop signals, skipped steps, checks of replicas, checks at the start."""

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and a closed terminal (SIGHUP) outside of the training steps, and stacks on SIGUSR1.
+"""Ends a command on SIGTERM, Ctrl-C or SIGHUP outside of the training steps, and prints stacks on SIGUSR1.
 
 Imports no jax, so that it is active from the first line of a command on.
 """
@@ -19,13 +19,13 @@ twice, directly and through the launcher."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the stop signals that this process handles; `nohup` has it ignore SIGHUP, which then stays ignored."""
+    """Return the signals on which this process stops: SIGTERM, SIGINT and, unless `nohup` ignores it, SIGHUP."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signum for signum in STOP_SIGNALS if signum != signal.SIGHUP or not ignores_hangup]
 
 
 def signal_name(signum: int) -> str:
-    """Return the name by which people know a signal, for messages."""
+    """Return a signal's name for messages, such as `Ctrl-C` for SIGINT."""
     known = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
     try:
         return known.get(signal.Signals(signum)) or signal.Signals(signum).name
@@ -34,7 +34,9 @@ def signal_name(signum: int) -> str:
 
 
 class ExitOnSignal:
-    """Context in which a stop signal ends the process without saving, with code 128 + number; not in a `StopRequest`.
+    """Context in which a stop signal ends the process with code 128 + its number, without saving a checkpoint.
+
+    A `StopRequest` inside it takes the signals instead.
 
     Python runs signal handlers between two of its own instructions, and one instruction can be a compilation of
     several minutes; therefore a thread reads the signals. This also catches a Ctrl-C during a library's callback, where

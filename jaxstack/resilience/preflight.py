@@ -1,4 +1,4 @@
-"""Checks before the first step of several processes: all run the same program, on the same kind of device."""
+"""Checks before the first step that all processes run the same program, on the same kind of device."""
 
 import hashlib
 import platform
@@ -21,7 +21,7 @@ SKEW_SECONDS = 2.0
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
-    """Compare versions, commit, configuration and clocks of all processes.
+    """Check that all processes have the same versions, commit and configuration; warn if their clocks differ.
 
     Args:
       settings: the run's configuration as text.
@@ -46,7 +46,7 @@ def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
 
 
 def check_devices(timeout_seconds: float = 300) -> None:
-    """Compare number and kind of the devices of all processes.
+    """Check that all processes have the same number and kind of devices.
 
     Raises:
       ConfigError: they differ.
@@ -57,7 +57,7 @@ def check_devices(timeout_seconds: float = 300) -> None:
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:
-    """Return one line for each fact that differs, with the processes (and hosts) that have each value."""
+    """Compare facts that processes report; return a line for each that differs, with the processes of each value."""
     lines = []
     for name in facts[0]:
         holders: dict[Any, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The progress record of a process, for its supervisor: small, overwritten in place, microseconds per write. No jax."""
+"""Progress record of a process, in a small file that its supervisor reads; a write takes microseconds. No jax."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ _BYTES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Progress of a process. Times are of the monotonic clock, which all processes of a host share."""
+    """Progress of a process for its supervisor; times are of the monotonic clock, shared by all processes of a host."""
 
     phase: str
     """start, restore, compile, train, evaluate, save or end."""
@@ -31,7 +31,7 @@ class Record:
 
 
 class ProgressFile:
-    """Writes the progress record of this process; does nothing without a path."""
+    """Writes the progress record of this process to a file for its supervisor; without a path, does nothing."""
 
     def __init__(self, path: str | Path | None = None):
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600) if path else None
@@ -40,7 +40,7 @@ class ProgressFile:
 
     @classmethod
     def of_this_process(cls) -> "ProgressFile":
-        """Open the file that the supervisor named in the environment, if any."""
+        """Open the progress file that the supervisor named in the environment, if any."""
         return cls(os.environ.get(PROGRESS))
 
     def note(self, phase: str | None = None, **changes: Any) -> None:
@@ -62,7 +62,7 @@ class ProgressFile:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context manager whose duration counts as waiting for devices or other processes."""
+        """Context manager that counts its duration as waiting for devices or other processes, not as host time."""
         began = time.monotonic()
         self._depth += 1
         try:
@@ -74,7 +74,7 @@ class ProgressFile:
 
 
 def read_record(path: str | Path) -> Record | None:
-    """Read the record of a process; None if nothing was written yet."""
+    """Read the progress record of a process from its file; None if nothing was written yet."""
     try:
         return Record(**json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Detects silent corruption: compares checksums of the state's bits between devices that hold replicas of it.
+"""Detects silent data corruption: compares checksums of the training state between devices with replicas of it.
 
 A device that computes or stores wrong values reports no error. If data parallelism replicates a parameter, its replicas
 then differ. A state without replicas (fully sharded over all devices) cannot be checked this way.
@@ -19,7 +19,9 @@ from jaxstack.checkpoint.leaves import name_leaves
 
 
 class ReplicaCheck:
-    """Finds replicas that differ, in states of one structure and layout.
+    """Finds arrays of the training state whose replicas differ between devices, by checksums of their bits.
+
+    All states that it checks have the same structure and layout.
 
     Reads the replicated part of the state once from device memory, and copies four bytes per leaf and device to the
     host. Any single changed word changes the checksum: words are summed modulo 2^32 with odd weights.
@@ -38,7 +40,7 @@ class ReplicaCheck:
         self._checksums = {mesh: self._compile(mesh) for mesh in {s.mesh for s in self._shardings}}
 
     def find(self, state: PyTree) -> list[str]:
-        """Return one line per leaf whose replicas differ, with the devices.
+        """Return one line for each array of the state whose replicas differ, with the devices that differ.
 
         Waits for the state; all processes must call it.
         """
@@ -81,7 +83,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _replica_count(sharding: object) -> int:
-    """Return the number of devices that hold the same part; 1 if it is not known or not on devices."""
+    """Return how many devices hold a replica of the same shard; 1 if unknown, or if the array is not on devices."""
     if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device", "unpinned_host"):
         return 1
     return math.prod(size for axis, size in sharding.mesh.shape.items() if axis not in _axes(sharding.spec))
@@ -92,7 +94,7 @@ def _axes(spec: PartitionSpec) -> set[str]:
 
 
 def _parts(mesh: Mesh, spec: PartitionSpec, rank: int) -> list[int]:
-    """Return the number of the part that each device holds, in the order of the mesh."""
+    """Return the index of the shard that each device of the mesh holds; devices with the same index are replicas."""
     split = _axes(spec)
     shape = tuple(mesh.shape.values())
     places = np.indices(shape).reshape(len(shape), -1)
@@ -102,7 +104,7 @@ def _parts(mesh: Mesh, spec: PartitionSpec, rank: int) -> list[int]:
 
 
 def _odd_ones(sums: np.ndarray, parts: Sequence[int]) -> list[list[int]]:
-    """Return groups of positions in the mesh whose checksum differs from most replicas; all if there is no majority."""
+    """Return groups of devices whose checksum differs from most replicas of a shard; all, if there is no majority."""
     groups: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for place, (value, part) in enumerate(zip(sums.tolist(), parts, strict=True)):
         groups[part][value].append(place)

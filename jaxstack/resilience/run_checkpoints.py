@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: restored at its start, saved in its course, rolled back after skipped steps."""
+"""The checkpoints of a training run: restored at its start, saved as it trains, rolled back after skipped steps."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from jaxstack.errors import ConfigError
 
 
 class Restored(NamedTuple):
-    """A checkpoint that a run continues from."""
+    """The content of a checkpoint that a run continues from: step, train state, and record of skipped steps."""
 
     step: int
     state: Any
@@ -20,7 +20,7 @@ class Restored(NamedTuple):
 
 
 class RunCheckpoints:
-    """Saves and restores the train state of one run, with its data fingerprint and settings.
+    """Saves and restores the train state of one run, and checks that its data is the same as at the save.
 
     Args:
       manager: writes and reads the checkpoints.
@@ -50,7 +50,7 @@ class RunCheckpoints:
         """The step of the newest checkpoint that was restored or saved; -1: none."""
 
     def restore(self, abstract: Any, later: Mapping[str, Callable[[], Any]]) -> Restored | None:
-        """Restore the newest checkpoint; None if there is none.
+        """Restore the train state from the newest intact checkpoint; None if there is no checkpoint.
 
         Args:
           abstract: shapes, dtypes and shardings of the state.
@@ -89,7 +89,7 @@ class RunCheckpoints:
         self._say(f"warning: {said}; going on, as resilience.accept_data_change is set")
 
     def save(self, step: int, state: Any, skipped: Any) -> None:
-        """Start to save the state after `step` steps, with the record of skipped steps."""
+        """Start to save the train state after `step` steps, with the record of skipped steps."""
         extra = {
             "batches": step,
             "data": dict(self._data),
@@ -101,7 +101,7 @@ class RunCheckpoints:
         self.saved_step = step
 
     def roll_back(self, step: int) -> str:
-        """Discard checkpoints newer than `step` if there is an older one; return a phrase that says what is left."""
+        """Delete checkpoints newer than `step` if an older one exists; return a phrase on what is left."""
         newest = self.manager.latest_step()
         if newest is not None and newest > step and any(saved <= step for saved in self.manager.all_steps()):
             self.manager.discard_newer(step)

@@ -1,4 +1,4 @@
-"""Advice on the interval between saves: the time that saves take against the time that a failure loses."""
+"""Advice on the interval between checkpoints, from the time that a save takes and that a failure loses."""
 
 import math
 
@@ -20,7 +20,7 @@ def young_daly_seconds(save_seconds: float, failure_seconds: float) -> float:
 def advise_interval(
     every_steps: int, step_seconds: float, blocking_seconds: float, total_seconds: float, devices: int, hours: float
 ) -> str:
-    """Return one line of advice on how often this run should save.
+    """Return one line of advice on how often a run should save, from the cost of a save and the rate of failures.
 
     Args:
       every_steps: the configured interval.

@@ -1,4 +1,4 @@
-"""Counts skipped steps: how many in a row, and how many of the last thousand."""
+"""Counts training steps that were skipped for a bad loss or gradient: in a row, and of the last thousand."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ WINDOW = 1000
 
 
 class SkippedSteps:
-    """The skipped steps of a run, over all of its starts. Each checkpoint saves `to_json`.
+    """Record of a run's skipped steps (loss or gradient not finite, or a spike), kept in its checkpoints.
 
     Args:
       config: the limits.
@@ -25,11 +25,11 @@ class SkippedSteps:
         self._recent: list[int] = list(saved["recent"]) if saved else []
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as plain JSON."""
+        """Return the record of skipped steps as plain JSON, for a checkpoint."""
         return {"count": self.count, "recent": self._recent}
 
     def add(self, step: int, in_a_row: int, values: Mapping[str, float], limits: Sequence[float]) -> str:
-        """Count a skipped step.
+        """Count a skipped step, and return a message about it.
 
         Args:
           step: its number.
@@ -50,7 +50,11 @@ class SkippedSteps:
         )
 
     def excess(self, step: int, in_a_row: int) -> tuple[int, str, str] | None:
-        """Return (last step before the skipped ones, the limit that is exceeded, advice); None if no limit is."""
+        """Check the limits on skipped steps; if one is exceeded, return what to go back to, why, and advice.
+
+        None if no limit is exceeded; otherwise (last step before the skipped ones, the limit that is exceeded,
+        advice).
+        """
         most, share = self._config.max_skipped_steps, self._config.max_skipped_share
         if in_a_row >= most:
             why = (

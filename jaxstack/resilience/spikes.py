@@ -15,7 +15,7 @@ _LEAST_SPREAD = 0.01
 
 
 class StepHistory(NamedTuple):
-    """Loss and gradient norm of the last steps, without skipped ones."""
+    """Loss and gradient norm of the last steps, without skipped ones, from which spikes are detected."""
 
     values: jax.Array
     """[2, WINDOW] float32: ring buffer of losses and norms."""
@@ -24,18 +24,18 @@ class StepHistory(NamedTuple):
 
     @classmethod
     def empty(cls) -> "StepHistory":
-        """Return the history of a new run."""
+        """Return the empty history of a new run."""
         return cls(jnp.zeros((2, WINDOW), jnp.float32), jnp.zeros((), jnp.int32))
 
     def plus(self, loss: jax.Array, norm: jax.Array) -> "StepHistory":
-        """Return the history with one more step."""
+        """Return the history with the loss and gradient norm of one more step."""
         chex.assert_shape([loss, norm], ())
         new = jnp.stack([loss, norm]).astype(jnp.float32)[:, None]
         values = jax.lax.dynamic_update_slice(self.values, new, (0, self.count % WINDOW))
         return StepHistory(values, self.count + 1)
 
     def limits(self, threshold: float) -> jax.Array:
-        """Return upper limits of loss and norm, [2] float32: median + threshold x 1.4826 x median absolute deviation.
+        """Return the limits [2] of loss and gradient norm: median + threshold x 1.4826 x median absolute deviation.
 
         The factor 1.4826 gives the standard deviation of a normal distribution. Infinite before FEWEST steps.
         """
@@ -47,6 +47,6 @@ class StepHistory(NamedTuple):
 
 
 def _median(values: jax.Array, count: jax.Array) -> jax.Array:
-    """Return the medians [2] of the first `count` values of each row of [2, WINDOW]."""
+    """Return the median [2] of the first `count` values in each row of `values`, [2, WINDOW]."""
     ordered = jnp.sort(jnp.where(jnp.arange(WINDOW) < count, values, jnp.inf), axis=1)
     return (ordered[:, jnp.maximum(count - 1, 0) // 2] + ordered[:, count // 2 % WINDOW]) / 2

@@ -1,4 +1,4 @@
-"""Checks of a state before it is saved: its parameters are finite, and its replicas are equal."""
+"""Checks of a training state before it is saved: its parameters are finite, and its replicas are equal."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,13 @@ _GO_BACK = "This state is not saved; run the same command again to continue from
 
 
 class SilentCorruption(JaxstackError):
-    """Replicas of one part of the state are not equal."""
+    """Raised when replicas of the same part of the training state differ between devices."""
 
 
 class StateCheck:
-    """Checks the states of a run. Every process calls it in the same way; it waits for the state to be computed.
+    """Checks the training state for replicas that differ between devices and for parameters that are not finite.
+
+    Every process calls it in the same way; it waits for the state to be computed.
 
     Args:
       checksum_every_steps: interval of comparing replicas, which are then compared before each save too; None: never.
@@ -30,7 +32,7 @@ class StateCheck:
         self._finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})
 
     def check(self, step: int, state: PyTree, before_save: bool) -> None:
-        """Run the checks that are due.
+        """Run the checks of the training state that are due at a step.
 
         Args:
           step: number of steps done.

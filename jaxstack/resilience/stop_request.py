@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and a closed terminal as a request to save and stop, at one step that all processes agree on."""
+"""Stops training on SIGTERM, Ctrl-C or SIGHUP after a save, at one step that all processes agree on."""
 
 import itertools
 import signal
@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 class Interrupted(JaxstackError):
-    """A signal stopped the run, which has saved. `exit_code` is 128 + the signal's number."""
+    """Raised after a signal has stopped the run and its state was saved; `exit_code` is 128 + the signal's number."""
 
     def __init__(self, signum: int, message: str):
         super().__init__(message)
@@ -25,7 +25,9 @@ class Interrupted(JaxstackError):
 
 
 class StopRequest:
-    """Takes the first SIGTERM, SIGINT or SIGHUP as a request to stop; a SIGINT some seconds later interrupts at once.
+    """Context that takes a stop signal as a request to save and stop, at a step that all processes agree on.
+
+    The signals are SIGTERM, SIGINT and SIGHUP; a SIGINT some seconds after the first one interrupts at once.
 
     A single process stops at its next tick. With several, each tells the others the next tick at which it can stop and
     goes no further until all have answered; all stop at the latest of these ticks. They talk in a thread, so that the
@@ -65,7 +67,9 @@ class StopRequest:
                 coordination.publish(f"{self._name}/at/{self._index}", _NEVER)
 
     def reached(self) -> bool:
-        """Count a tick. Returns True if the run stops here. All processes call it after the same pieces of work.
+        """Return True if the run stops at this point, which all processes reach after the same pieces of work.
+
+        Each call counts one tick.
 
         Raises:
           JaxstackError: another process does not answer for two minutes.
@@ -82,7 +86,7 @@ class StopRequest:
         return here == self._agreed
 
     def heard(self) -> bool:
-        """Return True if any process received a stop signal. All processes call it, after the last tick.
+        """Return True if any process has received a stop signal; all processes call it once, after the last tick.
 
         Raises:
           JaxstackError: another process does not answer for two minutes.

@@ -1,4 +1,4 @@
-"""The registry of text augmentations; add new classes here."""
+"""Registry of the text augmentations that a configuration can choose by name; add new classes here."""
 
 import functools
 import operator

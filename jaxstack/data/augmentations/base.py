@@ -1,4 +1,4 @@
-"""Base of the augmentations of text, and `Augmenter`, which applies a list of them to rows.
+"""Base class of text augmentations, and the class that applies a list of them to rows of training tokens.
 
 Dimensions: T sequence length.
 """
@@ -18,7 +18,7 @@ from jaxstack.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The token ids that augmentations use."""
+    """Ids of the tokenizer that text augmentations need: the document start, and the number of ids."""
 
     document_start: int
     size: int
@@ -26,7 +26,10 @@ class Vocabulary:
 
 
 class TextAugmentation(Component):
-    """A random change to a row of training text. A subclass has a `name` and `apply`, and is listed in the table."""
+    """Base class of random changes to a row of training tokens; subclasses define `name` and `apply`.
+
+    A subclass is listed in the table in `jaxstack.data.augmentations`.
+    """
 
     changes_text: ClassVar[bool] = True
     """True if the targets change too, which chats, with their marked answers, do not allow."""
@@ -35,21 +38,21 @@ class TextAugmentation(Component):
 
     @property
     def sentinel_count(self) -> int:
-        """Number of sentinel ids that the configuration does not name."""
+        """Number of sentinel tokens without configured ids, which must be assigned unused ids."""
         return 0
 
     def with_sentinels(self, first: int) -> Self:
-        """Return this augmentation with `sentinel_count` ids from `first` on as its sentinels."""
+        """Return this augmentation with the ids `first`, `first + 1`, ... assigned to its sentinel tokens."""
         return self
 
     @property
     def largest_id(self) -> int:
-        """Largest id that the augmentation can add to a row; -1 if it adds none."""
+        """Largest token id that the augmentation can add to a row; -1 if it adds none."""
         return -1
 
     @abstractmethod
     def apply(self, row: Row, random: np.random.Generator, vocabulary: Vocabulary) -> Row:
-        """Return the changed row; the given one is not modified.
+        """Return a randomly changed copy of a row of training tokens; the given row is not modified.
 
         Args:
           row: arrays [T] int32: tokens, labels, and with packing segment_ids and positions.
@@ -60,7 +63,7 @@ class TextAugmentation(Component):
 
 @dataclasses.dataclass(frozen=True)
 class Augmenter:
-    """Applies augmentations to rows, with random numbers that depend on the seed and the row's global sample only.
+    """Applies augmentations to training rows, with randomness that depends only on the seed and a row's global index.
 
     A run therefore has the same rows on any number of processes and workers, and after a resume.
     """
@@ -73,7 +76,7 @@ class Augmenter:
     def make(
         cls, chosen: Sequence[TextAugmentation], vocabulary: Vocabulary, seed: int, *, packing: bool, chats: bool
     ) -> "Augmenter":
-        """Return the augmenter of a run, with sentinels that are not configured after the tokenizer's ids.
+        """Return the augmenter of a run; sentinel tokens without configured ids get the ids after the tokenizer's.
 
         Args:
           chosen: the configured augmentations, in their order.
@@ -101,11 +104,11 @@ class Augmenter:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that rows can contain: the tokenizer's and the sentinels."""
+        """Vocabulary size of augmented rows: ids of the tokenizer and of the sentinel tokens."""
         return max([self.vocabulary.size, *(one.largest_id + 1 for one in self.augmentations)])
 
     def __call__(self, row: Row, sample: int) -> Row:
-        """Return `row`, the row of global sample `sample`, after all augmentations."""
+        """Apply all augmentations to the training row with the global index `sample`, and return the result."""
         for number, one in enumerate(self.augmentations):
             row = one.apply(row, np.random.default_rng((self.seed, number, sample)), self.vocabulary)
         return row

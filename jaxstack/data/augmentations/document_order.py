@@ -1,4 +1,4 @@
-"""Random order of the documents in a packed row."""
+"""Augmentation that permutes the documents of a packed training row."""
 
 from typing import ClassVar, Literal
 

@@ -1,4 +1,4 @@
-"""Crops and flips of images, for data functions such as `jaxstack.trainer.numpy_batches` returns.
+"""Random crops and flips of images, for image batches that a function of the step returns.
 
 Dimensions: H height, W width, C channels.
 """
@@ -18,11 +18,11 @@ Image = Shaped[np.ndarray, "H W C"]
 
 
 class ImageAugmentation(Component):
-    """A random change to an image."""
+    """Base class of random changes to an image."""
 
     @abstractmethod
     def apply(self, image: Image, random: np.random.Generator) -> Image:
-        """Return the changed image, which may be a view of the given one."""
+        """Return the randomly changed image, which may be a view of the given one."""
 
 
 class RandomCrop(ImageAugmentation):
@@ -60,7 +60,7 @@ def augment_images(
     seed: int = 0,
     name: str = "image",
 ) -> Callable[[int], HostBatch]:
-    """Return a data function for `Trainer` with the images of another one, augmented.
+    """Wrap a function that returns the batch of a step, so that the images in its batches are randomly augmented.
 
     The changes depend on (seed, step, row) alone, so that a resumed run sees the same images.
 

@@ -1,4 +1,4 @@
-"""Splits packed rows into documents, and joins documents to rows.
+"""Splits packed training rows into their documents, and joins documents to rows again.
 
 Dimensions: T sequence length.
 """
@@ -15,7 +15,7 @@ Document = tuple[np.ndarray, np.ndarray]
 
 
 def split_row(row: Row, document_start: int) -> list[Document]:
-    """Return the documents of a row, in order; padding comes as documents without labels."""
+    """Split a training row into its documents, in order; padding comes as documents without labels."""
     tokens, labels = row["tokens"], row["labels"]
     if "segment_ids" in row:
         begins = np.flatnonzero(np.diff(row["segment_ids"])) + 1
@@ -25,7 +25,7 @@ def split_row(row: Row, document_start: int) -> list[Document]:
 
 
 def join_documents(documents: Sequence[Document], like: Row, document_start: int) -> Row:
-    """Return the row of `documents`, cut or padded to the length of `like` and with the same arrays."""
+    """Concatenate documents into a training row with the length and the arrays of `like`, cut or padded to fit."""
     length = len(like["tokens"])
     room = length - sum(len(tokens) for tokens, _ in documents)
     if room > 0:
@@ -42,12 +42,12 @@ def join_documents(documents: Sequence[Document], like: Row, document_start: int
 
 
 def has_targets(document: Document) -> bool:
-    """Return True if the document has at least one label; padding has none."""
+    """Return True if at least one token of the document has a label to train on; padding has none."""
     return bool((document[1] != IGNORE).any())
 
 
 def split_document_start(document: Document, document_start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the document-start id [0 or 1] that opens the document, and the ids after it."""
+    """Split a document's ids into its document-start id (an array of 0 or 1 ids) and the ids after it."""
     tokens = document[0]
     opens = int(len(tokens) > 0 and tokens[0] == document_start)
     return tokens[:opens], tokens[opens:]

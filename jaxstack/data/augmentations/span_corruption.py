@@ -90,6 +90,6 @@ class SpanCorruption(TextAugmentation):
 
 
 def _random_parts(total: int, parts: int, random: np.random.Generator) -> np.ndarray:
-    """Return `parts` positive sizes with the sum `total`, uniformly chosen."""
+    """Split `total` into `parts` positive sizes, chosen uniformly at random."""
     borders = np.sort(random.choice(total - 1, parts - 1, replace=False)) + 1
     return np.diff(np.concatenate([[0], borders, [total]]))
