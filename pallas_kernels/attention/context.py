@@ -235,7 +235,7 @@ def ring_attention(  # noqa: PLR0913
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Compute attention over a sharded sequence, passing keys and values around a ring of devices meanwhile.
+    """Compute attention over a sharded sequence while keys and values are passed around a ring of devices.
 
     With a window, only the chunks that it reaches are sent. See `context_attention` for the other arguments.
 

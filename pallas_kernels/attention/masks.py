@@ -74,7 +74,7 @@ class Mask:
         key_positions: jax.Array,
         is_global: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array | None:
-        """Return which keys are visible, boolean [..., T, S], or None if every key is.
+        """Return which keys each query sees, boolean [..., T, S], or None if every query sees every key.
 
         Args:
             query_positions: int32 [..., T].

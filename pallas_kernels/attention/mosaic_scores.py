@@ -38,7 +38,7 @@ def late_factor(config: KernelConfig) -> float:
 
 
 def fill(config: KernelConfig) -> float:
-    """Return the value that replaces masked scores, a large negative number: about -1e30 in base 2.
+    """Return the large negative value that replaces masked scores: times the factor of the scores, about -1e30.
 
     It is a power of two, so that the product is exact: rows that see nothing of a tile subtract it from itself.
     """

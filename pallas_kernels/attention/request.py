@@ -165,7 +165,7 @@ def _static_number(name: str, value: float) -> float:
 
 
 def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """Check that q [B, T, N, H] and k, v [B, S, K, H] fit together.
+    """Check that the shapes and dtypes of q [B, T, N, H] and k, v [B, S, K, H] fit together.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

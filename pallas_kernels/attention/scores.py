@@ -92,7 +92,7 @@ def per_query(statistic: jax.Array) -> jax.Array:
 
 
 def one_if_zero(total: jax.Array) -> jax.Array:
-    """Replace 0 by 1: a row without a visible key has the sum 0, which must not divide."""
+    """Replace a softmax denominator of 0, that of a query without a visible key, by 1."""
     return jnp.where(total == 0.0, 1.0, total)
 
 

@@ -105,7 +105,7 @@ def possible_tiles(mask: Mask, blocks: Blocks, segmented: bool) -> np.ndarray:
 
 
 def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[Visible, Visible]:
-    """Return which tiles have a visible pair, and which only such, each bool [B or 1, query blocks, key blocks].
+    """Return which tiles have some and which only visible pairs, each bool [B or 1, query blocks, key blocks].
 
     Exact without segments (numpy). With them (jax) a tile may be called cut that is whole or hides everything.
     """
@@ -128,7 +128,7 @@ def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tupl
 
 @functools.lru_cache(maxsize=64)
 def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tiles have a visible pair, and which only visible pairs, each bool [query blocks, key blocks].
+    """Return which tiles have some and which only visible pairs of query and key, each bool [query blocks, key blocks].
 
     Tiles are cut further at the borders of the layout's blocks into cells, on which the layout is constant and the
     other rules are inequalities.

@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels, for NVIDIA GPUs from Ampere on: every mask skips tiles, forward and backward.
+"""Attention by Triton kernels that skip the tiles that the mask hides, for NVIDIA GPUs from Ampere on.
 
 The kernels are compiled by Python while lowering, through jax-triton, for the compute capability of the request's
 target: a machine without a GPU can compile them.
@@ -91,7 +91,7 @@ def shared_memory_kib(capability: tuple[int, int]) -> int:
 
 
 def tiling_for(head_dim: int, capability: tuple[int, int]) -> Tiling:
-    """Return tile sizes, for a head dim of at most 256, that fit into the shared memory of such a GPU."""
+    """Return tile sizes for a head dim of at most 256 that fit into the shared memory of GPUs of a capability."""
     return _TILINGS[shared_memory_kib(capability)][_width(head_dim)]
 
 

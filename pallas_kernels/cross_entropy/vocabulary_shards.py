@@ -38,7 +38,7 @@ def mask_to_first_device(axis_name: str | None, x: jax.Array) -> jax.Array:
 
 
 def match_varying_axes(axis_name: str | None, *arrays: jax.Array | None) -> list[Any]:
-    """Make arrays vary over the same mesh axes, as `jax.shard_map` demands of arrays that are combined.
+    """Mark arrays as varying over the same mesh axes, in the types by which `jax.shard_map` checks replication.
 
     With `check_vma` JAX then sums a gradient over the axes along which its array is replicated, and a loop's carry
     keeps its type. Without `check_vma`, and outside of shard_map, the arrays are returned as they are.

@@ -105,7 +105,7 @@ def chunked_loss_sum(request: CrossEntropyRequest, capability: int | None, *, ex
 
 
 def chunk_token_counts(request: CrossEntropyRequest) -> list[int]:
-    """Return into chunks of how many tokens a call is divided: the different sizes that its chunks have."""
+    """Return the sizes, in tokens, of the chunks into which a call's tokens are divided, each different size once."""
     plan, (batch, pieces, _) = _plan(request, None)
     return [batch * pieces * size for _, size in plan.sizes]
 
@@ -148,7 +148,7 @@ def _cut(
 
 
 def _count_pieces(length: int, chunks: int) -> int:
-    """Return into how many pieces a sequence can be split, such that each has at least BLOCKS positions per chunk."""
+    """Return into how many pieces a sequence is split at most, if each has at least BLOCKS positions per chunk."""
     for positions in range(chunks * BLOCKS, 2 * chunks * BLOCKS):
         if length % positions == 0:
             return length // positions

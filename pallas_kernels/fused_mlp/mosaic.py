@@ -1,4 +1,4 @@
-"""Activation and matmul with a Hopper kernel for the backward, which keeps the activation's gradient in registers."""
+"""Activation and matmul with a Hopper kernel in the backward, where no gradient of hidden values goes to memory."""
 
 import functools
 

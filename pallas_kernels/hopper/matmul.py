@@ -79,7 +79,7 @@ class TiledProduct:
 
     @property
     def row_tiles(self) -> int:
-        """Number of tiles along the rows of one chunk."""
+        """Number of tiles along the rows of the result, within one of its chunks of rows."""
         return self.rows // TILE_ROWS
 
     @property
