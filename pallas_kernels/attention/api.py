@@ -1,4 +1,4 @@
-"""`flash_attention`: exact softmax attention, computed by the first backend of a table that supports the call."""
+"""`flash_attention`: exact softmax attention, computed by the first of several backends that supports the call."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Backend, select
 def _only_bands(
     unsupported_reason: Callable[[AttentionRequest], str | None],
 ) -> Callable[[AttentionRequest], str | None]:
-    """Wrap a backend's `unsupported_reason` so that it also refuses global tokens and block layouts."""
+    """Wrap a backend's check of a call so that it also refuses masks with global tokens or block-sparse patterns."""
     return lambda request: unsupported_unless_band(request.options.mask) or unsupported_reason(request)
 
 

@@ -1,4 +1,4 @@
-"""Attention over a sequence sharded over a mesh axis: `ring_attention`, and `context_attention` with any method.
+"""Context parallelism: attention over a sequence that is sharded over the devices of a mesh axis.
 
 Both are called inside `jax.shard_map`, with this device's shard of the sequence.
 
@@ -33,7 +33,7 @@ both take the same time if T N / K is 4000.
 
 @dataclasses.dataclass(frozen=True)
 class ContextRequest:
-    """A context-attention call with its arguments checked.
+    """Checked arguments of one call of attention over a sequence that is sharded over devices.
 
     Attributes:
         q, k, v: this device's shards [B, T, N, H], [B, T, K, H], [B, T, K, H]; arrays or shape structs.
@@ -57,12 +57,12 @@ class ContextRequest:
 
     @property
     def chunk_length(self) -> int:
-        """Number of tokens per chunk; a device holds two chunks in the zigzag layout, else one."""
+        """Number of tokens in a chunk of the sequence; a device holds two chunks in the zigzag layout, else one."""
         return self.q.shape[1] // chunks_per_device(self.layout)
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the whole sequence."""
+        """Number of chunks into which the whole sequence is cut, over all devices."""
         return self.devices * chunks_per_device(self.layout)
 
     def __str__(self) -> str:
@@ -191,7 +191,7 @@ def context_attention(  # noqa: PLR0913
     layout: str = "zigzag",
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Compute `flash_attention` over a sequence sharded over a mesh axis, exactly and differentiably.
+    """Compute exact, differentiable attention over a sequence that is sharded over the devices of a mesh axis.
 
     Must be called inside `jax.shard_map`. Every array is this device's shard of the sequence, in the order of
     `sequence_order(length, devices, layout)`. Masks refer to positions in the whole sequence.
@@ -235,7 +235,7 @@ def ring_attention(  # noqa: PLR0913
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Compute `context_attention` by ring attention: each transfer of keys and values overlaps with the previous step.
+    """Compute attention over a sharded sequence while keys and values are passed around a ring of devices.
 
     With a window, only the chunks that it reaches are sent. See `context_attention` for the other arguments.
 

@@ -1,4 +1,4 @@
-"""Layouts of a sequence over the devices of a mesh axis, and transfers of chunks between the devices.
+"""How the chunks of a sequence are assigned to the devices of a mesh axis, and transfers of chunks between devices.
 
 With n devices and the layout "contiguous", device i holds the i-th of n chunks. With "zigzag" it holds chunks i and
 2n-1-i of 2n, in this order: all devices then have the same work under a causal mask. (Striped Attention, Brandon et
@@ -20,7 +20,7 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 def chunks_per_device(layout: str) -> int:
-    """Return the number of chunks of the sequence that a device holds.
+    """Return how many chunks of the sequence each device holds: two in the zigzag layout, one in the contiguous.
 
     Raises:
         ValueError: the layout is unknown.
@@ -31,14 +31,14 @@ def chunks_per_device(layout: str) -> int:
 
 
 def chunk_order(devices: int, layout: str = "zigzag") -> list[int]:
-    """Return the chunk numbers in the order in which the devices hold them."""
+    """Return the indices of the sequence's chunks in the order in which they lie on the devices."""
     if chunks_per_device(layout) == 1:
         return list(range(devices))
     return [chunk for device in range(devices) for chunk in (device, 2 * devices - 1 - device)]
 
 
 def sequence_order(length: int, devices: int, layout: str = "zigzag") -> Int[np.ndarray, " T"]:
-    """Return the positions [T] of a sequence in the order in which the devices hold them.
+    """Return the permutation [T] of token positions that puts a sequence into the order of the devices' shards.
 
     `x[:, sequence_order(T, n)]`, sharded evenly over n devices, is a sequence x [B, T, ...] in this layout.
 
@@ -61,13 +61,13 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> Int[np.
 
 
 def own_chunks(axis_name: str, layout: str) -> list[jax.Array]:
-    """Return the indices (traced scalars) of this device's chunks of the sequence, in local order."""
+    """Return which chunks of the sequence this device holds: traced indices, in the order of its shard."""
     index, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
     return [index, 2 * devices - 1 - index][: chunks_per_device(layout)]
 
 
 def split(x: jax.Array, layout: str, dim: int = 1) -> list[jax.Array]:
-    """Split this device's shard of an array into its chunks."""
+    """Split this device's shard of a sequence into the chunks that it consists of."""
     return jnp.split(x, chunks_per_device(layout), axis=dim)
 
 
@@ -88,6 +88,6 @@ def permute(x: jax.Array, axis_name: str, pairs: Sequence[tuple[int, int]]) -> j
 
 
 def receive_from_previous(x: jax.Array, axis_name: str) -> jax.Array:
-    """Return x of the previous device on the ring."""
+    """Send x to the next device of the ring along a mesh axis, and return the x of the previous device."""
     devices = lax.axis_size(axis_name)
     return permute(x, axis_name, [(i, (i + 1) % devices) for i in range(devices)])

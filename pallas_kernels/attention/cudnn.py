@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_api import assume_cudnn, cudnn_problem
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """Return the first rule of jax's cuDNN attention that the request breaks, or None."""
+    """Return the first reason why jax's cuDNN attention cannot compute this call exactly, or None if it can."""
     if request.target.platform != "cuda":
         return f"runs on NVIDIA GPUs, lowered for {request.target}"
     if request.q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -58,7 +58,7 @@ def _unsupported_installation(request: AttentionRequest) -> str | None:
 
 
 def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], None]:
-    """Return out [B, T, N, H], and None in place of the log-sum-exp."""
+    """Compute attention with cuDNN: return out [B, T, N, H], and None in place of the log-sum-exp."""
     mask = request.options.mask
     with _assume_target(request):
         out = jax.nn.dot_product_attention(
@@ -75,7 +75,7 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], None]:
 
 @contextlib.contextmanager
 def _assume_target(request: AttentionRequest) -> Iterator[None]:
-    """Let a machine without the GPU trace cuDNN attention for the declared target.
+    """Let a machine without a GPU trace cuDNN attention for the GPU that the call is compiled for.
 
     jax asks the machine that it runs on for cuDNN's version and the GPU's compute capability, even if it only compiles
     for another machine.

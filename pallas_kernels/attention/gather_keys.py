@@ -1,4 +1,4 @@
-"""Attention to keys that are gathered first: all of them (all-gather), or those that a window reaches.
+"""Attention over a sharded sequence whose keys are first fetched from other devices: all, or those within a window.
 
 Each of this device's chunks of queries gets keys that end with its own chunk, so that its mask is a plain causal one.
 If the sequence has fewer chunks before it, the missing keys carry a segment id of their own, and their tiles are
@@ -28,7 +28,7 @@ _NO_SEGMENT = np.iinfo(np.int32).min
 
 @dataclasses.dataclass(frozen=True)
 class KeyGatherOptions:
-    """Arguments of attention to gathered keys that are fixed while tracing: hashable, not differentiated.
+    """Static arguments (hashable, not differentiated) of attention to keys fetched from other devices.
 
     Attributes:
         axis_name: mesh axis that the sequence is sharded over.
@@ -56,12 +56,12 @@ class KeyGatherOptions:
 
 
 def count_reached_chunks(window: int | None, chunk: int, chunks: int) -> int:
-    """Return how many preceding chunks `window` reaches back to from the first query of a chunk."""
+    """Return how many chunks before its own a chunk of queries sees through a sliding window (None: all)."""
     return chunks - 1 if window is None else min(chunks - 1, -(-(window - 1) // chunk))
 
 
 def _gather(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
-    """Return, for each own chunk, x [B, T, ...] of the `reach` chunks before it and of itself. Linear in x."""
+    """Return, for each chunk on this device, x [B, T, ...] of it and the `reach` chunks before it. Linear in x."""
     if not gather.causal:
         return [lax.all_gather(x, gather.axis_name, axis=1, tiled=True)]
     if gather.use_all_gather:
@@ -88,7 +88,7 @@ def _gather_from_all(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
 
 
 def _fetch_from_holders(gather: KeyGatherOptions, parts: list[jax.Array], distance: int) -> list[jax.Array]:
-    """Return, for each own chunk, the chunk `distance` places before it, or zeros if there is none."""
+    """Fetch, for each chunk on this device, the chunk `distance` places earlier, or zeros if there is none."""
     n = gather.devices
     first = permute(parts[0], gather.axis_name, [(i - distance, i) for i in range(distance, n)])
     if len(parts) == 1:
@@ -103,7 +103,7 @@ def _fetch_from_holders(gather: KeyGatherOptions, parts: list[jax.Array], distan
 
 
 def _gather_ids(gather: KeyGatherOptions, ids: jax.Array | None, like: jax.Array) -> list[tuple | None]:
-    """Return (query ids, key ids) for each own chunk, or None for chunks that need none.
+    """Return segment ids (of queries, of gathered keys) for each chunk on this device, or None where not needed.
 
     Missing keys have the id `_NO_SEGMENT`.
     """
@@ -159,7 +159,7 @@ def _backward(gather: KeyGatherOptions, saved: tuple, cotangents: tuple) -> tupl
 
 
 def _return_gradients(gather: KeyGatherOptions, gradients: Sequence[jax.Array], like: jax.Array) -> jax.Array:
-    """Apply the transpose of `_gather`, in float32."""
+    """Send the gradients of gathered keys or values back to the devices that own them, summed in float32."""
     wide = accumulator_dtype(like.dtype)
     gather_keys: Callable[..., Any] = lambda x: _gather(gather, x)  # noqa: E731
     # Of `like`, which is not read, `jax.shard_map` checks over which mesh axes it varies.

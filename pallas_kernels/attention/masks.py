@@ -1,4 +1,4 @@
-"""Masks as data: which keys a query sees, as far as it is known while tracing.
+"""Attention masks as hashable data: rules for which keys a query sees, as far as known while tracing.
 
 Query t has position t + S - T, the keys have 0..S-1: the last query is aligned with the last key.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Layout:
-    """A block-sparse pattern over positions, the same for all heads.
+    """Block-sparse attention pattern: which blocks of keys each block of queries sees, the same for all heads.
 
     Attributes:
         block_size: number of positions per block.
@@ -28,7 +28,7 @@ class Layout:
 
     @classmethod
     def from_pattern(cls, pattern: np.ndarray, block_size: int) -> "Layout":
-        """Create a layout from a boolean [blocks, blocks] array.
+        """Create a block-sparse pattern from a boolean array [query blocks, key blocks].
 
         Entry (i, j) is True if queries of block i see keys of block j.
         """
@@ -36,7 +36,7 @@ class Layout:
 
     @functools.cached_property
     def pattern(self) -> np.ndarray:
-        """The pattern as a boolean [blocks, blocks] array."""
+        """The pattern as a boolean array [query blocks, key blocks]."""
         flat = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=self.blocks**2)
         return flat.reshape(self.blocks, self.blocks).astype(bool)
 
@@ -74,7 +74,7 @@ class Mask:
         key_positions: jax.Array,
         is_global: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array | None:
-        """Return which keys are visible, boolean [..., T, S], or None if every key is.
+        """Return which keys each query sees, boolean [..., T, S], or None if every query sees every key.
 
         Args:
             query_positions: int32 [..., T].
@@ -108,7 +108,7 @@ class Mask:
 
 
 def unsupported_unless_band(mask: Mask) -> str | None:
-    """Return why a backend that visits one range of keys per query cannot compute the mask, or None."""
+    """Return an error text unless the mask is one range of keys per query, which is all that some backends support."""
     if mask.is_band:
         return None
     return f"visits one range of keys per query (causal, left window), got: {mask}"

@@ -1,4 +1,4 @@
-"""Backend of the Hopper attention kernels, which skip the tiles that a mask hides, in the forward and the backward."""
+"""Attention backend for Hopper GPUs: kernels that skip the tiles of the score matrix that the mask hides."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ INTERPRET = False
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """Return why the kernels cannot compute the request (the first rule that it breaks), or None."""
+    """Return the first reason why the Hopper kernels cannot compute this attention call, or None if they can."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
@@ -40,30 +40,36 @@ def _unsupported_mask(request: AttentionRequest) -> str | None:
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Return why cuDNN is preferred, or None: it is faster for wide heads, if it supports the call."""
+    """Return why cuDNN is preferred for this call (it is faster at head dim 256), or None."""
     if request.head_dim != 256 or cudnn.unsupported_reason(request):
         return None
     return f"cuDNN was measured faster at head dim {request.head_dim}"
 
 
 def attend_deterministic(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
-    """Compute `attend` with the two-kernel backward, whose gradients are bitwise reproducible."""
+    """Compute attention whose gradients are bitwise reproducible: dQ comes from a kernel of its own."""
     return attend(request, dataclasses.replace(_tiling(request), fused_queries=0))
 
 
 def attend(request: AttentionRequest, tiling: Tiling | None = None) -> tuple[jax.Array, jax.Array]:
-    """Compute out [B, T, N, H] and lse [B, N, T]; `tiling` sets the block sizes (default: from the tables)."""
+    """Compute attention with the Hopper kernels: return out [B, T, N, H] and the log-sum-exp [B, N, T].
+
+    `tiling` sets the block sizes (default: from the tables).
+    """
     return mosaic_call.attend(_plan(request, tiling), request.q, request.k, request.v, request.segments)
 
 
 def gradients(request: AttentionRequest, *rows: jax.Array, tiling: Tiling | None = None) -> tuple:
-    """Compute dQ, dK and dV for one part of the keys; `rows` are d_out, and lse and delta over all keys."""
+    """Compute dQ, dK and dV of attention to a part of the keys, given the log-sum-exp over all keys.
+
+    `rows` are d_out, the log-sum-exp, and delta (`scores.row_delta`), the last two over all keys.
+    """
     plan = _plan(request, tiling)
     return mosaic_call.gradients(plan, request.q, request.k, request.v, request.segments, rows)
 
 
 def gradients_deterministic(request: AttentionRequest, *rows: jax.Array) -> tuple:
-    """Compute `gradients` with the two-kernel backward, which is bitwise reproducible."""
+    """Compute the same as `gradients`, bitwise reproducibly: dQ comes from a kernel of its own."""
     return gradients(request, *rows, tiling=dataclasses.replace(_tiling(request), fused_queries=0))
 
 

@@ -1,4 +1,4 @@
-"""The backward of attention for Hopper, in one kernel or in two; all skip the tiles that the mask hides.
+"""Backward kernels of attention for Hopper: one that computes all gradients, or separate ones for dQ and for dK, dV.
 
 Scores are computed again from q, k and the log-sum-exp. In the kernel for dK and dV a warpgroup owns 64 keys and visits
 the queries of every head of the group that see them, so that grouped heads need no further sum.
@@ -41,7 +41,7 @@ Weighed = tuple[jax.Array, jax.Array | None]
 
 
 class Residuals(NamedTuple):
-    """Arrays that all backward kernels read; lengths are padded to whole blocks.
+    """Inputs of the attention backward kernels, from the forward and the output's gradient, padded to whole blocks.
 
     Attributes:
         q: [B, T, N, H].
@@ -61,7 +61,7 @@ class Residuals(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """`Residuals` in global memory."""
+    """The arrays of `Residuals` as kernel references to global memory."""
 
     q: Ref
     k: Ref
@@ -72,7 +72,7 @@ class _Inputs(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Part of the arrays that a program owns, and the blocks of the other side that it visits."""
+    """The block of queries or keys whose gradients a program computes, and the other side's blocks that it visits."""
 
     batch: Index
     head: Index
@@ -84,7 +84,10 @@ class _Place(NamedTuple):
 
 
 class _QueryBuffers(NamedTuple):
-    """Shared memory and its barriers; the leading dim counts warpgroups for queries, stages for keys."""
+    """Shared memory and barriers of the dQ kernel.
+
+    The leading dim counts warpgroups for queries, stages for keys.
+    """
 
     q: Ref
     d_out: Ref
@@ -104,7 +107,10 @@ class _QueryBuffers(NamedTuple):
 def query_gradient(
     config: KernelConfig, residuals: Residuals, schedule: tuple[jax.Array, ...], segments: Segments | None
 ) -> Float[Array, "B T N H"]:
-    """Compute dQ [B, T, N, H]; `schedule` lists the key blocks of each query block (`tiles.key_schedule`)."""
+    """Compute the gradient dQ [B, T, N, H] of attention in a kernel of its own.
+
+    `schedule` lists the key blocks of each query block (`tiles.key_schedule`).
+    """
     batch, length, num_heads, head_dim = residuals.q.shape
     dtype, groups, stages = residuals.q.dtype, config.warpgroups, config.stages
     packed = segments is not None
@@ -155,7 +161,7 @@ def _query_body(
 def _query_load(
     config: KernelConfig, inputs: _Inputs, ids: Segments | None, buffers: _QueryBuffers, place: _Place
 ) -> None:
-    """Load the blocks of keys and values that the queries see."""
+    """Load the visible blocks of keys and values into shared memory, as the loading warpgroup of the dQ kernel."""
     kv_head = lax.div(place.head, inputs.q.shape[2] // inputs.k.shape[2])
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
@@ -173,7 +179,7 @@ def _query_load(
 def _query_compute(
     config: KernelConfig, inputs: _Inputs, ids: Segments | None, buffers: _QueryBuffers, place: _Place, d_q: Ref
 ) -> None:
-    """Compute and store dQ of this warpgroup's 64 queries."""
+    """Compute and store dQ of 64 queries, as one computing warpgroup of the dQ kernel."""
     warpgroup = lax.axis_index("warpgroup")
     first_query = place.first + warpgroup * ROWS
     rows = pl.ds(first_query, ROWS)
@@ -233,7 +239,7 @@ def _query_compute(
 
 
 class _KeyBuffers(NamedTuple):
-    """Shared memory and its barriers; the leading dim counts warpgroups for keys, stages for queries.
+    """Shared memory and barriers of the kernel for dK and dV; the leading dim counts warpgroups for keys, else stages.
 
     The last three belong to the fused kernel: gradients of the scores of both warpgroups, `_EXCHANGES` tiles deep, a
     part of dQ for each warpgroup, and the barrier at which both have exchanged their gradients.
@@ -266,7 +272,7 @@ def key_value_gradient(
     wanted: tuple[str, ...] = ("d_k", "d_v"),
     d_q: jax.Ref | None = None,
 ) -> tuple[Float[Array, "B S K H"], ...]:
-    """Compute dK and dV, or the one that is `wanted`; if `d_q` is given, also accumulate dQ into it.
+    """Compute the gradients dK and dV of attention, or one of them; if `d_q` is given, also add dQ to it.
 
     Args:
         config: Static description of the kernel.
@@ -322,7 +328,7 @@ def key_value_gradient(
 
 
 def copies_of_query_gradient(config: KernelConfig) -> int:
-    """Return the number of float32 dQ buffers that the fused kernel adds to; the caller sums them.
+    """Return how many float32 buffers the kernel for all gradients adds dQ to; the caller sums them.
 
     Interpret mode cannot add to global memory: there each block of keys stores to an array of its own.
     """
@@ -330,7 +336,7 @@ def copies_of_query_gradient(config: KernelConfig) -> int:
 
 
 def _part_columns(config: KernelConfig, head_dim: int) -> int:
-    """Return the columns of 64 rows of a tile's dQ that a warpgroup computes: half of them if a tile has 64 queries."""
+    """Return how many columns of a tile's dQ a warpgroup computes: half of them if a tile has 64 queries, else all."""
     return head_dim if config.query_block > ROWS else head_dim // config.warpgroups
 
 
@@ -357,7 +363,7 @@ def _key_body(
 
 
 def _key_load(config: KernelConfig, inputs: _Inputs, ids: Segments | None, buffers: _KeyBuffers, place: _Place) -> None:
-    """Load the blocks of queries, of every head of the group, that see the keys."""
+    """Load the blocks of queries that see this program's keys, for every query head that shares the key head."""
     group = inputs.q.shape[2] // inputs.k.shape[2]
     visits = place.visits
 
@@ -391,7 +397,7 @@ def _key_compute(
     outputs: dict[str, Ref],
     d_q: Ref | None,
 ) -> None:
-    """Compute and store the gradients of this warpgroup's 64 keys and values."""
+    """Compute and store dK and dV of 64 keys, as one computing warpgroup of the kernel for dK and dV."""
     warpgroup = lax.axis_index("warpgroup")
     first_key = place.first + warpgroup * ROWS
     keys = pl.ds(first_key, ROWS)
@@ -429,7 +435,7 @@ def _key_compute(
 
 
 class _Visited(NamedTuple):
-    """A block of queries, in buffer `slot`, that visits this warpgroup's keys."""
+    """A block of queries whose contribution to dK and dV is computed, and its place in the shared-memory buffers."""
 
     slot: Index
     tile: Index
@@ -441,7 +447,7 @@ class _Visited(NamedTuple):
 def _start_products(
     buffers: _KeyBuffers, visited: _Visited, scores: Accumulator, d_weights: Accumulator | None, wait: bool = True
 ) -> None:
-    """Start the scores of a tile and, if wanted, the gradient of its weights, transposed: [keys, queries].
+    """Start the matmuls for a tile's scores and, if wanted, its softmax weights' gradient, both [keys, queries].
 
     `wait` says that the tile's operands have not been waited for yet.
     """
@@ -456,7 +462,7 @@ def _start_products(
 
 
 def _weigh(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited, products: jax.Array) -> Weighed:
-    """Return the softmax weights [keys, queries] of the raw products, and the capped scores with a soft cap."""
+    """Return a tile's softmax weights [keys, queries] from the products q.k, and the scores if they are soft-capped."""
     capped = scoring.cap(config, products)
     lse = wgmma.broadcast_column_values(wgmma.load_columns(buffers.lse.at[visited.slot]), capped)
     weights = jnp.exp2(capped * scoring.base2_factor(config) - lse)
@@ -472,7 +478,7 @@ def _weigh(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited, produc
 
 
 def _both_gradients(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited) -> tuple[jax.Array, jax.Array]:
-    """Return the softmax weights and the gradient of the scores, float32 [keys, queries]."""
+    """Return a tile's softmax weights and the gradient of its scores, float32 [keys, queries]."""
 
     def weigh(products: jax.Array) -> Weighed:
         weights = lax.optimization_barrier(_weigh(config, buffers, visited, products))
@@ -488,7 +494,7 @@ def _both_gradients(config: KernelConfig, buffers: _KeyBuffers, visited: _Visite
 
 
 def _only_weights(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited) -> jax.Array:
-    """Return the softmax weights, float32 [keys, queries], without their gradient."""
+    """Return a tile's softmax weights, float32 [keys, queries], without their gradient: all that dV needs."""
 
     def start(scores: Accumulator) -> None:
         _start_products(buffers, visited, scores, None)
@@ -501,7 +507,7 @@ def _only_weights(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited)
 def _key_tile(
     config: KernelConfig, buffers: _KeyBuffers, state: dict[str, jax.Array], visited: _Visited
 ) -> dict[str, jax.Array]:
-    """Add one block of queries to dK and dV, or to the one of them that the state has."""
+    """Add the contribution of one block of queries to dK and dV, or to the one of them that is in `state`."""
     q, d_out = buffers.q.at[visited.slot], buffers.d_out.at[visited.slot]
     operands = {}
     if "d_k" in state:
@@ -524,7 +530,7 @@ def _key_tile(
 
 
 class _Before(NamedTuple):
-    """The tile visited last, whose part of dQ is still to be computed."""
+    """The previously visited tile, whose part of dQ is still to be computed."""
 
     tile: Index
     member: Index
@@ -538,7 +544,7 @@ def _visit_fused(
     group: int,
     d_q: Ref,
 ) -> dict[str, jax.Array]:
-    """Return dK and dV of this warpgroup's keys, and add the tiles' dQ to `d_q` in global memory.
+    """Compute dK and dV of this warpgroup's keys, and add the queries' dQ to `d_q` in global memory.
 
     Args:
         config: Static description of the kernel.
@@ -581,7 +587,7 @@ def _visit_fused(
 
 
 def _query_part(config: KernelConfig, head_dim: int) -> tuple[Any, Any]:
-    """Return the rows and columns of a tile's dQ that this warpgroup computes."""
+    """Return the rows and columns of a tile's dQ that this warpgroup computes, the other computing the rest."""
     warpgroup, columns = lax.axis_index("warpgroup"), _part_columns(config, head_dim)
     if config.query_block > ROWS:
         return pl.ds(warpgroup * ROWS, ROWS), pl.ds(0, columns)
@@ -593,7 +599,7 @@ def _query_part_shape(config: KernelConfig, buffers: _KeyBuffers) -> tuple[int, 
 
 
 def _start_query_gradient(config: KernelConfig, buffers: _KeyBuffers, count: Index, product: Accumulator) -> None:
-    """Add this warpgroup's part of dQ of the previous tile, number `count` - 1: one matmul per warpgroup's keys."""
+    """Start this warpgroup's matmuls for its part of dQ of the previous tile, number `count` - 1."""
     rows, columns = _query_part(config, buffers.q.shape[-1])
     turn = lax.rem(count + _EXCHANGES - 1, _EXCHANGES)
     for group in range(config.warpgroups):
@@ -610,7 +616,7 @@ def _add_to_queries(
     exists: bool | jax.Array,
     product: jax.Array,
 ) -> None:
-    """Add this warpgroup's part of dQ of the tile `before`, if it `exists`, to the array in global memory."""
+    """Add this warpgroup's part of the previous tile's dQ (if there is such a tile) to the array in global memory."""
     rows, columns = _query_part(config, buffers.q.shape[-1])
     staging = buffers.d_q.at[lax.axis_index("warpgroup")]
     group = d_q.shape[3] // lax.axis_size("head")
@@ -634,7 +640,7 @@ def _fused_tile(
     count: Index,
     add: Callable[[jax.Array], None],
 ) -> dict[str, jax.Array]:
-    """Add one block of queries to dK and dV, and the dQ of the block before by `add(product)`.
+    """Add one block of queries to dK and dV, while dQ of the block before is computed and passed to `add`.
 
     One block later the other warpgroup has long exchanged its part, so that neither waits for the other.
     """

@@ -29,7 +29,7 @@ from pallas_kernels.target import multiprocessors
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """Static arguments of one call of the Hopper attention kernels, fixed while tracing.
+    """Compile-time arguments of one call of the Hopper attention kernels: options, lengths and block sizes.
 
     Attributes:
         options: Mask, scale and soft cap.
@@ -46,7 +46,7 @@ class AttentionPlan:
     interpret: bool
 
     def config(self, query_block: int, key_block: int, stages: int, warpgroups: int = 2) -> KernelConfig:
-        """Return the `KernelConfig` of one kernel with these block sizes."""
+        """Return the compile-time configuration of one of the call's kernels, given that kernel's block sizes."""
         return KernelConfig(
             self.options,
             self.length,
@@ -60,7 +60,7 @@ class AttentionPlan:
         )
 
     def blocks(self, config: KernelConfig) -> Blocks:
-        """Return the sequence lengths and one kernel's block sizes, from which `tiles` computes schedules."""
+        """Return the sequence lengths and one kernel's block sizes, which determine the tiles that it visits."""
         return Blocks(self.length, self.key_length, config.query_block, config.key_block)
 
 
@@ -71,7 +71,7 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
 
 
 def _pad_segments(segments: Segments | None, config: KernelConfig) -> Segments | None:
-    """Pad segment numbers to whole blocks, with global tokens in the lowest bit if the mask has some."""
+    """Pad segment ids to whole blocks, and mark global tokens in their lowest bit if the mask has some."""
     if segments is None:
         return None
     marks = segments.global_tokens(config.options.mask)
@@ -84,7 +84,7 @@ def _pad_segments(segments: Segments | None, config: KernelConfig) -> Segments |
 def _attend(
     plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute out [B, T, N, H] and lse [B, N, T]."""
+    """Compute attention on inputs padded to whole blocks: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
     tiling = plan.tiling
     config = plan.config(
         64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
@@ -126,7 +126,7 @@ def gradients(
     segments: Segments | None,
     rows: tuple[jax.Array, ...],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """Compute dQ, dK and dV by the fused backward kernel, or by separate ones if the tiling says so.
+    """Compute dQ, dK and dV of attention by one fused kernel, or by separate ones if the plan's tiling says so.
 
     Args:
         plan: What is fixed while tracing.

@@ -1,4 +1,4 @@
-"""Static description of the Hopper attention kernels, and the tiles that a block of queries or keys visits."""
+"""Compile-time configuration of the Hopper attention kernels, and iteration over the tiles that a block visits."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Block sizes and options of one attention kernel, fixed while tracing.
+    """Compile-time configuration of one Hopper attention kernel: mask, lengths, block sizes and warpgroups.
 
     Attributes:
         options: Mask, scale and soft cap.
@@ -47,13 +47,13 @@ class KernelConfig:
 
     @property
     def ring(self) -> Ring:
-        """Ring of shared-memory buffers in which the producer passes tiles to the consumers."""
+        """Circular shared-memory buffer through which the loading warpgroup passes tiles to the computing ones."""
         return Ring(self.stages, self.interpret)
 
     def kernel(
         self, name: str, body: Callable[..., None], synchronises: bool = False, **parameters: Any
     ) -> Callable[..., Any]:
-        """Build the launchable kernel: `pipeline.launch` with the options that all attention kernels share.
+        """Build a launchable kernel from its body, with the compiler options that all Hopper attention kernels share.
 
         Args:
             name: Name of the kernel, which a profile shows.
@@ -76,7 +76,7 @@ class KernelConfig:
         )
 
     def tiled_smem(self, shape: tuple[int, ...], dtype: DTypeLike, slice_columns: int = 0) -> ScratchType:
-        """Return the type of a shared-memory buffer [..., rows, columns] in the layout of wgmma and TMA.
+        """Return the type of a shared-memory buffer [..., rows, columns] in the layout that wgmma and TMA expect.
 
         Args:
             shape: Shape of the buffer.
@@ -92,7 +92,7 @@ class KernelConfig:
 
 
 class Visits(NamedTuple):
-    """The sequence of tiles that one query block or key block visits, counted from 0.
+    """The visible tiles of the score matrix in the row of one query block, or the column of one key block.
 
     Attributes:
         total: Number of tiles.
@@ -107,7 +107,7 @@ class Visits(NamedTuple):
     tile: Callable[[Index], Index]
 
     def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
-        """Run state = step(masked, count, state) for each tile from the `start`-th on; return the last state."""
+        """Loop over the tiles from the `start`-th on with state = step(masked, count, state); return the last state."""
         whole, end_whole = jnp.maximum(self.whole, start), jnp.maximum(self.end_whole, start)
         state = lax.fori_loop(start, whole, functools.partial(step, True), state)
         state = lax.fori_loop(whole, end_whole, functools.partial(step, False), state)
@@ -115,7 +115,7 @@ class Visits(NamedTuple):
 
 
 def read_visits(schedule: tuple[Ref, ...], batch: Index, block: Index, descending: bool = False) -> Visits:
-    """Read from a schedule in global memory which tiles a block visits.
+    """Read which tiles a block of queries or keys visits from the precomputed lists in global memory.
 
     Args:
         schedule: `tiles.key_schedule` or `tiles.query_schedule`, in global memory.

@@ -34,7 +34,7 @@ _PARTS = 8
 
 
 class _Inputs(NamedTuple):
-    """Arrays in global memory; the fields of `ids` are those of `Segments`."""
+    """Input arrays of the forward kernel in global memory; the fields of `ids` are those of `Segments`."""
 
     q: Ref
     k: Ref
@@ -49,7 +49,10 @@ class _Outputs(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Shared memory and its barriers; the leading dim counts stages, the second dim of `q` and `lse` warpgroups."""
+    """Shared memory and barriers of the forward kernel.
+
+    The leading dim counts stages, the second dim of `q` and `lse` warpgroups.
+    """
 
     q: Ref
     lse: Ref
@@ -67,7 +70,10 @@ class _Buffers(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A block of queries of one head: the `number`-th of this program, which visited `before` tiles before it."""
+    """One unit of a program's work: a block of queries of one head, the `number`-th that the program computes.
+
+    The program visited `before` tiles for the blocks before it.
+    """
 
     number: Index
     before: Index
@@ -89,7 +95,7 @@ def forward(
     schedule: tuple[jax.Array, ...],
     segments: Segments | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Compute attention and its log-sum-exp (natural logarithm, -inf for rows without a visible key).
+    """Compute attention and its log-sum-exp (natural logarithm, -inf for queries without a visible key) on Hopper.
 
     Args:
         config: Static description of the kernel.
@@ -163,7 +169,7 @@ def _body(config: KernelConfig, inputs: _Inputs, out: Ref, lse: Ref, *scratch: R
 
 
 def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item], None]) -> tuple[Index, Index]:
-    """Call visit(item) for this program's blocks; return how many they were and how many tiles they visited."""
+    """Call visit(item) for each block of queries that this program computes; return how many blocks and tiles."""
     batches, length, heads, _ = inputs.q.shape
     blocks = pl.cdiv(length, config.query_block)
     total = heads * batches * blocks
@@ -180,7 +186,7 @@ def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item
 
 
 def _load(config: KernelConfig, inputs: _Inputs, buffers: _Buffers, item: _Item) -> None:
-    """Load the queries of an item, then the blocks of keys and values that they see."""
+    """Load a block of queries, then the blocks of keys and values that they see, into shared memory."""
     kv_head = lax.div(item.head, inputs.q.shape[2] // inputs.k.shape[2])
     queries = _query_ring(buffers)
     query_slot = queries.slot(item.number)
@@ -206,21 +212,21 @@ def _load(config: KernelConfig, inputs: _Inputs, buffers: _Buffers, item: _Item)
 
 
 def _wait_turn(buffers: _Buffers, warpgroup: Index, when: bool | jax.Array = True) -> None:
-    """Wait until it is this warpgroup's turn to give the tensor cores work, while the others compute their softmax."""
+    """Wait for this warpgroup's turn to use the tensor cores, while the other warpgroups compute their softmax."""
     if buffers.turn is not None:
         turn = buffers.turn.at[warpgroup]
         pl.when(when)(lambda: plgpu.barrier_wait(turn))
 
 
 def _pass_turn(buffers: _Buffers, warpgroup: Index, when: bool | jax.Array = True) -> None:
-    """Give the turn to the next warpgroup."""
+    """Give the turn to use the tensor cores to the next warpgroup."""
     if buffers.turn is not None:
         turns, groups = buffers.turn, buffers.q.shape[1]
         pl.when(when)(lambda: plgpu.barrier_arrive(turns.at[lax.rem(warpgroup + 1, groups)]))
 
 
 def _free_queries(buffers: _Buffers, number: Index) -> None:
-    """Release the buffer of the item before the `number`-th, from which that item's output has been stored."""
+    """Release the query buffer of the previous block, once that block's output has been stored from it."""
 
     @pl.when(number > 0)
     def _():
@@ -229,7 +235,7 @@ def _free_queries(buffers: _Buffers, number: Index) -> None:
 
 
 class _Rows(NamedTuple):
-    """The 64 queries of a warpgroup."""
+    """The 64 queries that a warpgroup computes attention for."""
 
     q: Ref
     first_query: Index
@@ -238,7 +244,7 @@ class _Rows(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Online softmax over the tiles visited so far.
+    """State of the online softmax over the tiles visited so far.
 
     `acc` is one tile behind: the last tile's `weights` times its values is not added yet.
 
@@ -281,7 +287,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
 
 
 def _scores(config: KernelConfig, products: jax.Array) -> jax.Array:
-    """Return the scores, without their factor if the softmax applies it (`scoring.late_factor`)."""
+    """Return the (soft-capped) scores, less the positive factor that the softmax applies (`scoring.late_factor`)."""
     scores, factor = scoring.cap(config, products), scoring.base2_factor(config)
     return scores if factor > 0 else scores * factor
 
@@ -300,7 +306,7 @@ def _masked(
 def _softmax(
     config: KernelConfig, scores: jax.Array, maximum: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return new maximum and total, the factor for what was summed before, and the float32 weights of the tile."""
+    """Update the online softmax by a tile: return the new maximum and total, the old sums' factor, and the weights."""
     # A weight is one fused multiply-add and one exponential.
     factor = scoring.late_factor(config)
     new_maximum = jnp.maximum(maximum, scores.max(axis=1) * factor)
@@ -312,7 +318,7 @@ def _softmax(
 
 
 def _first_tile(config: KernelConfig, buffers: _Buffers, rows: _Rows, index: Index, state: _State) -> _State:
-    """Compute the softmax of the first tile; no matmul runs beside it."""
+    """Compute the softmax of a block's first tile, while there is no earlier product for it to overlap with."""
     slot = config.ring.slot(rows.item.before + index)
     plgpu.barrier_wait(buffers.k_full.at[slot])
 
@@ -330,7 +336,7 @@ def _first_tile(config: KernelConfig, buffers: _Buffers, rows: _Rows, index: Ind
 def _attend_tile(
     config: KernelConfig, buffers: _Buffers, rows: _Rows, masked: bool, index: Index, state: _State
 ) -> _State:
-    """Compute the softmax of this tile while the tensor cores add the product of the tile before."""
+    """Compute a tile's softmax while the tensor cores multiply the weights and values of the tile before."""
     count = rows.item.before + index
     slot, slot_before = config.ring.slot(count), config.ring.slot(count - 1)
     warpgroup = lax.axis_index("warpgroup")
@@ -364,7 +370,7 @@ def _attend_tile(
 
 
 def _last_product(config: KernelConfig, buffers: _Buffers, rows: _Rows, _: Index, state: _State) -> _State:
-    """Add the product of the last tile's weights and values."""
+    """Add the product of weights and values of the last tile to the output."""
     slot = config.ring.slot(rows.item.before + rows.item.visits.total - 1)
     operands = (lambda: state.weights), buffers.v.at[slot]
     (acc,) = wgmma.add_products((state.acc,), operands, interpret=config.interpret)
@@ -373,7 +379,7 @@ def _last_product(config: KernelConfig, buffers: _Buffers, rows: _Rows, _: Index
 
 
 def _store(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, rows: _Rows, state: _State) -> None:
-    """Store output and log-sum-exp through the buffer of the queries, which `_free_queries` releases later."""
+    """Store output and log-sum-exp of 64 queries, through the shared memory that held the queries."""
     (out, lse), item = outputs, rows.item
     acc, maximum, total = state.acc, state.maximum, state.total.sum(axis=1)
     empty = maximum < scoring.empty_row_threshold(config)

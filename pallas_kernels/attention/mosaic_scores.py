@@ -1,4 +1,4 @@
-"""Scores of attention inside the Hopper kernels: in base 2, soft-capped and masked.
+"""Scores of attention inside the Hopper kernels: scaled for powers of two, soft-capped and masked.
 
 The kernels work in powers of two: exp(x) is exp2(x * log2(e)), and that factor is folded into the scale.
 """
@@ -17,20 +17,20 @@ LOG2E = math.log2(math.e)
 
 
 def base2_factor(config: KernelConfig) -> float:
-    """Return the factor that turns q.k (or its capped tanh) into exponents of 2 for the softmax."""
+    """Return the factor by which products q.k (or their tanh, with a soft cap) become exponents of 2 in the softmax."""
     cap = config.options.soft_cap
     return (config.options.scale if cap is None else cap) * LOG2E
 
 
 def cap(config: KernelConfig, products: jax.Array) -> jax.Array:
-    """Return tanh(products * scale / soft_cap) for the raw products q.k, or the products without a soft cap."""
+    """Apply the soft cap to the raw products q.k: return tanh(products * scale / soft_cap); unchanged without a cap."""
     if config.options.soft_cap is None:
         return products
     return jnp.tanh(products * (config.options.scale / config.options.soft_cap))
 
 
 def late_factor(config: KernelConfig) -> float:
-    """Return the factor of the scores inside the forward's softmax: `base2_factor`, or 1 if that is not positive.
+    """Return the factor of the scores that is applied after the row maximum is taken; 1 if it were not positive.
 
     A negative or zero one is applied to the scores at once, as it does not commute with the maximum of a row.
     """
@@ -38,7 +38,7 @@ def late_factor(config: KernelConfig) -> float:
 
 
 def fill(config: KernelConfig) -> float:
-    """Return the value that replaces masked scores; times `late_factor` it is about -1e30.
+    """Return the large negative value that replaces masked scores: times the factor of the scores, about -1e30.
 
     It is a power of two, so that the product is exact: rows that see nothing of a tile subtract it from itself.
     """
@@ -46,7 +46,7 @@ def fill(config: KernelConfig) -> float:
 
 
 def empty_row_threshold(config: KernelConfig) -> float:
-    """Return the threshold for row maxima (in base 2): a row below it has no visible key."""
+    """Return the row maximum (in base 2) below which a query is taken to have no visible key."""
     return 0.5 * fill(config) * late_factor(config)
 
 
@@ -59,7 +59,7 @@ def mask_tile(
     ids: tuple[jax.Array, jax.Array] | None,
     keys_are_rows: bool = False,
 ) -> jax.Array:
-    """Replace the values of a tile by `hidden` where a key is not visible.
+    """Replace entries of a tile of scores or softmax weights by `hidden` where the mask hides the key from the query.
 
     A block layout hides whole tiles, never a part of one, and so has no part in this.
 
@@ -102,7 +102,7 @@ def mask_tile(
 
 
 def score_gradient(weights: jax.Array, d_weights: jax.Array, delta: jax.Array, capped: jax.Array | None) -> jax.Array:
-    """Return the gradient of the raw products q.k, without the factor `Options.scale`.
+    """Return the gradient of the products q.k from that of the softmax weights, without the factor `Options.scale`.
 
     Args:
         weights: Softmax weights.

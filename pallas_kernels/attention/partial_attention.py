@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, by the backends of `flash_attention`: results can be merged and differentiated.
+"""Attention to a part of the keys, whose outputs and gradients can be combined over all parts.
 
 In the forward each part gives its output and log-sum-exp (`scores.merge` combines two). In the backward it takes the
 log-sum-exp over all keys, and `delta` of the output over all keys: its gradients are then those of the whole softmax,
@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import Backend, select
 
 @dataclasses.dataclass(frozen=True)
 class PartOptions:
-    """Arguments of `flash_attention` that are the same for all parts of the keys."""
+    """Attention options (scale, soft cap, backend) that all parts of the keys share."""
 
     scale: float | None = None
     soft_cap: float | None = None
@@ -53,7 +53,7 @@ def attend_part(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair)
 
 
 def part_gradients(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair, rows: QKV) -> QKV:
-    """Compute dQ, dK and dV of the attention to one part of the keys.
+    """Compute dQ, dK and dV of attention to one part of the keys, given row statistics over all keys.
 
     `rows` are d_out [B, T, N, H], and lse and delta [B, N, T] over all keys.
     """

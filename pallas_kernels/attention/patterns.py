@@ -1,4 +1,4 @@
-"""Patterns for `block_sparse_attention`: boolean numpy arrays [blocks, blocks], queries by keys.
+"""Well-known block-sparse attention patterns, as boolean numpy arrays [query blocks, key blocks].
 
 With `causal` the blocks after the diagonal are left out, and the pattern for fewer blocks is the upper left corner of
 that for more: a model sees the same whatever the length of its input.
@@ -11,7 +11,7 @@ BlockPattern = Bool[np.ndarray, "blocks blocks"]
 
 
 def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> BlockPattern:
-    """Return a pattern of the `local` nearest blocks and every `stride`-th block (Child et al., arXiv:1904.10509).
+    """Return the strided pattern: nearest blocks and every `stride`-th block (Child et al., arXiv:1904.10509).
 
     Without `causal` the pattern extends to both sides.
     """
@@ -20,7 +20,7 @@ def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> Blo
 
 
 def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> BlockPattern:
-    """Return the fixed pattern of sparse attention (Child et al., arXiv:1904.10509).
+    """Return the fixed pattern: own stripe and the end of every stripe (Child et al., arXiv:1904.10509).
 
     A query sees all blocks of its own stripe of `stride` blocks, and the last `summary` blocks of every stripe.
     """

@@ -12,7 +12,9 @@ from pallas_kernels.attention.request import AttentionRequest
 
 
 def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Return out [B, T, N, H] in the dtype of q and lse [B, N, T] in float32 (natural logarithm).
+    """Compute attention from the full score matrix: return out [B, T, N, H] and the log-sum-exp [B, N, T].
+
+    `out` has the dtype of q; the log-sum-exp is a natural logarithm in float32.
 
     A query that sees no key gets the output 0 and the log-sum-exp -inf.
     """
@@ -34,7 +36,7 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
 
 
 def _visible(request: AttentionRequest) -> Bool[Array, "_ 1 T S"]:
-    """Return which keys are visible, boolean [B or 1, 1, T, S]."""
+    """Return which keys each query sees under mask and segments, boolean [B or 1, 1, T, S]."""
     length, key_length, mask, segments = (
         request.query_length,
         request.key_length,

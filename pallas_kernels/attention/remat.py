@@ -1,4 +1,4 @@
-"""Names by which `jax.checkpoint` can save the outputs of attention, and the policy that saves them."""
+"""Names and a policy by which `jax.checkpoint` saves attention's outputs, so that they are not recomputed."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ _CUDNN_FORWARD = "dot_product_attention_fwd"
 
 
 def name_outputs(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the same arrays, named for the policies of `jax.checkpoint`."""
+    """Give attention's outputs the names by which a `jax.checkpoint` policy can save them."""
     return checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
 
 
 def save_attention(primitive: Primitive, *args: Any, **parameters: Any) -> bool:
-    """Policy for `jax.checkpoint` that saves what the backward of attention needs, whichever backend runs.
+    """Decide, as a policy of `jax.checkpoint`, to save what attention's backward needs, whichever backend runs.
 
     Our own backends name their output and log-sum-exp. cuDNN's log-sum-exp has no name: it is the second output of
     jax's primitive, which is recognised by the primitive's name.

@@ -1,4 +1,4 @@
-"""A call of attention with its arguments checked: the request that every backend is asked about.
+"""Checked arguments of an attention call, from which every backend says whether it supports the call.
 
 Dims: B batch, T query length, S key length, N query heads, K key and value heads, H head dim.
 """
@@ -27,13 +27,13 @@ Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array,
 
 
 class Segments(NamedTuple):
-    """Segment ids, int32. A query sees only keys with its own id."""
+    """Segment ids (int32) of packed documents: a query sees only keys with its own id."""
 
     query: jax.Array  # [B, T]
     key: jax.Array  # [B, S]
 
     def global_tokens(self, mask: Mask) -> tuple[Bool[Array, "B T"], Bool[Array, "B S"]] | None:
-        """Return which tokens are global, as boolean [B, T] for queries and [B, S] for keys.
+        """Return which tokens are global, the first ones of each document: booleans [B, T] of queries, [B, S] of keys.
 
         These are the first `mask.global_tokens` tokens of each document. None if the mask has no global tokens.
         """
@@ -44,7 +44,7 @@ class Segments(NamedTuple):
 
 
 def _position_in_document(ids: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Return for each token the number of tokens directly before it with the same id."""
+    """Return each token's position within its document: how many tokens directly before it have the same id."""
     places = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return places - jax.lax.cummax(jnp.where(starts, places, 0), axis=1)
@@ -52,7 +52,7 @@ def _position_in_document(ids: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
 
 @dataclass(frozen=True)
 class Options:
-    """Static (hashable) arguments of an attention call; with the shapes they determine the compiled kernel."""
+    """Static (hashable) arguments of an attention call: mask, scale and soft cap."""
 
     mask: Mask
     scale: float
@@ -61,7 +61,7 @@ class Options:
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """A call of attention with its arguments checked.
+    """Checked arguments of one attention call: arrays, segment ids, options and the device to compile for.
 
     Attributes:
         q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, H]; arrays or shape structs.
@@ -116,7 +116,7 @@ def make_request(
     soft_cap: float | None,
     return_lse: bool,
 ) -> AttentionRequest:
-    """Check the arguments of `flash_attention`, and return them as a request with the default scale filled in.
+    """Check the arguments of an attention call and return them in one object, with the default scale filled in.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
@@ -138,7 +138,7 @@ def make_request(
 
 
 def check_window(window: int) -> int:
-    """Return `window` as a Python integer.
+    """Check that an attention window is an integer from 1 on, known while tracing; return it as a Python integer.
 
     Raises:
         ValueError: it is not an integer known while tracing, or is below 1.
@@ -165,7 +165,7 @@ def _static_number(name: str, value: float) -> float:
 
 
 def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """Check that q [B, T, N, H] and k, v [B, S, K, H] fit together.
+    """Check that the shapes and dtypes of q [B, T, N, H] and k, v [B, S, K, H] fit together.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -26,7 +26,7 @@ from pallas_kernels.attention.scores import accumulator_dtype, merge, row_delta
 
 @dataclasses.dataclass(frozen=True)
 class RingOptions:
-    """Arguments of ring attention that are fixed while tracing: hashable, not differentiated."""
+    """Static arguments (hashable, not differentiated) of ring attention."""
 
     axis_name: str
     devices: int
@@ -42,7 +42,7 @@ Index = int | jax.Array
 
 
 class _Tile(NamedTuple):
-    """Queries of one chunk that see all keys of one chunk.
+    """A pair of chunks, queries and keys on this device in one step of the ring, where each query sees every key.
 
     A traced index selects a chunk; a traced `active` that is False skips the tile.
     """
@@ -53,7 +53,7 @@ class _Tile(NamedTuple):
 
 
 def _tiles_of_step(ring: RingOptions, step: int) -> list[_Tile]:
-    """Return the tiles that this device computes in a step after the first."""
+    """Return the pairs of query chunk and key chunk that this device computes in a step of the ring after the first."""
     if not ring.causal:
         return [_Tile(0, 0)]
     before = lax.axis_index(ring.axis_name) >= step
@@ -72,12 +72,12 @@ def _take(parts: list[jax.Array], index: Index) -> jax.Array:
 
 
 def _selections(index: Index, count: int) -> list[bool | jax.Array]:
-    """Return for each of `count` chunks if the index selects it: True, False, or a traced boolean."""
+    """Return for each of `count` chunks whether `index` selects it: True, False, or a traced boolean."""
     return [index == part for part in range(count)]
 
 
 def _if_active(active: jax.Array | None, function: Callable[[], Any], operands: Sequence[jax.Array]) -> Any:
-    """Return function() if the tile is active, else zeros of the same shapes.
+    """Return function() if this device has to compute the pair of chunks, else zeros of the same shapes.
 
     Args:
         active: boolean of this device; None: the tile is active on all devices.
@@ -93,7 +93,7 @@ def _if_active(active: jax.Array | None, function: Callable[[], Any], operands: 
 
 
 def _ids_of(ids: jax.Array | None, ring: RingOptions, step: int) -> list[jax.Array] | None:
-    """Return the segment ids of the keys of a step, from those of all devices [n, B, T]."""
+    """Return the segment ids of the keys that this device holds in a step, from those of all devices [n, B, T]."""
     if ids is None:
         return None
     source = (lax.axis_index(ring.axis_name) - step) % ring.devices
@@ -107,7 +107,7 @@ def _pair(query_ids: list | None, key_ids: list | None, tile: _Tile) -> tuple | 
 
 
 def _send_after(kv: jax.Array, after: Tree, axis_name: str) -> tuple[jax.Array, Tree]:
-    """Return (kv of the previous device, `after`), sending only once `after` is computed.
+    """Send keys and values around the ring once `after` is computed; return those of the previous device, and `after`.
 
     Otherwise XLA would issue all transfers at once.
     """
@@ -116,7 +116,7 @@ def _send_after(kv: jax.Array, after: Tree, axis_name: str) -> tuple[jax.Array, 
 
 
 def _order_after(rows: Tree, sums: Sums) -> tuple[Tree, Sums]:
-    """Return both unchanged, but make whatever reads the rows wait for the sums.
+    """Make whatever reads `rows` wait until `sums` are computed; return both unchanged.
 
     Otherwise XLA would slice the operands of all steps at once, and store them.
     """
@@ -155,7 +155,7 @@ def _forward(
 
 
 def _operands(rows: list[list[jax.Array]], keys: list[jax.Array], tile: _Tile) -> Any:
-    """Return the tile's part of every array in `rows`, with keys and values inserted after the first (the queries).
+    """Return the inputs for one pair of chunks: the query chunk of each array, with keys and values in second place.
 
     The barrier prevents XLA from fusing the slices with the kernel, as no transfer would overlap with that fusion.
     """
@@ -234,7 +234,7 @@ def _join(parts: list[Any]) -> jax.Array:
 
 
 def _add(parts: list[Any], found: jax.Array, index: Index) -> list[Any]:
-    """Add `found`, in float32, to the element of `parts` that the index selects; None stands for 0."""
+    """Add a gradient, in float32, to the sum of the chunk that `index` selects; None stands for a sum of 0."""
     wide = found.astype(accumulator_dtype(found.dtype))
     sums = []
     for part, selected in zip(parts, _selections(index, len(parts)), strict=True):

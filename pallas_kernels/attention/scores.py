@@ -1,4 +1,4 @@
-"""Building blocks that the XLA backends share: grouped heads, masked scores and their gradient, the online softmax.
+"""Building blocks of the XLA attention backends: grouped heads, scores and their gradient, the online softmax.
 
 Heads are grouped: q [B, T, K, G, H] with G = N // K query heads per key head, scores [B, K, G, T, S], so that keys and
 values are never repeated. Row statistics (maximum, sum, log-sum-exp) are [B, K, G, T].
@@ -13,17 +13,17 @@ from pallas_kernels.attention.request import Options
 
 
 def group_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Reshape [B, T, N, ...] to [B, T, K, N // K, ...]."""
+    """Group the query heads that share a key head: reshape [B, T, N, ...] to [B, T, K, N // K, ...]."""
     return x.reshape(*x.shape[:2], num_kv_heads, x.shape[2] // num_kv_heads, *x.shape[3:])
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Return float32, or float64 for float64 inputs."""
+    """Return the dtype to accumulate sums in: float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def raw_scores(q: jax.Array, k: jax.Array, options: Options) -> jax.Array:
-    """Return scaled and soft-capped scores [B, K, G, T, S] in the accumulator dtype, not masked."""
+    """Compute scaled and soft-capped attention scores [B, K, G, T, S], not masked, in float32 or float64."""
     dtype = accumulator_dtype(q.dtype)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=dtype) * options.scale
     if options.soft_cap is not None:
@@ -50,7 +50,7 @@ def score_gradient(
 
 
 def row_delta(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
-    """Return delta [B, N, T]: the row sums of out * d_out minus the gradient of the log-sum-exp.
+    """Return delta [B, N, T] of the softmax gradient: row sums of out * d_out minus the log-sum-exp's gradient.
 
     Args:
         out, d_out: [B, T, N, H].
@@ -61,7 +61,9 @@ def row_delta(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
 
 
 def needs_delta_correction(dtype: jnp.dtype) -> bool:
-    """Return True if the backward must correct rounding errors of `row_delta`: for float32 and float64 inputs.
+    """Return True if the backward must correct rounding errors of the softmax gradient's row sums.
+
+    That is so for float32 and float64 inputs.
 
     If a row sees few more keys than one, its weights' gradients minus their mean nearly cancel, and `row_delta`,
     rounded in another order, would be off by more than the difference. So the remaining mean is subtracted as well,
@@ -71,14 +73,14 @@ def needs_delta_correction(dtype: jnp.dtype) -> bool:
 
 
 def weighted_sum_of_values(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Return weights [B, K, G, T, S] times v [B, S, K, H] as [B, T, K, G, H] in the accumulator dtype."""
+    """Multiply softmax weights [B, K, G, T, S] with values [B, S, K, H]: [B, T, K, G, H] in float32 or float64."""
     return jnp.einsum(
         "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=accumulator_dtype(v.dtype)
     )
 
 
 def sum_over_queries(gradient: jax.Array, x: jax.Array) -> jax.Array:
-    """Return [B, K, G, T, S] times x [B, T, K, G, H] as [B, S, K, H] in the accumulator dtype: dK or dV."""
+    """Sum weights or gradients [B, K, G, T, S] times x [B, T, K, G, H] over queries: dV or dK [B, S, K, H]."""
     return jnp.einsum(
         "bkgts,btkgh->bskh", gradient.astype(x.dtype), x, preferred_element_type=accumulator_dtype(x.dtype)
     )
@@ -90,12 +92,12 @@ def per_query(statistic: jax.Array) -> jax.Array:
 
 
 def one_if_zero(total: jax.Array) -> jax.Array:
-    """Replace 0 by 1: a row without a visible key has the sum 0, which must not divide."""
+    """Replace a softmax denominator of 0, that of a query without a visible key, by 1."""
     return jnp.where(total == 0.0, 1.0, total)
 
 
 def finite_or_zero(row_maximum: jax.Array) -> jax.Array:
-    """Replace -inf by 0.
+    """Replace -inf, the maximum score of a query without a visible key, by 0.
 
     The maximum of a row without a visible key is -inf; with 0 in its place exp(-inf - 0) = 0 instead of nan.
     """
@@ -103,7 +105,7 @@ def finite_or_zero(row_maximum: jax.Array) -> jax.Array:
 
 
 class SoftmaxState(NamedTuple):
-    """The carry of the online softmax over the keys seen so far (Milakov and Gimelshein, arXiv:1805.02867)."""
+    """State of the online softmax over the keys seen so far (Milakov and Gimelshein, arXiv:1805.02867)."""
 
     out: jax.Array  # [B, T, K, G, H], weighted by exp(score - maximum), not normalised
     maximum: jax.Array  # [B, K, G, T]
@@ -111,7 +113,7 @@ class SoftmaxState(NamedTuple):
 
 
 def absorb(state: SoftmaxState, scores: jax.Array, v: jax.Array) -> SoftmaxState:
-    """Update the online softmax with masked `scores` [B, K, G, T, S] and their values v [B, S, K, H]."""
+    """Update the online softmax by further keys: masked `scores` [B, K, G, T, S] and values v [B, S, K, H]."""
     maximum = jnp.maximum(state.maximum, scores.max(axis=-1))
     shift = finite_or_zero(maximum)
     weights = jnp.exp(scores - shift[..., None])
@@ -121,7 +123,10 @@ def absorb(state: SoftmaxState, scores: jax.Array, v: jax.Array) -> SoftmaxState
 
 
 def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
-    """Return the normalised out [B, T, K, G, H] and log-sum-exp [B, K, G, T]; 0 and -inf for rows that saw no key."""
+    """Return the result of the online softmax: out [B, T, K, G, H] and the log-sum-exp [B, K, G, T].
+
+    They are 0 and -inf for rows that saw no key.
+    """
     total = one_if_zero(state.total)
     out = state.out / per_query(total)
     lse = jnp.where(state.total == 0.0, -jnp.inf, finite_or_zero(state.maximum) + jnp.log(total))
@@ -129,7 +134,7 @@ def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
 
 
 def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return attention over the union of two disjoint sets of keys, from (out [B, T, N, H], lse [B, N, T]) of each.
+    """Combine attention to two disjoint sets of keys, each given as (out [B, T, N, H], log-sum-exp [B, N, T]).
 
     Differentiable in all four arrays. Rows that saw no key in either set give 0 and -inf.
     """

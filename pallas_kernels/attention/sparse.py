@@ -1,4 +1,4 @@
-"""Sparse attention: `longformer_attention` and `block_sparse_attention`.
+"""Sparse attention: a sliding window with global tokens (Longformer), and any pattern of blocks.
 
 Both use the backends of `flash_attention`: the mask is data, and the tiles that it hides are skipped.
 """
@@ -82,7 +82,7 @@ def block_sparse_attention(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Compute attention over the blocks of queries and keys that a layout allows.
+    """Compute attention only between those blocks of queries and keys that a boolean pattern allows.
 
     Queries are aligned with keys as in `flash_attention`: with T < S the last rows of the layout are used. The layout
     covers the whole row; with `segment_ids` tokens of other documents are hidden as well. A query that sees no key, as
@@ -117,7 +117,7 @@ def block_sparse_attention(
 
 
 def make_layout(pattern: np.ndarray, block_size: int, key_length: int) -> Layout:
-    """Check a boolean [blocks, blocks] pattern against `key_length` and return it as a `Layout`.
+    """Check that a boolean block-sparse pattern covers `key_length` keys, and return it in hashable form.
 
     Raises:
         ValueError: the array or the block size breaks a rule.

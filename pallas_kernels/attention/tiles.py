@@ -1,4 +1,4 @@
-"""Schedules of the tiles of the score matrix that a mask leaves visible, known while tracing or cheap to compute.
+"""Lists of the tiles of the score matrix that a mask leaves visible, so that kernels can skip the others.
 
 A tile is a pair of a query block and a key block. It is whole if every query of it sees every key, cut if a mask or the
 end of the keys goes through it, and skipped if nothing is visible.
@@ -22,7 +22,7 @@ Visible = np.ndarray | jax.Array
 
 
 class Blocks(NamedTuple):
-    """Lengths T and S before padding, and block sizes."""
+    """Numbers of queries and keys before padding, and the sizes of the blocks that they are cut into."""
 
     length: int
     key_length: int
@@ -33,13 +33,13 @@ class Blocks(NamedTuple):
 def visible_block_pairs(
     mask: Mask, length: int, key_length: int, query_block: int, key_block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the fully and the partly visible tiles as int32 [tiles, 2]: (query block, key block), by query block."""
+    """List the fully and the partly visible tiles, each as int32 [tiles, 2]: (query block, key block), in order."""
     some, every = _visibility(mask, Blocks(length, key_length, query_block, key_block))
     return np.argwhere(every).astype(np.int32), np.argwhere(some & ~every).astype(np.int32)
 
 
 def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
-    """Return the range of key blocks that each query block visits, for masks that are a band.
+    """Return the contiguous range of key blocks that each query block sees, for causal masks and sliding windows.
 
     The result is int32 [B or 1, query blocks, 4]. The four numbers are (first, first whole, end of the whole, end):
     blocks in [first whole, end of the whole) need no mask, the others of [first, end) do. With segments the range
@@ -50,13 +50,16 @@ def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Arr
 
 
 def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
-    """Return the range of query blocks that each key block visits, int32 [B or 1, key blocks, 4] (see `key_ranges`)."""
+    """Return the contiguous range of query blocks that see each key block, int32 [B or 1, key blocks, 4].
+
+    The four numbers are as in `key_ranges`.
+    """
     some, every = visible_tiles(mask, blocks, segments)
     return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2))
 
 
 def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return the key blocks that each query block visits, for any mask: they need not be neighbours.
+    """List the key blocks that each query block sees, for any mask: they need not be neighbours.
 
     Returns:
         tiles: int32 [B or 1, query blocks, most], block numbers: the whole ones, then the cut ones, each in ascending
@@ -69,31 +72,40 @@ def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> t
 
 
 def query_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return the query blocks that each key block visits, int32 [B or 1, key blocks, ...] (see `key_lists`)."""
+    """List the query blocks that see each key block, for any mask: they need not be neighbours.
+
+    The result is int32 [B or 1, key blocks, ...], as in `key_lists`.
+    """
     some, every = visible_tiles(mask, blocks, segments)
     most = possible_tiles(mask, blocks, segments is not None).sum(axis=0).max()
     return _lists(some.swapaxes(-1, -2), every.swapaxes(-1, -2), int(most))
 
 
 def key_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
-    """Return the key blocks that each query block visits: (`key_ranges`,) if contiguous, else `key_lists`."""
+    """Return the key blocks that each query block sees, as ranges if the mask makes them contiguous, else as lists.
+
+    The result is (`key_ranges`,) or that of `key_lists`.
+    """
     return (key_ranges(mask, blocks, segments),) if mask.is_band else key_lists(mask, blocks, segments)
 
 
 def query_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
-    """Return the query blocks that each key block visits: (`query_ranges`,) if contiguous, else `query_lists`."""
+    """Return the query blocks that see each key block, as ranges if the mask makes them contiguous, else as lists.
+
+    The result is (`query_ranges`,) or that of `query_lists`.
+    """
     return (query_ranges(mask, blocks, segments),) if mask.is_band else query_lists(mask, blocks, segments)
 
 
 def possible_tiles(mask: Mask, blocks: Blocks, segmented: bool) -> np.ndarray:
-    """Return the tiles that may have a visible pair, whatever the segments are: bool [query blocks, key blocks]."""
+    """Return which tiles the mask may leave visible, whatever the segment ids: bool [query blocks, key blocks]."""
     if segmented and mask.global_tokens:
         mask = dataclasses.replace(mask, window=None, window_after=None, global_tokens=0)
     return _visibility(mask, blocks)[0]
 
 
 def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[Visible, Visible]:
-    """Return bool [B or 1, query blocks, key blocks] twice: tiles with a visible pair, fully visible tiles.
+    """Return which tiles have some and which only visible pairs, each bool [B or 1, query blocks, key blocks].
 
     Exact without segments (numpy). With them (jax) a tile may be called cut that is whole or hides everything.
     """
@@ -116,7 +128,7 @@ def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tupl
 
 @functools.lru_cache(maxsize=64)
 def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Return bool [query blocks, key blocks]: some pair of the tile is visible; every pair is.
+    """Return which tiles have some and which only visible pairs of query and key, each bool [query blocks, key blocks].
 
     Tiles are cut further at the borders of the layout's blocks into cells, on which the layout is constant and the
     other rules are inequalities.
@@ -141,7 +153,7 @@ def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells(length: int, block: int, size: int | None, offset: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the runs of indices (cells) that no border of a tile or of the layout cuts.
+    """Cut a range of positions at the borders of both the tiles and the block-sparse pattern, into cells.
 
     Returns:
         [2, cells], the first and the last index of each; [tiles], the first cell of each tile.
@@ -154,7 +166,7 @@ def _cells(length: int, block: int, size: int | None, offset: int) -> tuple[np.n
 
 
 def _cell_visibility(mask: Mask, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each cell, if some pair and if every pair of it obeys all rules except the layout's.
+    """Return for each cell whether some pair and whether every pair obeys the mask's rules, block pattern aside.
 
     Args:
         mask: The rules.
@@ -188,7 +200,7 @@ def _cell_visibility(mask: Mask, rows: np.ndarray, columns: np.ndarray) -> tuple
 
 
 def _lists(some: Visible, every: Visible, most: int) -> tuple[jax.Array, jax.Array]:
-    """Convert bool [B or 1, rows, columns] to lists int32 [B or 1, rows, most] and counts [B or 1, rows, 2]."""
+    """Convert which tiles are visible in each row to lists int32 [B or 1, rows, most] and counts [B or 1, rows, 2]."""
     xp = np if isinstance(some, np.ndarray) else jnp
     rank = xp.where(every, 0, xp.where(some, 1, 2))
     counts = xp.stack([every.sum(axis=-1), some.sum(axis=-1)], axis=-1)
@@ -198,20 +210,20 @@ def _lists(some: Visible, every: Visible, most: int) -> tuple[jax.Array, jax.Arr
 
 
 def _any(marks: jax.Array, block: int) -> jax.Array:
-    """Reduce bool [B, T] to the blocks that have a marked position, [B, blocks]."""
+    """Return which blocks of a sequence have a marked position: bool [B, T] to bool [B, blocks]."""
     marks = jnp.pad(marks, ((0, 0), (0, -marks.shape[1] % block)))
     return marks.reshape(marks.shape[0], -1, block).any(axis=-1)
 
 
 def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest and the largest segment number of each block, [B, blocks]."""
+    """Return the smallest and the largest segment id in each block of a sequence, [B, blocks]."""
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge")
     ids = ids.reshape(ids.shape[0], -1, block)
     return ids.min(axis=-1), ids.max(axis=-1)
 
 
 def _ranges(some: Visible, every: Visible) -> jax.Array:
-    """Convert bool [B or 1, rows, columns] to ranges int32 [B or 1, rows, 4]."""
+    """Convert which tiles are visible in each row to ranges int32 [B or 1, rows, 4], as in `key_ranges`."""
     xp = np if isinstance(some, np.ndarray) else jnp
     count = some.shape[-1]
     columns = xp.arange(count)

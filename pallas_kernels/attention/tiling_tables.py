@@ -1,4 +1,4 @@
-"""Tables of block sizes as JSON: the one that the package ships, and a user's own, which takes precedence.
+"""JSON tables of tuned block sizes: the one that the package ships, and a user's own, which takes precedence.
 
 A table is a list of rows, each the blocks of one kernel on one device for one head dim and kind of mask:
 
@@ -27,7 +27,7 @@ Known = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Table row: the block sizes of one kernel for a device, a head dim and optionally a mask and a length.
+    """Row of a table: the tuned block sizes of one kernel for a device, a head dim and optionally a mask and a length.
 
     Attributes:
         device: Part of the name that jax gives the device.
@@ -49,12 +49,12 @@ class Row:
 
     @property
     def key(self) -> tuple:
-        """Identity of the row: in a merge a new row replaces an old one with the same key."""
+        """What identifies the row: in a merge a new row replaces an old one with the same key."""
         return self.device, self.kernel, self.head_dim, self.mask or "", self.length or 0
 
 
 def user_table_path() -> Path:
-    """Return the path of the user's own table of block sizes."""
+    """Return the path of the JSON file with the user's own tuned block sizes."""
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -62,7 +62,7 @@ def user_table_path() -> Path:
 
 
 def read_tables(known: Known) -> tuple[tuple[Row, ...], ...]:
-    """Return the user's rows and the shipped ones; a file is read again when it has changed.
+    """Read the user's and the shipped table of tuned block sizes, each file again only when it has changed.
 
     Rows of kernels or blocks that this version does not have are skipped: a table may be older or newer.
 
@@ -79,7 +79,7 @@ def read_tables(known: Known) -> tuple[tuple[Row, ...], ...]:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when the file does; None if there is no file that may be read."""
+    """Return a value that changes when the table's file does; None if there is no file that may be read."""
     try:
         found = path.stat()
     except OSError:
@@ -115,13 +115,13 @@ def load(path: Path) -> list[Row]:
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Merge two tables and sort the rows; of rows with equal keys the one in `new` wins."""
+    """Merge two tables of block sizes and sort the rows; of rows with equal keys the one in `new` wins."""
     rows = {row.key: row for row in (*old, *new)}
     return [rows[key] for key in sorted(rows)]
 
 
 def save(path: Path, rows: Sequence[Row]) -> None:
-    """Write a table as JSON, one row per line, atomically: a reader sees either the old or the new file."""
+    """Write a table of block sizes as JSON, one row per line, atomically: readers see the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = [
         json.dumps({name: value for name, value in dataclasses.asdict(row).items() if value is not None})

@@ -1,4 +1,4 @@
-"""Block sizes of the Hopper attention kernels, and the choice of the table's row that fits a call best.
+"""Block sizes of the Hopper attention kernels, chosen for a call from tables of tuned sizes.
 
 Nothing is measured at import or in a call: `python -m pallas_kernels.tune` measures and writes a table.
 """
@@ -16,7 +16,7 @@ from pallas_kernels.target import device_kind
 
 
 def _block(default: int | bool, *others: int | bool) -> Any:
-    """Return a field of `Tiling`, with the other values that tuning tries."""
+    """Declare a field of `Tiling`: its default, and the other values that tuning tries."""
     return dataclasses.field(default=default, metadata={"values": (default, *others)})
 
 
@@ -59,7 +59,7 @@ RUNS_WITH: dict[str, dict[str, Any]] = {"query": {"fused_queries": 0}, "key": {"
 
 
 def kernels() -> dict[str, dict[str, tuple]]:
-    """Return the values that tuning tries as {kernel: {block name: values}}, the default value first."""
+    """Return the block sizes that tuning tries, as {kernel: {block name: values}}, the default value first."""
     found: dict[str, dict[str, tuple]] = {}
     for field in dataclasses.fields(Tiling):
         kernel, _, block = field.name.partition("_")
@@ -78,7 +78,7 @@ def blocks_of(tiling: Tiling, kernel: str) -> dict[str, Any]:
 
 
 def mask_kind(mask: Mask, packed: bool) -> str:
-    """Return the mask's kind in the tiling tables: "packed", "causal", "full", or "windowed" for all others.
+    """Classify a mask for the tables of block sizes: "packed", "causal", "full", or "windowed" for all others.
 
     Masks differ in how many tiles a row of tiles has and how many of those are cut.
     """
@@ -90,7 +90,7 @@ def mask_kind(mask: Mask, packed: bool) -> str:
 
 
 def choose_tiling(head_dim: int, mask: str, key_length: int, device: str | None = None) -> Tiling:
-    """Choose for each kernel the blocks of the row that fits best, or the defaults of `Tiling` if none does.
+    """Choose block sizes for each kernel from the best-fitting row of the tables, or the defaults if none fits.
 
     A row fits if its head dim is at least `head_dim`: what has room for a wide head has room for a narrow one. Of those
     the nearest head dim wins, then the device, then the mask, then a user's own row, then the nearest length.

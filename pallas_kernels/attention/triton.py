@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels, for NVIDIA GPUs from Ampere on: every mask skips tiles, forward and backward.
+"""Attention by Triton kernels that skip the tiles that the mask hides, for NVIDIA GPUs from Ampere on.
 
 The kernels are compiled by Python while lowering, through jax-triton, for the compute capability of the request's
 target: a machine without a GPU can compile them.
@@ -28,7 +28,7 @@ _SHORTEST = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Tile sizes and launch options of one kernel.
+    """Tile sizes and launch options of one Triton attention kernel.
 
     Attributes:
         query_block: number of query rows of a tile.
@@ -45,7 +45,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The tiles of the three kernels: the forward, dQ, and dK with dV."""
+    """Tile sizes of the three Triton attention kernels: the forward, dQ, and dK with dV."""
 
     forward: Tile
     query: Tile
@@ -81,7 +81,7 @@ _TILINGS = {
 
 
 def shared_memory_kib(capability: tuple[int, int]) -> int:
-    """Return the shared memory available to one program, in KiB.
+    """Return the shared memory in KiB that one thread block can use on GPUs of a compute capability.
 
     (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".)
     """
@@ -91,17 +91,17 @@ def shared_memory_kib(capability: tuple[int, int]) -> int:
 
 
 def tiling_for(head_dim: int, capability: tuple[int, int]) -> Tiling:
-    """Return block sizes, for a head dim of at most 256, with which a program fits into shared memory."""
+    """Return tile sizes for a head dim of at most 256 that fit into the shared memory of GPUs of a capability."""
     return _TILINGS[shared_memory_kib(capability)][_width(head_dim)]
 
 
 def _width(head_dim: int) -> int:
-    """Return the width of tiles: the power of two not below the head dim, at least 16 for the tensor cores."""
+    """Return the width of tiles for a head dim: the next power of two, at least 16 for the tensor cores."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """Return why the kernels cannot compute the request (the first rule that it breaks), or None."""
+    """Return the first reason why the Triton kernels cannot compute this attention call, or None if they can."""
     target = request.target
     if target.platform != "cuda":
         return f"runs on NVIDIA GPUs, lowered for {target}"
@@ -118,21 +118,21 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Return why another backend is preferred (too few queries to fill a block and the GPU), or None."""
+    """Return why another backend is preferred for this call (it has very few queries), or None."""
     if request.query_length < _SHORTEST:
         return f"a block of queries would be mostly empty: for T from {_SHORTEST}, got T {request.query_length}"
     return None
 
 
 def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Return out [B, T, N, H] and lse [B, N, T]."""
+    """Compute attention with the Triton kernels: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
     return _differentiable(_static(request), request.q, request.k, request.v, request.segments)
 
 
 def gradients(
     request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
 ) -> Gradients:
-    """Compute dQ, dK and dV for one part of the keys; lse and delta are over all keys."""
+    """Compute dQ, dK and dV of attention to a part of the keys, given row statistics (lse, delta) over all keys."""
     return _backward(_static(request), (request.q, request.k, request.v, d_out, lse, delta), request.segments)
 
 
@@ -143,7 +143,7 @@ def _static(request: AttentionRequest) -> "_StaticArguments":
 
 @dataclasses.dataclass(frozen=True)
 class _StaticArguments:
-    """The static arguments of a call, except shapes."""
+    """Static (hashable) arguments of an attention call: options, tile sizes and compute capability."""
 
     options: Options
     tiling: Tiling
@@ -183,7 +183,7 @@ class AttentionKernelPlan:
 
     @property
     def width(self) -> int:
-        """Head dim padded to the width of a tile."""
+        """Head dim rounded up to the width of a tile, a power of two."""
         return _width(self.head_dim)
 
     @property
@@ -203,17 +203,17 @@ class AttentionKernelPlan:
 
     @property
     def query_load_bound(self) -> int | None:
-        """The query length, if loads must be masked because the last block extends past it; None if blocks fit."""
+        """Number of queries, if the last block extends past it and loads must be masked; None if blocks fit exactly."""
         return self.length if self.length % self.query_block else None
 
     @property
     def key_load_bound(self) -> int | None:
-        """The key length, if loads must be masked because the last block extends past it; None if blocks fit."""
+        """Number of keys, if the last block extends past it and loads must be masked; None if blocks fit exactly."""
         return self.key_length if self.key_length % self.key_block else None
 
     @property
     def blocks(self) -> Blocks:
-        """Sequence lengths and block sizes, as the functions of `tiles` take them."""
+        """Sequence lengths and block sizes, which determine the tiles that the kernel visits."""
         return Blocks(self.length, self.key_length, self.query_block, self.key_block)
 
 
@@ -254,7 +254,7 @@ def launch(
     arrays: tuple,
     outputs: tuple,
 ) -> tuple[jax.Array, ...]:
-    """Launch a Triton kernel with `programs` programs; `outputs` are the shapes and dtypes of its results."""
+    """Launch a Triton attention kernel with `programs` programs; `outputs` are its results' shapes and dtypes."""
     import jax_triton
 
     return jax_triton.triton_call(
@@ -271,7 +271,7 @@ def launch(
 
 
 def _vmap_over_batch(function: Callable[..., tuple]) -> Any:
-    """Return `function` of trees of arrays [B, ...] with a `jax.vmap` rule that enlarges the batch."""
+    """Make `jax.vmap` of a function of arrays [B, ...] call it once, with the mapped dim merged into the batch."""
     call = jax.custom_batching.custom_vmap(function)
 
     @call.def_vmap
@@ -288,7 +288,7 @@ def _vmap_over_batch(function: Callable[..., tuple]) -> Any:
 
 
 def _ids(segments: Segments | None, ranges: jax.Array) -> jax.Array:
-    """Return the segment ids for a kernel, [B, T + S].
+    """Return the segment ids of queries and keys as one array for a kernel, [B, T + S].
 
     Without segments the kernels read no ids, and another array takes their place.
     """
@@ -311,7 +311,7 @@ def _forward(static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array,
 
 
 def _backward(static: _StaticArguments, arrays: tuple, segments: Segments | None) -> tuple:
-    """Return dQ, dK and dV from (q, k, v, d_out, lse, delta)."""
+    """Launch the two backward kernels: return dQ, dK and dV from (q, k, v, d_out, lse, delta)."""
     from pallas_kernels.attention.triton_backward import key_kernel, query_kernel
 
     q, k, v, d_out, lse, delta = arrays

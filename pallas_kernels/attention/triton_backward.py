@@ -17,7 +17,7 @@ from pallas_kernels.attention.triton_forward import load_block_range, load_rows,
 
 @triton.jit
 def _load_statistics(rows, query, plan: tl.constexpr):
-    """Load the log-sum-exp and delta of queries; 0 past the last query, whose q and d_out are 0."""
+    """Load the log-sum-exp and delta of a block of queries; 0 past the last query, whose q and d_out are 0."""
     size: tl.constexpr = plan.batch * plan.heads * plan.length
     if plan.query_load_bound is None:
         lse, delta = tl.load(rows + query), tl.load(rows + size + query)
@@ -29,7 +29,7 @@ def _load_statistics(rows, query, plan: tl.constexpr):
 
 @triton.jit
 def _visit_keys(own, query, k, v, ids, limits, acc, masked: tl.constexpr, plan: tl.constexpr):
-    """Add the unmasked or the masked tiles to dQ / scale.
+    """Add the contributions of key blocks to dQ / scale: of those that need a mask if `masked`, else of the others.
 
     `own` is (q, d_out, lse, delta) of the program's queries.
     """
@@ -56,7 +56,10 @@ def _visit_keys(own, query, k, v, ids, limits, acc, masked: tl.constexpr, plan: 
 
 @triton.jit
 def query_kernel(q, k, v, d_out, rows, ranges, ids, d_q, plan: tl.constexpr):
-    """Compute dQ [B, T, N, H]; `ranges` come from `tiles.key_ranges`."""
+    """Compute dQ for one block of queries, visiting the key blocks that they see.
+
+    `ranges` come from `tiles.key_ranges`.
+    """
     program = tl.program_id(0)
     head = program % plan.heads
     batch = (program // plan.heads) % plan.batch
@@ -82,7 +85,9 @@ def query_kernel(q, k, v, d_out, rows, ranges, ids, d_q, plan: tl.constexpr):
 
 @triton.jit
 def _visit_queries(own, key, q, d_out, rows, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
-    """Add the unmasked or the masked tiles of all heads of the group to (dK / scale, dV).
+    """Add the contributions of query blocks of all heads that share the keys to (dK / scale, dV).
+
+    They are those that need a mask if `masked`, else the others.
 
     `own` is (k, v) of the program's keys. Scores are transposed, [keys, queries], so that they need no transpose as
     left operands of the products.
@@ -116,7 +121,9 @@ def _visit_queries(own, key, q, d_out, rows, ids, limits, state, masked: tl.cons
 
 @triton.jit
 def key_kernel(q, k, v, d_out, rows, ranges, ids, d_k, d_v, plan: tl.constexpr):
-    """Compute dK and dV [B, S, K, H]; `ranges` come from `tiles.query_ranges`.
+    """Compute dK and dV for one block of keys, visiting the query blocks that see them.
+
+    `ranges` come from `tiles.query_ranges`.
 
     Under a causal mask most queries see the first keys: their programs start first.
     """

@@ -1,4 +1,4 @@
-"""The attention forward in Triton, and the functions that the backward shares with it.
+"""The attention forward in Triton, and the device functions that the backward shares with it.
 
 A program owns a block of queries of one head and visits the key blocks that the mask leaves, first those that need no
 mask. Scores are powers of two: `plan.output_scale` contains log2(e), as the hardware computes exp2.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(base, first, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
-    """Load `rows` rows of one head, starting at row `first`, as a tile [rows, plan.width].
+    """Load `rows` rows of one head (queries, keys or values), from row `first` on, as a tile [rows, plan.width].
 
     Elements past the head dim and past `length` are 0; `length` is None if no row is past it.
     """
@@ -30,7 +30,7 @@ def load_rows(base, first, rows: tl.constexpr, heads: tl.constexpr, length: tl.c
 
 @triton.jit
 def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
-    """Store `values`, the reverse of `load_rows`, in the dtype of `base`."""
+    """Store a tile as rows of one head, from row `first` on, in the dtype of `base`: the reverse of `load_rows`."""
     row = tl.arange(0, rows)[:, None]
     column = tl.arange(0, plan.width)[None, :]
     pointers = base + first.to(tl.int64) * (heads * plan.head_dim) + (row * (heads * plan.head_dim) + column)
@@ -39,7 +39,7 @@ def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, len
 
 @triton.jit
 def load_block_range(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
-    """Load the range of blocks to visit: (first, first unmasked, end of the unmasked, end)."""
+    """Load which blocks a block visits: (first, first unmasked, end of the unmasked, end)."""
     row = block
     if plan.packed:
         row += batch * blocks
@@ -49,7 +49,7 @@ def load_block_range(ranges, batch, block, blocks: tl.constexpr, plan: tl.conste
 
 @triton.jit
 def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
-    """Return the `number`-th block to visit: of those that need a mask if `masked`, else of the others."""
+    """Return the index of the `number`-th block to visit, among those that need a mask or among the others."""
     if masked:
         tile = first + number
         tile += tl.where(tile >= first_whole, end_whole - first_whole, 0)
@@ -60,7 +60,7 @@ def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
 
 @triton.jit
 def score(products, plan: tl.constexpr):
-    """Return q.k times `plan.input_scale`: the scores before their last factor, `plan.output_scale`.
+    """Return the attention scores of the products q.k, except for the last factor, `plan.output_scale`.
 
     With a soft cap it is the tanh instead, computed from exp2(products * plan.input_scale).
     """
@@ -76,7 +76,7 @@ def score(products, plan: tl.constexpr):
 
 @triton.jit
 def visible(ids, query, key, plan: tl.constexpr):
-    """Return which (query, key) pairs are visible, from indices whose shapes broadcast against each other."""
+    """Return which queries see which keys under mask and segments, from indices that broadcast to a tile."""
     seen = key < plan.key_length
     distance = query + (plan.key_length - plan.length) - key
     if plan.causal:
@@ -92,7 +92,10 @@ def visible(ids, query, key, plan: tl.constexpr):
 
 @triton.jit
 def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
-    """Fold the unmasked or the masked tiles into (sum of weighted values, row maximum, sum of weights)."""
+    """Update the online softmax by key blocks: those that need a mask if `masked`, else the others.
+
+    The state is (sum of weighted values, row maximum, sum of weights).
+    """
     first, first_whole, end_whole, end = limits
     acc, maximum, total = state
     count = end_whole - first_whole
@@ -121,7 +124,9 @@ def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan:
 
 @triton.jit
 def forward_kernel(q, k, v, ranges, ids, out, lse, plan: tl.constexpr):
-    """Compute out [B, T, N, H] and lse [B, N, T] from q, k, v; ids [B, T + S] are segments of queries, then of keys.
+    """Compute out and log-sum-exp for one block of queries of one head.
+
+    They are parts of out [B, T, N, H] and lse [B, N, T]; ids [B, T + S] are segments of queries, then of keys.
 
     Blocks of later queries have more keys under a causal mask and start first; the heads of a group are adjacent.
     """

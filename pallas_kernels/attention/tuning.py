@@ -33,7 +33,7 @@ Measure = Callable[[str, Tiling], float]
 
 @dataclass(frozen=True)
 class Work:
-    """Shape and mask to tune for; `documents` is the number of documents packed into each sequence."""
+    """Shape and mask of the attention call to tune for; `documents` is how many are packed into each sequence."""
 
     batch: int
     length: int
@@ -45,14 +45,14 @@ class Work:
 
     @property
     def kind(self) -> str:
-        """Kind of mask in the tiling tables (`mask_kind`)."""
+        """Name of the mask's kind in the tables of block sizes: "packed", "causal", "full" or "windowed"."""
         return mask_kind(self.mask, self.documents is not None)
 
     def __str__(self) -> str:
         return f"{self.batch}, {self.length}, {self.heads}/{self.kv_heads}, {self.head_dim} {self.kind} bfloat16"
 
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return normally distributed q [B, T, N, H], k and v [B, T, K, H] in bfloat16."""
+        """Return random inputs to measure with: q [B, T, N, H], k and v [B, T, K, H], normal, in bfloat16."""
         keys = jax.random.split(jax.random.key(0), 3)
         heads = (self.heads, self.kv_heads, self.kv_heads)
         shapes = [(self.batch, self.length, n, self.head_dim) for n in heads]
@@ -60,7 +60,7 @@ class Work:
         return q, k, v
 
     def segments(self) -> Segments | None:
-        """Return segment ids of `documents` documents of random lengths per sequence; None without documents."""
+        """Return segment ids of packed documents of random lengths; None if no documents are packed."""
         if self.documents is None:
             return None
         rng = np.random.default_rng(0)
@@ -72,12 +72,12 @@ class Work:
         return Segments(ids, ids)
 
     def request(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> AttentionRequest:
-        """Return the attention request for these arrays, with the default scale."""
+        """Return the checked arguments of an attention call on these arrays, with the default scale."""
         options = Options(self.mask, self.head_dim**-0.5)
         return AttentionRequest(q, k, v, segments, options, False, current_target())
 
     def unsupported_reason(self) -> str | None:
-        """Return why the Hopper kernels cannot compute this shape on this machine, or None."""
+        """Return why the Hopper kernels cannot compute a call of this shape on this machine, or None."""
         reasons = []
 
         def ask(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -88,7 +88,7 @@ class Work:
 
 
 def candidates(kernel: str, start: Tiling) -> list[Tiling]:
-    """Return the tilings to try for one kernel: `start`, then all others, those with the fewest changes first."""
+    """Return the block sizes to try for one kernel: `start`, then all others, those with the fewest changes first."""
     values = kernels()[kernel]
     start = dataclasses.replace(start, **RUNS_WITH.get(kernel, {}))
     found = [start]
@@ -112,24 +112,24 @@ def candidates(kernel: str, start: Tiling) -> list[Tiling]:
 
 
 def _is_unused(blocks: Mapping[str, int | bool]) -> bool:
-    """Return True if a block of zero rows or columns turns the kernel off."""
+    """Return True if these block sizes turn their kernel off: one of them is zero."""
     return any(size == 0 and not isinstance(size, bool) for size in blocks.values())
 
 
 def kernels_in_tuning_order() -> list[str]:
-    """Return the kernels in tuning order: separate backward kernels before the fused one that replaces them."""
+    """Return the kernels' names in tuning order: separate backward kernels before the fused one."""
     return sorted(kernels(), key=lambda kernel: kernel not in RUNS_WITH)
 
 
 class Limit:
-    """Time budget for `parts` parts in turn: each gets an equal share of what is left. None for no limit."""
+    """Time budget of a tuning run: each of its `parts` parts in turn gets an equal share of what is left."""
 
     def __init__(self, minutes: float | None, parts: int):
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._parts = parts
 
     def next_part(self) -> float:
-        """Start the next part and return its deadline, in seconds of `time.monotonic`."""
+        """Start the next part of the run and return its deadline, in seconds of `time.monotonic`."""
         now = time.monotonic()
         end = now + (self._end - now) / max(self._parts, 1)
         self._parts -= 1
@@ -145,7 +145,9 @@ def tune(
     save: Callable[[str, dict[str, int | bool], str], None],
     report: Callable[[str], None] = print,
 ) -> int:
-    """Tune kernels one after the other, each with the best blocks so far; return how many of them ran.
+    """Find the fastest block sizes of one kernel after the other, each given the best so far for those before.
+
+    Return how many of the kernels ran.
 
     Candidates that `measure` cannot run are skipped and reported; so are those that are left when time is out, which
     come in the order of how much they change (`candidates`).
@@ -193,7 +195,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Stopwatch:
-    """Timer of a kernel with a given tiling, on this machine's GPU: the forward or the whole backward."""
+    """Timer of an attention kernel with given block sizes, on this machine's GPU: the forward or the backward."""
 
     def __init__(self, work: Work):
         self._work, self._arrays, self._segments = work, work.arrays(), work.segments()
@@ -201,7 +203,7 @@ class Stopwatch:
         self._expected: dict[bool, Any] = {}
 
     def __call__(self, kernel: str, tiling: Tiling) -> float:
-        """Return the median seconds of one call.
+        """Return the median seconds of one call of a kernel with these block sizes, and check its result.
 
         Raises:
             ValueError: The result differs from that of the tiling that was measured first.
@@ -219,7 +221,7 @@ class Stopwatch:
         return mosaic.attend(self._work.request(q, k, v, self._segments), tiling)
 
     def _rows_of_gradients(self, tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        """Return d_out (any numbers of its shape), lse and delta."""
+        """Return further inputs to measure the backward with: d_out (any numbers of its shape), lse and delta."""
         out, lse = self._attend(tiling, q, k, v)
         return q, lse, row_delta(out, q, jnp.zeros_like(lse))
 
@@ -236,7 +238,7 @@ class Stopwatch:
 
 
 def median_seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Return the median time of a call in seconds, measured over batches of calls of about 20 ms."""
+    """Return the median seconds of one call of a function, measured over batches of calls of about 20 ms."""
     result = jax.block_until_ready(function(*arguments))
     begin = time.perf_counter()
     jax.block_until_ready(function(*arguments))

@@ -33,7 +33,7 @@ def with_whole_sequences(
     axis_name: str,
     layout: str = "zigzag",
 ) -> Shaped[Array, "B T N ..."]:
-    """Apply `function(q, k, v, segment_ids)` to whole sequences, each device computing a part of the heads.
+    """Call `function(q, k, v, segment_ids)` on whole sequences, on each device for a part of the heads.
 
     Must be called inside `jax.shard_map`. If the number of devices does not divide K, key heads are repeated until it
     does.
@@ -72,7 +72,7 @@ def with_whole_sequences(
 
 
 def _reorder(x: jax.Array, order: np.ndarray) -> jax.Array:
-    """Return [B, T, ...] with its chunks in the given order."""
+    """Return x [B, T, ...] with the chunks of its sequence in the given order."""
     if (order == np.arange(order.size)).all():
         return x
     chunks = jnp.split(x, order.size, axis=1)

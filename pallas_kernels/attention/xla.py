@@ -34,13 +34,13 @@ Visit = Callable[[State, jax.Array, bool], State]
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """Return None: this backend computes every call."""
+    """Return None, as this backend computes every attention call."""
     del request
     return None
 
 
 def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Return out [B, T, N, H] and lse [B, N, T]."""
+    """Compute attention tile by tile in XLA: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
     tiling = _tiling(request)
     out, lse = _differentiable(request.options, tiling, *_padded(request, tiling))
     return out[:, : tiling.length], lse[..., : tiling.length]
@@ -49,7 +49,7 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
 def gradients(
     request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
 ) -> Gradients:
-    """Compute dQ, dK and dV for one part of the keys; lse and delta are over all keys."""
+    """Compute dQ, dK and dV of attention to a part of the keys, given row statistics (lse, delta) over all keys."""
     tiling = _tiling(request)
     missing = -tiling.length % tiling.query_block
     lse, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (lse, delta))
@@ -59,7 +59,7 @@ def gradients(
 
 
 def _padded(request: AttentionRequest, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
-    """Return q, k, v and segments, padded to whole blocks."""
+    """Return q, k, v and segment ids of an attention call, padded to whole blocks."""
     q = _pad(request.q, tiling.query_block)
     k, v = _pad(request.k, tiling.key_block), _pad(request.v, tiling.key_block)
     segments = request.segments
@@ -69,7 +69,7 @@ def _padded(request: AttentionRequest, tiling: Blocks) -> tuple[jax.Array, jax.A
 
 
 def _tiling(request: AttentionRequest) -> Blocks:
-    """Return the block size with the least work, of those whose float32 scores stay within `_TILE_BYTES`."""
+    """Choose the block sizes with the least work, of those whose float32 scores stay within `_TILE_BYTES`."""
     rows = request.q.shape[0] * request.q.shape[2]
     length, key_length = request.query_length, request.key_length
     sizes = [_LARGEST_BLOCK]
@@ -139,12 +139,12 @@ def _gradients(
     segments: Segments | None,
     row_statistics: tuple,
 ) -> Gradients:
-    """Return dQ, dK and dV; `row_statistics` are (d_out, lse, delta)."""
+    """Compute dQ, dK and dV of attention from q, k, v and `row_statistics`, which are (d_out, lse, delta)."""
     return _Backward.create(options, tiling, q, k, v, segments, row_statistics).gradients()
 
 
 class _Backward(NamedTuple):
-    """Operands of the gradients: q and d_out with grouped heads; lse, delta, shift and total [B, K, G, T]."""
+    """Inputs of the attention backward: q and d_out with grouped heads, and statistics [B, K, G, T] of each row."""
 
     options: Options
     tiling: Blocks
@@ -177,7 +177,7 @@ class _Backward(NamedTuple):
         return cls(options, tiling, grouped, k, v, segments, d_grouped, lse, delta)
 
     def corrected(self, d_lse: jax.Array) -> "_Backward":
-        """Return the operands with delta corrected (see `scores.needs_delta_correction`) by a visit of all tiles.
+        """Return the same inputs with rounding errors of delta corrected, in one more pass over all tiles.
 
         `self.delta` must not contain d_lse yet; the result does.
         """
@@ -195,7 +195,7 @@ class _Backward(NamedTuple):
         return shifted._replace(total=total, delta=products / total - d_lse.reshape(self.lse.shape))
 
     def softmax_weights(self, tile: "_Tile") -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the softmax weights of a tile, their gradient minus the shift, and the scores.
+        """Return a tile's softmax weights, their gradient (minus the shift, if there is one), and its scores.
 
         All are [B, K, G, rows, keys].
         """
@@ -210,7 +210,7 @@ class _Backward(NamedTuple):
         return weights, d_weights, scores
 
     def gradients(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return dQ, dK and dV."""
+        """Compute dQ, dK and dV in one pass over all visible tiles."""
 
         def visit(gradients: tuple, pair: jax.Array, masked: bool) -> tuple:
             d_q, d_k, d_v = gradients
@@ -249,7 +249,7 @@ def _label(mask: Mask, segments: Segments | None) -> _SegmentLabels | None:
 
 
 class _Tile(NamedTuple):
-    """A pair of a query block and a key block, with traced block numbers."""
+    """A tile of the score matrix: a query block and a key block, given by traced block numbers."""
 
     options: Options
     tiling: Blocks
@@ -271,7 +271,7 @@ class _Tile(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(x, update, self.pair[1] * self.tiling.key_block, dim)
 
     def scores(self, grouped: jax.Array, k: jax.Array, labels: _SegmentLabels | None) -> jax.Array:
-        """Return the scores [B, K, G, query block, key block], -inf for hidden keys."""
+        """Return the tile's attention scores [B, K, G, query block, key block], -inf for hidden keys."""
         scores = pieces.raw_scores(self.rows(grouped, 1), self.keys(k, 1), self.options)
         if not self.masked:
             return scores
@@ -299,7 +299,7 @@ def _visit_tiles(
     visit: Visit[State],
     state: State,
 ) -> State:
-    """Fold `visit(state, pair, masked)` over the tiles that have visible keys."""
+    """Loop over the tiles that have visible keys with state = visit(state, pair, masked); return the last state."""
     if segments is not None:
         return _visit_active_tiles(options.mask, tiling, segments, visit, state)
     for pairs, masked in zip(visible_block_pairs(options.mask, *tiling), (False, True), strict=True):
@@ -313,7 +313,7 @@ def _visit_tiles(
 
 
 def _visit_active_tiles(mask: Mask, tiling: Blocks, segments: Segments, visit: Visit[State], state: State) -> State:
-    """Fold over the tiles in which at least one sequence has a visible pair; their number is known at run time."""
+    """Loop over the tiles that have a visible pair in at least one sequence, whose number is known at run time."""
     pairs = jnp.asarray(np.argwhere(possible_tiles(mask, tiling, True)), jnp.int32)
     active = visible_tiles(mask, tiling, segments)[0].any(axis=0)[pairs[:, 0], pairs[:, 1]]
     pairs = pairs[jnp.argsort(~active, stable=True)]

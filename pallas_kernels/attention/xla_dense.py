@@ -23,7 +23,7 @@ _SMALLEST_BLOCK, _MOST_BLOCKS = 32, 4
 
 
 class _Block(NamedTuple):
-    """Query rows [start, stop) and the range of keys [first_key, last_key) that they see."""
+    """A block of query rows [start, stop), and the range of keys [first_key, last_key) that they see."""
 
     start: int
     stop: int
@@ -32,13 +32,13 @@ class _Block(NamedTuple):
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """Return None: this backend computes every call, with memory in proportion to T x S."""
+    """Return None, as this backend computes every attention call, with memory in proportion to T x S."""
     del request
     return None
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Return why the chunked backend is preferred (long sequences: its memory is linear), or None."""
+    """Return why the XLA backend with linear memory is preferred (the sequences are long), or None."""
     if max(request.query_length, request.key_length) > LONGEST:
         return (
             f"stores the score matrix: for lengths to {LONGEST}, got T {request.query_length}, S {request.key_length}"
@@ -47,7 +47,7 @@ def lower_priority_reason(request: AttentionRequest) -> str | None:
 
 
 def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """Return out [B, T, N, H] and lse [B, N, T]."""
+    """Compute attention from few large score matrices: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
     save_weights = request.target.platform == "cpu"
     return _differentiable(request.options, save_weights, request.q, request.k, request.v, request.segments)
 
@@ -55,7 +55,7 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
 def gradients(
     request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
 ) -> Gradients:
-    """Compute dQ, dK and dV for one part of the keys; lse and delta are over all keys."""
+    """Compute dQ, dK and dV of attention to a part of the keys, given row statistics (lse, delta) over all keys."""
     rows = d_out, lse, delta
     return _gradients(request.options, request.q, request.k, request.v, request.segments, rows, None)
 
@@ -81,7 +81,7 @@ def _blocks(mask: Mask, length: int, key_length: int, segmented: bool) -> list[_
 
 
 def _masked_scores(options: Options, block: _Block, q: jax.Array, k: jax.Array, segments: Segments | None) -> jax.Array:
-    """Return the scores [B, K, G, rows, keys] of one block, -inf for hidden keys."""
+    """Return the attention scores [B, K, G, rows, keys] of one block of queries, -inf for hidden keys."""
     offset = k.shape[1] - q.shape[1]
     rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
     scores = pieces.raw_scores(q[:, rows], k[:, keys], options)
@@ -104,7 +104,7 @@ def _masked_scores(options: Options, block: _Block, q: jax.Array, k: jax.Array, 
 def _forward(
     options: Options, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Return out [B, T, N, H], lse [B, N, T] and the softmax weights of each block."""
+    """Compute attention: return out [B, T, N, H], lse [B, N, T] and, for the backward, each block's softmax weights."""
     grouped = pieces.group_heads(q, k.shape[2])
     rows_may_be_empty = segments is not None or q.shape[1] > k.shape[1] or options.mask.layout is not None
     outs, lses, saved_weights = [], [], []
@@ -153,7 +153,7 @@ def _gradients(
     saved_weights: list[jax.Array] | None,
     d_lse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return dQ, dK and dV.
+    """Compute dQ, dK and dV of attention from q, k, v and `row_statistics`, which are (d_out, lse, delta).
 
     Args:
         row_statistics: (d_out, lse, delta).

@@ -1,1 +1,1 @@
-"""Matmuls fused with the all-gather before them or the reduce-scatter after them, over a mesh axis: `api`."""
+"""Matmuls fused with the all-gather before them or the reduce-scatter after them, over a mesh axis."""

@@ -1,4 +1,4 @@
-"""Matrix products of tensor parallelism that overlap their own all-gather or reduce-scatter."""
+"""Matmuls for tensor parallelism that overlap with the all-gather of their input or reduce-scatter of their result."""
 
 from collections.abc import Sequence
 from typing import Any, overload
@@ -38,7 +38,7 @@ def all_gather_matmul(
 def all_gather_matmul(
     x: Float[Array, "T D"], w: jax.Array | Sequence[jax.Array], *, axis_name: str, implementation: str | None = None
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Gather the rows of x from all devices of an axis and multiply them with this device's columns of w.
+    """Gather the rows of x from all devices of a mesh axis and multiply them with this device's columns of w.
 
     For use inside `jax.shard_map`. The gradient for x is a product and a reduce-scatter; the gathered rows are saved
     for the gradient of w, unless a surrounding `jax.checkpoint` gathers them again. bfloat16 is multiplied with float32
@@ -68,7 +68,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     x: Float[Array, "T F"], w: Float[Array, "F D"], *, axis_name: str, implementation: str | None = None
 ) -> Float[Array, "T_local D"]:
-    """Sum x @ w over the devices of an axis and scatter the rows of the sum among them.
+    """Sum x @ w over the devices of a mesh axis and scatter the rows of the sum among them.
 
     For use inside `jax.shard_map`. Partial sums travel in the dtype of x. The gradient for x is an all-gather and a
     product, and the rows gathered there also give the gradient of w.
@@ -92,6 +92,6 @@ def matmul_reduce_scatter(
 
 
 def reason_against_kernels(request: CollectiveRequest) -> str | None:
-    """Return why the Hopper kernels would not be chosen automatically, or None; works outside `shard_map`."""
+    """Return why the Hopper kernels would not be chosen by default, or None; can be called outside `shard_map`."""
     kernels = BACKENDS[0]
     return kernels.unsupported_reason(request) or kernels.lower_priority_reason(request)

@@ -1,4 +1,4 @@
-"""Gradients of the two products: the backward of an all-gather is a reduce-scatter, and the other way round."""
+"""Gradients of the collective matmuls: the backward of the one with an all-gather is the one with a reduce-scatter."""
 
 import functools
 from typing import TypeVar
@@ -15,7 +15,7 @@ Gradients = TypeVar("Gradients", jax.Array, tuple[jax.Array, ...])
 def gather_multiply(
     multiplier: Multiplier, axis_name: str, x: jax.Array, weights: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """Compute all_gather(x) @ w for each w: [T/n, D] and [D, F/n] to [T, F/n]."""
+    """Compute all_gather(x) @ w for each w, differentiably: [T/n, D] and [D, F/n] to [T, F/n]."""
     return multiplier.gather_multiply(x, weights, axis_name, False)[0]
 
 
@@ -33,7 +33,7 @@ def _gather_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_out
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_scatter(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Compute psum_scatter(x @ w): [T, F/n] and [F/n, D] to [T/n, D]."""
+    """Compute psum_scatter(x @ w), differentiably: [T, F/n] and [F/n, D] to [T/n, D]."""
     return multiplier.multiply_scatter((x,), (w,), axis_name, False)
 
 

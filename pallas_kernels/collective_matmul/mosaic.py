@@ -1,4 +1,4 @@
-"""Backend of Hopper kernels that send and receive over NVLink while they multiply.
+"""Backend for Hopper GPUs: kernels that send and receive over NVLink while they multiply.
 
 jax 0.11 needs for that one process with all devices of the mesh (devices then read each other's addresses from a table
 that XLA fills in), peer access between them, and devices in row-major order in the mesh (jax says so itself while
@@ -28,7 +28,7 @@ INTERPRET = False
 
 @dataclass(frozen=True)
 class OverlappedMultiplier:
-    """`Multiplier` of Hopper kernels that send and receive over NVLink while they multiply.
+    """Collective matmuls by Hopper kernels that send and receive over NVLink while they multiply.
 
     Attributes:
         gather: Fields of the all-gather kernel's `CollectiveTiling` that differ from the default, as pairs.
@@ -41,7 +41,7 @@ class OverlappedMultiplier:
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Multiply the rows of x with each weight as they arrive from the other devices."""
+        """Multiply the rows of x with each weight, as the rows arrive from the other devices."""
         columns = tuple(w.shape[0 if transposed else 1] for w in weights)
         # The warp that sends needs shared memory of its own.
         tiling = _tiling(columns, {"store_columns": 32, **dict(self.gather)})
@@ -51,7 +51,7 @@ class OverlappedMultiplier:
     def multiply_scatter(
         self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> jax.Array:
-        """Multiply, and send each device its rows as soon as they are computed."""
+        """Multiply x with w, and send each device its rows of the result as soon as they are computed."""
         columns = (weights[0].shape[0 if transposed else 1],)
         tiling = _tiling(columns, {"store_columns": 64, **dict(self.scatter)})
         rows = xs[0].shape[0] // jax.lax.axis_size(axis_name)
@@ -60,7 +60,7 @@ class OverlappedMultiplier:
 
 
 def unsupported_reason(request: CollectiveRequest) -> str | None:
-    """Return why the kernels cannot compute the request (the first rule that it breaks), or None."""
+    """Return the first reason why the Hopper kernels cannot compute this collective matmul, or None if they can."""
     return (
         unsupported_target(request.target, INTERPRET) or _unsupported_devices(request) or _unsupported_shapes(request)
     )
@@ -89,7 +89,7 @@ def _unsupported_shapes(request: CollectiveRequest) -> str | None:
 
 
 def lower_priority_reason(request: CollectiveRequest) -> str | None:
-    """Return why the matmul is too small to hide its communication, or None; smaller ones were not measured."""
+    """Return why the matmul is too small to hide its communication, so that XLA is preferred; or None."""
     if request.devices == 1:
         return "on one device there is nothing to send"
     # One kernel's tiles cover F/n columns, the other's D: the backward of each is the other.
@@ -108,7 +108,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 def multiplier(request: CollectiveRequest) -> OverlappedMultiplier:
-    """Return the overlapped products with their default block sizes, the same for every request."""
+    """Return the object that computes collective matmuls by the Hopper kernels, with their default block sizes."""
     del request
     return OverlappedMultiplier()
 

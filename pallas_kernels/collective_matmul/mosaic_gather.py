@@ -23,7 +23,7 @@ from pallas_kernels.mosaic_api import Index, Ref, fence_before_async_reads, pl, 
 
 
 class _Buffers(NamedTuple):
-    """Shared memory and its barriers; the last three are None on one device."""
+    """Shared memory and barriers of the kernel; the last three fields are None on one device."""
 
     operands: matmul.ProductBuffers
     travelling: Ref | None
@@ -32,7 +32,10 @@ class _Buffers(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """Arrays in global memory; `arrived` counts the blocks that have come, for each 128 gathered rows."""
+    """The kernel's arrays in global memory.
+
+    `arrived` counts the blocks that have come, for each 128 gathered rows.
+    """
 
     x: Ref
     weights: tuple[Ref, ...]
@@ -45,7 +48,7 @@ class _Arrays(NamedTuple):
 def gather_multiply(
     product: CollectiveProduct, x: Float[Array, "rows depth"], weights: tuple[Array, ...]
 ) -> tuple[tuple[Array, ...], Float[Array, "all_rows depth"]]:
-    """Gather the rows of all devices and multiply them with each of the weights.
+    """Gather the rows of x from all devices and multiply them with each of the weights, in one kernel.
 
     Args:
         product: Static description of the product.
@@ -142,7 +145,7 @@ def _load(product: CollectiveProduct, arrays: _Arrays, buffers: _Buffers, number
 
 
 def _send(product: CollectiveProduct, arrays: _Arrays, buffers: _Buffers, counter: Ref) -> None:
-    """Send this program's share of this device's rows to every device's gathered array, its own included."""
+    """Copy this program's share of this device's rows into the gathered array of every device, its own included."""
     me, blocks = product.device(), product.row_tiles
     arrived, travelling = arrays.arrived, buffers.travelling
     assert arrived is not None and travelling is not None

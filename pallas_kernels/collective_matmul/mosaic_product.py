@@ -1,4 +1,4 @@
-"""The tiled product of the collective kernels: one chunk of rows for each device of the axis."""
+"""Compile-time description of the matmuls in the collective Hopper kernels: one chunk of rows for each device."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
 @dataclass(frozen=True)
 class CollectiveTiling(ProductTiling):
-    """Block sizes of a collective product.
+    """Block sizes of a matmul with all-gather or reduce-scatter on Hopper.
 
     Attributes:
         sum_in_kernel: True if the reduce-scatter kernel adds the partial sums that arrive, False if XLA adds them after
@@ -25,7 +25,7 @@ class CollectiveTiling(ProductTiling):
 
 @dataclass(frozen=True)
 class CollectiveProduct(TiledProduct):
-    """A product whose left operand or result is spread over the devices of an axis, one chunk of rows each.
+    """A matmul whose left operand or result is spread over the devices of an axis, one chunk of rows on each.
 
     Attributes:
         axis_name: Name of the axis; unused on one device.
@@ -36,23 +36,23 @@ class CollectiveProduct(TiledProduct):
 
     @property
     def devices(self) -> int:
-        """Number of devices of the axis."""
+        """Number of devices along the mesh axis."""
         return self.chunks
 
     def device(self) -> jax.Array:
-        """Return this device's index along the axis."""
+        """Return this device's index along the mesh axis."""
         return lax.axis_index(self.axis_name) if self.devices > 1 else jnp.int32(0)
 
     def peer(self, place: Index) -> dict[str | None, Index]:
-        """Return the Pallas device id of the device at index `place` along the axis."""
+        """Return the id by which Pallas addresses the device at index `place` along the mesh axis."""
         return {self.axis_name: place}
 
     def claim_scratch(self) -> scheduler.ClaimedTiles | None:
-        """Return the scratch types for claiming tiles at run time; None on one device (static assignment)."""
+        """Return the types of the shared memory for tiles claimed at run time; None on one device: it claims none."""
         return scheduler.claim_scratch(self.tiling.stages) if self.devices > 1 else None
 
     def claim_counters(self) -> tuple[Ref, Ref] | tuple[None, None]:
-        """Return this device's semaphores that count claimed tiles and sent blocks; None on one device."""
+        """Return this device's global counters of claimed tiles and of sent blocks; None on one device."""
         if self.devices == 1:
             return None, None
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((2,)))

@@ -28,7 +28,7 @@ class _Buffers(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """Arrays in global memory; `arrived` counts the halves of each sender's tiles that have come."""
+    """The kernel's arrays in global memory; `arrived` counts the halves of each sender's tiles that have come."""
 
     lefts: tuple[Ref, ...]
     rights: tuple[Ref, ...]
@@ -41,7 +41,7 @@ class _Arrays(NamedTuple):
 def multiply_scatter(
     product: CollectiveProduct, xs: tuple[Array, ...], weights: tuple[Array, ...]
 ) -> Float[Array, "rows columns"]:
-    """Sum x @ w over the devices and over the pairs (x, w), and scatter its rows: [rows, columns] per device.
+    """Sum x @ w over the devices and over the pairs (x, w), and scatter the rows of the sum: [rows, columns] each.
 
     Partial sums travel in the dtype of x and are added in float32.
 
@@ -106,7 +106,7 @@ def _load(product: CollectiveProduct, arrays: _Arrays, buffers: ProductBuffers, 
 def _compute(
     product: CollectiveProduct, arrays: _Arrays, buffers: ProductBuffers, number: Index, tile: Tile, previous: Tile
 ) -> None:
-    """Compute this warpgroup's half of a tile, and send it to its owner or add up what the others sent."""
+    """Compute this warpgroup's half of a tile; send it to the device it belongs to, or add what the others sent."""
     rows = pl.ds(tile.row * TILE_ROWS + lax.axis_index("warpgroup") * ROWS, ROWS)
     own = product.devices - 1
 
@@ -154,7 +154,7 @@ def _compute(
 
 
 def _announce(product: CollectiveProduct, arrived: Ref, tile: Tile) -> None:
-    """Tell the owner of a tile, if it is another device, that this half of it has arrived."""
+    """Tell the device that a tile belongs to, if it is another one, that this half of the tile has arrived there."""
 
     @pl.when(tile.chunk < product.devices - 1)
     def _():

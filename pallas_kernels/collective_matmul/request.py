@@ -1,4 +1,4 @@
-"""The checked arguments of one collective product.
+"""Checked arguments of a matmul with all-gather or reduce-scatter.
 
 Dims: D the width that every device has in full, F the one that the axis splits, T the rows of all devices of the axis,
 n their number.
@@ -13,12 +13,15 @@ from pallas_kernels.target import Target, current_target
 
 
 class Multiplier(Protocol):
-    """A backend's two products; the backward of each uses the other. It is hashable, for use as a static argument."""
+    """Interface of a backend of collective matmuls: one with an all-gather, one with a reduce-scatter.
+
+    The backward of each uses the other. It is hashable, for use as a static argument.
+    """
 
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Return x @ w [T, columns] for each w, with x gathered, and the gathered x [T, depth].
+        """Gather x from all devices and return x @ w [T, columns] for each w, and the gathered x [T, depth].
 
         Args:
             x: This device's rows, [T/n, depth].
@@ -31,7 +34,7 @@ class Multiplier(Protocol):
     def multiply_scatter(
         self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> jax.Array:
-        """Return this device's rows [T/n, columns] of x @ w, summed over the devices and the pairs (x, w).
+        """Return this device's rows [T/n, columns] of x @ w, summed over all devices and over the pairs (x, w).
 
         Args:
             xs: Each [T, depth].
@@ -44,7 +47,7 @@ class Multiplier(Protocol):
 
 @dataclass(frozen=True)
 class CollectiveRequest:
-    """Shapes, dtype and axis of one call: all that is fixed while tracing.
+    """Checked static arguments of one collective matmul: shapes, dtype, mesh axis and target device.
 
     Attributes:
         rows: Rows of one device, T/n.
@@ -72,7 +75,7 @@ class CollectiveRequest:
 
 
 def make_request(operation: str, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str) -> CollectiveRequest:
-    """Check the arguments of one of the two operations, and return them as a request.
+    """Check the arguments of a matmul with all-gather or reduce-scatter, and return them in one object.
 
     Raises:
         ValueError: A rule is broken; the message names it, the values and the way out.

@@ -1,4 +1,4 @@
-"""Backend without overlap: XLA's own matmul, after an all-gather or before a reduce-scatter."""
+"""Backend without overlap: a matmul of XLA, after an all-gather or before a reduce-scatter."""
 
 import functools
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from pallas_kernels.collective_matmul.request import CollectiveRequest
 
 @dataclass(frozen=True)
 class SequentialMultiplier:
-    """`Multiplier` without overlap: it communicates, then multiplies, or the other way round."""
+    """Collective matmuls without overlap: first communicate, then multiply, or the other way round."""
 
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """All-gather x, then multiply it with each weight."""
+        """All-gather the rows of x, then multiply them with each weight."""
         gathered = lax.all_gather(x, axis_name, axis=0, tiled=True)
         return tuple(multiply(gathered, w, transposed) for w in weights), gathered
 
     def multiply_scatter(
         self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> jax.Array:
-        """Multiply and add the pairs, then reduce-scatter the sum."""
+        """Sum the products of all pairs (x, w), then reduce-scatter the rows of the sum."""
         products = (multiply(x, w, transposed) for x, w in zip(xs, weights, strict=True))
         total = functools.reduce(jnp.add, products)
         return lax.psum_scatter(total, axis_name, scatter_dimension=0, tiled=True)
@@ -37,12 +37,12 @@ def multiply(x: jax.Array, w: jax.Array, transposed: bool) -> jax.Array:
 
 
 def unsupported_reason(request: CollectiveRequest) -> str | None:
-    """Return None: everything that `make_request` accepts is supported."""
+    """Return None, as this backend computes every collective matmul."""
     del request
     return None
 
 
 def multiplier(request: CollectiveRequest) -> SequentialMultiplier:
-    """Return the products without overlap, the same for every request."""
+    """Return the object that computes collective matmuls without overlap."""
     del request
     return SequentialMultiplier()

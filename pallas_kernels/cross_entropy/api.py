@@ -1,4 +1,4 @@
-"""A language model's head and cross-entropy in one operation, per token or as a sum; large logits in chunks."""
+"""A language model's output head and cross-entropy loss in one operation, per token or summed over the tokens."""
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -18,7 +18,7 @@ def _by_name_only(request: object) -> str:
 
 
 def _sharded_vocabulary(request: CrossEntropyRequest) -> str | None:
-    """Return why XLA's chunks go first for a vocabulary that is, or may be, in parts; None for a whole one."""
+    """Return why XLA's chunked backend goes first if the vocabulary is, or may be, sharded; None if it is not."""
     if request.options.axis_name is not None:
         return f"the vocabulary is sharded over {request.options.axis_name!r}"
     axes = automatic_axes()
@@ -73,7 +73,7 @@ def linear_cross_entropy(
     implementation: str | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "*tokens"]:
-    """Compute the cross-entropy of softmax(hidden @ weight) and the labels, per token.
+    """Compute each token's cross-entropy of softmax(hidden @ weight) and its label: output head and loss in one.
 
     loss = lse - logit[label] + z_loss * lse^2 with lse the log-sum-exp over the vocabulary. The product is computed in
     the dtype of `hidden` with float32 accumulation. A float32 `weight` with bfloat16 `hidden` is cast, and its gradient
@@ -119,7 +119,7 @@ def linear_cross_entropy_sum(
     implementation: str | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, ""]:
-    """Compute the sum over the tokens of token_weight * loss, with the loss of `linear_cross_entropy`.
+    """Compute the sum over tokens of token_weight * cross-entropy loss, from hidden states and the head's weight.
 
     The weight of each token's loss is known in the forward here, so both gradients are computed there, while the logits
     exist, and the backward does not recompute them: this is the form for training.

@@ -29,7 +29,7 @@ _LARGEST = math.exp(80)
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """Return why the kernel cannot compute the request (the first rule that it breaks), or None."""
+    """Return the first reason why the Hopper kernel cannot compute this call, or None if it can."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
@@ -46,12 +46,12 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def unsupported_rows(rows: int) -> str | None:
-    """Return why the kernel cannot process a chunk of `rows` tokens, or None."""
+    """Return why the Hopper kernel cannot process a chunk of this many tokens, or None if it can."""
     return None if rows % TILE_ROWS == 0 else f"needs chunks of a multiple of {TILE_ROWS} tokens, got one of {rows}"
 
 
 def make_product(rows: int, depth: int, vocabulary: int) -> TiledProduct:
-    """Return the static description of the matmul hidden [rows, D] @ weight [D, V]."""
+    """Return the compile-time description of the matmul hidden [rows, D] @ weight [D, V] for the Hopper kernel."""
     columns = next(width for width in _STAGES if vocabulary % width == 0)
     tiling = ProductTiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=64)
     return single_product(rows, depth, vocabulary, tiling, interpret=INTERPRET)
@@ -65,7 +65,7 @@ def loss_and_gradient(
     labels: Int[Array, "*tokens"],
     d_losses: Float[Array, "*tokens"],
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens V"], Float[Array, "*tokens"]]:
-    """Compute each token's loss, and the gradient of its logits as an array [..., V] and a factor per token.
+    """Compute each token's loss and the gradient of its logits, as an array [..., V] times a factor per token.
 
     Args:
         options: Options of the loss.

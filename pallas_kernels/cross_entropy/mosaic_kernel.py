@@ -1,4 +1,4 @@
-"""The exponentials of the logits for Hopper; the logits themselves never go to memory.
+"""Hopper kernel for the exponentials of a language model's logits; the logits themselves never go to memory.
 
 exp(hidden @ weight - shift) leaves the registers of the product together with its sums over each row. Both matmuls of
 the gradients can be made of it: the denominator of the softmax is one factor a row, which is applied to the other
@@ -24,7 +24,7 @@ _TOTAL, _CHOSEN = range(2)
 
 
 class Exponentials(NamedTuple):
-    """Exponentials of R rows and V columns, computed in tiles of C columns.
+    """Exponentials of the logits of R tokens over V vocabulary entries, with their sums, in tiles of C columns.
 
     Attributes:
         values: [R, V], exp(logit - shift), in the dtype of the operands.
@@ -38,7 +38,7 @@ class Exponentials(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Shared memory; the dims of `sums` are warpgroup, `_TOTAL` or `_CHOSEN`, row."""
+    """Shared memory of the kernel; the dims of `sums` are warpgroup, `_TOTAL` or `_CHOSEN`, row."""
 
     operands: matmul.ProductBuffers
     sums: Ref
@@ -52,7 +52,7 @@ class _Inputs(NamedTuple):
 
 
 class _Outs(NamedTuple):
-    """The arrays of `Exponentials` in global memory."""
+    """The kernel's results in global memory: the arrays of `Exponentials`."""
 
     values: Ref
     totals: Ref
@@ -66,7 +66,7 @@ def exponentials(
     labels: Int[Array, " R"],
     shift: Float[Array, " R"],
 ) -> Exponentials:
-    """Compute exp(hidden @ weight - shift), the row sums of each tile, and the logit of each label.
+    """Compute exp(hidden @ weight - shift), its row sums within each tile, and each token's logit of its label.
 
     Args:
         product: Static description of the product, [R, D] times [D, V].

@@ -1,4 +1,4 @@
-"""Logits, log-sum-exp and a gather in float32: the definition that every backend is tested against."""
+"""Head and loss written out in float32, with all logits: the definition that every backend is tested against."""
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,14 @@ from pallas_kernels.cross_entropy.request import CrossEntropyRequest
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """Return why the reference cannot compute the request (a sharded vocabulary), or None."""
+    """Return why the reference cannot compute this call (its vocabulary is sharded), or None if it can."""
     if request.options.axis_name is not None:
         return "it reads the whole vocabulary; gather the weight and leave axis_name out"
     return None
 
 
 def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
-    """Return the loss [...] in float32 (float64 for float64 inputs)."""
+    """Compute each token's loss [...] in float32 (float64 for float64 inputs)."""
     options, labels = request.options, request.labels
     dtype = jnp.promote_types(request.hidden.dtype, jnp.float32)
     logits = jnp.matmul(request.hidden.astype(dtype), request.weight.astype(dtype), precision="highest")
@@ -29,6 +29,6 @@ def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
 
 
 def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
-    """Return the sum of the losses in float32 (float64 for float64 inputs)."""
+    """Compute the sum of the tokens' losses in float32 (float64 for float64 inputs)."""
     losses = per_token_loss(request)
     return jnp.sum(losses if request.token_weights is None else losses * request.token_weights)

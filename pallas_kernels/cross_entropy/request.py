@@ -1,4 +1,4 @@
-"""A call of the fused head and loss with its arguments checked.
+"""Checked arguments of a call that computes a language model's head and loss.
 
 Dims: D model, V vocabulary (of this device, if an axis name shards it). The leading dims of `hidden` are those of
 `labels`.
@@ -17,7 +17,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of a cross-entropy call that are fixed while tracing: hashable, not differentiated.
+    """Static arguments (hashable, not differentiated) of a cross-entropy call: z-loss, soft cap and the like.
 
     Attributes:
         ignore_index: a label whose token has loss 0 and no gradient.
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class CrossEntropyRequest:
-    """A cross-entropy call with its arguments checked.
+    """Checked arguments of one call that computes a language model's head and cross-entropy.
 
     Attributes:
         hidden: [..., D].
@@ -54,7 +54,7 @@ class CrossEntropyRequest:
 
     @property
     def logit_count(self) -> int:
-        """Number of logits of all tokens."""
+        """Number of logits of all tokens: tokens times vocabulary entries."""
         return math.prod(self.hidden.shape[:-1]) * self.weight.shape[1]
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def make_request(
     token_weights: AnyArray | None,
     options: Options,
 ) -> CrossEntropyRequest:
-    """Check the arguments of `linear_cross_entropy` or its sum, and return them as a request.
+    """Check the arguments of a call that computes head and cross-entropy, and return them in one object.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.

@@ -1,4 +1,4 @@
-"""The chunks of `xla`, with a Triton kernel that turns a chunk's logits into their gradient in one pass over memory.
+"""Backend with a Triton kernel: each chunk's logits are turned into their gradient in one pass over memory.
 
 XLA fuses this into two passes: one reads the logits for the log-sum-exp, the other reads and overwrites them.
 """
@@ -14,7 +14,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """Return why the kernel cannot compute the request (the first rule that it breaks), or None."""
+    """Return the first reason why the Triton kernel cannot compute this call, or None if it can."""
     capability, vocabulary = request.target.compute_capability, request.weight.shape[1]
     if not all(importlib.util.find_spec(name) for name in ("triton", "jax_triton")):
         return "needs Triton: pip install 'jaxstack[cuda]'"
@@ -30,6 +30,6 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
-    """Return the sum of the losses in float32."""
+    """Compute the sum of the tokens' losses in float32 with the Triton kernel."""
     major, minor = request.target.compute_capability or (0, 0)
     return xla.chunked_loss_sum(request, 10 * major + minor)

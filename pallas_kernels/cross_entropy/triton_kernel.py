@@ -1,4 +1,4 @@
-"""Turn a row of logits into its gradient, in place: read it for the log-sum-exp, then read it again from the cache."""
+"""Triton kernel that turns a row of logits into its gradient in place: the second read is from the cache."""
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false
@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def gradient_kernel(logits, labels, d_losses, gradient, losses, plan: tl.constexpr):
-    """Overwrite row `program_id` of logits [rows, V] with its gradient; labels, d_losses and losses are [rows].
+    """Overwrite one token's row of the logits [rows, V] with its gradient, and store the token's loss.
+
+    The row is `program_id`; labels, d_losses and losses are [rows].
 
     Eight neighbours share a maximum: this costs one additional exponential per group of eight, not per logit.
     """

@@ -1,4 +1,4 @@
-"""The launch of the Triton kernel: the losses of a chunk, and the gradient of its logits, written in their place."""
+"""Launch of the Triton kernel that computes a chunk's losses and overwrites its logits with their gradient."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ All rows in progress must fit into the GPU's cache: of long rows, fewer are proc
 
 @dataclasses.dataclass(frozen=True)
 class RowKernelPlan:
-    """Compile-time constants of the Triton kernel."""
+    """Compile-time constants of the Triton kernel that turns logits into their gradient."""
 
     vocabulary: int
     groups: int

@@ -10,7 +10,7 @@ import jax
 
 
 def axis_size(axis_name: str | None) -> int:
-    """Return the number of devices along the axis, or 1 without an axis.
+    """Return over how many devices the vocabulary is sharded: those along the mesh axis, or 1 without an axis.
 
     Raises:
         ValueError: no surrounding shard_map has this axis.
@@ -28,17 +28,17 @@ def axis_size(axis_name: str | None) -> int:
 
 
 def first_vocabulary_id(axis_name: str | None, vocabulary: int) -> int | jax.Array:
-    """Return the first vocabulary entry of this device's shard of `vocabulary` entries."""
+    """Return the id of the first entry in this device's shard of the vocabulary, `vocabulary` entries long."""
     return 0 if axis_name is None else jax.lax.axis_index(axis_name) * vocabulary
 
 
 def mask_to_first_device(axis_name: str | None, x: jax.Array) -> jax.Array:
-    """Return `x` on the first device of the axis and 0 on the others, for terms that are counted once."""
+    """Return `x` on the first device of the axis and 0 on the others, so that a sum over devices counts it once."""
     return x if axis_name is None else jax.numpy.where(jax.lax.axis_index(axis_name) == 0, x, 0)
 
 
 def match_varying_axes(axis_name: str | None, *arrays: jax.Array | None) -> list[Any]:
-    """Mark every array as varying over each mesh axis that any of them, or the vocabulary, varies over.
+    """Mark arrays as varying over the same mesh axes, in the types by which `jax.shard_map` checks replication.
 
     With `check_vma` JAX then sums a gradient over the axes along which its array is replicated, and a loop's carry
     keeps its type. Without `check_vma`, and outside of shard_map, the arrays are returned as they are.

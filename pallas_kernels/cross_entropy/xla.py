@@ -1,4 +1,4 @@
-"""The head and loss in chunks of tokens: only one chunk's logits exist at a time.
+"""Output head and loss in chunks of tokens: only one chunk's logits exist at a time.
 
 `loss_sum` computes the gradients in its forward, chunk by chunk while the logits exist: three matmuls for loss and
 gradients. `per_token_loss` learns the cotangents of the losses only in the backward, where it recomputes the logits:
@@ -58,7 +58,7 @@ Carry = TypeVar("Carry")
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkPlan:
-    """The static description of how a call is computed, hashable."""
+    """How a call's tokens are divided into chunks and their gradients accumulated: static, hashable."""
 
     options: Options
     sizes: tuple[tuple[int, int], ...]
@@ -74,24 +74,24 @@ class _ChunkPlan:
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """Return None: this backend computes every call."""
+    """Return None, as this backend computes every cross-entropy call."""
     del request
     return None
 
 
 def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
-    """Return the loss [...] in float32, or this device's share with a sharded vocabulary."""
+    """Compute each token's loss [...] in float32, or this device's share of it with a sharded vocabulary."""
     plan, hidden, labels, _ = _cut(request)
     return _differentiable_losses(plan, hidden, request.weight, labels).reshape(request.labels.shape)
 
 
 def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
-    """Return the sum of the losses in float32, or this device's share with a sharded vocabulary."""
+    """Compute the sum of the tokens' losses in float32, or this device's share of it with a sharded vocabulary."""
     return chunked_loss_sum(request, None)
 
 
 def chunked_loss_sum(request: CrossEntropyRequest, capability: int | None, *, exponentials: bool = False) -> jax.Array:
-    """Compute the sum of the losses chunk by chunk, with the logits' gradients from XLA or from a kernel.
+    """Compute the sum of the losses chunk by chunk, with the logits' gradients from XLA or from a GPU kernel.
 
     Args:
         request: the call.
@@ -105,13 +105,13 @@ def chunked_loss_sum(request: CrossEntropyRequest, capability: int | None, *, ex
 
 
 def chunk_token_counts(request: CrossEntropyRequest) -> list[int]:
-    """Return the number of tokens in a chunk, for each chunk size that the call uses."""
+    """Return the sizes, in tokens, of the chunks into which a call's tokens are divided, each different size once."""
     plan, (batch, pieces, _) = _plan(request, None)
     return [batch * pieces * size for _, size in plan.sizes]
 
 
 def _plan(request: CrossEntropyRequest, capability: int | None) -> tuple[_ChunkPlan, tuple[int, int, int]]:
-    """Return the plan, and (B, P, S)."""
+    """Choose how a call's tokens are divided into chunks; return that, and the shape (B, P, S) of the tokens."""
     labels, weight = request.labels, request.weight
     # XLA may shard tokens and vocabulary over all mesh axes that no shard_map uses.
     devices = math.prod(automatic_axes().values())
@@ -138,7 +138,7 @@ def _plan(request: CrossEntropyRequest, capability: int | None) -> tuple[_ChunkP
 def _cut(
     request: CrossEntropyRequest, capability: int | None = None
 ) -> tuple[_ChunkPlan, jax.Array, jax.Array, jax.Array]:
-    """Return the plan, hidden [B, P, S, D], labels and token weights [B, P, S]."""
+    """Reshape a call's arrays for its chunks: return the plan, hidden [B, P, S, D], labels and weights [B, P, S]."""
     labels, token_weights = request.labels, request.token_weights
     plan, shape = _plan(request, capability)
     if token_weights is None:
@@ -148,7 +148,7 @@ def _cut(
 
 
 def _count_pieces(length: int, chunks: int) -> int:
-    """Return the largest number of pieces that leaves each at least BLOCKS positions per chunk."""
+    """Return into how many pieces a sequence is split at most, if each has at least BLOCKS positions per chunk."""
     for positions in range(chunks * BLOCKS, 2 * chunks * BLOCKS):
         if length % positions == 0:
             return length // positions
@@ -156,7 +156,7 @@ def _count_pieces(length: int, chunks: int) -> int:
 
 
 def _chunk_sizes(most: int, pieces: int, length: int) -> tuple[tuple[int, int], ...]:
-    """Return (number, C) of chunks of at most `most` positions, of nearly equal sizes, that add up to the length.
+    """Divide a sequence into chunks of at most `most` positions and of nearly equal sizes: return (number, size) pairs.
 
     If possible, C is a multiple of ROWS tokens, else of BLOCKS positions. A number of 1 is avoided: XLA makes a loop
     only of several chunks.
@@ -174,7 +174,7 @@ def _chunk_sizes(most: int, pieces: int, length: int) -> tuple[tuple[int, int], 
 
 
 def _for_each_chunk(plan: _ChunkPlan, visit: Callable[[Carry, Chunk, Index], Carry], carry: Carry) -> Carry:
-    """Fold visit(carry, chunk, start) over the chunks of `plan.sizes`."""
+    """Loop over the chunks of tokens with carry = visit(carry, chunk, start); return the last carry."""
 
     def step(start: Index, size: int, carry: Carry) -> Carry:
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=2)
@@ -210,7 +210,7 @@ def _chunk_loss(plan: _ChunkPlan, rows: jax.Array, matrix: jax.Array, labels: ja
 def _logits_gradient(
     plan: _ChunkPlan, logits: jax.Array, lse: jax.Array, labels: jax.Array, d_loss: jax.Array
 ) -> jax.Array:
-    """Return the gradient of a chunk's logits, in their memory."""
+    """Overwrite a chunk's logits with their gradient."""
     blocks = BLOCKS if logits.shape[2] % BLOCKS == 0 else 1
     size = logits.shape[2] // blocks
 
@@ -235,7 +235,7 @@ def _add_gradients(
     start: Index,
     factor: jax.Array | None = None,
 ) -> tuple:
-    """Return (d_hidden, d_weight) with the gradients of a chunk written into the first and added to the second.
+    """Write a chunk's gradient of the hidden states into d_hidden, and add its gradient of the weight to d_weight.
 
     XLA makes the addition part of the matmul. The gradient of the logits is d_logits, times factor [B, P, C] float32 if
     it is not None.
@@ -316,7 +316,10 @@ def _losses_and_gradients(
     labels: jax.Array,
     token_weights: jax.Array,
 ) -> tuple:
-    """Return each token's loss, d_hidden and d_weight; `matrix` is the weight in the dtype of `hidden`."""
+    """Compute each token's loss, d_hidden and d_weight, chunk by chunk, in the forward.
+
+    `matrix` is the weight in the dtype of `hidden`.
+    """
 
     average = matrix.mean(axis=1, dtype=accumulator_dtype(matrix.dtype)) if plan.exponentials else None
 

@@ -1,4 +1,4 @@
-"""Building blocks that the XLA backends share: log-sum-exp of the logits, loss per token, gradient of the logits.
+"""Building blocks of the XLA backends: log-sum-exp of the logits, loss per token, gradient of the logits.
 
 Nothing here gathers over the vocabulary: the label's logit is a masked sum, so a vocabulary that is sharded over
 devices needs only all-reduces of one number per token.
@@ -19,18 +19,18 @@ _SMALL_CAP = 40.0
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Return float32, or float64 for float64 inputs."""
+    """Return the dtype to accumulate sums in: float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def capped(logits: jax.Array, options: Options) -> jax.Array:
-    """Return the logits in the accumulator dtype, with the soft cap (if any) applied."""
+    """Apply the soft cap, if there is one, to the logits, and convert them to float32 (float64 for float64)."""
     logits = logits.astype(accumulator_dtype(logits.dtype))
     return logits if options.soft_cap is None else options.soft_cap * jnp.tanh(logits / options.soft_cap)
 
 
 def soft_cap_derivative(logits: jax.Array, soft_cap: float) -> jax.Array:
-    """Return the derivative of the soft cap, evaluated at the uncapped logits.
+    """Return the derivative of the logits' soft cap, evaluated at the uncapped logits.
 
     It is computed from the tanh itself: some versions of XLA do not recognise that the capped logits / soft_cap are
     that tanh, and write the capped logits to memory in float32.
@@ -39,7 +39,7 @@ def soft_cap_derivative(logits: jax.Array, soft_cap: float) -> jax.Array:
 
 
 def label_mask(labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
-    """Return the one-hot mask of the labels, bool [..., V], over this device's vocabulary shard."""
+    """Return the one-hot mask of the labels, bool [..., V], over the vocabulary entries that this device holds."""
     labels = labels - first_vocabulary_id(options.axis_name, vocabulary)
     return labels[..., None] == jnp.arange(vocabulary, dtype=labels.dtype)
 
@@ -72,7 +72,9 @@ def _label_logit(logits: jax.Array, labels: jax.Array, options: Options) -> jax.
 
 
 def _read_capped(logits: jax.Array, labels: jax.Array, options: Options) -> Statistics:
-    """Compute the statistics of capped logits in one pass: a small cap replaces the maximum, which it bounds.
+    """Compute each token's maximum, exponentials' sum and label's logit of capped logits, in one pass over them.
+
+    A small cap takes the place of the maximum, which it bounds.
 
     Every logit's tanh has one reader only: XLA writes a tanh with two readers to memory, in float32.
     """
@@ -94,7 +96,7 @@ def _read_twice(logits: jax.Array, labels: jax.Array, options: Options) -> Stati
 
 
 def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: int) -> Statistics:
-    """Compute the statistics in one reduction of (maximum, sum of exponentials, label's logit), one kernel in XLA.
+    """Compute each token's maximum, exponentials' sum and label's logit in one pass over the logits, one XLA reduction.
 
     The sum is rescaled once per group and not once per logit: exponentials, not memory, would limit the speed.
     """
@@ -121,7 +123,7 @@ def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: in
 
 
 def loss_shares(lse: jax.Array, chosen: jax.Array, labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
-    """Return the loss per token [...], or this device's share of it with a sharded vocabulary.
+    """Compute each token's loss [...] from its log-sum-exp and label's logit; a share with a sharded vocabulary.
 
     It is nan if a label is out of range and not `ignore_index`.
     """
@@ -139,7 +141,7 @@ def logits_gradient(
     d_loss: jax.Array,
     options: Options,
 ) -> jax.Array:
-    """Return the gradient [..., V] of hidden @ weight in the accumulator dtype, from the gradient d_loss [...].
+    """Return the gradient [..., V] of the logits, in float32 or float64, from the losses' gradient d_loss [...].
 
     exponentials / total is the softmax. `logits` (capped) are only read with a soft cap; if None, the caller multiplies
     the result by `soft_cap_derivative`.

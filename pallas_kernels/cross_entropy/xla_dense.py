@@ -12,13 +12,13 @@ MAX_LOGITS_BYTES = 2**27
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """Return None: this backend computes every call, with memory for all logits."""
+    """Return None, as this backend computes every cross-entropy call, with memory for all logits."""
     del request
     return None
 
 
 def lower_priority_reason(request: CrossEntropyRequest) -> str | None:
-    """Return why the chunked backend is preferred (the logits are large), or None."""
+    """Return why the backend that works in chunks is preferred (the logits are large), or None."""
     size = 4 * request.logit_count
     if size > MAX_LOGITS_BYTES:
         return f"stores the logits: up to {MAX_LOGITS_BYTES >> 20} MiB, here {size / 2**20:.0f} MiB"
@@ -26,12 +26,12 @@ def lower_priority_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
-    """Return the loss [...] in float32, or this device's share with a sharded vocabulary."""
+    """Compute each token's loss [...] in float32, or this device's share of it with a sharded vocabulary."""
     return _differentiable(request.options, request.hidden, request.weight, request.labels)
 
 
 def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
-    """Return the sum of the losses in float32, or this device's share with a sharded vocabulary."""
+    """Compute the sum of the tokens' losses in float32, or this device's share of it with a sharded vocabulary."""
     losses = per_token_loss(request)
     return jnp.sum(losses if request.token_weights is None else losses * request.token_weights)
 

@@ -16,7 +16,7 @@ _CUBE = 0.044715 * _SLOPE
 
 
 class Activation(NamedTuple):
-    """An elementwise activation `forward(*inputs)` with its backward `gradient(inputs, d_hidden)`.
+    """An elementwise activation, `forward(*inputs)`, and its gradient, `gradient(inputs, d_hidden)`.
 
     All arrays have one shape.
 

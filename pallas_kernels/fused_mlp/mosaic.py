@@ -1,4 +1,4 @@
-"""Activated matmul with a Hopper kernel in its backward, so that no gradient of the hidden values goes to memory."""
+"""Activation and matmul with a Hopper kernel in the backward, where no gradient of hidden values goes to memory."""
 
 import functools
 
@@ -20,7 +20,7 @@ _FEWEST_TILES = 132
 
 
 def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
-    """Return why the kernel cannot compute the request (the first rule that it breaks), or None."""
+    """Return the first reason why the Hopper kernel cannot compute this call, or None if it can."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
@@ -34,7 +34,7 @@ def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
 
 
 def lower_priority_reason(request: ActivatedMatmulRequest) -> str | None:
-    """Return why the plain product goes first, or None."""
+    """Return why XLA's plain matmul is preferred (the arrays are small), or None."""
     tiles = request.rows // TILE_ROWS * (request.weight.shape[0] // _TILING.columns)
     if tiles < _FEWEST_TILES and not INTERPRET:
         return f"is for at least {_FEWEST_TILES} tiles of {TILE_ROWS} x {_TILING.columns}, got {tiles}"
@@ -42,12 +42,12 @@ def lower_priority_reason(request: ActivatedMatmulRequest) -> str | None:
 
 
 def make_product(rows: int, width: int, depth: int) -> TiledProduct:
-    """Return the static description of the matmul d_out [rows, D] @ weight.T, with weight [F, D]."""
+    """Return the compile-time description of the kernel's matmul, d_out [rows, D] @ weight.T with weight [F, D]."""
     return single_product(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
 
 
 def multiply(request: ActivatedMatmulRequest) -> jax.Array:
-    """Compute activation(inputs) @ weight, [..., D]."""
+    """Compute activation(*inputs) @ weight, [..., D], with a Hopper kernel for the gradients of the inputs."""
     return _multiply(request.activation, request.inputs, request.weight)
 
 

@@ -1,4 +1,4 @@
-"""Backward kernel for Hopper: d_out @ weight.T, with the gradient of the activation applied before it is stored.
+"""Hopper kernel for the backward: d_out @ weight.T, times the activation's gradient before it is stored.
 
 d_hidden = d_out @ weight.T stays in registers: each piece of a tile meets the inputs of the activation there, which TMA
 has brought to shared memory meanwhile, and their gradients leave from the same place.
@@ -28,7 +28,7 @@ ActivationGradient = Callable[[tuple[jax.Array, ...], jax.Array], tuple[jax.Arra
 
 
 class _Buffers(NamedTuple):
-    """Shared memory and its barriers; the dims of `pieces` are warpgroup, slot, input, row, column."""
+    """Shared memory and barriers of the kernel; the dims of `pieces` are warpgroup, slot, input, row, column."""
 
     operands: matmul.ProductBuffers
     pieces: Ref
@@ -44,7 +44,7 @@ class _Arrays(NamedTuple):
 
 
 def _slots(product: TiledProduct, inputs: int) -> int:
-    """Return how many pieces of so many inputs shared memory holds for each warpgroup."""
+    """Return how many pieces of the activation's inputs fit into shared memory for each warpgroup."""
     room = _PIECES_BYTES // (inputs * CONSUMERS * ROWS * PIECE * 2)
     return min(room, product.tiling.columns // PIECE)
 
@@ -56,7 +56,9 @@ def gradients(
     weight: Float[Array, "F D"],
     inputs: tuple[Float[Array, "T F"], ...],
 ) -> tuple[Float[Array, "T F"], ...]:
-    """Compute gradient(inputs, d_out @ weight.T) in float32, rounded to the dtype of the inputs.
+    """Compute the gradients of an activation's inputs, gradient(inputs, d_out @ weight.T), in one kernel.
+
+    They are computed in float32 and rounded to the dtype of the inputs.
 
     Args:
         product: Static description of the product, [T, D] times [F, D] transposed.
@@ -113,7 +115,7 @@ def _body(
 
 
 def _part(product: TiledProduct, tile: Tile, warpgroup: Index, piece: int) -> tuple[Index, Index]:
-    """Return the rows and columns of the inputs that a warpgroup's piece of a tile covers."""
+    """Return which rows and columns of the activation's inputs a piece of a warpgroup's half of a tile covers."""
     first_row = tile.row * TILE_ROWS + warpgroup * ROWS
     first_column = tile.column * product.tiling.columns + piece * PIECE
     return pl.ds(first_row, ROWS), pl.ds(first_column, PIECE)

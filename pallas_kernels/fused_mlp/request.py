@@ -1,4 +1,4 @@
-"""A call of the activated matmul with its arguments checked."""
+"""Checked arguments of a call that computes an activation and the matmul after it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class ActivatedMatmulRequest:
-    """An activated-matmul call with its arguments checked.
+    """Checked arguments of one call that computes an activation and the matmul after it.
 
     Attributes:
         inputs: arrays [..., F].
@@ -27,7 +27,7 @@ class ActivatedMatmulRequest:
 
     @property
     def rows(self) -> int:
-        """Number of rows of each input, with leading dims merged."""
+        """Number of rows of each input of the activation, with leading dims merged."""
         return self.inputs[0].size // self.weight.shape[0]
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class ActivatedMatmulRequest:
 
 
 def make_request(inputs: Sequence[jax.Array], weight: jax.Array, activation: str) -> ActivatedMatmulRequest:
-    """Check the arguments of `activated_matmul`, and return them as a request.
+    """Check the arguments of a call of `activated_matmul`, and return them in one object.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.

@@ -1,4 +1,4 @@
-"""The activated matmul in XLA; on a GPU only the inputs of the activation are saved for the backward."""
+"""Activation and matmul in XLA; on a GPU only the activation's inputs are saved for the backward."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,13 @@ from pallas_kernels.fused_mlp.request import ActivatedMatmulRequest
 
 
 def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
-    """Return None: this backend computes every call."""
+    """Return None, as this backend computes every call."""
     del request
     return None
 
 
 def multiply(request: ActivatedMatmulRequest) -> Float[Array, "*rows D"]:
-    """Return activation(*inputs) @ weight, [..., D]."""
+    """Compute activation(*inputs) @ weight, [..., D], in XLA."""
     activation = ACTIVATIONS[request.activation].forward
     # A GPU recomputes the activation faster than it reads it from memory.
     activation = activation if request.target.platform == "cpu" else jax.checkpoint(activation)

@@ -1,4 +1,4 @@
-"""`grouped_matmul`: rows in groups, each multiplied with its group's matrix, as in a mixture of experts."""
+"""`grouped_matmul`: multiply rows in groups, each group with its own matrix, as in a mixture of experts."""
 
 from jaxtyping import Array, Float, Int
 
@@ -40,7 +40,7 @@ def grouped_matmul(
     alignment: int = 1,
     implementation: str | None = None,
 ) -> Float[Array, "R F"]:
-    """Multiply each row with its group's matrix, x[r] @ weights[g], with float32 accumulation; differentiable in both.
+    """Multiply each row with its group's matrix, x[r] @ weights[g], differentiably, with float32 accumulation.
 
     The groups are contiguous in x, in the order of the matrices. Their sizes are data: any sizes, including 0, whose
     sum fits into the rows of x.
@@ -66,7 +66,7 @@ def grouped_matmul(
 
 
 def grouped_matmul_alignment(rows: int, groups: int, *, implementation: str | None = None) -> int:
-    """Return the alignment with which `grouped_matmul` makes no copy, on the current target.
+    """Return the multiple of rows at which groups should start, so that `grouped_matmul` makes no copy.
 
     Args:
         rows: total number of rows.

@@ -1,4 +1,4 @@
-"""The gradients of the grouped matmul, for every backend that works in tiles: three matmuls, and aligned rows."""
+"""Gradients of the grouped matmul, for every backend that works in tiles of rows: three kinds of matmul."""
 
 from functools import partial
 from typing import Protocol
@@ -11,20 +11,20 @@ from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 
 class Products(Protocol):
-    """Interface of the grouped matmuls that a backend computes; hashable.
+    """Interface of the grouped matmuls that a backend computes for forward and gradients; hashable.
 
     Groups of rows are aligned to `tile`, and rows of x outside of every group are 0.
     """
 
     @property
     def tile(self) -> int:
-        """Number of rows of a tile; each tile belongs to one group."""
+        """Number of rows in a tile, all of which belong to one group."""
         ...
 
     def rows(
         self, x: Float[Array, "R _"], weights: Float[Array, "G D F"], sizes: Int32[Array, " G"], transposed: bool
     ) -> Float[Array, "R _"]:
-        """Multiply each row with its group's matrix, [R, D] x [G, D, F] -> [R, F]; rows outside of every group give 0.
+        """Multiply each row with its group's matrix, [R, D] x [G, D, F] -> [R, F]; rows in no group give 0.
 
         With `transposed`: [R, F] x [G, D, F] -> [R, D].
         """
@@ -33,12 +33,15 @@ class Products(Protocol):
     def matrices(
         self, x: Float[Array, "R D"], y: Float[Array, "R F"], sizes: Int32[Array, " G"]
     ) -> Float[Array, "G D F"]:
-        """Return x.T @ y over the rows of each group: x [R, D], y [R, F] -> [G, D, F]; 0 for empty groups."""
+        """Sum x.T @ y over the rows of each group: x [R, D], y [R, F] -> [G, D, F], the gradient of the matrices.
+
+        The result is 0 for empty groups.
+        """
         ...
 
 
 def multiply(products: Products, request: GroupedMatmulRequest) -> jax.Array:
-    """Compute the grouped matmul differentiably, first copying groups to tile-aligned rows if they are not."""
+    """Compute the grouped matmul differentiably, first copying its groups if they do not start at whole tiles."""
     return _multiply(products, request.alignment, request.x, request.weights, request.group_sizes)
 
 

@@ -1,4 +1,4 @@
-"""Positions of groups of rows: contiguous, each starting at a multiple of an alignment.
+"""Where groups of rows lie in an array: one after the other, each starting at a multiple of an alignment.
 
 A kernel that works in tiles of rows needs every tile to belong to one group. The rows between the end of a group and
 the start of the next are then padding. The number of rows is known while tracing, the sizes of the groups are not.
@@ -9,20 +9,20 @@ import jax.numpy as jnp
 
 
 def aligned_rows(rows: int, groups: int, alignment: int) -> int:
-    """Return a number of rows that suffices for `rows` rows in `groups` groups of any sizes, with this alignment."""
+    """Return how many rows suffice for groups of any sizes with `rows` rows in all, each aligned to `alignment`."""
     most = rows + min(groups, rows) * (alignment - 1)
     return most // alignment * alignment
 
 
 def group_bounds(sizes: jax.Array, alignment: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first row of each group, and its end including padding, int32 [G] each."""
+    """Return the first row of each group, and the end of its rows and padding, int32 [G] each."""
     taken = (sizes + (alignment - 1)) // alignment * alignment
     ends = jnp.cumsum(taken, dtype=jnp.int32)
     return ends - taken, ends
 
 
 def group_of_tiles(sizes: jax.Array, alignment: int, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Return the group of each tile of `alignment` rows, int32 [tiles], and the number [] of tiles in groups."""
+    """Return which group each tile of `alignment` rows belongs to, int32 [tiles], and how many tiles are in groups."""
     ends = group_bounds(sizes, alignment)[1] // alignment
     first = jnp.arange(tiles, dtype=jnp.int32)
     group = jnp.searchsorted(ends, first, side="right", method="compare_all").astype(jnp.int32)
@@ -30,7 +30,10 @@ def group_of_tiles(sizes: jax.Array, alignment: int, tiles: int) -> tuple[jax.Ar
 
 
 def realign(x: jax.Array, sizes: jax.Array, old: int, new: int, rows: int) -> jax.Array:
-    """Copy the rows [R, D] of groups aligned to `old` to [rows, D] aligned to `new`; 0 outside of every group."""
+    """Copy rows [R, D] in groups that start at multiples of `old` to [rows, D], with groups at multiples of `new`.
+
+    Rows outside of every group are 0.
+    """
     starts, ends = group_bounds(sizes, new)
     row = jnp.arange(rows, dtype=jnp.int32)
     group = jnp.searchsorted(ends, row, side="right", method="compare_all")

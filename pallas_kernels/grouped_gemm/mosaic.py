@@ -1,4 +1,4 @@
-"""Backend of the grouped matmul on Hopper: one launch for all groups, of any sizes."""
+"""Grouped matmul backend for Hopper GPUs: one kernel launch for all groups, of any sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ INTERPRET = False
 
 
 def unsupported_target(target: Target | None = None) -> str | None:
-    """Return why the kernels do not run on the target at all, or None."""
+    """Return why the Hopper kernels do not run on a device at all, or None if they do."""
     return hopper.unsupported_target(target or current_target(), INTERPRET)
 
 
 def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
-    """Return why the kernels cannot compute the request (the first rule that it breaks), or None."""
+    """Return the first reason why the Hopper kernels cannot compute this grouped matmul, or None if they can."""
     reason = unsupported_target(request.target)
     if reason is not None:
         return reason
@@ -33,6 +33,6 @@ def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
 
 
 def multiply(request: GroupedMatmulRequest) -> jax.Array:
-    """Multiply the rows of each group with its matrix: [R, F] in the dtype of x."""
+    """Multiply the rows of each group with its matrix by the Hopper kernels: [R, F] in the dtype of x."""
     programs = 2 if INTERPRET else multiprocessors()
     return gradients.multiply(Kernels(TILE_ROWS, programs, INTERPRET), request)

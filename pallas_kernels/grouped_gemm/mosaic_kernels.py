@@ -1,4 +1,4 @@
-"""The three products of the grouped matmul for Hopper: persistent kernels of one producer and two consumer warpgroups.
+"""Hopper kernels of the grouped matmul and its gradients: one loading and two computing warpgroups, persistent.
 
 Every program computes one tile of the result after the other. The producer streams slices of both operands into a ring
 of shared-memory buffers, on into the next tile while this one is still being computed; each consumer sums 64 rows of
@@ -40,7 +40,10 @@ _COLUMNS = (256, 192, 128, 64)
 
 
 class _Buffers(NamedTuple):
-    """Shared memory and its barriers; the leading dim of the operands counts stages, that of `out` consumers."""
+    """Shared memory and barriers of a kernel.
+
+    The leading dim of the operands counts stages, that of `out` consumers.
+    """
 
     left: Ref
     right: Ref
@@ -51,7 +54,7 @@ class _Buffers(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The grouped matmuls of `products.Products` as Mosaic kernels for Hopper GPUs.
+    """The grouped matmuls of forward and gradients, as Mosaic kernels for Hopper GPUs.
 
     Attributes:
         tile: Rows of a tile.
@@ -65,7 +68,7 @@ class Kernels:
 
     @property
     def ring(self) -> Ring:
-        """Ring of shared-memory buffers for the operands."""
+        """Circular shared-memory buffer that passes operands from the loading warpgroup to the computing ones."""
         return Ring(STAGES, self.interpret)
 
     def rows(
@@ -90,7 +93,7 @@ class Kernels:
     def matrices(
         self, x: Float[Array, "R D"], y: Float[Array, "R F"], sizes: Int[Array, " G"]
     ) -> Float[Array, "G D F"]:
-        """Sum the outer products of the rows of each group: [R, D], [R, F] -> [G, D, F]."""
+        """Sum x.T @ y over the rows of each group, the gradient of the matrices: [R, D], [R, F] -> [G, D, F]."""
         groups, depth, columns = sizes.shape[0], x.shape[1], y.shape[1]
         width = _tile_columns(columns)
         starts, ends = group_bounds(sizes, self.tile)
@@ -120,7 +123,7 @@ class Kernels:
 
 
 class _Shape(NamedTuple):
-    """The grid of a result's tiles: how many down and across, and the width of one in columns."""
+    """The grid of tiles of a matmul's result: how many down and across, and the width of a tile in columns."""
 
     down: int
     across: int
@@ -131,7 +134,7 @@ class _Shape(NamedTuple):
         return self.down * self.across
 
     def place(self, index: Index) -> tuple[Index, Index]:
-        """Return the (row, column) of a tile."""
+        """Return the (row, column) in the grid of the tile that is computed as the `index`-th."""
         return TileOrder(self.down, self.across, PANEL).tile(index)[1:]
 
 
@@ -160,7 +163,7 @@ def _run(
     load: Callable[[Index, Index], Index],
     compute: Callable[[Index, Index], Index],
 ) -> None:
-    """Call load(item, before) in the producer and compute(item, before) in the consumers, for this program's items.
+    """Call load(item, before) in the loading and compute(item, before) in the computing warpgroups, tile by tile.
 
     Both return how many slices the item has; `before` counts those of the items before it.
     """
@@ -182,7 +185,7 @@ def _run(
 def _load_slices(
     kernels: Kernels, buffers: _Buffers, before: Index, count: Index, sources: Callable[[Index], tuple[list[Ref], Ref]]
 ) -> None:
-    """Load `count` slices; sources(index) returns each consumer's left operand, and the right operand."""
+    """Load `count` slices of both operands; sources(index) returns each consumer's left one, and the right one."""
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
         acquire(buffers.empty)
@@ -202,7 +205,7 @@ def _sum_slices(
     width: int,
     operands: Callable[[Ref, Ref], tuple[Ref, Ref]],
 ) -> jax.Array:
-    """Return the sum of the products of `count` slices, [64, width] float32 in registers."""
+    """Sum the products of `count` slices of both operands, [64, width] float32 in registers."""
     warpgroup = lax.axis_index("warpgroup")
 
     def of_slot(slot: Index) -> tuple[Ref, Ref]:
@@ -212,7 +215,7 @@ def _sum_slices(
 
 
 def _store(buffers: _Buffers, values: jax.Array, out: Ref) -> None:
-    """Store [64, width] values to `out` of that shape in global memory, some columns at a time."""
+    """Store a warpgroup's result [64, width] to the same shape in global memory, some columns at a time."""
     staging = buffers.out.at[lax.axis_index("warpgroup")]
     columns = _stored_columns(values.shape[1])
     values = values.astype(out.dtype)

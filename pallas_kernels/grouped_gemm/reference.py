@@ -8,13 +8,13 @@ from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 
 def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
-    """Return None: the reference computes every call, with G times the work."""
+    """Return None, as the reference computes every grouped matmul, with G times the work."""
     del request
     return None
 
 
 def multiply(request: GroupedMatmulRequest) -> Float[Array, "R F"]:
-    """Return [R, F] in the dtype of x."""
+    """Multiply the rows of each group with its matrix, by the definition: [R, F] in the dtype of x."""
     x, weights = request.x, request.weights
     starts, _ = group_bounds(request.group_sizes, request.alignment)
     row = jnp.arange(x.shape[0])[:, None]

@@ -1,4 +1,4 @@
-"""A call of the grouped matmul with its arguments checked. Dims: R rows, G groups, D and F of the matrices."""
+"""Checked arguments of a grouped matmul. Dims: R rows, G groups, D and F of the matrices."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class GroupedMatmulRequest:
-    """A grouped-matmul call with its arguments checked.
+    """Checked arguments of one grouped matmul: rows, matrices, group sizes and alignment.
 
     Attributes:
         x: rows [R, D].
@@ -35,7 +35,7 @@ class GroupedMatmulRequest:
 
 
 def make_request(x: AnyArray, weights: AnyArray, group_sizes: AnyArray, alignment: int) -> GroupedMatmulRequest:
-    """Check the arguments of `grouped_matmul`, and return them as a request.
+    """Check the arguments of a grouped matmul, and return them in one object.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.

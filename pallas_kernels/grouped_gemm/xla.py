@@ -1,4 +1,4 @@
-"""A loop over tiles of rows, each multiplied with its group's matrix: memory and FLOPs of the rows, on any device.
+"""Grouped matmul in XLA: a loop over tiles of rows, each multiplied with its group's matrix, on any device.
 
 (XLA's own `lax.ragged_dot` is, except on TPUs, a matmul of every row with every group's matrix, and a mask.)
 """
@@ -18,13 +18,13 @@ SMALLEST_TILE, LARGEST_TILE = 8, 512
 
 
 def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
-    """Return None: this backend computes every call."""
+    """Return None, as this backend computes every grouped matmul."""
     del request
     return None
 
 
 def preferred_tile(rows: int, groups: int) -> int:
-    """Return the rows of a tile: a power of two near a quarter of the mean group size.
+    """Return how many rows a tile should have: a power of two near a quarter of the mean group size.
 
     That is a compromise between little padding and large matmuls.
     """
@@ -35,7 +35,7 @@ def preferred_tile(rows: int, groups: int) -> int:
 
 
 def multiply(request: GroupedMatmulRequest) -> Float[Array, "R F"]:
-    """Return [R, F] in the dtype of x, with float32 accumulation."""
+    """Multiply the rows of each group with its matrix in XLA: [R, F] in the dtype of x, float32 accumulation."""
     tile = request.alignment
     if not SMALLEST_TILE <= tile <= LARGEST_TILE:
         tile = preferred_tile(request.x.shape[0], request.weights.shape[0])
@@ -44,7 +44,7 @@ def multiply(request: GroupedMatmulRequest) -> Float[Array, "R F"]:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The matmuls of `products.Products` as scans over tiles of `tile` rows."""
+    """The grouped matmuls of forward and gradients, as XLA loops over tiles of `tile` rows."""
 
     tile: int
 

@@ -1,1 +1,1 @@
-"""Building blocks that all Mosaic GPU kernels for Hopper share."""
+"""Building blocks of all Hopper kernels: tiled matmul, load pipeline, tile scheduling, tensor-core products."""

@@ -30,7 +30,7 @@ DEPTH = 64
 
 @dataclass(frozen=True)
 class ProductTiling:
-    """Block sizes of a product that can be tuned.
+    """Block sizes of a tiled matmul, for tuning.
 
     Attributes:
         columns: Columns of a tile.
@@ -47,7 +47,7 @@ class ProductTiling:
 
 @dataclass(frozen=True)
 class TiledProduct:
-    """Static description of a product: [chunks * rows, depth] times [depth, columns].
+    """Compile-time description of a tiled matmul [chunks * rows, depth] @ [depth, columns] and its operands.
 
     Either one left operand is multiplied with several right ones, whose columns lie side by side in the result, or
     several pairs are multiplied and their products added.
@@ -74,12 +74,12 @@ class TiledProduct:
 
     @property
     def steps(self) -> int:
-        """Number of steps, each `DEPTH` of the contracted dim, for one tile of the result."""
+        """Number of steps along the contracted dim, `DEPTH` elements each, for one tile of the result."""
         return sum(self.depths) // DEPTH
 
     @property
     def row_tiles(self) -> int:
-        """Number of tiles along the rows of one chunk."""
+        """Number of tiles along the rows of the result, within one of its chunks of rows."""
         return self.rows // TILE_ROWS
 
     @property
@@ -89,24 +89,24 @@ class TiledProduct:
 
     @property
     def order(self) -> TileOrder:
-        """Order in which the tiles of the result are computed."""
+        """Order in which the programs of the kernel compute the tiles of the result."""
         return TileOrder(self.row_tiles, self.column_tiles, self.tiling.group, self.programs, self.chunks)
 
     @property
     def ring(self) -> Ring:
-        """Ring of shared-memory buffers for the operands."""
+        """Circular shared-memory buffer through which the operands pass from global memory to the tensor cores."""
         return Ring(self.tiling.stages, self.interpret)
 
     def locate_column(self, column: Index, visit: Callable[[int, Index], None]) -> None:
-        """Call visit(i, local column) for the right operand i that contains this column of tiles."""
+        """Find which of several right operands a column of tiles lies in: call visit(operand, column within)."""
         _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
 
     def locate_step(self, step: Index, visit: Callable[[int, Index], None]) -> None:
-        """Call visit(i, local step) for the pair of operands i whose contracted dim contains this step."""
+        """Find which of several operand pairs a step of the contracted dim lies in: call visit(pair, step within)."""
         _visit_part([size // DEPTH for size in self.depths], step, visit)
 
     def kernel(self, name: str, body: Callable[..., None], **parameters: Any) -> Callable[..., Any]:
-        """Build the persistent kernel that runs `body` with this product's number of programs."""
+        """Build a launchable persistent kernel from its body, with as many programs as this matmul needs."""
         return pipeline.launch(
             name, body, consumers=CONSUMERS, programs=self.programs, interpret=self.interpret, **parameters
         )
@@ -115,7 +115,7 @@ class TiledProduct:
 def single_product(
     rows: int, depth: int, columns: int, tiling: ProductTiling, *, transposed: bool = False, interpret: bool = False
 ) -> TiledProduct:
-    """Return the static description of [rows, depth] @ [depth, columns] on one device, in one chunk.
+    """Return the compile-time description of a plain matmul [rows, depth] @ [depth, columns] on one device.
 
     One program runs on each multiprocessor, if there are as many tiles.
     """
@@ -134,7 +134,7 @@ def _visit_part(sizes: list[int], place: Index, visit: Callable[[int, Index], No
 
 
 class ProductBuffers(NamedTuple):
-    """Shared memory of a product: rings of both operands with their barriers, and pieces of the result.
+    """Shared memory of a tiled matmul: operands in flight with their barriers, and pieces of the result.
 
     The dims of `result` are consumer, slot, row, column.
     """
@@ -147,7 +147,7 @@ class ProductBuffers(NamedTuple):
 
 
 def product_scratch(product: TiledProduct, dtype: DTypeLike) -> ProductBuffers:
-    """Return the scratch types of a product's shared memory."""
+    """Return the types of a tiled matmul's shared-memory buffers, as scratch of its kernel."""
     tiling = product.tiling
     right = (tiling.columns, DEPTH) if product.transposed else (DEPTH, tiling.columns)
     return ProductBuffers(
@@ -167,7 +167,7 @@ def load_tile(
     lefts: tuple[Ref, ...],
     rights: tuple[Ref, ...],
 ) -> None:
-    """Stream the operands of this program's `number`-th tile to shared memory, in the producer.
+    """Copy the operands of this program's `number`-th tile to shared memory step by step, in the loading warpgroup.
 
     Args:
         product: The product.
@@ -198,14 +198,14 @@ def load_tile(
 
 
 def drain(product: TiledProduct, buffers: ProductBuffers, count: Index) -> None:
-    """Wait in the producer until the consumers have read all operands of its `count` tiles."""
+    """Wait in the loading warpgroup until the computing ones have read the operands of all `count` tiles."""
     product.ring.drain(count * product.steps, buffers.empty)
 
 
 def multiply_tile(
     product: TiledProduct, buffers: ProductBuffers, number: Index, finish: Callable[[jax.Array], None]
 ) -> None:
-    """Compute this consumer's half of the `number`-th tile, and call finish(half [64, columns] in float32)."""
+    """Compute this warpgroup's half of the `number`-th tile and call finish(half), with half [64, columns] float32."""
     rows = pl.ds(lax.axis_index("warpgroup") * wgmma.ROWS, wgmma.ROWS)
 
     def operands(slot: Index) -> tuple[Ref, Ref]:
@@ -223,7 +223,7 @@ def store_pieces(
     value: Callable[[slice], jax.Array],
     copy: Callable[[Ref, int], None],
 ) -> None:
-    """Store a consumer's half of a tile piece by piece, rounded to the dtype of the result.
+    """Store a warpgroup's half of a tile to global memory piece by piece, rounded to the dtype of the result.
 
     Args:
         product: The product.

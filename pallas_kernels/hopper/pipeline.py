@@ -1,4 +1,4 @@
-"""The warp-specialised loop that every Hopper kernel runs: one warpgroup loads, the others compute.
+"""The warp-specialised loop of all Hopper kernels: one warpgroup loads data, the others compute.
 
 The producer warpgroup copies operands from global memory by TMA into a ring of shared-memory buffers, as far ahead as
 the ring has stages. The consumer warpgroups multiply what is in the buffers. Two barriers for each buffer keep both in
@@ -33,7 +33,7 @@ def launch(
     interpret: bool,
     **parameters: Any,
 ) -> Callable[..., Any]:
-    """Build a `plgpu.kernel` with `consumers` consumer warpgroups and one producer warpgroup.
+    """Build a launchable Hopper kernel with one loading warpgroup and `consumers` computing ones.
 
     Args:
         name: Name of the kernel, which a profile shows.
@@ -57,7 +57,7 @@ def launch(
 
 
 def specialize(warpgroup: jax.Array, consumers: int, consume: Callable[[], None], produce: Callable[[], None]) -> None:
-    """Run `consume` in the consumer warpgroups and `produce` in the last one, and set their register limits.
+    """Run `consume` in the computing warpgroups and `produce` in the loading one, with registers divided accordingly.
 
     Args:
         warpgroup: Number of this warpgroup, `lax.axis_index("warpgroup")`.
@@ -79,17 +79,20 @@ def specialize(warpgroup: jax.Array, consumers: int, consume: Callable[[], None]
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of `stages` shared-memory buffers: the `count`-th load of a program goes to buffer count % stages."""
+    """Circular buffer of `stages` places in shared memory, filled by one loading warpgroup and read by the others.
+
+    The `count`-th load of a program goes to buffer count % stages.
+    """
 
     stages: int
     interpret: bool = False
 
     def slot(self, count: Index) -> jax.Array:
-        """Return the index of the buffer for the `count`-th load."""
+        """Return the index of the shared-memory buffer that the `count`-th load goes to."""
         return lax.rem(count, self.stages)
 
     def acquire(self, count: Index, *empty: Ref) -> None:
-        """Wait in the producer until consumers have released the `count`-th load's buffer at each barrier."""
+        """Wait in the loading warpgroup until the `count`-th load's buffer is free, at each of the given barriers."""
         slot = self.slot(count)
 
         @pl.when(count >= self.stages)
@@ -98,7 +101,7 @@ class Ring:
                 plgpu.barrier_wait(barriers.at[slot])
 
     def release(self, slot: Index, *empty: Ref) -> None:
-        """Tell the producer that this warpgroup has read a buffer.
+        """Tell the loading warpgroup that this warpgroup has finished reading a buffer.
 
         Its products have ended by then. So hardware needs no fence before TMA writes the buffer again; interpret mode
         asks for one.
@@ -109,7 +112,7 @@ class Ring:
             plgpu.barrier_arrive(barriers.at[slot])
 
     def produce(self, before: Index, count: Index, load: Callable[[Index, Index, Callable[..., None]], None]) -> None:
-        """Run the producer's loop, which fills `count` buffers by `load`.
+        """Run the loop of the loading warpgroup: fill `count` buffers, each by a call of `load` once it is free.
 
         Args:
             before: Number of loads of this program until now.
@@ -125,7 +128,7 @@ class Ring:
         lax.fori_loop(0, count, step, None)
 
     def drain(self, count: Index, *empty: Ref) -> None:
-        """Wait in the producer until consumers have read all buffers still in flight, after `count` loads.
+        """Wait in the loading warpgroup until all buffers still in flight have been read, after `count` loads.
 
         No barrier may be left in a phase that nobody has waited for.
         """
@@ -144,7 +147,7 @@ class Ring:
         barriers: tuple[Ref, Ref],
         operands: Callable[[Index], tuple[Ref, Ref]],
     ) -> jax.Array:
-        """Run a consumer's loop: sum the products of the operands in `count` buffers, float32 in registers.
+        """Run the loop of a computing warpgroup: sum the products of `count` loaded pairs of operands, in float32.
 
         One product is always running while the next one is started; a buffer is released when its product has ended.
 

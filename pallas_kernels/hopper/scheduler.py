@@ -1,4 +1,4 @@
-"""Assignment of tiles to the programs of a persistent kernel: dealt out beforehand, or claimed while it runs.
+"""Assignment of tiles to the programs of a persistent kernel: fixed beforehand, or claimed at run time.
 
 A persistent kernel starts one program on each multiprocessor, which computes one item (a tile of the result, a block of
 queries) after the other. Items are either dealt out beforehand (`deal`), or claimed from a counter while the kernel
@@ -38,7 +38,7 @@ State = TypeVar("State")
 
 
 class Tile(NamedTuple):
-    """Coordinates of a tile: the chunk's place in the order, and the tile's row and column within the chunk."""
+    """Coordinates of a tile of a matmul's result: its chunk of rows, and its row and column within the chunk."""
 
     chunk: Index
     row: Index
@@ -47,7 +47,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileOrder:
-    """Order in which the tiles of a result are computed, chunk by chunk.
+    """Order in which the tiles of a matmul's result are computed, one chunk of rows after the other.
 
     Within a chunk, bands of `group` rows of tiles are walked column by column: tiles that are computed at the same time
     then share their operands in the L2 cache.
@@ -68,11 +68,11 @@ class TileOrder:
 
     @property
     def total(self) -> int:
-        """Total number of tiles, over all chunks."""
+        """Number of tiles of the result, over all its chunks of rows."""
         return self.chunks * self.rows * self.columns
 
     def tile(self, index: Index) -> Tile:
-        """Return the coordinates of the `index`-th tile in the order."""
+        """Return the coordinates of the tile that is the `index`-th to be computed."""
         chunk_tiles, band_tiles = self.rows * self.columns, self.group * self.columns
         chunk, within = lax.div(index, chunk_tiles), lax.rem(index, chunk_tiles)
         band, in_band = lax.div(within, band_tiles), lax.rem(within, band_tiles)
@@ -84,7 +84,7 @@ class TileOrder:
 
 
 def deal(total: int, programs: int, visit: Callable[[Index, Index, State], State], state: State) -> tuple[Index, State]:
-    """Fold visit(number, index, state) over this program's share of `total` items, dealt out round-robin.
+    """Loop over this program's share of `total` items, dealt out round-robin, with state = visit(number, index, state).
 
     Args:
         total: Number of items of all programs.
@@ -113,14 +113,14 @@ def item_count(program: Index, programs: int, total: int) -> Index:
 
 
 class ClaimedTiles(NamedTuple):
-    """Shared-memory ring in which the producer publishes the indices of claimed tiles to the consumers."""
+    """Shared memory in which the loading warpgroup tells the computing ones which tiles their program has claimed."""
 
     indices: Ref
     written: Ref
 
 
 def claim_scratch(stages: int) -> ClaimedTiles:
-    """Return the scratch types of a `ClaimedTiles` ring, for a product with `stages` operand buffers.
+    """Return the types of the shared memory for claimed tiles, for a kernel with `stages` operand buffers.
 
     The producer is at most `stages` steps, and so as many tiles, ahead of the consumers: with one slot more, none is
     overwritten before it is read.
@@ -132,7 +132,7 @@ def claim_scratch(stages: int) -> ClaimedTiles:
 def claim_tiles(
     order: TileOrder, claimed: ClaimedTiles | None, counter: Ref | None, visit: Callable[[Index, Tile], None]
 ) -> Index:
-    """Run the producer's loop over its program's tiles: call visit(number, tile); return their number.
+    """Load this program's tiles, claimed or dealt out, in turn: call visit(number, tile); return how many they were.
 
     Args:
         order: Order of the tiles.
@@ -161,7 +161,7 @@ def claim_tiles(
 
 
 def follow_tiles(order: TileOrder, claimed: ClaimedTiles | None, visit: Callable[[Index, Tile, Tile], None]) -> Tile:
-    """Run a consumer's loop over the producer's tiles: call visit(number, tile, previous); return the last.
+    """Compute the tiles that the loading warpgroup loads: call visit(number, tile, previous) in turn; return the last.
 
     The tile before the first one, and the last tile of a program without tiles, is the very last tile of the order.
     """
@@ -191,7 +191,7 @@ def follow_tiles(order: TileOrder, claimed: ClaimedTiles | None, visit: Callable
 
 
 def claim(total: int, counter: Ref, visit: Callable[[Index, Callable[[], Index]], Index]) -> None:
-    """Claim items below `total` from a shared counter, in one warp, and call visit(index, claim_next) for each.
+    """Claim items from a counter that all programs share, and call visit(index, claim_next) for each, in one warp.
 
     `visit` returns the value of claim_next(), which it calls where the latency of the claim is hidden.
     """
@@ -200,7 +200,7 @@ def claim(total: int, counter: Ref, visit: Callable[[Index, Callable[[], Index]]
 
 
 def _while_below(total: int, index: Index, visit: Callable[[Index, Index], Index]) -> Index:
-    """Repeat index = visit(number, index) while it is below `total`, at most `total` times; return how often.
+    """Repeat index = visit(number, index) while it is below `total`; return how often. At most `total` times.
 
     The code of a single warp may have no loop without a bound. Of two nested bounded loops, the outer one skips what is
     left of it quickly.

@@ -1,4 +1,4 @@
-"""Devices and releases of jax that the Mosaic GPU kernels for Hopper run on."""
+"""Which GPUs and releases of jax the Hopper kernels can be compiled for."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ _LEAST_JAX = (0, 11)
 
 
 def unsupported_target(target: Target, interpret: bool) -> str | None:
-    """Return why the kernels do not run on `target`, or None if they do.
+    """Return why the Hopper kernels cannot be compiled for `target`, or None if they can.
 
     With `interpret` they run on every device; tests interpret them on a CPU.
     """

@@ -41,7 +41,7 @@ def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, largest_swizzle: int = 
 
 
 def zeros(rows: int, columns: int) -> jax.Array:
-    """Return float32 zeros [rows, columns] in the register layout of an accumulator."""
+    """Return float32 zeros [rows, columns] in the register layout of a tensor-core accumulator."""
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
@@ -61,12 +61,12 @@ def load_columns(ref: Ref) -> jax.Array:
 
 
 def broadcast_row_values(values: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcast [rows] to the shape [rows, columns] of `like`."""
+    """Broadcast one value per row, [rows], over the columns of `like` [rows, columns]."""
     return lax.broadcast_in_dim(values, like.shape, [0])
 
 
 def broadcast_column_values(values: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcast [columns] to the shape [rows, columns] of `like`."""
+    """Broadcast one value per column, [columns], over the rows of `like` [rows, columns]."""
     return lax.broadcast_in_dim(values, like.shape, [1])
 
 
@@ -74,14 +74,14 @@ def broadcast_column_values(values: jax.Array, like: jax.Array) -> jax.Array:
 
 
 class Accumulator(Protocol):
-    """Float32 accumulator of asynchronous matrix products (wgmma), in registers."""
+    """Float32 accumulator, in registers, of asynchronous tensor-core products (wgmma)."""
 
     def add(self, left: Ref | jax.Array, right: Ref) -> None:
-        """Start adding left @ right, with `left` in shared memory or registers and `right` in shared memory."""
+        """Start adding left @ right to the sum; `left` is in shared memory or registers, `right` in shared memory."""
         ...
 
     def load(self, pending: int = 0) -> jax.Array:
-        """Wait until at most `pending` products of this warpgroup are still running, and return the sum."""
+        """Wait until at most `pending` products of this warpgroup are still running, and return this sum."""
         ...
 
 
@@ -97,7 +97,7 @@ class _HardwareAccumulator:
 
 
 class _InterpretedAccumulator:
-    """Sum computed at once with `jnp.dot`."""
+    """Accumulator for interpret mode on a CPU, which computes each product at once with `jnp.dot`."""
 
     def __init__(self, start: tuple[int, int] | jax.Array):
         self._sum = jnp.zeros(start, jnp.float32) if isinstance(start, tuple) else start
@@ -111,7 +111,7 @@ class _InterpretedAccumulator:
 
 
 def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False) -> Result:
-    """Allocate one accumulator for each entry of `starts`, call `body` with them and return its result.
+    """Call `body` with accumulators for tensor-core products, one for each entry of `starts`; return its result.
 
     Args:
         body: Takes as many `Accumulator`s as there are starts; they live in registers until it returns.
@@ -136,7 +136,7 @@ def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array
 def add_products(
     sums: tuple[jax.Array, ...], *operands: tuple[Callable[[], jax.Array], Ref], interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """Add left() @ right to each of `sums`, with left() in registers and `right` in shared memory.
+    """Add a product left() @ right to each of `sums` on the tensor cores, with left() in registers.
 
     Each left operand is computed while the product before it runs; all products are waited for at the end. Accumulators
     that are initialized, instead of stored to as in `accumulate`, need one fence and a few registers less; their
@@ -156,7 +156,7 @@ def add_products(
 
 
 def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> jax.Array:
-    """Return the sum of the products that `start` adds to a zero accumulator of this shape, in float32."""
+    """Return the float32 sum of the tensor-core products that `start` adds to a new accumulator of this shape."""
 
     def body(accumulator: Accumulator) -> jax.Array:
         start(accumulator)
@@ -168,7 +168,7 @@ def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> ja
 def multiply_two(
     shape: tuple[int, int], start: Callable[[Accumulator, Accumulator], None], first: Callable[[jax.Array], First]
 ) -> tuple[First, jax.Array]:
-    """Compute two products; return `first` of the first, evaluated while the second runs, and the second.
+    """Compute two products and apply `first` to the first one while the second runs; return both results.
 
     Args:
         shape: Shape of both products.

@@ -1,1 +1,1 @@
-"""Attention by feature maps in time linear in the length: `api.linear_attention` and `api.performer_attention`."""
+"""Attention in time linear in the length: softmax scores are replaced by products of feature maps of q and k."""

@@ -1,4 +1,4 @@
-"""`linear_attention` and `performer_attention`: attention in time linear in the length.
+"""`linear_attention` and `performer_attention`: attention in time linear in the length, by feature maps of q and k.
 
 Both compute out_t = sum_s sim(q_t, k_s) v_s / sum_s sim(q_t, k_s) with sim(q, k) = phi(q) . phi(k), by the first
 backend of a table that supports the call.
@@ -46,7 +46,7 @@ def linear_attention(
     chunk: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], LinearState]:
-    """Compute attention whose similarity is a product of features (Katharopoulos et al., arXiv:2006.16236), exactly.
+    """Compute linear attention, with similarities phi(q) . phi(k) (Katharopoulos et al., arXiv:2006.16236).
 
     A query whose similarities sum to 0 has the output 0. Within a chunk scores are computed as matmuls; between chunks
     a state of F x H numbers per head is carried, so time and memory are linear in the length.

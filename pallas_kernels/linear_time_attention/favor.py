@@ -14,7 +14,7 @@ from pallas_kernels.linear_time_attention.features import Features
 def random_projection(
     features: int, head_dim: int, *, seed: int = 0, orthogonal: bool = True
 ) -> Float32[np.ndarray, "{features} {head_dim}"]:
-    """Return random directions for FAVOR+, normally distributed, float32 [features, head_dim].
+    """Draw random directions for FAVOR+ features, normally distributed, float32 [features, head_dim].
 
     Args:
         features: number of directions.
@@ -41,7 +41,9 @@ def random_projection(
 
 
 class Favor:
-    """FAVOR+ feature map for exp(scale q . k): features with maximum 1, and the logarithm of their scale.
+    """FAVOR+ feature map: random features of q and k whose products estimate exp(scale q . k).
+
+    The features have the maximum 1, and come with the logarithm of their scale.
 
     Each key has a scale of its own: with a maximum over several keys, later ones would change earlier outputs.
 

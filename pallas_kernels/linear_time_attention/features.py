@@ -1,4 +1,4 @@
-"""Feature maps: similarities of queries and keys as products of features, sim(q, k) = phi(q) . phi(k)."""
+"""Feature maps phi for linear attention: the similarity of a query and a key is phi(q) . phi(k)."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 
 class Features(NamedTuple):
-    """Features of queries or keys: phi = exp(log_weight) * values."""
+    """Features phi of queries or keys, stored as a scale and values: phi = exp(log_weight) * values."""
 
     values: jax.Array
     """Array [..., F]."""
@@ -18,32 +18,32 @@ class Features(NamedTuple):
 
 
 class FeatureMap(Protocol):
-    """Map from queries and keys [..., H] to features [..., F], with any leading dims."""
+    """Interface of feature maps: queries and keys [..., H] to features [..., F], with any leading dims."""
 
     def query(self, x: Float[Array, "*tokens H"]) -> Features:
-        """Return the features of queries."""
+        """Return the features of queries [..., H]."""
         ...
 
     def key(self, x: Float[Array, "*tokens H"]) -> Features:
-        """Return the features of keys."""
+        """Return the features of keys [..., H]."""
         ...
 
 
 class Elementwise:
-    """Feature map that applies one function to queries and keys, in float32; features have the input's dtype."""
+    """Feature map that applies one function, in float32, to queries and keys alike."""
 
     def __init__(self, function: Callable[[jax.Array], jax.Array]):
         self.function = function
 
     def query(self, x: Float[Array, "*tokens H"]) -> Features:
-        """Apply the function to queries or keys [..., H]."""
+        """Apply the feature function to queries or keys [..., H]."""
         return Features(self.function(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype))
 
     key = query
 
 
 def elu_plus_one(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return elu(x) + 1, positive everywhere (Katharopoulos et al., arXiv:2006.16236)."""
+    """Return elu(x) + 1, a feature function that is positive everywhere (Katharopoulos et al., arXiv:2006.16236)."""
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 

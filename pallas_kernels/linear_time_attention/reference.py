@@ -9,7 +9,7 @@ from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
 
 
 def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], LinearState | None]:
-    """Return out [B, T, N, H], and with `request.causal` the state after the last token.
+    """Compute linear attention pair by pair: return out [B, T, N, H], and if causal the state after the last token.
 
     The whole [B, N, T, S] matrix of similarities is materialised in float32 (float64 for float64 inputs) and
     differentiated by jax. A query whose similarities sum to 0 has the output 0.
@@ -45,7 +45,7 @@ def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], Li
 
 
 def _visible(request: LinearAttentionRequest) -> Bool[Array, "_ 1 T S"]:
-    """Return which keys are visible, boolean [B or 1, 1, T, S]."""
+    """Return which keys each query sees under the mask and documents, boolean [B or 1, 1, T, S]."""
     visible = jnp.ones((1, 1, request.q.shape[1], request.k.shape[1]), bool)
     if request.causal:
         visible = jnp.tril(visible)
@@ -55,7 +55,7 @@ def _visible(request: LinearAttentionRequest) -> Bool[Array, "_ 1 T S"]:
 
 
 def _last_state(request: LinearAttentionRequest, key: jax.Array, weight: jax.Array, v: jax.Array) -> LinearState:
-    """Return the sums over the keys of the last token's document."""
+    """Return the recurrent state after the last token: sums over the keys of its document."""
     start = request.state
     if request.documents is not None:
         last = request.documents[:, -1:]

@@ -1,4 +1,4 @@
-"""A call of linear attention with its arguments checked.
+"""Checked arguments of a call of linear attention.
 
 Dims: B batch, T query length, S key length, N query heads, K key and value heads, H head dim, F features.
 """
@@ -17,7 +17,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class LinearAttentionRequest:
-    """A linear-attention call with its arguments checked.
+    """Checked arguments of one call of linear attention: arrays, feature map, documents and earlier state.
 
     Attributes:
         q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, H]; arrays or shape structs.
@@ -62,7 +62,7 @@ def make_request(
     state: LinearState | None,
     chunk: int | None,
 ) -> LinearAttentionRequest:
-    """Check the arguments of `linear_attention`, and return them as a request.
+    """Check the arguments of a call of linear attention, and return them in one object.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.

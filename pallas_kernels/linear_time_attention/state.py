@@ -1,4 +1,4 @@
-"""The state of linear attention: sums over the keys seen so far, of a size that does not grow with their number."""
+"""Recurrent state of linear attention: sums over the keys seen so far, whose size does not grow with their number."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class LinearState(NamedTuple):
 
 
 def empty_linear_state(batch: int, num_kv_heads: int, features: int, head_dim: int) -> LinearState:
-    """Return the state before the first token.
+    """Return the recurrent state of linear attention before the first token: all sums are empty.
 
     Args:
         batch: B.

@@ -21,7 +21,10 @@ _TINY = 1e-30
 
 
 class _Chunks(NamedTuple):
-    """The tokens of n chunks. Keys that no query sees have features 0 and the weight `EMPTY`."""
+    """Features of queries and keys, values and documents of a sequence that is cut into n chunks of tokens.
+
+    Keys that no query sees have features 0 and the weight `EMPTY`.
+    """
 
     query: jax.Array  # [B, K, n, G, C, F]
     key: jax.Array  # [B, K, n, C, F]
@@ -31,20 +34,20 @@ class _Chunks(NamedTuple):
 
 
 class _StateBefore(NamedTuple):
-    """The state before each chunk, and which of its tokens it belongs to."""
+    """The recurrent state before each chunk of tokens, and which of the chunk's tokens may use it."""
 
     state: LinearState  # [B, K, n, ...]
     seen: jax.Array | None  # boolean [B, 1, n, C]; None where all
 
 
 def unsupported_reason(request: LinearAttentionRequest) -> str | None:
-    """Return None: this backend computes every call."""
+    """Return None, as this backend computes every call of linear attention."""
     del request
     return None
 
 
 def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], LinearState | None]:
-    """Return out [B, T, N, H], and with `request.causal` the state after the last token."""
+    """Compute linear attention in chunks: return out [B, T, N, H], and if causal the state after the last token."""
 
     def compute(
         q: jax.Array, k: jax.Array, v: jax.Array, state: LinearState | None
@@ -67,7 +70,7 @@ def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], Li
 
 
 def _cut(request: LinearAttentionRequest, q: jax.Array, k: jax.Array, v: jax.Array) -> _Chunks:
-    """Return the features in chunks.
+    """Compute the features of queries and keys, cut into chunks of tokens.
 
     If every query sees all keys, there is one chunk, whose numbers of queries and keys may differ.
     """
@@ -100,7 +103,7 @@ def _cut(request: LinearAttentionRequest, q: jax.Array, k: jax.Array, v: jax.Arr
 
 
 def _chunk(features: int, head_dim: int) -> int:
-    """Return the number of tokens per chunk: the power of two that minimises time.
+    """Return how many tokens a chunk should have: the power of two that minimises time.
 
     Scores within chunks take T x C numbers, states T / C x F x H.
     """
@@ -109,7 +112,7 @@ def _chunk(features: int, head_dim: int) -> int:
 
 
 def _split(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
-    """Reshape [B, T, ...] to [B, n, C, ...], with the last chunk padded."""
+    """Cut a sequence into chunks of tokens: reshape [B, T, ...] to [B, n, C, ...], padding the last chunk."""
     missing = -x.shape[1] % chunk
     if missing:
         x = jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), mode=mode)
@@ -117,7 +120,7 @@ def _split(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
 
 
 def _counting(request: LinearAttentionRequest, chunk: int) -> jax.Array | None:
-    """Return boolean [B or 1, 1, n, C], False for hidden keys and padding; None if it would be True everywhere."""
+    """Return which keys count, neither hidden nor padding: boolean [B or 1, 1, n, C]; None if all do."""
     length = request.k.shape[1]
     if request.hidden is None and length % chunk == 0:
         return None
@@ -126,7 +129,7 @@ def _counting(request: LinearAttentionRequest, chunk: int) -> jax.Array | None:
 
 
 def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_StateBefore, LinearState]:
-    """Return the state before each chunk, and the state after the last."""
+    """Return the recurrent state before each chunk of tokens, and the state after the last chunk."""
     dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
     batch, heads, count, _, features = chunks.key.shape
     in_last_document, continues, seen = None, jnp.ones((batch, 1, count), bool), None
@@ -164,7 +167,7 @@ def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_StateBefore, L
 
 
 def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> LinearState:
-    """Return the state before each of n chunks, [B, K, n, ...].
+    """Return the recurrent state before each of n chunks, [B, K, n, ...], from the sums that each chunk adds.
 
     Each chunk multiplies the state by exp(decay) and adds `new`. Neighbours are combined and the pairs solved first:
     2 log2(n) steps over arrays that halve. (XLA crashes on the empty arrays in the gradient of
@@ -191,7 +194,7 @@ def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> Line
 
 
 def _combine_states(state: LinearState, new: LinearState, decay: jax.Array) -> LinearState:
-    """Return exp(decay) times one state plus another, in the larger of their scales."""
+    """Add two recurrent states, the first times exp(decay), in the larger of their scales."""
     log_scale = jnp.maximum(state.log_scale + decay, new.log_scale)
     old_scale, new_scale = jnp.exp(state.log_scale + decay - log_scale), jnp.exp(new.log_scale - log_scale)
     return LinearState(
@@ -202,7 +205,7 @@ def _combine_states(state: LinearState, new: LinearState, decay: jax.Array) -> L
 
 
 def _outputs(chunks: _Chunks, befores: list[_StateBefore], causal: bool) -> jax.Array:
-    """Return the outputs [B, K, n, G, C, H] in float32."""
+    """Compute attention of each chunk's queries to its own keys and to the states: [B, K, n, G, C, H] in float32."""
     dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
     # The scores are rounded before both sums, as in any flash attention, so that the sums agree.
     rounded = dtype if chunks.v.dtype == jnp.float16 else chunks.v.dtype
@@ -233,18 +236,18 @@ def _outputs(chunks: _Chunks, befores: list[_StateBefore], causal: bool) -> jax.
 
 
 def _where_seen(before: _StateBefore, x: jax.Array, otherwise: float) -> jax.Array:
-    """Return x [B, K, n, C], or broadcastable to it, with `otherwise` for tokens that the state does not belong to."""
+    """Return x [B, K, n, C], or broadcastable to it, with `otherwise` for tokens that may not use the state."""
     return x if before.seen is None else jnp.where(before.seen, x, otherwise)
 
 
 def _attend_all(chunks: _Chunks) -> jax.Array:
-    """Return [B, K, 1, G, T, H] in float32, if every query sees all keys, which are one chunk."""
+    """Compute linear attention in which every query sees all keys, as one chunk: [B, K, 1, G, T, H] in float32."""
     _, state = _states(chunks, None)
     return _normalise(*_multiply(chunks.query, jax.tree.map(lambda x: x[:, :, None], state)))
 
 
 def _multiply(query: jax.Array, state: LinearState) -> tuple[jax.Array, jax.Array]:
-    """Multiply queries with each chunk's state.
+    """Multiply the features of queries with the recurrent state of their chunk.
 
     Returns [B, K, n, G, C, H], and the sums of the similarities [B, K, n, G, C].
     """
@@ -257,7 +260,7 @@ def _multiply(query: jax.Array, state: LinearState) -> tuple[jax.Array, jax.Arra
 
 
 def _normalise(out: jax.Array, total: jax.Array) -> jax.Array:
-    """Return out / total, and 0 where the sum of the similarities is not greater than 0."""
+    """Divide outputs by the sums of their similarities, giving 0 where the sum is not greater than 0."""
     positive = total > _TINY
     # Scaled first: the derivative of 1 / total contains a square, which would overflow.
     scale = jax.lax.stop_gradient(jnp.where(positive, 1.0 / jnp.where(positive, total, 1.0), 0.0))
@@ -265,7 +268,7 @@ def _normalise(out: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def _flip(chunks: _Chunks) -> _Chunks:
-    """Reverse the order of the tokens."""
+    """Reverse the order of the tokens of all chunks."""
     flipped = jax.tree.map(lambda x: jnp.flip(x, axis=(2, 3)), chunks)
     return flipped._replace(query=jnp.flip(chunks.query, axis=(2, 4)))
 

@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: `api.paged_attention`."""
+"""Attention over a KV cache in pages: `api.paged_attention` chooses among the backends of this folder."""

@@ -1,4 +1,4 @@
-"""`paged_attention`: attention of each sequence's newest tokens over a paged KV cache."""
+"""`paged_attention`: attention of each sequence's newest tokens over a KV cache that is stored in pages."""
 
 from jaxtyping import Array, Float, Int
 
@@ -32,7 +32,7 @@ def paged_attention(
     window: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Compute causal attention of each sequence's last T tokens over its paged keys and values.
+    """Compute causal attention of each sequence's last T tokens over its keys and values, stored in pages.
 
     Args:
         q: queries of the tokens at the positions lengths - T .. lengths - 1. Those before position 0 are padding, whose
@@ -64,6 +64,6 @@ def reads_pages_in_place(
     page_table: Int[AnyArray, "B pages"],
     lengths: Int[AnyArray, " B"],
 ) -> bool:
-    """Return True if `paged_attention` has a kernel for this call that does not copy the pages."""
+    """Return True if paged attention would compute this call by a kernel that does not copy the pages."""
     request = make_request(q, k_pages, v_pages, page_table, lengths, scale=None, soft_cap=None, window=None)
     return select("paged_attention", BACKENDS, None, request, record=False).opaque

@@ -1,4 +1,4 @@
-"""A call of the paged attention with its arguments checked. Dims: B sequences, T new tokens, N and K heads, H width."""
+"""Checked arguments of paged attention. Dims: B sequences, T new tokens, N and K heads, H width of a head."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class PagedAttentionRequest:
-    """A paged-attention call with its arguments checked.
+    """Checked arguments of one call of paged attention: queries, pages, page table, lengths and options.
 
     Attributes:
         q: queries [B, T, N, H], in the order of the channels that `k_pages` are stored in.
@@ -56,7 +56,7 @@ def make_request(
     soft_cap: float | None,
     window: int | None,
 ) -> PagedAttentionRequest:
-    """Check the arguments of `paged_attention`, and return them as a request.
+    """Check the arguments of a call of paged attention, and return them in one object.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule and the values.
@@ -91,7 +91,7 @@ def make_request(
 
 
 def _value_shape(pages: AnyArray | Encoded) -> tuple[int, ...]:
-    """Return the shape of the values of pages."""
+    """Return the shape of the keys or values in pages, as they are once decoded."""
     if not isinstance(pages, Encoded):
         return jnp.shape(pages)
     return jax.eval_shape(pages.codec.decode, pages.parts).shape

@@ -1,4 +1,4 @@
-"""Triton paged attention for few new tokens: reads each page once, splits long sequences over programs.
+"""Triton backend of paged attention for few new tokens: reads each page once, divides long sequences into ranges.
 
 Decoding is limited by memory bandwidth: the keys of one sequence are split into ranges over as many programs as keep
 all multiprocessors busy, whose results a second kernel combines (Flash-Decoding, Dao et al. 2023,
@@ -27,7 +27,7 @@ _BLOCK_ELEMENTS = 8192
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionPlan:
-    """Compile-time constants of the paged-attention kernels.
+    """Compile-time constants of the Triton kernels for paged attention.
 
     Attributes:
         new_tokens: T.
@@ -52,7 +52,7 @@ class PagedAttentionPlan:
 
     @property
     def key_block(self) -> int:
-        """Number of keys of one step of the loop, a power of two."""
+        """Number of keys that a kernel's loop reads in one step, a power of two."""
         return min(max(_BLOCK_ELEMENTS // self.head_dim, 64), 128)
 
     @property
@@ -62,22 +62,22 @@ class PagedAttentionPlan:
 
     @property
     def rows(self) -> int:
-        """Number of queries that share a key head."""
+        """Number of queries that read the same key head: new tokens times query heads per key head."""
         return self.new_tokens * self.group
 
     @property
     def padded_rows(self) -> int:
-        """Smallest power of two not below `rows`, at least the 16 rows of a tensor core's tile."""
+        """Number of queries of a key head, rounded up to a power of two and to the 16 rows of a tensor-core tile."""
         return max(16, 1 << (self.rows - 1).bit_length())
 
     @property
     def padded_ranges(self) -> int:
-        """Smallest power of two not below `ranges`."""
+        """Number of ranges that a sequence's keys are divided into, rounded up to a power of two."""
         return 1 << (self.ranges - 1).bit_length()
 
 
 def unsupported_reason(request: PagedAttentionRequest) -> str | None:
-    """Return why the kernels cannot compute the request, or None."""
+    """Return the first reason why the Triton kernels cannot compute this call of paged attention, or None."""
     if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
         return reason
     q, k_pages, v_pages = request.q, request.k_pages, request.v_pages
@@ -94,7 +94,7 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
 
 
 def make_plan(request: PagedAttentionRequest) -> PagedAttentionPlan:
-    """Return the kernels' constants for a request."""
+    """Choose the compile-time constants of the kernels for a call, such as how many ranges keys are divided into."""
     batch, new_tokens, num_heads, head_dim = request.q.shape
     page_size, key_heads = request.page_size, request.key_heads
     table_width = request.page_table.shape[1]
@@ -116,7 +116,7 @@ def make_plan(request: PagedAttentionRequest) -> PagedAttentionPlan:
 
 
 def attend(request: PagedAttentionRequest) -> jax.Array:
-    """Return the attention [B, T, N, H] in the dtype of the queries."""
+    """Compute paged attention with the Triton kernels: [B, T, N, H] in the dtype of the queries."""
     import jax_triton
 
     from pallas_kernels.paged_attention.triton_kernel import attend_kernel, combine_kernel

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention: partial softmax sums over a range of keys, and their combination."""
+"""Triton kernels of paged attention: attention to each range of a sequence's keys, and combination of the ranges."""
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan: tl.constexpr):
-    """Attend to one range of a sequence's keys, for the query heads that share one key head.
+    """Compute attention to one range of a sequence's keys, for the query heads that share one key head.
 
     The program ids are the sequence, its key head and the range. `out` is [B, T, N, H] if a sequence has one range,
     otherwise float32 [B, K, ranges, rows, H], where a row is a pair of new token and query head, and `log_sums` is the
@@ -71,7 +71,7 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan:
 
 @triton.jit
 def combine_kernel(partial, log_sums, out, plan: tl.constexpr):
-    """Combine the ranges of `attend_kernel` for one sequence, key head and row; `out` is [B, T, N, H]."""
+    """Combine attention to all ranges of a sequence's keys, for one query; `out` is [B, T, N, H]."""
     padded_ranges: tl.constexpr = plan.padded_ranges
     head_dim: tl.constexpr = plan.head_dim
     sequence, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)

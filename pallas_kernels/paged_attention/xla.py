@@ -1,4 +1,4 @@
-"""Paged attention by XLA: copies blocks of the pages of all sequences, up to the longest sequence, and attends to each.
+"""Paged attention in XLA: a loop copies a block of keys of every sequence from its pages, and attends to it.
 
 The softmax is summed over blocks (Rabe and Staats 2021, arXiv:2112.05682): the cost depends on the tokens in the
 pages and not on the width of the page table.
@@ -16,13 +16,13 @@ _LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 def unsupported_reason(request: PagedAttentionRequest) -> str | None:
-    """Return None: XLA computes every request."""
+    """Return None, as this backend computes every call of paged attention."""
     del request
     return None
 
 
 def attend(request: PagedAttentionRequest) -> jax.Array:
-    """Return the attention [B, T, N, H] in the dtype of the queries."""
+    """Compute paged attention in XLA: [B, T, N, H] in the dtype of the queries."""
     q, lengths = request.q, request.lengths
     batch, length, heads, width = q.shape
     pages = max(1, min(_BLOCK // request.page_size, request.page_table.shape[1]))
@@ -53,14 +53,14 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
 
 
 def _rows(stored: Stored, table: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return the keys or values of the pages of each sequence, [B, keys, K, H]."""
+    """Gather the keys or values of each sequence from its pages, [B, keys, K, H], decoded."""
     return decode(map_stored(lambda x: x[table].reshape(len(table), -1, *x.shape[2:]), stored), dtype)
 
 
 def _scores(
     request: PagedAttentionRequest, q: jax.Array, k: jax.Array, positions: jax.Array, start: jax.Array
 ) -> jax.Array:
-    """Return the scores of q [B, T, K, G, H] with the keys from position `start` on, float32 [B, K, G, T, keys]."""
+    """Return masked scores of q [B, T, K, G, H] and keys from position `start` on: float32 [B, K, G, T, keys]."""
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * request.scale
     if request.soft_cap:
         scores = jnp.tanh(scores / request.soft_cap) * request.soft_cap
@@ -72,7 +72,7 @@ def _scores(
 
 
 def _first_block(request: PagedAttentionRequest, block: int) -> jax.Array:
-    """Return the number of the first block that a query sees."""
+    """Return the index of the first block of keys that any query sees, from the sliding window."""
     if request.window is None:
         return jnp.zeros((), jnp.int32)
     first = jnp.maximum(request.lengths - request.q.shape[1] + 1 - request.window, 0)
