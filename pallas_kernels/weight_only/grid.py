@@ -29,7 +29,7 @@ class Grid:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The smallest and the largest integer."""
+        """The smallest and the largest integer of the grid."""
         return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
 
     def groups(self, inputs: int) -> int:
