@@ -223,7 +223,7 @@ def layers_in_order(stack: Stack) -> Iterator[tuple[int, Block]]:
 
 
 def dense_layers(block: nnx.Module) -> dict[str, Linear]:
-    """Return the dense layers of a block by path, such as `mlp/up_proj`."""
+    """Return the dense layers of a Transformer layer by path, such as `mlp/up_proj`."""
     found = ((path, node) for path, node in nnx.iter_modules(block) if isinstance(node, Linear))
     return {"/".join(map(str, path)): node for path, node in found}
 
@@ -235,7 +235,7 @@ def input_source(path: str) -> str:
 
 
 def weights_by_path(state: Weights) -> dict[str, jax.Array]:
-    """Return the arrays of a layer by path, such as `mlp/up_proj/kernel`."""
+    """Return the weights of a Transformer layer by path, such as `mlp/up_proj/kernel`."""
     return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
 
 

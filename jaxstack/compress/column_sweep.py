@@ -241,7 +241,7 @@ class Rounded(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("grid", "damping"))
 def gptq(w: Float[Array, "out in"], hessian: Float[Array, "in in"], grid: Grid, damping: float = DAMPING) -> Rounded:
-    """Round a matrix to a grid by GPTQ (Frantar et al. 2022, arXiv:2210.17323).
+    """Round a matrix to an integer grid by GPTQ (Frantar et al. 2022, arXiv:2210.17323).
 
     Columns are rounded in descending order of H's diagonal, with the scales of the groups in the original order
     ("static groups"), so that the result is stored without a permutation. The scales are rounded to bfloat16 before the

@@ -1,4 +1,4 @@
-"""Recipes: which method compresses which dense layers."""
+"""Configuration of compression: recipes, which choose the method that compresses each dense layer."""
 
 from typing import Literal
 

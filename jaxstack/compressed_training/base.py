@@ -30,7 +30,7 @@ class WeightRule(PathRule):
     @property
     @abstractmethod
     def title(self) -> str:
-        """The method with its main settings, for reports."""
+        """Description of the method with its main settings, for reports."""
 
     def check(self, weight: Weight) -> None:
         """Check that the method can compress a weight.
@@ -58,7 +58,7 @@ class WeightRule(PathRule):
         return w
 
     def choices(self, layout: MatrixLayout) -> int:
-        """Return how many values the random `choice` of a train step has for this weight; 0: none is drawn."""
+        """Return how many random choices `use` has for this weight, such as where to truncate its rank; 0: none."""
         del layout
         return 0
 

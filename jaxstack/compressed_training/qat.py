@@ -18,7 +18,10 @@ from pallas_kernels.weight_only.packed import PackedWeight, pack_nearest
 
 
 class QatRule(WeightRule):
-    """Rounds weights to symmetric integers with one scale for each group of inputs, as `compress` with `rtn` does."""
+    """Trains with weights rounded to symmetric integers, with one scale for each group of inputs.
+
+    `jaxstack compress` with the method `rtn` rounds alike.
+    """
 
     method: Literal["qat"] = "qat"
     bits: int = Field(default=4, ge=2, le=8)

@@ -173,7 +173,7 @@ def fp8_swiglu_mlp(
     states: Sequence[AmaxState | None] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows outputs"]:
-    """Compute swiglu(x @ gate, x @ up) @ down with FP8 matmuls, as `fp8_multiply` and `swiglu` would.
+    """Compute the feed-forward layer swiglu(x @ gate, x @ up) @ down with its three matmuls in FP8.
 
     SwiGLU and its gradients are quantized where they are computed: they are stored in FP8 only.
 

@@ -63,7 +63,7 @@ def quantize_rows(x: jax.Array) -> Quantized:
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Quantize each x [M, K] that `source` computes, and its transpose, to E4M3 with a scale per 128 row values."""
+    """Quantize each x [M, K] that `source` computes, and its transpose, by rows to E4M3: a scale per 128 values."""
     return [(quantize_rows(x), quantize_rows(x.T)) for x in source.compute(*arrays)]
 
 

@@ -63,7 +63,7 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, amax: jax.Array | None =
 
 
 def name_for_remat(x: Quantized) -> Quantized:
-    """Return x named "fp8_input" for `jax.checkpoint`'s policies, so that FP8 and not its source is saved.
+    """Name a quantized x "fp8_input" for `jax.checkpoint` policies, which then save it in place of its source.
 
     On a CPU the arrays are bytes (see `as_bytes`).
     """
@@ -87,7 +87,7 @@ def from_bytes(tree: Tree) -> Tree:
 
 
 def dequantize(x: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return the values that a per-tensor scaled array represents; exact in bfloat16 and float32.
+    """Dequantize an FP8 array with one scale to `dtype`; exact in bfloat16 and float32.
 
     XLA recognises an FP8 matmul by this form in front of a matmul.
     """

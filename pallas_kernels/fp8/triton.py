@@ -47,7 +47,7 @@ def _padded(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizePlan:
-    """Compile-time constants of a quantization kernel.
+    """Compile-time constants of a Triton kernel that quantizes an array to FP8.
 
     Attributes:
         rows, columns: shape of the array.
@@ -78,7 +78,7 @@ class QuantizePlan:
 
     @property
     def padded_history(self) -> int:
-        """Smallest power of two not below `history`."""
+        """Length of the history of magnitudes, rounded up to a power of two."""
         return _padded(self.history)
 
 
@@ -100,7 +100,7 @@ class MaximaPlan:
 
     @property
     def padded_history(self) -> int:
-        """Smallest power of two not below `history`."""
+        """Length of the history of magnitudes, rounded up to a power of two."""
         return _padded(self.history)
 
 

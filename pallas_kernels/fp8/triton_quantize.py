@@ -129,7 +129,7 @@ def swiglu_of(gate, up, rows, columns, plan: tl.constexpr):
 
 @triton.jit
 def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
-    """Return a tile of the gradients of gate and up, from that of the product."""
+    """Return a tile of SwiGLU's gradients of gate and up, from the gradient `d_out` of its result."""
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
     d_wide = tl.load(d_out + rows * plan.columns + columns).to(tl.float32)
     wide_up = tl.load(up + rows * plan.columns + columns).to(tl.float32)

@@ -71,7 +71,7 @@ def sort_queries(q: Float[Array, "*dims N H"], keys: Stored) -> Float[Array, "*d
 
 
 def without_order(stored: Stored) -> Stored:
-    """Drop the channel order of encoded values, so that channels count as they are stored."""
+    """Drop the channel order of encoded values, which then count as being in the order in which they are stored."""
     return dataclasses.replace(stored, order=None) if isinstance(stored, Encoded) else stored
 
 

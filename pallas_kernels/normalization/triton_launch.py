@@ -22,7 +22,7 @@ _ELEMENTS = 512
 
 @dataclasses.dataclass(frozen=True)
 class NormKernelPlan:
-    """Compile-time constants of the Triton kernel of the norm's gradients.
+    """Compile-time constants of the Triton kernel that computes the gradients of a norm.
 
     Attributes:
         rows, width: shape of x.

@@ -217,7 +217,7 @@ def tile_problem(plan: ProductPlan) -> str | None:
 
 
 def excess_of_raised(x: Float[Array, "rows in"], block_in: int) -> Float[Array, "rows blocks"]:
-    """Return how much too large sums over blocks of inputs are if integers are raised by 136: 136 sum(x), float32."""
+    """Return what 136 added to each integer adds to the sum over a block of inputs: 136 sum(x), float32."""
     return 136 * x.astype(jnp.float32).reshape(x.shape[0], -1, block_in).sum(-1)
 
 

@@ -162,7 +162,7 @@ def product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
 
 @triton.jit
 def sliced_product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
-    """Multiply like `product_kernel`, but let a program's warps divide the inputs, and add their sums.
+    """Multiply x with a block of rows of the packed matrix; a program's warps divide the inputs and add their sums.
 
     Each slice of the inputs belongs to warps of its own, which do not wait for the others before the end.
     """
