@@ -1,4 +1,4 @@
-"""Array types of arguments: operations that convert their arguments to jax arrays take numpy arrays too."""
+"""Type of arguments that may be jax or NumPy arrays, for operations that convert them to jax arrays."""
 
 import jax
 import numpy as np

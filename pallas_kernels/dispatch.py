@@ -1,4 +1,4 @@
-"""Choice of a backend for a call, from an ordered table per operation.
+"""Chooses the backend (implementation) that computes a call, from an ordered table for each operation.
 
 A row is a `Backend`. The first row that supports the call, and does not say that a later one is faster, is used.
 `unsupported_reason` returns why a row cannot compute a call, `lower_priority_reason` why another row computes it
@@ -67,7 +67,7 @@ class Backend(Generic[RequestT]):
     gradients: Callable[..., Any] | None = None
 
     def unavailable_reason(self, request: RequestT) -> str | None:
-        """Return why this backend cannot compute the request here, or None.
+        """Return why this backend cannot compute the call on the target device and mesh, or None if it can.
 
         The backend's own rules are asked first, then whether XLA would have to partition the call.
         """
@@ -76,7 +76,7 @@ class Backend(Generic[RequestT]):
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend chosen at a call site, and why the rows before it were passed over.
+    """Record of the backend chosen at a call site, and why those before it in the table were passed over.
 
     Attributes:
         operation: name of the operation, e.g. "flash_attention".
@@ -106,7 +106,7 @@ class Choice:
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[Choice]]:
-    """Yield a list that receives a `Choice` for every distinct choice made while tracing inside the context.
+    """Record the backends chosen while tracing in this context: yield a list that receives each distinct `Choice`.
 
     A `jax.jit` function that is already traced is not traced again and adds nothing: record around the first call or
     around `.lower(...)`. Contexts nest; each list receives every choice.
@@ -127,7 +127,7 @@ def select(
     *,
     record: bool = True,
 ) -> Backend[RequestT]:
-    """Return the backend for `request`: the one named by `implementation`, or the first of the table that supports it.
+    """Choose the backend for a call: the one named by `implementation`, or the first of the table that supports it.
 
     Args:
         operation: name of the operation, for messages and records.
@@ -214,7 +214,7 @@ def _call_site() -> str:
 
 
 def _relative_to_package(file: str) -> str:
-    """Return the path from the outermost package directory on, by which a reader knows the file."""
+    """Shorten a source file's path, for messages, to the part from its outermost package directory on."""
     path = Path(file)
     top = path.parent
     while (top / "__init__.py").exists():

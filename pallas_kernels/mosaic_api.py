@@ -70,7 +70,7 @@ class Ref(Protocol):
 
 
 def fence_before_async_reads() -> None:
-    """Order the TMA reads of global memory that follow after the writes that a semaphore has announced.
+    """Make the writes that a semaphore has announced visible to the TMA reads of global memory that follow.
 
     TMA reads take another path to memory than ordinary loads (the asynchronous proxy), which the semaphore alone does
     not order.
@@ -84,7 +84,7 @@ def fence_before_async_reads() -> None:
 
 
 def fetch_and_increment(counter: Ref) -> jax.Array:
-    """Increment a semaphore atomically and return its value before that, int32.
+    """Increment a semaphore atomically and return its previous value, int32.
 
     For the code of a single warp, all lanes of which get the same value.
     """

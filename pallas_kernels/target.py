@@ -1,4 +1,4 @@
-"""The device that a function is lowered for, as far as the choice of a backend depends on it.
+"""The device that a function is lowered for (its target), by which operations choose their backends.
 
 The default is jax's default backend. Code that compiles ahead of time for another device declares it:
 

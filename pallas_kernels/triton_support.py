@@ -6,7 +6,7 @@ from pallas_kernels.target import Target
 
 
 def unsupported_target(target: Target, least: tuple[int, int]) -> str | None:
-    """Return why no Triton kernel can be compiled for a target, or None.
+    """Return why Triton kernels cannot be compiled for a target device, or None if they can.
 
     Args:
         target: the device.

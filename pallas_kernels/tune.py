@@ -30,7 +30,10 @@ _LONGEST_CANDIDATE = 60.0
 
 
 def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Measure] = Stopwatch) -> int:
-    """Tune, and return the exit status: 2 if the machine or an argument is wrong, 1 if no candidate ran, else 0."""
+    """Run the tuning command; return its exit status: 2 if the machine or an argument is wrong, 1 if no candidate ran.
+
+    It is 0 otherwise.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.tune",
         description=__doc__,
@@ -90,7 +93,7 @@ def _tune(works: list[Work], names: list[str], path: Path, minutes: float, stopw
 
 
 def _watched(measure: Measure) -> Measure:
-    """Wrap `measure` so that it ends the process if it hangs: nothing else stops a kernel that waits forever."""
+    """Wrap the function that times a kernel so that it ends the process if the kernel hangs: nothing else would."""
 
     def watched(kernel: str, tiling: Tiling) -> float:
         timer = threading.Timer(_LONGEST_CANDIDATE, _give_up, [f"{kernel} {blocks_of(tiling, kernel)}"])

@@ -11,7 +11,7 @@ from jaxstack.errors import ConfigError
 
 
 def make_parser() -> CommandParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of `jaxstack compress`."""
     parser = CommandParser(
         prog="jaxstack compress",
         description="Compress the model of a run or a Hugging Face checkpoint: quantize, prune, factorize. A recipe "
@@ -44,7 +44,7 @@ def make_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run `jaxstack compress` with command-line arguments and return its exit code."""
     args = make_parser().parse_args(argv)
     return run_command("jaxstack compress", lambda: _compress(args))
 

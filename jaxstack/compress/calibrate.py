@@ -35,14 +35,14 @@ Sums: TypeAlias = dict[str, dict[Statistic, jax.Array]]
 
 
 class Batch(NamedTuple):
-    """A batch of calibration sequences between two layers: the residual stream, and the layers' shared inputs."""
+    """A batch of calibration sequences between two layers: hidden states, and the inputs that all layers share."""
 
     x: Float[Array, "B T D"]
     context: Context
 
 
 class LayerRunner:
-    """Compiled functions that run one Transformer layer; equal layers share their programs.
+    """Runs a Transformer one layer at a time and measures layers' inputs; equal layers share compiled programs.
 
     Args:
       dtype: dtype of the computation.
@@ -59,7 +59,7 @@ class LayerRunner:
         self._errors = jax.jit(self._sublayer_errors, static_argnames=("graphdef", "sublayer", "change"))
 
     def embed(self, model: Transformer, batches: Sequence[Mapping[str, Any]]) -> list[Batch]:
-        """Return the inputs of the first layer.
+        """Compute the inputs of the first Transformer layer for batches of calibration text.
 
         Args:
           batches: `tokens` [B, T] int32, and with packing `positions` and `segment_ids` [B, T].
@@ -72,14 +72,14 @@ class LayerRunner:
         return found
 
     def apply(self, block: Block, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the outputs of a layer; its inputs are donated."""
+        """Run a Transformer layer on each batch and return its outputs; the inputs' buffers are donated."""
         graphdef, state = nnx.split(block)
         return [batch._replace(x=self._apply(graphdef, state, *batch)) for batch in batches]
 
     def measure(
         self, block: Block, batches: Sequence[Batch], needs: Mapping[str, frozenset[Statistic]]
     ) -> dict[str, InputStatistics]:
-        """Return statistics of the inputs of dense layers.
+        """Measure statistics of the inputs of a Transformer layer's dense layers over all batches.
 
         Args:
           needs: dense layer by its path in the block, such as `mlp/up_proj` -> statistics wanted.
@@ -98,7 +98,7 @@ class LayerRunner:
     def measure_head(
         self, model: Transformer, batches: Sequence[Batch], needs: frozenset[Statistic]
     ) -> InputStatistics:
-        """Return statistics of the head's inputs, given the outputs of the last layer."""
+        """Measure statistics of the output head's inputs, given the outputs of the last layer."""
         graphdef, state = nnx.split(model.final_norm)
         sums: Sums = {}
         for batch in batches:
@@ -113,7 +113,7 @@ class LayerRunner:
         statistics: Mapping[str, InputStatistics],
         methods: Mapping[str, Method],
     ) -> CalibrationBlock:
-        """Return the `CalibrationBlock` of a layer, with its weights and statistics, for `Method.rescale`."""
+        """Bundle a layer's weights and input statistics for methods that rescale several of its weights together."""
         graphdef, state = nnx.split(block)
 
         def output_errors(sublayer: Sublayer, change: Change, candidates: jax.Array) -> jax.Array:
@@ -140,7 +140,7 @@ class LayerRunner:
     def _inputs(
         self, block: Block, x: jax.Array, context: Context, paths: Sequence[str]
     ) -> dict[str, Float[Array, "tokens in"]]:
-        """Run the block and return the inputs of its dense layers; the block must not be used again."""
+        """Run a Transformer block and return the inputs of its dense layers `paths`; it must not be used again."""
         found: dict[str, jax.Array] = {}
         layers = dense_layers(block)
         for path in paths:
@@ -174,7 +174,7 @@ class LayerRunner:
         sublayer: Sublayer,
         change: Change,
     ) -> Float[Array, " n"]:
-        """Return the mean squared change of the sublayer's output for each candidate."""
+        """Return how much each candidate change of weights changes a sublayer's output: mean squared differences."""
         source = SUBLAYER_INPUT[sublayer]
 
         def run(state: Weights, inputs: jax.Array) -> jax.Array:
@@ -194,7 +194,7 @@ class LayerRunner:
 
 
 class _Recorder:
-    """A dot_general that records its first operand.
+    """A `dot_general` that also records its first operand, the input of a dense layer.
 
     Args:
       found: receives the operand as [tokens, in], under `path`.
@@ -211,7 +211,7 @@ class _Recorder:
 
 
 def layers_in_order(stack: Stack) -> Iterator[tuple[int, Block]]:
-    """Yield the number and the block of each of the model's layers, whether or not a scan runs it."""
+    """Yield number and block of each Transformer layer in forward order, also of layers stacked for a scan."""
     places = sorted(
         (number, index, row)
         for index in range(len(stack.layers))
@@ -223,24 +223,24 @@ def layers_in_order(stack: Stack) -> Iterator[tuple[int, Block]]:
 
 
 def dense_layers(block: nnx.Module) -> dict[str, Linear]:
-    """Return the dense layers of a block by path, such as `mlp/up_proj`."""
+    """Return the dense layers of a Transformer layer by path, such as `mlp/up_proj`."""
     found = ((path, node) for path, node in nnx.iter_modules(block) if isinstance(node, Linear))
     return {"/".join(map(str, path)): node for path, node in found}
 
 
 def input_source(path: str) -> str:
-    """Return the path of the dense layer that is measured for all layers with the same input: q_proj for k_proj."""
+    """Return the dense layer that is measured in place of `path` because it has the same input: q_proj for k_proj."""
     head, _, name = path.rpartition("/")
     return "/".join(part for part in (head, SAME_INPUT.get(name, name)) if part)
 
 
 def weights_by_path(state: Weights) -> dict[str, jax.Array]:
-    """Return the arrays of a layer by path, such as `mlp/up_proj/kernel`."""
+    """Return the weights of a Transformer layer by path, such as `mlp/up_proj/kernel`."""
     return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
 
 
 def replace_weights(state: Weights, changes: Mapping[str, Any]) -> Weights:
-    """Return the state with other values at the paths of `changes`."""
+    """Return the state of a layer with the weights at the paths of `changes` replaced."""
     flat = [(path, "/".join(map(str, path)), variable) for path, variable in nnx.to_flat_state(state)]
     if unknown := changes.keys() - {name for _, name, _ in flat}:
         raise KeyError(f"no weight {sorted(unknown)[0]!r}; there are {[name for _, name, _ in flat]}.")
@@ -252,7 +252,7 @@ def _hashable(needs: Mapping[str, frozenset[Statistic]]) -> Needs:
 
 
 def _token_sums(x: Float[Array, "tokens in"], wanted: Sequence[Statistic]) -> dict[Statistic, jax.Array]:
-    """Return sums over tokens in float32: of x x^T, |x| and x^2."""
+    """Return the wanted sums over the tokens of a dense layer's input x, in float32: of x x^T, |x| and x^2."""
     sums: dict[Statistic, jax.Array] = {}
     if "hessian" in wanted:
         # Products of bfloat16 values are exact in float32.
@@ -273,7 +273,7 @@ def _add(sums: Sums, new: Sums) -> Sums:
 
 
 def _finish(sums: Sums, batches: Sequence[Batch]) -> dict[str, InputStatistics]:
-    """Return the statistics of sums over all tokens of the batches."""
+    """Turn sums over all calibration tokens into the statistics of the inputs of dense layers."""
     count = sum(math.prod(batch.x.shape[:2]) for batch in batches)
     factors: dict[Statistic, float] = {"hessian": 2 / count, "mean_abs": 1 / count, "square_sum": 1.0}
     return {

@@ -1,4 +1,4 @@
-"""Calibration text: rows of a run's own training text, or of given files."""
+"""Reads calibration text: sequences of a run's own training text, or of given files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ def read_calibration(
     calibration: CalibrationConfig,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, np.ndarray]]:
-    """Return batches of calibration text, `tokens` and with packing `positions` and `segment_ids`, int32 [B, T].
+    """Read calibration text as batches of `tokens`, with packing also `positions` and `segment_ids`, int32 [B, T].
 
     The rows are the first ones of the training order, without augmentation.
 
@@ -65,7 +65,7 @@ def _default_length(config: RunConfig, trained_here: bool) -> int:
 
 
 def _data_section(directory: Path, section: DataConfig, paths: tuple[str, ...]) -> DataConfig:
-    """Return the run's own data without what training adds to it, or that of the given files."""
+    """Return the data configuration for calibration: the run's own without augmentations, or of the given files."""
     if not paths:
         return section.model_copy(update={"augmentations": ()})
     folder = directory / "tokenizer" if is_run(directory) else directory
@@ -91,7 +91,7 @@ def _check_enough(data: Data, sequences: int, length: int) -> None:
 
 
 def _batch_size(calibration: CalibrationConfig) -> int:
-    """Return the largest batch size up to the wanted one that divides the sequences, so that one size is compiled."""
+    """Return the largest batch size, at most the configured one, that divides the sequences: one shape is compiled."""
     wanted = min(calibration.batch_size, calibration.sequences)
     return next(size for size in range(wanted, 0, -1) if calibration.sequences % size == 0)
 

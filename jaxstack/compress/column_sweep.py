@@ -33,18 +33,18 @@ State: TypeAlias = Any
 
 
 class Rule(Protocol):
-    """Interface of the rule by which a column sweep prunes or rounds; hashable, because it is static under `jit`."""
+    """Interface of a rule that chooses a matrix's new columns, pruned or rounded; hashable, as static under `jit`."""
 
     def start_block(
         self, data: Any, w: Float[Array, "out block"], diagonal: Float[Array, " block"], start: Int[Array, ""] | int
     ) -> State:
-        """Return the state for the columns `start` to `start + block`, whose weights are w before their sweep."""
+        """Return the rule's state for the block of columns from `start`, whose weights before the sweep are w."""
         ...
 
     def column(
         self, state: State, w: Float[Array, "out block"], diagonal: Float[Array, " block"], i: Int[Array, ""] | int
     ) -> tuple[Float[Array, " out"], State]:
-        """Return the new values of column i of the block, and the state for the next column."""
+        """Return the new values of column i of the block, and the rule's state for the next column."""
         ...
 
 
@@ -70,7 +70,7 @@ class Solution(NamedTuple):
 
 
 def factorize(hessian: Float[Array, "in in"], damping: float = DAMPING) -> Factor:
-    """Return the factor U of the inverse of H + damping * mean(diag(H)) * I.
+    """Return the upper triangular U with U^T U = inverse of H + damping * mean(diag(H)) * I.
 
     With the order of rows and columns reversed, the Cholesky factor of H is upper triangular, H = R R^T, and U = R^-1.
     The inverse of H is never formed.
@@ -93,7 +93,7 @@ def factorize(hessian: Float[Array, "in in"], damping: float = DAMPING) -> Facto
 def sweep(
     w: Float[Array, "out in"], upper: Float[Array, "in in"], rule: Rule, data: Any, columns: int = BLOCK
 ) -> Float[Array, "out in"]:
-    """Return the weights that `rule` chooses column by column; each column is first corrected for earlier errors.
+    """Prune or round a matrix column by column by `rule`, first correcting each column for the errors of earlier ones.
 
     The rows of w may be sharded: a row depends on others only where the rule compares rows.
 
@@ -124,7 +124,7 @@ def sweep(
 def _sweep_block(
     w: Float[Array, "out block"], upper: Float[Array, "block block"], rule: Rule, state: State
 ) -> tuple[Float[Array, "out block"], Float[Array, "out block"]]:
-    """Return the new weights of a block, and the errors e of its columns."""
+    """Prune or round the columns of a block; return the new weights, and the errors that later columns correct."""
     diagonal = jnp.diagonal(upper)
     columns = jnp.arange(w.shape[1])
 
@@ -154,7 +154,7 @@ class Prune:
     def start_block(
         self, data: None, w: Float[Array, "out block"], diagonal: Float[Array, " block"], start: Int[Array, ""] | int
     ) -> Bool[Array, "out block"]:
-        """Return the mask of zeros of a block; for n:m nothing is chosen yet."""
+        """Return the mask of the block's weights to set to zero; for n:m patterns it is still empty."""
         if self.pattern.keep_of is not None:
             return jnp.zeros(w.shape, bool)
         return self.pattern.zeros(jnp.square(w / diagonal))
@@ -166,7 +166,7 @@ class Prune:
         diagonal: Float[Array, " block"],
         i: Int[Array, ""] | int,
     ) -> tuple[Float[Array, " out"], Bool[Array, "out block"]]:
-        """Return column i with its zeros, and the mask."""
+        """Return column i with its zeros, and the mask, in which n:m patterns choose zeros group by group."""
         if self.pattern.keep_of is not None:
             size = self.pattern.keep_of[1]
 
@@ -182,7 +182,7 @@ class Prune:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Rule of GPTQ: the nearest value of the grid. Its data are the scales of all columns, [out, in]."""
+    """Rule of GPTQ: each weight becomes the nearest value of an integer grid with given scales [out, in]."""
 
     grid: Grid
 
@@ -193,7 +193,7 @@ class Round:
         diagonal: Float[Array, " block"],
         start: Int[Array, ""] | int,
     ) -> Float[Array, "out block"]:
-        """Return the scales of the block's columns."""
+        """Return the scales of the weights in the block's columns, which are the rule's state."""
         return jax.lax.dynamic_slice_in_dim(data, start, w.shape[1], axis=1)
 
     def column(
@@ -203,7 +203,7 @@ class Round:
         diagonal: Float[Array, " block"],
         i: Int[Array, ""] | int,
     ) -> tuple[Float[Array, " out"], Float[Array, "out block"]]:
-        """Return column i rounded."""
+        """Return column i rounded to the grid, and the block's scales unchanged."""
         old, scale = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (w, state))
         return self.grid.dequantize(self.grid.quantize(old, scale), scale)[:, 0], state
 
@@ -241,7 +241,7 @@ class Rounded(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("grid", "damping"))
 def gptq(w: Float[Array, "out in"], hessian: Float[Array, "in in"], grid: Grid, damping: float = DAMPING) -> Rounded:
-    """Round a matrix to a grid by GPTQ (Frantar et al. 2022, arXiv:2210.17323).
+    """Round a matrix to an integer grid by GPTQ (Frantar et al. 2022, arXiv:2210.17323).
 
     Columns are rounded in descending order of H's diagonal, with the scales of the groups in the original order
     ("static groups"), so that the result is stored without a permutation. The scales are rounded to bfloat16 before the
@@ -267,7 +267,7 @@ def round_to_scales(
     spread: Float[Array, "out in"],
     damping: float = DAMPING,
 ) -> tuple[Int[Array, "out in"], Bool[Array, ""]]:
-    """Return the integers of GPTQ for weights with these scales, int8, and `Factor.valid`."""
+    """Round a matrix by GPTQ with given scales; return int8 integers, and whether the Hessian could be factorized."""
     order = jnp.argsort(-jnp.diagonal(hessian))
     factor = factorize(hessian[order][:, order], damping)
     ordered = jnp.where(factor.dead, 0.0, w.astype(jnp.float32)[:, order])

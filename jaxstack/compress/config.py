@@ -1,4 +1,4 @@
-"""Recipes: which method compresses which dense layers."""
+"""Configuration of compression: recipes, which choose the method that compresses each dense layer."""
 
 from typing import Literal
 
@@ -23,7 +23,7 @@ class CalibrationConfig(Component):
 
 
 class Recipe(Component):
-    """A recipe of `jaxstack compress`."""
+    """A recipe of `jaxstack compress`: which method compresses which layers, and how other weights are stored."""
 
     layers: tuple[AnyMethod, ...] = Field(min_length=1)
     """Rules of dense layers, `{path: REGULAR EXPRESSION, method: NAME, ...}`. The first one whose path occurs in the

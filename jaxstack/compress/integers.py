@@ -30,14 +30,14 @@ _ONE_BITS = 15
 
 
 def encode_blocks(x: Float[Array, "*rows K"], bits: int = _BITS) -> tuple[Int[Array, "*rows K"], Int[Array, "*rows n"]]:
-    """Return x as int8 integers, and for each block along the last dim the int8 exponent of its power of two."""
+    """Quantize x in blocks along its last dim; return int8 integers and each block's power-of-two exponent, int8."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, math.gcd(BLOCK, x.shape[-1]))
     exponents = block_exponents(jnp.abs(blocks).max(-1), bits)
     return round_to_steps(blocks, exponents[..., None], bits).reshape(x.shape), exponents
 
 
 def round_blocks(x: Float[Array, "*rows K"], bits: int = _BITS) -> Float[Array, "*rows K"]:
-    """Return x rounded to the integers of `encode_blocks`, in its own dtype, which holds them exactly."""
+    """Round x to block floating point along its last dim; x's own dtype holds the rounded values exactly."""
     q, exponents = encode_blocks(x, bits)
     scaled = q.reshape(*exponents.shape, -1) * powers_of_two(exponents)[..., None]
     return scaled.reshape(x.shape).astype(x.dtype)
@@ -63,7 +63,7 @@ def integer_matmul(
 
 
 def integer_softmax(scores: Float[Array, "*rows S"], visible: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-    """Return the softmax over visible scores as 8-bit integers times powers of two, float32.
+    """Compute the softmax over visible scores by integer exponentials, rounded to 8-bit block floating point.
 
     Exponentials are entries of a table of 32 powers of two, shifted right: exp(s - max) = 2^-t for a fixed-point t.
     """
@@ -78,14 +78,14 @@ def integer_softmax(scores: Float[Array, "*rows S"], visible: Bool[Array, "*#row
 
 @dataclasses.dataclass(frozen=True)
 class BlockMatmul:
-    """A `dot_general` over the last dim of x whose left operand is rounded to 8-bit blocks."""
+    """A `dot_general` over the last dim of x that first rounds x to 8-bit block floating point."""
 
     def __call__(self, x: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
         return jax.lax.dot_general(round_blocks(x), kernel, dimension_numbers, **options)
 
 
 class IntegerSoftmax(SoftmaxAttention):
-    """Softmax attention with queries, keys, values and probabilities in 8-bit blocks. It has no cache."""
+    """Softmax attention on 8-bit block floating point queries, keys, values and probabilities; it has no KV cache."""
 
     def attend(
         self,
@@ -120,7 +120,7 @@ class IntegerSoftmax(SoftmaxAttention):
 
 
 def in_integers(model: Transformer) -> Transformer:
-    """Make the layers of a model compute matmuls and softmax with 8-bit blocks; the model is changed in place.
+    """Make a model's layers compute matmuls and softmax in 8-bit block floating point; it is changed in place.
 
     Weights are used as they are: compress them with `bct` first, and give them as plain arrays.
 

@@ -35,7 +35,7 @@ HEAD, TABLE = "head", "embedding/table"
 
 @dataclasses.dataclass(frozen=True)
 class LayerwiseResult:
-    """The weights that compression changed, and its errors.
+    """Result of compressing a model layer by layer: the changed weights, and the errors of layers' outputs.
 
     Attributes:
       weights: changed weights by path, with the layer's number, such as `decoder/layers/3/mlp/down_proj/kernel`: the
@@ -57,7 +57,7 @@ def compress_layers(
     rules: AxisRules | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> LayerwiseResult:
-    """Compress the weights of a Transformer in the order in which a forward pass reaches them.
+    """Compress a Transformer layer by layer in forward order, each calibrated on the compressed layers before it.
 
     The embedding of a tied model is compressed last if its method needs calibration, as it is then the head.
 
@@ -102,13 +102,13 @@ def compress_layers(
 
 
 class _Run:
-    """State of a compression: the model, the functions that run its layers, and the result so far."""
+    """State of a layer-by-layer compression: the model, the functions that run its layers, and the result so far."""
 
     def __init__(self, model: Transformer, runner: LayerRunner, report: Callable[[str], None]):
         self.model, self.runner, self.report, self.result = model, runner, report, LayerwiseResult()
 
     def kernel_paths(self) -> list[str]:
-        """Return the paths of the kernels of all layers."""
+        """Return the paths in the model of the dense kernels of all Transformer layers."""
         stack = self.model.decoder
         return [
             f"decoder/layers/{number}/{name}"
@@ -120,7 +120,7 @@ class _Run:
     def compress_block(
         self, block: Block, streams: Sequence[Batch], methods: Mapping[str, Method], prefix: str
     ) -> Block:
-        """Return the block with its weights as compressed, and add them to the result.
+        """Compress the weights of a Transformer layer, add them to the result, and return the layer with them.
 
         Args:
           streams: inputs of the block.
@@ -153,7 +153,7 @@ class _Run:
         statistics: InputStatistics | None,
         contracted: int = 1,
     ) -> Compressed:
-        """Return a compressed weight in its own shape, and add it to the result.
+        """Compress one weight, add it and its output error to the result, and return it in its own shape.
 
         Args:
           path: path of the weight in the model.
@@ -182,7 +182,7 @@ class _Run:
 
 
 def _kernels(block: Block) -> dict[str, int]:
-    """Return the kernels of a block by path, such as `mlp/up_proj/kernel`, with their number of input dims."""
+    """Return the number of input dims of each dense kernel of a block, by path such as `mlp/up_proj/kernel`."""
     return {f"{path}/kernel": layer.contracted for path, layer in dense_layers(block).items()}
 
 
@@ -190,7 +190,7 @@ def _kernels(block: Block) -> dict[str, int]:
 def _relative_error(
     w: Float[Array, "out in"], new: Float[Array, "out in"], hessian: Float[Array, "in in"]
 ) -> Float[Array, ""]:
-    """Return |W' X - W X|^2 / |W X|^2 for inputs X with this Hessian."""
+    """Return the relative squared output error |W' X - W X|^2 / |W X|^2, from the Hessian of the inputs X."""
 
     def square(w: jax.Array) -> jax.Array:
         return jnp.sum(w * jnp.matmul(w, hessian, precision=jax.lax.Precision.HIGHEST))

@@ -36,7 +36,7 @@ class Pattern:
         return self.sparsity if self.keep_of is None else 1 - self.keep_of[0] / self.keep_of[1]
 
     def check(self, inputs: int) -> None:
-        """Check that groups of m divide a row.
+        """Check that a row of `inputs` weights can be cut into the groups of an n:m pattern.
 
         Raises:
           ValueError: they do not.
@@ -45,7 +45,7 @@ class Pattern:
             raise ValueError(f"A {self} pattern needs a multiple of {self.keep_of[1]} inputs; this layer has {inputs}.")
 
     def zeros(self, scores: Float[Array, "out in"], *, by_row: bool = False) -> Bool[Array, "out in"]:
-        """Return the mask of the weights with the smallest scores.
+        """Return the mask of the weights that the pattern sets to zero: those with the smallest scores.
 
         Of equal scores in a row or group the first are chosen. Over a whole matrix all weights that equal the largest
         chosen score are chosen too.
@@ -83,7 +83,7 @@ def wanda(w: Float[Array, "out in"], square_sum: Float[Array, " in"], pattern: P
 
 
 def _smallest_in_groups(scores: Float[Array, "out groups m"], count: int) -> Bool[Array, "out groups m"]:
-    """Return the mask of the `count` smallest scores of each group, which has few members."""
+    """Return the mask of the `count` smallest scores of each group, by comparing all pairs in it."""
     own, other = scores[..., :, None], scores[..., None, :]
     index = jnp.arange(scores.shape[-1])
     before = (other < own) | ((other == own) & (index < index[:, None]))

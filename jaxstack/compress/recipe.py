@@ -1,4 +1,4 @@
-"""Reads recipes, and finds the method of each dense layer of a model."""
+"""Reads compression recipes, and finds the method that a recipe gives each dense layer of a model."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ RECIPES = Path(__file__).with_name("recipes")
 
 
 class WeightDims(NamedTuple):
-    """Sizes of the input dims and of the output dims of a weight."""
+    """Shape of a weight, split into its input dims and its output dims."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -32,7 +32,7 @@ class WeightDims(NamedTuple):
 
 
 def load_recipe(name: str) -> Recipe:
-    """Return the recipe of a YAML file, or the one of this name that comes with jaxstack.
+    """Load a compression recipe from a YAML file, or by name from those that come with jaxstack.
 
     Raises:
       ConfigError: there is none, or it has a mistake.
@@ -71,7 +71,7 @@ def forward_order_key(path: str) -> tuple[int | str, ...]:
 
 
 def choose_methods(recipe: Recipe, weights: Mapping[str, WeightDims]) -> dict[str, Method]:
-    """Return the method of each weight that a rule of the recipe compresses.
+    """Return the compression method of each weight, by path, for the weights that a rule of the recipe compresses.
 
     Raises:
       ConfigError: a rule matches no weight, or its method cannot compress one that it matches.
@@ -93,5 +93,5 @@ def choose_methods(recipe: Recipe, weights: Mapping[str, WeightDims]) -> dict[st
 
 
 def method_name(method: Method) -> str:
-    """Return the name by which recipes choose the method."""
+    """Return the name by which recipes choose a compression method, such as `gptq`."""
     return str(type(method).model_fields["method"].default)

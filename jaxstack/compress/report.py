@@ -78,7 +78,7 @@ class CompressionReport:
     loss_by_layer: dict[str, float]
 
     def layers(self) -> dict[str, list[WeightRow]]:
-        """Return the rows by layer."""
+        """Return the compressed weights' rows of the report, grouped by layer."""
         found: dict[str, list[WeightRow]] = {}
         for row in self.rows:
             found.setdefault(row.layer, []).append(row)
@@ -125,7 +125,7 @@ def _cells(report: CompressionReport, layer: str, rows: Sequence[WeightRow]) -> 
 
 
 def _mean_error(rows: Sequence[WeightRow]) -> float:
-    """Return the mean of the relative errors, weighted by the matrices' sizes."""
+    """Return the mean of the weights' relative errors, weighted by the sizes of their matrices."""
     sizes = [math.prod(row.shape) for row in rows]
     return sum(size * row.error for size, row in zip(sizes, rows, strict=True)) / sum(sizes)
 

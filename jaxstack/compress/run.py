@@ -57,7 +57,7 @@ Measure: TypeAlias = Callable[[Leaves, int | None], TextLoss]
 
 @dataclasses.dataclass(frozen=True)
 class CompressOptions:
-    """Options of `compress`: the checkpoint, and what is measured.
+    """Options of `compress`: which checkpoint to compress, and on which text to measure the loss.
 
     Attributes:
       step: step of the checkpoint to compress; None: the newest.
@@ -147,7 +147,7 @@ def _describe(
     options: CompressOptions,
     report: Callable[[str], None],
 ) -> CompressionReport:
-    """Return sizes, errors and losses of the compressed weights."""
+    """Measure a compressed model and return the report of its sizes, errors and losses."""
     before, stored, errors = weights.before, weights.stored, weights.output_errors
     rows = [_row(path, methods.get(path), dims[path], before[path], stored[path], errors.get(path)) for path in dims]
     limit = options.text.max_tokens
@@ -164,7 +164,7 @@ def _describe(
 
 
 def _unpack(decoder: Decoder) -> None:
-    """Replace packed weights, as those of a quantized checkpoint, by plain numbers."""
+    """Replace a model's packed weights, such as those of a quantized checkpoint, by dequantized ones."""
     leaves = named_leaves(decoder.params)
     if any(isinstance(leaf, PackedWeight) for leaf in leaves.values()):
         plain = {path: dense_parameter(path, leaf) for path, leaf in leaves.items()}
@@ -178,7 +178,7 @@ def _calibration(
     recipe: Recipe,
     report: Callable[[str], None],
 ) -> Sequence[Mapping[str, Any]]:
-    """Return batches of calibration text; none if no method needs it."""
+    """Return batches of calibration text for the compression methods; an empty list if none of them needs it."""
     if not any(method.needs for method in methods.values()):
         return []
     return read_calibration(directory, source, recipe.calibration, report)
@@ -192,7 +192,7 @@ def _compress_weights(
     recipe: Recipe,
     report: Callable[[str], None],
 ) -> _Weights:
-    """Compress the weights of `methods`; the recipe says how all others are stored."""
+    """Compress each weight that has a method, and convert the others to the dtypes in which the recipe stores them."""
     before, errors = named_leaves(decoder.params), dict[str, float]()
     if batches:
         model = decoder.module.merge(decoder.params, decoder.non_params)
@@ -218,7 +218,7 @@ def compress_leaves(
     dims: Mapping[str, WeightDims],
     report: Callable[[str], None] = lambda line: None,
 ) -> Leaves:
-    """Return the parameters with each weight of `methods` compressed, by path.
+    """Compress, without calibration, each weight that `methods` names; return all parameters by path.
 
     Args:
       leaves: float32 parameters of an unrolled model.
@@ -235,14 +235,14 @@ def compress_leaves(
 
 
 def as_matrix(path: str, leaf: jax.Array, dims: WeightDims) -> jax.Array:
-    """Return a weight as a float32 matrix [out, in]."""
+    """Reshape a weight to the float32 matrix [out, in] that compression methods take."""
     flat = leaf.astype(jnp.float32)
     # The rows of an embedding are the outputs of the head that is tied to it.
     return flat if path.endswith("/table") else flat.reshape(dims.matrix[::-1]).T
 
 
 def as_parameter(path: str, compressed: Compressed, dims: WeightDims) -> PackedWeight | jax.Array:
-    """Return a compressed matrix [out, in] as a parameter of the model."""
+    """Reshape a compressed matrix [out, in] to the shape of the model's parameter."""
     if isinstance(compressed, PackedWeight):
         return compressed.with_dims(*dims)
     return compressed if path.endswith("/table") else compressed.T.reshape(*dims.inputs, *dims.outputs)
@@ -272,13 +272,13 @@ def _row(
 
 
 def layer_name(path: str) -> str:
-    """Return the layer that a weight belongs to: a number, `embedding` or `head`."""
+    """Return the layer that a weight belongs to, as reports name it: a number, `embedding` or `head`."""
     parts = path.split("/")
     return parts[2] if parts[:2] == ["decoder", "layers"] else parts[0]
 
 
 def as_stored(leaf: Any, recipe: Recipe) -> Any:
-    """Return a parameter as it is stored: matrices of plain numbers and vectors in the formats of the recipe."""
+    """Convert a parameter that is not packed to the format in which the recipe stores matrices or vectors."""
     if isinstance(leaf, PackedWeight) or leaf.ndim == 0:
         return leaf
     if leaf.ndim > 1:
@@ -301,7 +301,7 @@ def _losses_by_layer(
     tokens: int,
     report: Callable[[str], None],
 ) -> dict[str, float]:
-    """Return the loss with one layer compressed and all others as before, by layer; `none` is the loss without any."""
+    """Return the held-out loss with a single layer compressed, by layer; under `none`, the uncompressed model's."""
     changed = [path for path in after if after[path] is not before[path]]
     layers = dict.fromkeys(row.layer for row in rows if any(layer_name(path) == row.layer for path in changed))
     if measure is None or not tokens or not layers:
@@ -339,7 +339,7 @@ def _tokenizer(directory: Path, report: Callable[[str], None]) -> Tokenizer | No
 
 
 def _compressed_config(config: RunConfig, directory: Path, output: Path, tokenizer: Tokenizer | None) -> RunConfig:
-    """Return the configuration of the compressed run, whose weights are neither adapted nor compressed any further."""
+    """Return the run configuration of a compressed model, with neither adapters nor compression of its own."""
     model = config.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
     if not is_run(directory):
         return converted_config(output, model, tokenizer)
@@ -358,7 +358,7 @@ def _compressed_config(config: RunConfig, directory: Path, output: Path, tokeniz
 
 
 def _write(output: Path, leaves: Leaves, step: int, tokenizer: Tokenizer | None, directory: Path) -> None:
-    """Write the weights and the tokenizer."""
+    """Write a compressed model's weights and tokenizer to the output directory."""
     ordered = dict(sorted(leaves.items(), key=lambda item: forward_order_key(item[0])))
     with writing_to(output):
         write_compressed(output, nest(ordered), step)

@@ -1,4 +1,4 @@
-"""The interface of a method of compressed training."""
+"""Interface of the methods that train weights in compressed form: quantized, sparse, clustered or of low rank."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar, TypeAlias
@@ -16,7 +16,9 @@ Stored: TypeAlias = Any
 
 
 class WeightRule(PathRule):
-    """Base of the rules of `compression.rules`. A subclass has its own file, and is listed in `config.METHODS`.
+    """Base class of the methods that train weights in compressed form; each is a rule that chooses weights by path.
+
+    A subclass has its own file, and is listed in `config.METHODS`; a configuration lists rules in `compression.rules`.
 
     The train state stores the float32 weight; a step computes with the result of `use`, and an export contains that of
     `export`. Most methods only implement `compress`.
@@ -28,7 +30,7 @@ class WeightRule(PathRule):
     @property
     @abstractmethod
     def title(self) -> str:
-        """The method with its main settings, for reports."""
+        """Description of the method with its main settings, for reports."""
 
     def check(self, weight: Weight) -> None:
         """Check that the method can compress a weight.
@@ -40,25 +42,28 @@ class WeightRule(PathRule):
 
     @abstractmethod
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
-        """Return the compressed matrix; differentiable if `train`, the exported values if not."""
+        """Return a matrix in compressed form: differentiable if `train`, else with exactly the exported values."""
 
     def stored_parts(self, layout: MatrixLayout) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] | None:
-        """Return name -> (shape, logical axes) of the factors that the train state stores; None: the weight itself."""
+        """Return the factors that are trained in place of a weight, name -> (shape, logical axes), or None.
+
+        None: the train state stores the weight itself.
+        """
         del layout
         return None
 
     def store(self, w: jax.Array, layout: MatrixLayout) -> Stored:
-        """Return the initial train-state form of a weight: the weight itself, or the factors that are trained."""
+        """Convert an initial weight to what the train state stores: the weight itself, or factors to train."""
         del layout
         return w
 
     def choices(self, layout: MatrixLayout) -> int:
-        """Return the number of values of the random `choice` that `use` takes; 0: `use` is not random."""
+        """Return how many random choices `use` has for this weight, such as where to truncate its rank; 0: none."""
         del layout
         return 0
 
     def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, ""] | None) -> jax.Array:
-        """Return the weight that a train step computes with. Differentiable.
+        """Compute the compressed weight of a train step's forward pass from the stored one. Differentiable.
 
         Args:
           stored: what the train state holds.
@@ -70,32 +75,32 @@ class WeightRule(PathRule):
         return layout.map(lambda w: self.compress(w, train=True), stored, one_by_one=self.one_by_one)
 
     def export(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
-        """Return the compressed weight that evaluation and export use."""
+        """Compute the compressed weight for evaluation and export from what the train state stores."""
         return layout.map(lambda w: self.compress(w, train=False), stored, one_by_one=self.one_by_one)
 
     def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
-        """Return the float32 weight from which compression after training starts: as the optimizer stores it."""
+        """Return the float32 weight, as the optimizer stores it, that compression after training starts from."""
         del layout
         return stored
 
     def loss_term(self, stored: Stored, layout: MatrixLayout) -> jax.Array | None:
-        """Return a scalar that is added to the mean loss; None: nothing."""
+        """Return a penalty on the weight, such as a group lasso, that is added to the mean loss; None: no penalty."""
         del stored, layout
         return None
 
     def keep(self, old: Stored, new: Stored) -> Stored:
-        """Return `new`, the stored values after an optimizer step, with the method's constraint applied."""
+        """Apply the method's constraint, such as zeros that stay zero, to a weight after an optimizer step."""
         del old
         return new
 
     @abstractmethod
     def pack(self, stored: Stored) -> PackedWeight | Float[Array, "out in"]:
-        """Return one matrix [out, in] in the form that an export writes, given its values in the train state.
+        """Convert one matrix [out, in] of the train state to the packed or pruned form that an export writes.
 
         Not traceable: the shapes may depend on the values.
         """
 
     def kept(self, stored: Stored, layout: MatrixLayout) -> Int[Array, ""]:
-        """Return the number of values that an export has to store, int32."""
+        """Return how many numbers an export stores for a weight, for example only the nonzero ones, int32."""
         del layout
         return jnp.int32(stored.size)

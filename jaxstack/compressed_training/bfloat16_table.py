@@ -1,4 +1,4 @@
-"""Tables of bfloat16 values, in which k-means over weights is independent of the size of a matrix.
+"""Counts weights by their bfloat16 value, so that the cost of k-means does not grow with the size of a matrix.
 
 Weights are rounded to bfloat16, and each value counts as often as it occurs (eDKM, Cho et al. 2023, arXiv:2309.00964).
 A pattern is the 16 bits of a value as an integer.
@@ -17,7 +17,7 @@ PATTERNS = 2**16
 
 
 def pattern_values(largest: float = np.inf) -> Float[np.ndarray, "65536"]:
-    """Return the value of each 16-bit bfloat16 pattern, float32; 0 for NaN and for magnitudes of at least `largest`."""
+    """Return the float32 value of each bfloat16 bit pattern; 0 for NaN and magnitudes of at least `largest`."""
     values = (np.arange(PATTERNS, dtype=np.uint32) << np.uint32(16)).view(np.float32)
     return np.where(np.abs(values) < largest, values, np.float32(0))
 
@@ -35,7 +35,7 @@ def count_patterns(patterns: Int[Array, "*dims"]) -> Float[Array, "65536"]:
 
 @dataclasses.dataclass(frozen=True)
 class ValueTable:
-    """The bfloat16 values with magnitudes from `smallest` to below `largest`, and 0 for all others.
+    """Table of the bfloat16 values with magnitudes from `smallest` to below `largest`; all others count as 0.
 
     Attributes:
       smallest, largest: powers of two.
@@ -51,26 +51,26 @@ class ValueTable:
 
     @functools.cached_property
     def values(self) -> Float[np.ndarray, " table"]:
-        """The values: 0, the positive ones and the negative ones, float32."""
+        """The values of the table: 0, the positive ones and the negative ones, float32."""
         positive = pattern_values()[slice(*self._ends)]
         return np.concatenate([np.zeros(1, np.float32), positive, -positive])
 
     def places(self, w: Float[Array, "*dims"]) -> Int[Array, "*dims"]:
-        """Return the place in `values` of each weight, rounded to bfloat16, as int32."""
+        """Round weights to bfloat16 and return their indices in the table's `values`, as int32."""
         (low, high), patterns = self._ends, bfloat16_patterns(w)
         magnitudes = patterns & (PATTERNS // 2 - 1)
         place = magnitudes - low + 1 + jnp.where(patterns >= PATTERNS // 2, high - low, 0)
         return jnp.where((magnitudes >= low) & (magnitudes < high), place, 0)
 
     def counts(self, places: Int[Array, "*dims"]) -> Float[Array, " table"]:
-        """Return how many weights have each value, float32."""
+        """Count how many weights have each value of the table, float32, given the indices of the weights."""
         return jnp.bincount(places.ravel(), length=len(self.values)).astype(jnp.float32)
 
 
 def quantiles(
     values: Float[np.ndarray, " table"], counts: Float[Array, " table"], shares: Float[Array, " n"]
 ) -> Float[Array, " n"]:
-    """Return for each share the smallest value that at least this share of all weights does not exceed."""
+    """Return the quantiles `shares` of weights that are given as distinct values and their counts."""
     order = np.argsort(values, kind="stable")
     cumulative = jnp.cumsum(counts[order])
     return jnp.asarray(values[order])[jnp.searchsorted(cumulative, shares * cumulative[-1])]

@@ -25,7 +25,7 @@ overflow, and no weight has them."""
 
 
 class Clustering(NamedTuple):
-    """The settings of the k-means iterations."""
+    """Settings of k-means over weights: bits of an index, temperature of the softmax, and iterations."""
 
     bits: int
     temperature: float
@@ -54,11 +54,11 @@ class ClusterRule(WeightRule):
 
     @property
     def settings(self) -> Clustering:
-        """The settings of the k-means iterations."""
+        """The method's settings for k-means over weights."""
         return Clustering(self.bits, self.temperature, self.iterations)
 
     def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
-        """Return the clustered weight: k-means after training keeps its values, and would not find them by itself."""
+        """Return the clustered weight: k-means after training keeps its values, but would not find them itself."""
         return self.export(stored, layout)
 
     def pack(self, stored: Stored) -> PackedWeight:
@@ -68,7 +68,9 @@ class ClusterRule(WeightRule):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def soft_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Array, "out in"]:
-    """Return each weight, rounded to bfloat16, as the softmax-weighted mean of the centroids, in float32.
+    """Replace weights by k-means centroids, averaged by a softmax over distances; differentiable, in float32.
+
+    Weights are rounded to bfloat16 first.
 
     The initial centroids and the temperature's scale are constants in the gradient.
     """
@@ -95,13 +97,13 @@ soft_clusters.defvjp(_forward, _backward)
 
 
 def hard_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Array, "out in"]:
-    """Return each weight's nearest centroid, a bfloat16 value in float32."""
+    """Replace each weight by the nearest k-means centroid, a bfloat16 value in float32."""
     indices, table = assign(w, settings)
     return table.astype(jnp.float32)[indices]
 
 
 def assign(w: Float[Array, "out in"], settings: Clustering) -> tuple[Int[Array, "out in"], Float[Array, " k"]]:
-    """Return the index of each weight's nearest centroid, and the bfloat16 centroids."""
+    """Cluster a matrix by k-means; return the index of each weight's nearest centroid, and the bfloat16 centroids."""
     places, values, counts = _tabulate(w)
     centroids, _ = _iterate(values, counts, settings)
     table = centroids.astype(jnp.bfloat16)
@@ -115,18 +117,18 @@ def stored_bytes(weights: int, matrices: int, bits: int) -> int:
 
 
 def count_values(w: Float[Array, "out in"]) -> Float[Array, " table"]:
-    """Return how many weights have each value of the table that the iterations run on, float32."""
+    """Count how many weights of a matrix have each bfloat16 value in the table that k-means runs on, float32."""
     return _tabulate(w)[2]
 
 
 def _tabulate(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the place of each weight in the table, and the table's values and counts."""
+    """Look up a matrix in the table of bfloat16 values; return indices of weights, the values and their counts."""
     places = _TABLE.places(w)
     return places, jnp.asarray(_TABLE.values), _TABLE.counts(places)
 
 
 def start_centroids(counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
-    """Return the initial centroids, quantiles of the weights, and the temperature in squared units of the weights."""
+    """Return k-means' initial centroids, quantiles of the weights, and the temperature in their squared units."""
     k = 2**settings.bits
     centroids = quantiles(_TABLE.values, counts, (jnp.arange(k) + 0.5) / k)
     mean_square = jnp.sum(counts / jnp.sum(counts) * jnp.square(_TABLE.values))
@@ -134,7 +136,7 @@ def start_centroids(counts: jax.Array, settings: Clustering) -> tuple[jax.Array,
 
 
 def _iterate(data: jax.Array, counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
-    """Return the centroids after all iterations, and those before the last one, [k]."""
+    """Run k-means on weighted values; return the final centroids and those before the last iteration, [k]."""
     centroids, temperature = jax.lax.stop_gradient(start_centroids(counts, settings))
     before = centroids
     for _ in range(settings.iterations):
@@ -146,7 +148,7 @@ def _iterate(data: jax.Array, counts: jax.Array, settings: Clustering) -> tuple[
 
 
 def _means(x: jax.Array, data: jax.Array, counts: jax.Array, settings: Clustering) -> jax.Array:
-    """Return the weighted mean of the centroids of `data` for each x."""
+    """Return for each x the softmax-weighted mean of the k-means centroids of the values `data`."""
     centroids, before = _iterate(data, counts, settings)
     _, temperature = start_centroids(counts, settings)
     shares = jax.nn.softmax(-jnp.square(x[:, None] - before) / temperature, axis=-1)

@@ -37,44 +37,44 @@ class MatrixLayout:
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
-        """Sizes of the dims of layers and experts."""
+        """Sizes of the weight's leading dims, which count layers and experts."""
         return self.shape[: self.stack]
 
     @property
     def has_layers(self) -> bool:
-        """True if the first dim counts layers."""
+        """True if the weight's first dim counts layers."""
         return bool(self.axes) and self.axes[0] == "layers"
 
     @property
     def size(self) -> tuple[int, int]:
-        """(outputs, inputs) of a matrix."""
+        """Shape of one matrix: (outputs, inputs)."""
         first, second = self._parts
         return (first, second) if self.outputs_first else (second, first)
 
     @property
     def matrix_axes(self) -> tuple[tuple[str | None, ...], str | None, str | None]:
-        """Logical axes of the stack's dims, of the outputs and of the inputs; of merged dims, the first one's axis."""
+        """Logical axes of the stack's dims, of outputs and of inputs; merged dims have their first one's axis."""
         axes = self.axes or (None,) * len(self.shape)
         first, second = axes[self.stack], axes[self._cut]
         return axes[: self.stack], *((first, second) if self.outputs_first else (second, first))
 
     @property
     def _cut(self) -> int:
-        """Index of the dim where the second group begins; the groups are outputs and inputs, as they are stored."""
+        """Index of the dim that separates the weight's input dims from its output dims, whichever come first."""
         return len(self.shape) - self.inputs if self.outputs_first else self.stack + self.inputs
 
     @property
     def _parts(self) -> tuple[int, int]:
-        """Number of elements of each of the two groups."""
+        """Products of the input dims and of the output dims, in the order in which the weight has them."""
         return math.prod(self.shape[self.stack : self._cut]), math.prod(self.shape[self._cut :])
 
     def to_matrices(self, w: jax.Array) -> jax.Array:
-        """Return the weight as [*stack, out, in]."""
+        """Reshape the weight to matrices [*stack, out, in]."""
         w = w.reshape(*w.shape[: self.stack], *self._parts)
         return w if self.outputs_first else jnp.swapaxes(w, -1, -2)
 
     def from_matrices(self, matrices: jax.Array) -> jax.Array:
-        """Return matrices [*stack, out, in] in the weight's own dims."""
+        """Reshape matrices [*stack, out, in] back to the shape of the weight."""
         w = matrices if self.outputs_first else jnp.swapaxes(matrices, -1, -2)
         return w.reshape(*w.shape[: self.stack], *self.shape[self.stack :])
 
@@ -109,7 +109,7 @@ class Weight:
 
 
 def find_weights(model: nnx.Module) -> list[Weight]:
-    """Return the matrices of a module: dense layers, experts, embeddings and heads; not those of routers.
+    """Find a model's compressible weights: of dense layers, experts, embeddings and heads; not of routers.
 
     In modules other than jaxstack's, each parameter `kernel` of two dims counts as [in, out].
     """

@@ -1,4 +1,4 @@
-"""The configuration of compressed training: which parameters, by which method."""
+"""Configuration of training with compressed weights: which parameters, and by which method."""
 
 import functools
 import operator
@@ -38,12 +38,12 @@ class CompressionConfig(Component):
     different methods must not match the same weight."""
 
     def has(self, method: type[WeightRule]) -> bool:
-        """Return True if a rule is of this method."""
+        """Return True if any of the rules compresses by this method."""
         return any(isinstance(rule, method) for rule in self.rules)
 
 
 def read_compression(run: str | Path) -> CompressionConfig:
-    """Return the section `compression` of a run directory.
+    """Read the settings of training with compressed weights from a run directory's config.yaml.
 
     Raises:
       ConfigError: it cannot be read.
@@ -53,7 +53,7 @@ def read_compression(run: str | Path) -> CompressionConfig:
 
 
 def choose_rules(weights: Sequence[Weight], rules: Sequence[WeightRule]) -> dict[str, tuple[WeightRule, Weight]]:
-    """Return path of a weight -> (its rule, the weight), for the weights that a rule matches.
+    """Match weights with compression rules; return path -> (rule, weight) for each weight that a rule matches.
 
     Raises:
       ConfigError: a rule matches no weight, two methods match one, or a method cannot compress what it matches.

@@ -54,7 +54,7 @@ def with_teacher(model: Model, teacher: Transformer) -> Model:
 
 
 def check_vocabulary(model: ModelConfig, teacher: ModelConfig, name: str) -> None:
-    """Check that two models have equally large vocabularies.
+    """Check that a student and its teacher have vocabularies of equal size.
 
     Raises:
       ConfigError: they have not.
@@ -68,7 +68,7 @@ def check_vocabulary(model: ModelConfig, teacher: ModelConfig, name: str) -> Non
 
 
 def empty_model(config: ModelConfig, dtype: jax.typing.DTypeLike) -> Transformer:
-    """Return a Transformer whose parameters are zeros, to be replaced by stored ones."""
+    """Return a Transformer whose parameters are zeros, to be filled from a checkpoint."""
     abstract = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype=dtype))
     graphdef, state = nnx.split(abstract)
     return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state))
@@ -85,7 +85,7 @@ def distillation_loss(
     z_loss: float = 0.0,
     settings: DistillConfig | None = None,
 ) -> LossSum:
-    """Return the loss of a student, summed over the tokens whose label is not -100; in evaluation its cross-entropy.
+    """Return a student's distillation loss, or in evaluation its cross-entropy, summed over labels other than -100.
 
     Args:
       model: the student, from `with_teacher`.
@@ -124,7 +124,7 @@ def _divergence(
     counts: jax.Array,
     settings: DistillConfig,
 ) -> jax.Array:
-    """Return the sum of the divergences over the tokens that count."""
+    """Return the KL divergence of the student from its teacher, summed over the tokens that have a label."""
     caps = model.config.final_logit_softcapping, teacher.config.final_logit_softcapping
     return divergence_sum(
         hidden.reshape(-1, hidden.shape[-1]),

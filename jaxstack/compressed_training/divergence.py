@@ -16,7 +16,7 @@ CHUNK_VALUES = 2**26
 
 
 class DivergenceOptions(NamedTuple):
-    """The static options of `divergence_sum`."""
+    """Static options of `divergence_sum`: temperature, soft caps of logits, and size of a vocabulary chunk."""
 
     temperature: float = 1.0
     """Both models' logits are divided by it."""
@@ -29,7 +29,7 @@ class DivergenceOptions(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Running sums over chunks, [N] float32 each."""
+    """Running sums of softmaxes and divergence over chunks of the vocabulary, [N] float32 each."""
 
     student_max: jax.Array
     student_sum: jax.Array
@@ -125,26 +125,26 @@ divergence_sum.defvjp(_forward, _backward)
 
 
 def _chunks(tokens: int, vocabulary: int, options: DivergenceOptions) -> tuple[int, int]:
-    """Return the columns of a chunk and the number of chunks."""
+    """Choose how the vocabulary is cut into chunks; return the columns of a chunk and the number of chunks."""
     most = options.chunk or max(128, CHUNK_VALUES // max(tokens, 1))
     number = -(-vocabulary // most)
     return -(-vocabulary // number), number
 
 
 def _first_column(index: jax.Array, columns: int, vocabulary: int) -> jax.Array:
-    """Return the first column of a chunk; the last chunk begins early if it would reach beyond the vocabulary."""
+    """Return a chunk's first column of the vocabulary; the last chunk begins early if it would reach beyond it."""
     return jnp.minimum(index * columns, vocabulary - columns)
 
 
 def _columns_of(index: jax.Array, columns: int, vocabulary: int) -> jax.Array:
-    """Return True for the columns of a chunk that no chunk before has."""
+    """Return the mask of a vocabulary chunk's columns that no earlier chunk covers."""
     return _first_column(index, columns, vocabulary) + jnp.arange(columns) >= index * columns
 
 
 def _logits(
     hidden: jax.Array, weight: jax.Array, index: jax.Array, columns: int, temperature: float, cap: float | None
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Return a chunk's logits over the temperature, float32, and their derivative by the product without a cap."""
+    """Return a vocabulary chunk's logits over the temperature, float32, and the derivative of their soft cap."""
     part = jax.lax.dynamic_slice_in_dim(weight, _first_column(index, columns, weight.shape[1]), columns, axis=1)
     logits = jnp.matmul(hidden, part, preferred_element_type=jnp.float32)
     if cap is None:

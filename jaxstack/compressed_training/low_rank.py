@@ -21,7 +21,7 @@ from pallas_kernels.weight_only.packed import PackedWeight, pack_low_rank
 
 
 class LowRankRule(WeightRule):
-    """Trains two factors in place of each matrix, and finds their rank."""
+    """Trains each matrix as the product of two factors, and finds the rank that it needs."""
 
     method: Literal["low_rank"] = "low_rank"
     rank: int | None = Field(default=None, ge=1)
@@ -44,7 +44,7 @@ class LowRankRule(WeightRule):
             )
 
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
-        """Return the nearest matrix of `rank`, by the singular value decomposition."""
+        """Return the nearest matrix of the configured rank, by the singular value decomposition."""
         del train
         u, v = split_by_svd(w, self._rank(w.shape))
         return u @ v
@@ -84,7 +84,7 @@ class LowRankRule(WeightRule):
         return self._group_lasso(stored["u"]) + self._group_lasso(jnp.swapaxes(stored["v"], -1, -2))
 
     def _group_lasso(self, factor: jax.Array) -> jax.Array:
-        """Return the penalty of a factor [*stack, n, rank]: the sum over b of the norm of its ranks from b on."""
+        """Return a factor's group lasso [*stack, n, rank]: the sum over b of the norm of its ranks from b on."""
         squares = jnp.sum(jnp.square(factor), axis=-2)
         tails = jnp.flip(jnp.cumsum(jnp.flip(squares, -1), axis=-1), -1)
         alive = tails > 0
@@ -112,7 +112,7 @@ def split_by_svd(
 
 
 def leading_rank_mask(choice: Int[Array, ""], stack: tuple[int, ...], rank: int) -> Float[Array, "*stack rank"]:
-    """Return the 0/1 mask of ranks for one step: one matrix of the stack keeps only its first b ranks.
+    """Return a train step's 0/1 mask of ranks: one randomly drawn matrix of the stack keeps only its first b.
 
     Args:
       choice: matrix * rank + b - 1, with the matrices of the stack counted in row-major order; a number outside of
@@ -128,13 +128,13 @@ def leading_rank_mask(choice: Int[Array, ""], stack: tuple[int, ...], rank: int)
 def trim(
     u: Float[Array, "out rank"], v: Float[Array, "rank in"]
 ) -> tuple[Float[Array, "out kept"], Float[Array, "kept in"]]:
-    """Return the factors without the ranks that are zero. Not for traced arrays: the number of ranks is a shape."""
+    """Drop the ranks whose factors are zero. Not for traced arrays, as the number of ranks left is a shape."""
     alive = _products({"u": u, "v": v}) > 0
     return u[:, alive], v[alive]
 
 
 def _products(stored: Stored) -> jax.Array:
-    """Return the product of the two norms of each rank, [*stack, rank]."""
+    """Return for each rank the norm of its column of U times that of its row of V, [*stack, rank]."""
     u, v = stored["u"], stored["v"]
     return jnp.linalg.norm(u, axis=-2) * jnp.linalg.norm(v, axis=-1)
 

@@ -18,7 +18,10 @@ from pallas_kernels.weight_only.packed import PackedWeight, pack_nearest
 
 
 class QatRule(WeightRule):
-    """Rounds weights to symmetric integers with one scale for each group of inputs, as `compress` with `rtn` does."""
+    """Trains with weights rounded to symmetric integers, with one scale for each group of inputs.
+
+    `jaxstack compress` with the method `rtn` rounds alike.
+    """
 
     method: Literal["qat"] = "qat"
     bits: int = Field(default=4, ge=2, le=8)
@@ -28,7 +31,7 @@ class QatRule(WeightRule):
 
     @property
     def grid(self) -> Grid:
-        """The grid of the rounded weights."""
+        """The integers, and the size of groups with a common scale, that the weights are rounded to."""
         return Grid(self.bits, self.group_size)
 
     @property
@@ -50,6 +53,6 @@ class QatRule(WeightRule):
 
 
 def round_straight_through(w: Float[Array, "out in"], grid: Grid) -> Float[Array, "out in"]:
-    """Return the weights rounded to the grid, whose gradient passes to w unchanged."""
+    """Round weights to an integer grid; the gradient passes to w unchanged (straight-through estimator)."""
     fixed = jax.lax.stop_gradient(w)
     return grid.round(fixed) + (w - fixed)  # the difference is exactly zero

@@ -62,11 +62,11 @@ class NormalisedInput:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the input."""
+        """Shape of the normalised input."""
         return self.carrier.shape
 
     def reshape(self, *shape: int) -> "NormalisedInput":
-        """Return the input with its row dims reshaped."""
+        """Return the input with its leading dims, all but the normalised one, reshaped."""
         return dataclasses.replace(self, carrier=self.carrier.reshape(*shape), x=self.x.reshape(*shape))
 
 
@@ -139,7 +139,7 @@ def fp8_multiply(
     states: Sequence[AmaxState | None] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "..."], ...]:
-    """Multiply x [rows, D] with each weight [D, outputs] as `fp8_dot_general` does, quantizing x once for all.
+    """Multiply x [rows, D] with each weight [D, outputs] in FP8, quantizing x once for all weights.
 
     Args:
         x: the input, or the norm that makes it; `rows` may be several dims.
@@ -173,7 +173,7 @@ def fp8_swiglu_mlp(
     states: Sequence[AmaxState | None] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows outputs"]:
-    """Compute swiglu(x @ gate, x @ up) @ down with FP8 matmuls, as `fp8_multiply` and `swiglu` would.
+    """Compute the feed-forward layer swiglu(x @ gate, x @ up) @ down with its three matmuls in FP8.
 
     SwiGLU and its gradients are quantized where they are computed: they are stored in FP8 only.
 
@@ -257,7 +257,7 @@ def _check(lhs: jax.Array, rhs: jax.Array, batch: Sequence[Sequence[int]], out_s
 
 
 def _move(x: jax.Array, dims: Sequence[int], *, to_end: bool) -> jax.Array:
-    """Move the contracted dims to one end, in the order of `dims`."""
+    """Transpose x so that the contracted dims come first or last, in the order of `dims`."""
     dims = [d % x.ndim for d in dims]
     others = [d for d in range(x.ndim) if d not in dims]
     order = [*others, *dims] if to_end else [*dims, *others]

@@ -1,4 +1,4 @@
-"""The backends of an FP8 matmul, by recipe.
+"""Backends of an FP8 matmul, for each way to scale operands: current, delayed or blockwise.
 
 XLA compiles one scale per tensor to cuBLASLt's FP8 matmul. It has no such pattern for blockwise scales.
 """
@@ -19,7 +19,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class Fp8Request:
-    """A call with its arguments checked: x [rows, D] times weights [D, outputs].
+    """Checked arguments of an FP8 matmul, as backends receive them: x [rows, D] times weights [D, outputs].
 
     Attributes:
         options: the static arguments.
@@ -43,7 +43,7 @@ class Fp8Request:
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
-        """(rows, contracted, outputs) of each matmul, with several dims merged."""
+        """Sizes (rows, contracted, outputs) of each matmul, with several dims merged into one."""
         contracted = self.options.contracted
         rows = math.prod(self.x.shape[: self.x.ndim - contracted])
         return [(rows, math.prod(w.shape[:contracted]), math.prod(w.shape[contracted:])) for w in self.weights]
@@ -77,7 +77,7 @@ def _per_tensor(request: Fp8Request) -> tuple[jax.Array, ...]:
 
 
 def _fuse_norm_if_possible(request: Fp8Request) -> tuple[Fp8Options, tuple[jax.Array, ...]]:
-    """Return the options and the norm's inputs; without them if no kernel fuses the norm."""
+    """Return options and inputs to fuse an RMSNorm of x with its quantization; without a norm if no kernel can."""
     if triton.kernel_applies(request.x.reshape(-1, request.x.shape[-1])):
         return request.options, request.norm_inputs
     return dataclasses.replace(request.options, epsilon=None), ()

@@ -51,7 +51,7 @@ class Operations(NamedTuple):
 
 
 def quantize_rows(x: jax.Array) -> Quantized:
-    """Return x [M, K] in E4M3 with one scale per 128 values of a row.
+    """Quantize x [M, K] to E4M3 with one scale per 128 values of a row.
 
     Inverse scales are [K / 128, M] (K / 128 rounded up).
     """
@@ -63,12 +63,12 @@ def quantize_rows(x: jax.Array) -> Quantized:
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Quantize x and its transpose by `quantize_rows`, for each x [M, K] that `source` computes."""
+    """Quantize each x [M, K] that `source` computes, and its transpose, by rows to E4M3: a scale per 128 values."""
     return [(quantize_rows(x), quantize_rows(x.T)) for x in source.compute(*arrays)]
 
 
 def quantize_weight(weight: jax.Array) -> Quantized:
-    """Return weight [K, N] in E4M3 with one scale per 128 x 128 values.
+    """Quantize a weight [K, N] to E4M3 with one scale per 128 x 128 values.
 
     Inverse scales are [K / 128, N / 128] (rounded up).
     """
@@ -81,13 +81,13 @@ def quantize_weight(weight: jax.Array) -> Quantized:
 
 
 def quantize_weight_both(weight: jax.Array) -> tuple[Quantized, jax.Array]:
-    """Return weight [K, N] as `quantize_weight` does, and the transpose of its FP8 values."""
+    """Quantize a weight [K, N] with a scale per 128 x 128 values; also return its FP8 values transposed."""
     found = quantize_weight(weight)
     return found, found.values.T
 
 
 def multiply_dequantized(a: Quantized, b: Quantized, dtype: DTypeLike) -> jax.Array:
-    """Return a [M, K] @ b [N, K].T of the values that they represent, summed in float32."""
+    """Dequantize blockwise FP8 operands and multiply them, a [M, K] @ b [N, K].T, summed in float32."""
     left, right = _dequantize(a, dtype), _dequantize(b, dtype)
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
@@ -101,7 +101,7 @@ def _dequantize(x: Quantized, dtype: DTypeLike) -> jax.Array:
 
 
 def _resized(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Return x [M, K] padded with zeros, or cut, at the ends."""
+    """Pad x [M, K] with zeros at the ends, or cut it, to a given number of rows and columns."""
     changes = rows - x.shape[0], columns - x.shape[1]
     resize = lambda x: jnp.pad(x, [(0, max(c, 0)) for c in changes])[:rows, :columns]  # noqa: E731
     if not any(changes) or not automatic_axes():
@@ -121,7 +121,9 @@ def multiply(
     *,
     mlp: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Multiply x [rows, D] with each weight [D, outputs], several dims merged; x is quantized once.
+    """Multiply x [rows, D] with each weight [D, outputs] in blockwise FP8, quantizing x once.
+
+    Rows, D and outputs may each be several dims, which are merged.
 
     With `mlp` compute swiglu(x @ gate, x @ up) @ down from three weights: SwiGLU and its gradients are stored in FP8
     only. A weight given in `quantized` was quantized as a matrix [D, outputs] by `quantize_weight`.
@@ -247,7 +249,7 @@ def _gradients(
     weights: Sequence[Quantized],
     gradients: Sequence[tuple[Quantized, Quantized]],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return the gradients of the input and the weights, from those of the results by rows and transposed."""
+    """Return gradients of a blockwise matmul's input and weights from those of its results, by rows and transposed."""
     d_x = [
         operations.product(by_rows, Quantized(weight.values, weight.inverse_scale.T), options.dtype)
         for (by_rows, _), weight in zip(gradients, weights, strict=True)

@@ -33,7 +33,7 @@ class Quantized(NamedTuple):
 
 
 def largest(dtype: jax.typing.DTypeLike) -> float:
-    """Return the largest finite number of the format."""
+    """Return the largest finite number of an FP8 format."""
     return float(jnp.finfo(dtype).max)
 
 
@@ -45,7 +45,7 @@ def power_of_two_scale(amax: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Arra
 
 
 def saturating_cast(x: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return x * scale in the format, clipped to the format's range (nan stays nan)."""
+    """Cast x * scale to an FP8 format, clipped to the format's range (nan stays nan)."""
     # In the dtype of x, in which the product is exact too: with float32 XLA may store a float32 copy of x.
     limit = jnp.asarray(largest(dtype), x.dtype)
     return jnp.clip(x * scale.astype(x.dtype), -limit, limit).astype(dtype)
@@ -57,13 +57,13 @@ def absolute_maximum(x: jax.Array) -> jax.Array:
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, amax: jax.Array | None = None) -> Quantized:
-    """Return x in the format with one scale for the whole array, from `amax` (default: max |x|)."""
+    """Quantize x to an FP8 format with one scale for the whole array, set by `amax` (default: max |x|)."""
     scale = power_of_two_scale(absolute_maximum(x) if amax is None else amax, dtype)
     return Quantized(saturating_cast(x, scale, dtype), 1.0 / scale)
 
 
 def name_for_remat(x: Quantized) -> Quantized:
-    """Return x named "fp8_input" for `jax.checkpoint`'s policies, so that FP8 and not its source is saved.
+    """Name a quantized x "fp8_input" for `jax.checkpoint` policies, which then save it in place of its source.
 
     On a CPU the arrays are bytes (see `as_bytes`).
     """
@@ -71,7 +71,7 @@ def name_for_remat(x: Quantized) -> Quantized:
 
 
 def as_bytes(tree: Tree) -> Tree:
-    """Bitcast the E4M3 arrays of a tree to uint8 if the target is a CPU, as residuals are saved there.
+    """Bitcast E4M3 arrays to uint8 on a CPU target, where saving them for the backward pass would lose values.
 
     `jax.checkpoint` rounds what it saves to its format once more. On a CPU XLA computes 8-bit floats in wider formats,
     and rounds as if E4M3 had infinities: numbers above 240 would become nan.
@@ -87,7 +87,7 @@ def from_bytes(tree: Tree) -> Tree:
 
 
 def dequantize(x: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return the values that a per-tensor scaled array represents; exact in bfloat16 and float32.
+    """Dequantize an FP8 array with one scale to `dtype`; exact in bfloat16 and float32.
 
     XLA recognises an FP8 matmul by this form in front of a matmul.
     """

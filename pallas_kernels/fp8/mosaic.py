@@ -1,4 +1,4 @@
-"""Backend of the blockwise FP8 products on Hopper: the limits of its kernel, and the call."""
+"""Mosaic GPU backend of blockwise FP8 matmuls on Hopper: which calls its kernel supports, and its launch."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ INTERPRET = False
 
 
 def unsupported_reason(target: Target, dtypes: tuple[DTypeLike, ...], sizes: list[tuple[int, int, int]]) -> str | None:
-    """Return why the kernel cannot compute products of these (rows, contracted, outputs) sizes, or None."""
+    """Return why the kernel cannot compute FP8 products of (rows, contracted, outputs) `sizes`, or None."""
     reason = unsupported_target(target, INTERPRET)
     if reason is not None:
         return reason
@@ -30,7 +30,7 @@ def unsupported_reason(target: Target, dtypes: tuple[DTypeLike, ...], sizes: lis
 
 
 def product(a: Quantized, b: Quantized, dtype: DTypeLike) -> jax.Array:
-    """Multiply a [M, K] with b [N, K] transposed -> [M, N] of `dtype`."""
+    """Multiply block-scaled FP8 matrices, a [M, K] with the transpose of b [N, K]; the result has `dtype`."""
     (rows, width), columns = a.values.shape, b.values.shape[0]
     columns_scaled = b.inverse_scale.shape[1] == columns
     tall = rows % (2 * mosaic_product.CONSUMERS * ROWS) == 0

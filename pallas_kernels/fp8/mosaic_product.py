@@ -34,7 +34,7 @@ _TILE_ROWS_TOGETHER = 8
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """Static description of one product: a [rows, width] @ b [columns, width].T.
+    """Compile-time constants of one block-scaled FP8 product: a [rows, width] @ b [columns, width].T.
 
     Attributes:
         rows: Rows of a.
@@ -58,12 +58,12 @@ class ScaledProduct:
 
     @property
     def steps(self) -> int:
-        """Number of steps of `BLOCK` along the contracted dim."""
+        """Number of steps, 128 values each, in which a program sums over the contracted dim."""
         return self.width // BLOCK
 
     @property
     def parts(self) -> int:
-        """Number of 64-row parts of a tile."""
+        """Number of 64-row parts of a tile of the result."""
         return CONSUMERS * self.halves
 
     @property
@@ -86,7 +86,10 @@ class _Inputs(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Shared memory and its barriers; `full` has barriers for each half, `out` the dims of parts and columns."""
+    """Shared memory for operands, scales and result, and the barriers that guard it.
+
+    `full` has barriers for each half; the leading dims of `out` are those of parts and columns.
+    """
 
     a: Ref
     b: Ref
@@ -99,7 +102,7 @@ class _Buffers(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def product(spec: ScaledProduct, a: Quantized, b: Quantized) -> Float[Array, "M N"]:
-    """Multiply a [M, K] with b [N, K] transposed; scales are [K / 128, M] and [K / 128, N (or N / 128)].
+    """Multiply FP8 a [M, K] with b [N, K] transposed; scales are [K / 128, M] and [K / 128, N (or N / 128)].
 
     It is jitted, so that a train step traces and lowers each shape once and not once a layer.
     """
@@ -147,7 +150,7 @@ def _body(spec: ScaledProduct, a: Ref, b: Ref, a_scale: Ref, b_scale: Ref, out: 
 
 
 def _load(spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, number: Index, tile: Tile) -> None:
-    """Stream both operands of a tile with their scales."""
+    """Load both operands of a tile and their scales, step by step, into the ring of shared-memory buffers."""
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
         full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
@@ -166,7 +169,7 @@ def _load(spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, number: Index
 
 
 def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, number: Index, tile: Tile) -> None:
-    """Compute and store this warpgroup's parts of one tile."""
+    """Compute and store this warpgroup's parts of one tile of the result."""
     warpgroup = lax.axis_index("warpgroup")
 
     def shared_scale(index: Index) -> jax.Array:

@@ -23,7 +23,7 @@ class Fp8Options:
 
     @property
     def no_norm_input_gradients(self) -> tuple[None, ...]:
-        """Cotangents of the inputs of the fused RMSNorm (see `epsilon`); () without such a norm.
+        """Cotangents of the inputs of an RMSNorm fused with the matmul (see `epsilon`); () without such a norm.
 
         Each is None, because the gradient goes to the norm's output.
         """

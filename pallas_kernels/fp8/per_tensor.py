@@ -44,7 +44,7 @@ States = tuple[jax.Array | None, ...]
 
 
 class WeightResiduals(NamedTuple):
-    """The part of a weight that the forward pass of a matmul saves for its backward pass."""
+    """Residuals of one weight: what a matmul's forward pass saves for the backward pass."""
 
     weight: Quantized
     state: jax.Array | None
@@ -56,7 +56,7 @@ class WeightResiduals(NamedTuple):
 def multiply(
     options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[jax.Array, ...]:
-    """Multiply x [rows, D] with each weight [D, outputs], quantizing x once.
+    """Multiply x [rows, D] with each weight [D, outputs] in FP8 with one scale per tensor, quantizing x once.
 
     The matmuls use `values`; `weights` only receive the gradients, in their dtype, that of x. With `norm_inputs`, x
     likewise only receives its gradient.
@@ -87,7 +87,7 @@ multiply.defvjp(_forward, _backward)
 def swiglu_mlp(
     options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[jax.Array, ...]:
-    """Compute swiglu(x @ gate, x @ up) @ down from x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
+    """Compute swiglu(x @ gate, x @ up) @ down in FP8, of x [rows, D], gate and up [D, F], down [F, outputs].
 
     The arrays of size [rows, F] between the matmuls, SwiGLU and the gradients of gate and up, are stored in FP8 only.
     With current scaling they are first quantized with a scale per tile, which yields their maxima.
@@ -152,7 +152,7 @@ def _gradients(
     gradients: Sequence[QuantizedWithTranspose],
     rows: int,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], States]:
-    """Return the gradients of the input, the weights and the states, from those of the results; x is transposed."""
+    """Return gradients of a matmul's transposed input x, its weights and scaling states, from those of its results."""
     d_x = [_dot(options, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
     d_weights = tuple(_dot(options, x, g.transposed, rows) for g in gradients)
     d_states = tuple(
@@ -188,7 +188,7 @@ def _quantize_gradients(
 def _quantize_both(
     source: Source, arrays: Sequence[jax.Array], first: int, dtype: DTypeLike, expected: Sequence[AmaxHistory | None]
 ) -> list[QuantizedWithTranspose]:
-    """Quantize what the source computes, as it is and with its `first` leading dims moved to the end."""
+    """Quantize the arrays that `source` computes, and their transposes: the `first` leading dims moved to the end."""
     shape = arrays[0].shape
     if automatic_axes():
         # Sharded dims must not be merged.
@@ -216,7 +216,7 @@ def _move_to_end(x: jax.Array, first: int) -> jax.Array:
 
 
 def _dot(options: Fp8Options, a: Quantized, b: Quantized, contracted: int, output: str | None = None) -> jax.Array:
-    """Multiply over the last `contracted` dims of both operands.
+    """Multiply two FP8 arrays over the last `contracted` dims of both.
 
     If `output` is None the product is a gradient, with every partial sum in float32 (at 12 % less speed on an H200).
     """

@@ -13,7 +13,7 @@ NormInputs = tuple[jax.Array, ...]
 
 
 class Source(NamedTuple):
-    """A function that computes FP8 operands from arrays, and its kernels that quantize the result in one pass."""
+    """A function that computes operands to quantize, such as SwiGLU, and the kernels that fuse both in one pass."""
 
     compute: Callable[..., tuple[jax.Array, ...]]
     """Compute the operands."""
@@ -48,7 +48,7 @@ NORM = Source(
 
 
 def input_source(epsilon: float | None, x: jax.Array, norm_inputs: NormInputs) -> tuple[Source, tuple[jax.Array, ...]]:
-    """Return the source of a matmul's input and its arrays: x, or with an epsilon the RMSNorm of `norm_inputs`."""
+    """Return how a matmul's input is computed, and from which arrays: x itself, or with an epsilon an RMSNorm."""
     if epsilon is None:
         return IDENTITY, (x,)
     x, gain = norm_inputs

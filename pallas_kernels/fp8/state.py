@@ -18,7 +18,9 @@ _FIRST_AMAX = (16.0, 1.0, 1.0)
 
 
 def empty_fp8_state(history: int = 16) -> Float32[Array, "3 {history}"]:
-    """Return a new state, float32 [3, history]: rows as in `ROLES`, newest first, 0 for steps not seen yet.
+    """Return a new state of delayed scaling, float32 [3, history]: the magnitudes of the last steps, all 0.
+
+    Rows are as in `ROLES`; the newest step is first, and 0 stands for a step that is not seen yet.
 
     Args:
         history: number of steps whose magnitudes are kept.
@@ -34,7 +36,9 @@ def empty_fp8_state(history: int = 16) -> Float32[Array, "3 {history}"]:
 def updated_fp8_state(
     state: Float32[Array, "*layers 3 history"], gradient: Float32[Array, "*layers 3 history"]
 ) -> Float32[Array, "*layers 3 history"]:
-    """Return the state after a step, [..., 3, history], with the newest maxima in front (0 if not finite).
+    """Return the state of delayed scaling after a step, with the newest maxima in front (0 if not finite).
+
+    Its shape is [..., 3, history].
 
     Args:
         state: the state that the step used.
@@ -45,7 +49,7 @@ def updated_fp8_state(
 
 
 class AmaxHistory(NamedTuple):
-    """Amax history of one role (input, weight or gradient), which sets the scale of its next tensor."""
+    """Largest magnitudes (amax) of an input, weight or gradient in the last steps, which set its next scale."""
 
     state: jax.Array
     """State [3, history]."""
@@ -54,12 +58,12 @@ class AmaxHistory(NamedTuple):
 
     @property
     def default_amax(self) -> float:
-        """Amax used if the history is empty."""
+        """Largest magnitude that is assumed while the history is empty."""
         return _FIRST_AMAX[self.role]
 
     @property
     def amax(self) -> jax.Array:
-        """The amax [] that determines the scale."""
+        """Largest magnitude in the history [], which determines the scale."""
         largest = jnp.max(self.state[self.role])
         return jnp.where(largest > 0, largest, self.default_amax)
 
@@ -67,5 +71,5 @@ class AmaxHistory(NamedTuple):
 def state_gradient(
     state: Float32[Array, "3 history"], maxima: Sequence[Float[Array, "..."]]
 ) -> Float32[Array, "3 history"]:
-    """Return the gradient defined for `state`: each role's largest maximum in column 0, zeros elsewhere."""
+    """Return the gradient of a delayed-scaling state: this step's largest magnitudes in column 0, zeros elsewhere."""
     return jnp.zeros_like(state).at[:, 0].set(jnp.stack([x.max() for x in maxima]))

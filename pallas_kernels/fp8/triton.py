@@ -1,4 +1,4 @@
-"""Quantization by Triton kernels, which read an array once and write it and its transpose.
+"""FP8 quantization by Triton kernels, which read an array once and write it and its transpose.
 
 As XLA fusions, blockwise scales take three reads of the array: for the maxima along rows, for those along columns, and
 for the rounding. With one scale XLA reads it only once too, but writes the transpose at less than half of the memory
@@ -47,7 +47,7 @@ def _padded(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizePlan:
-    """Compile-time constants of a quantization kernel.
+    """Compile-time constants of a Triton kernel that quantizes an array to FP8.
 
     Attributes:
         rows, columns: shape of the array.
@@ -78,13 +78,13 @@ class QuantizePlan:
 
     @property
     def padded_history(self) -> int:
-        """Smallest power of two not below `history`."""
+        """Length of the history of magnitudes, rounded up to a power of two."""
         return _padded(self.history)
 
 
 @dataclasses.dataclass(frozen=True)
 class MaximaPlan:
-    """Compile-time constants of `maxima_kernel`.
+    """Compile-time constants of the kernel that gathers a step's largest magnitudes for delayed scaling.
 
     Attributes:
         inputs, weights, gradients: number of magnitudes of each role.
@@ -100,7 +100,7 @@ class MaximaPlan:
 
     @property
     def padded_history(self) -> int:
-        """Smallest power of two not below `history`."""
+        """Length of the history of magnitudes, rounded up to a power of two."""
         return _padded(self.history)
 
 
@@ -116,7 +116,7 @@ class QuantizedWithTranspose(NamedTuple):
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Compute `blockwise.quantize_both`, by a kernel if one applies."""
+    """Quantize each array that `source` computes, and its transpose, blockwise; by one kernel if it applies."""
     if not kernel_applies(arrays[0]):
         return blockwise.quantize_both(source, arrays)
     rows, columns = shape = arrays[0].shape
@@ -134,7 +134,7 @@ def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Qua
 
 
 def quantize_weight(weight: jax.Array) -> tuple[Quantized, jax.Array]:
-    """Compute `blockwise.quantize_weight_both`, by a kernel if one applies."""
+    """Quantize a weight with a scale per 128 x 128 values, and transpose it; by one kernel if it applies."""
     if not kernel_applies(weight):
         return blockwise.quantize_weight_both(weight)
     rows, columns = weight.shape
@@ -217,7 +217,10 @@ def _both(
 
 
 def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
-    """Compute `state.state_gradient` of one-dimensional maxima, by one kernel if possible; XLA needs several."""
+    """Return the gradient of a delayed-scaling state from the step's magnitudes, by one kernel if possible.
+
+    The magnitudes are one-dimensional arrays. XLA needs several kernels.
+    """
     if not _kernels_available():
         return plain_state_gradient(state, maxima)
     inputs, weights, gradients = maxima
@@ -227,12 +230,12 @@ def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
 
 
 def kernel_applies(x: jax.Array) -> bool:
-    """Return True if the kernels run on the target and support the shape of x."""
+    """Return True if the quantization kernels run on the target device and support the shape of x."""
     return _kernels_available() and x.ndim == 2 and not any(n % BLOCK for n in x.shape)
 
 
 def _kernels_available() -> bool:
-    """Return True if the kernels are installed and run on the target, and XLA need not partition them."""
+    """Return True if Triton kernels can run on the target device, with no mesh axes that XLA partitions over."""
     capability = current_target().compute_capability
     installed = all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
     return installed and capability is not None and capability >= _LEAST_CAPABILITY and not automatic_axes()
@@ -245,7 +248,7 @@ def _launch(
     *arrays: jax.Array,
     warps: int = _WARPS,
 ) -> tuple[jax.Array, ...]:
-    """Call a kernel of `triton_quantize` on arrays; `shapes` are the (shape, dtype) of its results."""
+    """Run a quantization kernel, given by name, on arrays; `shapes` are the (shape, dtype) of its results."""
     import jax_triton
 
     from pallas_kernels.fp8 import triton_quantize

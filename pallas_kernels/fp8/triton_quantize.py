@@ -13,7 +13,9 @@ import triton.language as tl
 
 @triton.jit
 def group_scale(amax, limit: tl.constexpr):
-    """Return `formats.power_of_two_scale` for a format whose largest number, `limit`, is 1.75 times a power of two.
+    """Return the largest power of two that scales `amax` into the range of an FP8 format, up to `limit`.
+
+    It equals `formats.power_of_two_scale`, for formats whose `limit` is 1.75 times a power of two.
 
     Computed on bits, without a division: the difference of the exponents, minus one if amax exceeds 1.75 times its own
     power of two.
@@ -26,7 +28,7 @@ def group_scale(amax, limit: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(x, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
-    """Quantize one tile of x [rows, columns] with a scale per 128 values.
+    """Quantize one tile of x [rows, columns], and its transpose, with a scale per 128 values of a row.
 
     Writes values [rows, columns], transposed_values [columns, rows] and scales [tiles, rows or columns].
     """
@@ -84,7 +86,7 @@ def store_both(block, scale, values, transposed, rows, columns, plan: tl.constex
 
 @triton.jit
 def cast_kernel(x, history, values, transposed, maxima, inverse, plan: tl.constexpr):
-    """Quantize x [rows, columns] with one scale."""
+    """Quantize a tile of x [rows, columns], and its transpose, with one scale for the whole array."""
     rows, columns = tile_indices(plan)
     scale = scale_of(history, inverse, plan)
     block = tl.load(x + rows * plan.columns + columns)
@@ -127,7 +129,7 @@ def swiglu_of(gate, up, rows, columns, plan: tl.constexpr):
 
 @triton.jit
 def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
-    """Return a tile of the gradients of gate and up, from that of the product."""
+    """Return a tile of SwiGLU's gradients of gate and up, from the gradient `d_out` of its result."""
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
     d_wide = tl.load(d_out + rows * plan.columns + columns).to(tl.float32)
     wide_up = tl.load(up + rows * plan.columns + columns).to(tl.float32)
@@ -150,7 +152,7 @@ def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
 
 @triton.jit
 def swiglu_blocks_kernel(gate, up, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
-    """Quantize silu(gate) * up with a scale per 128 values, as `quantize_kernel` does."""
+    """Quantize a tile of silu(gate) * up, and its transpose, with a scale per 128 values of a row."""
     rows, columns = tile_indices(plan)
     block = swiglu_of(gate, up, rows, columns, plan)
     quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
@@ -161,7 +163,7 @@ def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
     gate, up, d_out, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse,
     up_values, up_inverse, up_transposed, up_transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the gradients of gate and up with a scale per 128 values, as `quantize_kernel` does."""
+    """Quantize a tile of SwiGLU's gradients of gate and up, and its transpose, with a scale per 128 values."""
     rows, columns = tile_indices(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     quantize_both(d_gate, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse, rows, columns, plan)
@@ -170,7 +172,7 @@ def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
 
 @triton.jit
 def weight_kernel(x, values, transposed, inverse, plan: tl.constexpr):
-    """Quantize x [rows, columns] with a scale for each tile of 128 x 128."""
+    """Quantize a weight [rows, columns], and its transpose, with one scale per tile of 128 x 128 values."""
     rows, columns = tile_indices(plan)
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
     scale = group_scale(tl.max(tl.abs(block)), plan.limit)
@@ -180,7 +182,7 @@ def weight_kernel(x, values, transposed, inverse, plan: tl.constexpr):
 
 @triton.jit
 def swiglu_kernel(gate, up, history, values, transposed, maxima, inverse, plan: tl.constexpr):
-    """Quantize silu(gate) * up, both [rows, columns], with one scale."""
+    """Quantize a tile of silu(gate) * up, and its transpose, with one scale for the whole array."""
     rows, columns = tile_indices(plan)
     scale = scale_of(history, inverse, plan)
     block = swiglu_of(gate, up, rows, columns, plan)
@@ -190,7 +192,7 @@ def swiglu_kernel(gate, up, history, values, transposed, maxima, inverse, plan: 
 
 @triton.jit
 def swiglu_tiles_kernel(gate, up, values, maxima, plan: tl.constexpr):
-    """Quantize silu(gate) * up, each tile with its own scale."""
+    """Quantize silu(gate) * up, each tile with a scale from its own largest magnitude."""
     rows, columns = tile_indices(plan)
     block = swiglu_of(gate, up, rows, columns, plan)
     store_own_scale(block, values, maxima, rows, columns, plan)
@@ -201,7 +203,7 @@ def swiglu_gradients_kernel(  # noqa: PLR0913
     gate, up, d_out, gate_history, up_history, gate_values, gate_transposed, gate_maxima, gate_inverse,
     up_values, up_transposed, up_maxima, up_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the gradients of gate and up, all [rows, columns], each with one scale."""
+    """Quantize a tile of SwiGLU's gradients of gate and up, and their transposes, with one scale per array."""
     rows, columns = tile_indices(plan)
     gate_scale, up_scale = scale_of(gate_history, gate_inverse, plan), scale_of(up_history, up_inverse, plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
@@ -213,7 +215,7 @@ def swiglu_gradients_kernel(  # noqa: PLR0913
 
 @triton.jit
 def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_values, up_maxima, plan: tl.constexpr):
-    """Quantize the gradients of gate and up, each tile with its own scale."""
+    """Quantize SwiGLU's gradients of gate and up, each tile with a scale from its own largest magnitude."""
     rows, columns = tile_indices(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     store_own_scale(d_gate, gate_values, gate_maxima, rows, columns, plan)
@@ -222,14 +224,14 @@ def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_
 
 @triton.jit
 def norm_of(x, inverse_rms, gain, rows, columns, plan: tl.constexpr):
-    """Return a tile of x * inverse_rms * gain in the dtype of x."""
+    """Return a tile of the RMSNorm x * inverse_rms * gain in the dtype of x."""
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
     return (block * tl.load(inverse_rms + rows) * tl.load(gain + columns)).to(x.dtype.element_ty)
 
 
 @triton.jit
 def norm_kernel(x, inverse_rms, gain, history, values, transposed, maxima, inverse, plan: tl.constexpr):
-    """Quantize x [rows, columns] * inverse_rms [rows] * gain [columns] with one scale."""
+    """Quantize a tile of the RMSNorm x * inverse_rms [rows] * gain [columns], and its transpose, with one scale."""
     rows, columns = tile_indices(plan)
     block, scale = norm_of(x, inverse_rms, gain, rows, columns, plan), scale_of(history, inverse, plan)
     store_both(block, scale, values, transposed, rows, columns, plan)
@@ -238,7 +240,7 @@ def norm_kernel(x, inverse_rms, gain, history, values, transposed, maxima, inver
 
 @triton.jit
 def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
-    """Quantize x * inverse_rms * gain, each tile with its own scale."""
+    """Quantize the RMSNorm x * inverse_rms * gain, each tile with a scale from its own largest magnitude."""
     rows, columns = tile_indices(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
     store_own_scale(block, values, maxima, rows, columns, plan)
@@ -248,7 +250,7 @@ def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
 def norm_blocks_kernel(
     x, inverse_rms, gain, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x * inverse_rms * gain with a scale per 128 values, as `quantize_kernel` does."""
+    """Quantize a tile of the RMSNorm x * inverse_rms * gain, and its transpose, with a scale per 128 values."""
     rows, columns = tile_indices(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
     quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
@@ -256,7 +258,7 @@ def norm_blocks_kernel(
 
 @triton.jit
 def maxima_kernel(inputs, weights, gradients, found, plan: tl.constexpr):
-    """Store the largest maximum of each role in column 0 of `found` [3, history], and zeros elsewhere."""
+    """Store the largest magnitudes of input, weight and gradient in column 0 of `found` [3, history], else zeros."""
     role = tl.program_id(0)
     if role == 0:
         largest = largest_of(inputs, plan.inputs)

@@ -1,4 +1,4 @@
-"""`host_gather`: rows of a table in host memory, on the device."""
+"""`host_gather`: gathers rows of a table in host memory onto the device."""
 
 from jaxtyping import Array, Int, Shaped
 
@@ -28,7 +28,7 @@ BACKENDS = (
 def host_gather(
     table: HostTable, ids: Int[AnyArray, "*N"], *, implementation: str | None = None
 ) -> Shaped[Array, "*N D"]:
-    """Return rows of a table in host memory, e.g. of embeddings or of a graph's nodes, also within `jax.jit`.
+    """Gather rows of a table in host memory onto the device, e.g. of embeddings, also within `jax.jit`.
 
     A kernel on the GPU reads only the rows that it needs, straight from pinned memory, in place of a gather by the CPU
     and a copy (PyTorch-Direct, Min et al. 2021, arXiv:2103.03330).

@@ -1,4 +1,4 @@
-"""Gather of host rows on the CPU, in a `jax.pure_callback` of the device's program."""
+"""Gathers rows of a table in host memory on the CPU, in a `jax.pure_callback` of the device's program."""
 
 import jax
 import numpy as np
@@ -7,13 +7,13 @@ from pallas_kernels.host_table.request import HostGatherRequest
 
 
 def unsupported_reason(request: HostGatherRequest) -> str | None:
-    """Return None: every request can be computed."""
+    """Return None: this backend can compute every gather."""
     del request
     return None
 
 
 def gather(request: HostGatherRequest) -> jax.Array:
-    """Return the rows [N, D]."""
+    """Gather rows of the table on the CPU and copy them to the device, [N, D]."""
     table = request.table.array
 
     def rows(ids: jax.Array) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Page-locked host memory, which GPUs read at the address that the CPU uses, by CUDA's driver library."""
+"""Allocates page-locked host memory by CUDA's driver library; GPUs read it at the same address as the CPU."""
 
 import ctypes
 import weakref
@@ -10,7 +10,7 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 def allocate_pinned(size: int) -> np.ndarray:
-    """Return `size` bytes of pinned memory, uint8, which is freed with the array.
+    """Allocate `size` bytes of page-locked (pinned) host memory as a uint8 array, freed with the array.
 
     Raises:
         RuntimeError: there is no CUDA driver, or it has too little memory to pin.

@@ -1,4 +1,4 @@
-"""A call of `host_gather` with its arguments checked."""
+"""Checks the arguments of `host_gather`, and holds them for its backends."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class HostGatherRequest:
-    """A gather with its arguments checked.
+    """Checked arguments of a gather of rows from a table in host memory, as its backends receive them.
 
     Attributes:
         table: the table.
@@ -29,7 +29,7 @@ class HostGatherRequest:
 
 
 def make_request(table: HostTable, ids: AnyArray) -> HostGatherRequest:
-    """Check the arguments of `host_gather`, and return them with flat ids.
+    """Check the arguments of `host_gather`, and return them for its backends, with the ids flattened.
 
     Raises:
         ValueError: the ids are no integers.

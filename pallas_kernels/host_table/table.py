@@ -35,14 +35,14 @@ class HostTable:
 
     @classmethod
     def of(cls, array: np.ndarray) -> "HostTable":
-        """Return a table with the content of an array [rows, D]."""
+        """Create a table in host memory with a copy of an array [rows, D]."""
         table = cls(*array.shape, dtype=array.dtype)
         table.array[:] = array
         return table
 
     @property
     def address(self) -> int:
-        """Address of the first row, for the CPU and for GPUs."""
+        """Memory address of the table's first row, for the CPU and for GPUs."""
         return self.array.ctypes.data
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Gather of host rows by a Triton kernel that reads pinned memory."""
+"""Gathers rows of a table in host memory by a Triton kernel that reads pinned memory."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ _WIDEST = 1024
 
 @dataclasses.dataclass(frozen=True)
 class GatherPlan:
-    """Compile-time constants of the gather kernel.
+    """Compile-time constants of the Triton kernel that gathers rows of a table in host memory.
 
     Attributes:
         count: number of rows to gather.
@@ -32,22 +32,22 @@ class GatherPlan:
 
     @property
     def block(self) -> int:
-        """Number of 32-bit words of a row that a program copies, a power of two."""
+        """Number of 32-bit words of a row that a Triton program copies, a power of two."""
         return min(_WIDEST, 1 << (self.words - 1).bit_length())
 
     @property
     def block_rows(self) -> int:
-        """Number of rows that a program copies, a power of two."""
+        """Number of rows that a Triton program copies, a power of two."""
         return _TILE // self.block
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Programs over rows and over the words of a row."""
+        """Number of Triton programs along the rows, and along the words of a row."""
         return -(-self.count // self.block_rows), -(-self.words // self.block)
 
 
 def unsupported_reason(request: HostGatherRequest) -> str | None:
-    """Return why the kernel cannot compute the request, or None."""
+    """Return why the Triton kernel cannot compute a gather, or None if it can."""
     if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
         return reason
     if request.table.array.dtype.itemsize > 4:
@@ -58,18 +58,18 @@ def unsupported_reason(request: HostGatherRequest) -> str | None:
 
 
 def make_plan(table: HostTable, count: int) -> GatherPlan:
-    """Return the kernel's constants for `count` rows of a table."""
+    """Return the Triton kernel's compile-time constants for a gather of `count` rows of a table."""
     rows, width = table.array.shape
     return GatherPlan(count, rows, width * table.array.dtype.itemsize // 4)
 
 
 def address_words(table: HostTable) -> np.ndarray:
-    """Return the table's address as two words, uint32 [2], the low one first."""
+    """Split the table's 64-bit address into two words for the kernel, uint32 [2], the low one first."""
     return np.array([table.address & 0xFFFFFFFF, table.address >> 32], np.uint32)
 
 
 def gather(request: HostGatherRequest) -> jax.Array:
-    """Return the rows [N, D]."""
+    """Gather rows of the table by the Triton kernel, [N, D]."""
     import jax_triton
 
     from pallas_kernels.host_table.triton_kernel import gather_rows_kernel

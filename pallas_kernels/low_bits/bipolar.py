@@ -16,7 +16,7 @@ _LARGEST_SUM = 2**31 - 1
 
 
 def encode_bipolar(x: Float[Array, "..."], bits: int) -> UInt8[Array, "..."]:
-    """Return the bits of the bipolar integers nearest to x: u = (x + 2^bits - 1) / 2.
+    """Quantize x to the nearest bipolar integers, and return their bits u = (x + 2^bits - 1) / 2.
 
     Args:
       x: values in units of the format, from -(2^bits - 1) to 2^bits - 1; values outside are clipped.
@@ -27,7 +27,7 @@ def encode_bipolar(x: Float[Array, "..."], bits: int) -> UInt8[Array, "..."]:
 
 
 def decode_bipolar(u: UInt8[Array, "..."], bits: int) -> Int[Array, "..."]:
-    """Return the values 2 u - (2^bits - 1), int32."""
+    """Return the values 2 u - (2^bits - 1) of bipolar integers, int32, from their bits u."""
     _check_bits(bits)
     return 2 * u.astype(jnp.int32) - (2**bits - 1)
 
@@ -57,7 +57,7 @@ def bipolar_matmul(x: UInt8[Array, "M K"], x_bits: int, w: UInt8[Array, "K N"], 
 
 
 def _planes(u: UInt8[Array, "..."], bits: int) -> list[tuple[Int[Array, "..."], int]]:
-    """Return int8 arrays and the factors with which they add up to the values."""
+    """Split bipolar integers into int8 arrays, and the factors with which these add up to the values."""
     if bits <= _WIDEST_IN_INT8:
         return [(decode_bipolar(u, bits).astype(jnp.int8), 1)]
     half = bits // 2

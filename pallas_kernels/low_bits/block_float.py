@@ -11,7 +11,7 @@ _LEAST = -100
 
 
 def block_exponents(largest: Float[Array, "*blocks"], bits: int) -> Int[Array, "*blocks"]:
-    """Return the exponent of each block's step, int8: its largest magnitude then needs all `bits`, sign included.
+    """Return each block's power-of-two exponent, int8; its largest magnitude then needs all `bits`, sign included.
 
     With e = floor(log2(largest)) the step is 2^(e - bits + 2).
     """
@@ -20,7 +20,7 @@ def block_exponents(largest: Float[Array, "*blocks"], bits: int) -> Int[Array, "
 
 
 def round_to_steps(x: Float[Array, "..."], exponents: Int[Array, "..."], bits: int) -> Int[Array, "..."]:
-    """Return x / 2^exponent as int8, rounded to the nearest and clipped to signed integers of `bits`."""
+    """Quantize x in steps of 2^exponent: round to the nearest, clip to signed integers of `bits`, return int8."""
     limit = 2 ** (bits - 1)
     scaled = x.astype(jnp.float32) * powers_of_two(-exponents.astype(jnp.int32))
     return jnp.clip(jnp.round(scaled), -limit, limit - 1).astype(jnp.int8)

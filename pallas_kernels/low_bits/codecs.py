@@ -99,13 +99,13 @@ class BlockFloatCodec(Codec):
 
 
 def pack_nibbles(q: Int[Array, "*dims H"]) -> UInt8[Array, "*dims half"]:
-    """Return signed 4-bit integers as bytes: the first half of the values in the low bits, the second in the high."""
+    """Pack signed 4-bit integers into bytes: the first half of the last dim in the low bits, the second in the high."""
     low, high = jnp.split(q.astype(jnp.uint8), 2, axis=-1)
     return (low & 15) | (high << 4)
 
 
 def unpack_nibbles(packed: UInt8[Array, "*dims half"]) -> Int[Array, "*dims H"]:
-    """Return the signed 4-bit integers of `pack_nibbles` as int8."""
+    """Unpack two signed 4-bit integers from each byte, in the order of `pack_nibbles`, as int8."""
     signed = jax.lax.bitcast_convert_type(packed, jnp.int8)
     return jnp.concatenate([(signed << 4) >> 4, signed >> 4], axis=-1)
 

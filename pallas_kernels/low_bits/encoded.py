@@ -34,7 +34,7 @@ Stored: TypeAlias = jax.Array | Encoded
 
 
 def map_stored(function: Callable[..., jax.Array], *stored: Stored) -> Stored:
-    """Apply a function that keeps the last dim of its arguments to plain arrays, or to each part of encoded ones."""
+    """Apply a function that keeps the last dim to plain arrays, or to each stored part of quantized ones."""
     if not isinstance(stored[0], Encoded):
         return function(*stored)
     columns = zip(*(cast(Encoded, one).parts for one in stored), strict=True)
@@ -42,14 +42,14 @@ def map_stored(function: Callable[..., jax.Array], *stored: Stored) -> Stored:
 
 
 def encode_like(stored: Stored, x: Float[Array, "*dims K H"]) -> Stored:
-    """Return x stored as `stored` is: in its dtype, or encoded by its codec in its channel order."""
+    """Convert x to the form of `stored`: to its dtype, or quantized by its codec in its channel order."""
     if not isinstance(stored, Encoded):
         return x.astype(stored.dtype)
     return dataclasses.replace(stored, parts=stored.codec.encode(sort_channels(x, stored.order)))
 
 
 def decode(stored: Stored, dtype: jax.typing.DTypeLike) -> Float[Array, "*dims H"]:
-    """Return the values of an encoded array in `dtype` and in the order that they are stored in.
+    """Dequantize an encoded array to `dtype`; its channels stay in the order in which they are stored.
 
     A plain array is returned as it is.
     """
@@ -57,7 +57,7 @@ def decode(stored: Stored, dtype: jax.typing.DTypeLike) -> Float[Array, "*dims H
 
 
 def sort_channels(x: Float[Array, "*dims N H"], order: Int[Array, "K H"] | None) -> Float[Array, "*dims N H"]:
-    """Return x with the channels of each head sorted by `order`; N / K consecutive heads share an order."""
+    """Permute the channels of each head by `order`; N / K consecutive heads share an order."""
     if order is None:
         return x
     heads, width = order.shape
@@ -66,19 +66,19 @@ def sort_channels(x: Float[Array, "*dims N H"], order: Int[Array, "K H"] | None)
 
 
 def sort_queries(q: Float[Array, "*dims N H"], keys: Stored) -> Float[Array, "*dims N H"]:
-    """Return queries with channels sorted as those of `keys`, so that every score q . k stays the same."""
+    """Permute the channels of queries like those of `keys`, so that every score q . k stays the same."""
     return sort_channels(q, keys.order if isinstance(keys, Encoded) else None)
 
 
 def without_order(stored: Stored) -> Stored:
-    """Return encoded values without their `order`: decoding then leaves the channels as they are stored."""
+    """Drop the channel order of encoded values, which then count as being in the order in which they are stored."""
     return dataclasses.replace(stored, order=None) if isinstance(stored, Encoded) else stored
 
 
 def round_trip(
     x: Float[Array, "*dims K H"], codec: Codec, order: Int[Array, "K H"] | None = None
 ) -> Float[Array, "*dims K H"]:
-    """Return x after encoding with channels sorted by `order`, decoding, and undoing the order."""
+    """Quantize x by a codec and dequantize it; channels are sorted by `order` in between."""
     decoded = codec.decode(codec.encode(sort_channels(x, order))).astype(x.dtype)
     return sort_channels(decoded, None if order is None else jnp.argsort(order, axis=-1))
 

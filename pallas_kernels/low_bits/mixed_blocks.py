@@ -44,7 +44,7 @@ def outlier_order(magnitudes: Float[Array, " K"]) -> Int[Array, " K"]:
 
 
 def count_wide_blocks(magnitudes: Float[Array, " K"], factor: float = 8.0) -> int:
-    """Return how many blocks the outliers fill: channels whose magnitude exceeds `factor` times the median."""
+    """Return how many 8-bit blocks the outlier channels fill, whose magnitude exceeds `factor` times the median."""
     outliers = int((magnitudes > factor * jnp.median(magnitudes)).sum())
     return -(-outliers // BLOCK)
 
@@ -69,7 +69,7 @@ def quantize_activations(x: Float[Array, "M K"], order: Int[Array, " K"], wide: 
 def quantize_weights(
     w: Float[Array, "N K"], order: Int[Array, " K"]
 ) -> tuple[Int[Array, "N K"], Float[Array, "N blocks"]]:
-    """Return weights as 4-bit integers (int8 array) with inputs in `order`, and a scale for each block of inputs."""
+    """Quantize weights to 4-bit integers (int8 array), inputs permuted by `order`, with a scale per block of inputs."""
     grid, sorted_w = Grid(4, BLOCK), w[:, order]
     scales = grid.scales(sorted_w)
     return grid.quantize(sorted_w, scales), scales
@@ -86,5 +86,5 @@ def mixed_matmul(
 
 
 def dequantize_activations(x: MixedBlockActivations) -> Float[Array, "M K"]:
-    """Return the values of activations in permuted order, float32."""
+    """Dequantize activations of mixed 8-bit and 4-bit blocks to float32; channels stay permuted."""
     return x.q.astype(jnp.float32) * jnp.repeat(x.scales, BLOCK, axis=1)

@@ -141,7 +141,7 @@ def _backward_rule_with_input(options: NormOptions, saved: tuple, gradients: tup
 
 @dataclass(frozen=True)
 class NormGradientsRequest:
-    """The backward of a norm.
+    """Arguments of a norm's backward pass, as its backends receive them.
 
     Attributes:
         options: arguments of the norm.

@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def add_four(a, b, c, d, e, f, g, h):
-    """Combine function of `tl.reduce` over four values at once, so that a program's warps synchronize once per row."""
+    """Add four pairs of values, for one `tl.reduce` over all four: a program's warps synchronize once per row."""
     return a + e, b + f, c + g, d + h
 
 
 @triton.jit
 def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
-    """Load a row of each array, 0 past its end, and a pivot that makes the mean of x - pivot small.
+    """Load a row of x and of the gradients, 0 past its end, and a pivot, which is subtracted from x.
 
     The pivot is a value that is subtracted from x (if centered) so that its mean is small.
     """
@@ -32,7 +32,9 @@ def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
 
 @triton.jit
 def gradient_kernel(x, gain, d_out, d_residual, d_x, sums, plan: tl.constexpr):
-    """Compute the gradients for rows `program_id`, + programs, ..., loading each row while the one before is computed.
+    """Compute a norm's gradients for every `programs`-th row, loading each row while the one before is computed.
+
+    A program begins at the row `program_id`.
 
     x, d_out, d_residual and d_x are [rows, D], gain is [D] float32. Sums are float32 [1, or 2 if centered, programs,
     D]: the gradients of gain (and bias) over the rows of each program.

@@ -22,7 +22,7 @@ _ELEMENTS = 512
 
 @dataclasses.dataclass(frozen=True)
 class NormKernelPlan:
-    """Compile-time constants of the Triton kernel of the norm's gradients.
+    """Compile-time constants of the Triton kernel that computes the gradients of a norm.
 
     Attributes:
         rows, width: shape of x.
@@ -46,7 +46,7 @@ class NormKernelPlan:
 
 
 def unsupported_reason(x: jax.Array) -> str | None:
-    """Return why the kernel cannot compute the gradients of x [..., D], or None."""
+    """Return why the Triton kernel cannot compute a norm's gradients for x [..., D], or None if it can."""
     target = current_target()
     if target.platform != "cuda" or (target.compute_capability or (0, 0)) < _LEAST_CAPABILITY:
         return f"needs an NVIDIA GPU of compute capability 8.0 or newer, lowered for {target}"
@@ -58,7 +58,7 @@ def unsupported_reason(x: jax.Array) -> str | None:
 
 
 def lower_priority_reason(x: jax.Array) -> str | None:
-    """Return why XLA's two passes go first for x [..., D], or None."""
+    """Return why XLA's two passes over x [..., D] are preferred to the Triton kernel, or None if they are not."""
     rows = x.size // max(x.shape[-1], 1)
     if x.shape[-1] < _NARROWEST or rows < _FEWEST_ROWS:
         return f"is for at least {_FEWEST_ROWS} rows of {_NARROWEST}, got {rows} of {x.shape[-1]}"
@@ -70,7 +70,7 @@ def lower_priority_reason(x: jax.Array) -> str | None:
 def gradients(
     x: jax.Array, gain: jax.Array, d_out: jax.Array, d_residual: jax.Array | None, epsilon: float, centered: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of norm(x) * gain + bias.
+    """Compute the gradients of norm(x) * gain + bias by the Triton kernel.
 
     Args:
         x, d_out: [..., D].

@@ -27,7 +27,7 @@ def packed_matmul(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "..."]:
-    """Compute `y[..., outputs] = x[..., inputs] @ weight[inputs, outputs]`, summed in float32.
+    """Multiply x [..., inputs] with a weight [inputs, outputs] that is stored in few bits, summed in float32.
 
     The weight is converted to the dtype of x where it is multiplied. On a GPU, jit the caller with the compiler options
     `pallas_kernels.weight_only.xla.COMPILER_OPTIONS`, so that it is read as stored.

@@ -8,7 +8,7 @@ _CHUNK = 2**20
 
 
 def pack_bits(values: Int[np.ndarray, "..."], bits: int) -> UInt8[np.ndarray, " bytes"]:
-    """Return the lowest `bits` (1 to 8) of each int8 or uint8 value, in C order, the lowest bit first."""
+    """Pack the lowest `bits` (1 to 8) of each int8 or uint8 value into bytes, in C order, the lowest bit first."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     if bits == 8:
         return flat
@@ -22,7 +22,7 @@ def pack_bits(values: Int[np.ndarray, "..."], bits: int) -> UInt8[np.ndarray, " 
 def unpack_bits(
     stream: UInt8[np.ndarray, " bytes"], bits: int, shape: tuple[int, ...], *, signed: bool
 ) -> Int[np.ndarray, "..."]:
-    """Return the values of `pack_bits`, int8 if `signed` (two's complement), otherwise uint8."""
+    """Unpack integers of `bits` from the bytes of `pack_bits`: int8 if `signed` (two's complement), else uint8."""
     count = int(np.prod(shape))
     flat = stream[:count] if bits == 8 else np.empty(count, np.uint8)
     if bits == 4:

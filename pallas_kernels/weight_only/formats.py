@@ -41,14 +41,14 @@ class Format(ABC):
     @property
     @abstractmethod
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
-        """For each array, by name, the dim of the matrix ("out", "in" or None) that each of its dims follows."""
+        """Dim of the matrix ("out", "in" or None) along which each dim of a stored array runs, by array name."""
 
     @abstractmethod
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         """Dequantize the matrix to float32 [out, in]."""
 
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
-        """Return the arrays that represent only rows `ids` of the matrix."""
+        """Return the stored arrays of only the rows `ids` of the matrix."""
         return {name: array[ids] for name, array in arrays.items()}
 
 

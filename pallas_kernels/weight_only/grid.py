@@ -29,11 +29,11 @@ class Grid:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The smallest and the largest integer."""
+        """The smallest and the largest integer of the grid."""
         return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
 
     def groups(self, inputs: int) -> int:
-        """Return the number of groups in a row of `inputs` weights.
+        """Return the number of groups, each with its own scale, in a row of `inputs` weights.
 
         Raises:
           ValueError: the group size does not divide the row.

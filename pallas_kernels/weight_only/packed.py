@@ -57,11 +57,11 @@ class PackedWeight:
         return sum(-(-x.size * bits.get(k, 8 * x.dtype.itemsize) // 8) for k, x in self.arrays.items())
 
     def matrix(self) -> Float[Array, "out in"]:
-        """Return the values as a float32 matrix."""
+        """Dequantize the weight to a float32 matrix [out, in]."""
         return self.format.dense(self.arrays)
 
     def dense(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "..."]:
-        """Return the weight [*inputs, *outputs] as a plain array."""
+        """Dequantize the weight to a plain array [*inputs, *outputs]."""
         return self.matrix().T.reshape(self.shape).astype(dtype)
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... in"]:
@@ -86,41 +86,41 @@ class PackedWeight:
 
 
 def pack_integers(grid: Grid, q: Int[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:
-    """Return the packed weight of integers of a grid and their scales, as `Grid.quantize` and solvers return them."""
+    """Pack integers and their scales, from `Grid.quantize` or a solver such as GPTQ, as a weight in few bits."""
     return _pack(IntegerFormat(grid), {"q": q.astype(integer_dtype(grid.bits)), "scales": scales}, q.shape)
 
 
 def pack_nearest(grid: Grid, w: Float[Array, "out in"]) -> PackedWeight:
-    """Return the packed weight of a matrix that is rounded to the nearest values of a grid."""
+    """Round a matrix to the nearest values of an integer grid, and pack it as a weight in few bits."""
     scales = grid.scales(w)
     return pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.bfloat16))
 
 
 def pack_float8(q: Float[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:
-    """Return the packed weight of FP8 numbers (e4m3) and their scales."""
+    """Pack FP8 numbers (e4m3) and their scales as a weight."""
     return _pack(Float8Format(), {"q": q.astype(jnp.float8_e4m3fn), "scales": scales}, q.shape)
 
 
 def pack_lookup(bits: int, indices: Int[Array, "out in"], codebook: Float[Array, "tables entries"]) -> PackedWeight:
-    """Return the packed weight of indices into tables of 2^bits values; each table serves out / tables rows."""
+    """Pack indices into tables of 2^bits values as a weight; each table serves out / tables rows."""
     arrays = {"indices": indices.astype(index_dtype(bits)), "codebook": codebook}
     return _pack(LookupFormat(bits), arrays, indices.shape)
 
 
 def pack_block_float(grid: Grid, q: Int[Array, "out in"], exponents: Int[Array, "out blocks"]) -> PackedWeight:
-    """Return the packed weight of integers and the powers of two by which their blocks are scaled."""
+    """Pack integers and the exponents of their blocks' powers of two as a weight."""
     arrays = {"q": q.astype(integer_dtype(grid.bits)), "exponents": exponents.astype(jnp.int8)}
     return _pack(BlockFloatFormat(grid), arrays, q.shape)
 
 
 def pack_tile_float(bits: int, q: Int[Array, "out in"], exponents: Int[Array, "tiles_out tiles_in"]) -> PackedWeight:
-    """Return the packed weight of integers and the powers of two by which their tiles are scaled."""
+    """Pack integers and the exponents of their tiles' powers of two as a weight."""
     arrays = {"q": q.astype(integer_dtype(bits)), "exponents": exponents.astype(jnp.int8)}
     return _pack(TileFloatFormat(bits), arrays, q.shape)
 
 
 def pack_low_rank(u: Float[Array, "out rank"], v: Float[Array, "rank in"]) -> PackedWeight:
-    """Return the packed weight u @ v."""
+    """Pack two low-rank factors as the weight u @ v."""
     return _pack(LowRankFormat(), {"u": u, "v": v}, (u.shape[0], v.shape[1]))
 
 

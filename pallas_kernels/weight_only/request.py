@@ -1,4 +1,4 @@
-"""A call of `packed_matmul` with its arguments checked."""
+"""Checks the arguments of `packed_matmul`, and holds them for its backends."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pallas_kernels.weight_only.packed import PackedWeight
 
 @dataclass(frozen=True)
 class PackedMatmulRequest:
-    """A packed matmul with its arguments checked.
+    """Checked arguments of a matmul with a packed weight, as its backends receive them.
 
     Attributes:
         x: inputs [rows, in].
@@ -38,7 +38,7 @@ class PackedMatmulRequest:
 def make_request(
     x: AnyArray, weight: PackedWeight, out_dtype: jax.typing.DTypeLike | None
 ) -> tuple[PackedMatmulRequest, tuple[int, ...]]:
-    """Check the arguments of `packed_matmul`; return them as a request, and the dims of x that are not contracted.
+    """Check the arguments of `packed_matmul`; return them for its backends, and the dims of x that are not contracted.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule and the values.

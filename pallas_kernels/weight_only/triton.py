@@ -1,4 +1,4 @@
-"""Triton packed matmul for few rows, which reads each integer once, in the order in which `PackedWeight` stores it.
+"""Triton matmul of few rows with a packed integer weight, which is read once, in the order in which it is stored.
 
 At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
@@ -55,7 +55,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class ProductPlan:
-    """Compile-time constants of the kernel.
+    """Compile-time constants of the Triton kernel that multiplies activations with a packed weight.
 
     Attributes:
         rows: rows of x.
@@ -84,27 +84,27 @@ class ProductPlan:
 
     @property
     def steps(self) -> int:
-        """Number of steps of a program's loop."""
+        """Number of steps of a Triton program's loop over its inputs."""
         return self.inputs // (self.tile.block_in * self.tile.ranges * self.tile.slices)
 
     @property
     def block_out(self) -> int:
-        """Number of outputs that a program computes."""
+        """Number of outputs that a Triton program computes."""
         return self.tile.block_out
 
     @property
     def block_in(self) -> int:
-        """Number of inputs per step of a program's loop."""
+        """Number of inputs per step of a Triton program's loop."""
         return self.tile.block_in
 
     @property
     def slices(self) -> int:
-        """Number of warp groups of a program that divide its inputs among them."""
+        """Number of warp groups of a Triton program that divide its inputs among them."""
         return self.tile.slices
 
     @property
     def assembly(self) -> bool:
-        """True if inline assembly converts the integers."""
+        """True if inline assembly converts the stored integers to bfloat16."""
         return self.tile.assembly
 
     @property
@@ -163,12 +163,12 @@ CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
 
 
 def stored_bits(request: PackedMatmulRequest) -> int:
-    """Return the number of bits per stored integer, 4 or 8."""
+    """Return the bits of an integer of the packed weight in memory, 4 or 8."""
     return 4 if request.weight.arrays["q"].dtype == jnp.int4 else 8
 
 
 def default_tile(outputs: int, inputs: int, groups: int, rows: int) -> Tile:
-    """Return a tile for a product that is not in `MEASURED`.
+    """Choose tile sizes for a matmul with a packed weight whose shape has not been measured.
 
     Up to 16 rows the inputs of a program are divided among its warps. A program then needs few outputs to read at the
     speed of the memory, and no second kernel has to add partial sums. With more rows the activations of so many slices
@@ -187,7 +187,7 @@ def default_tile(outputs: int, inputs: int, groups: int, rows: int) -> Tile:
 
 
 def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
-    """Return the kernel's constants for a request, with the tile chosen for it if none is given."""
+    """Return the Triton kernel's compile-time constants for a call, with tile sizes chosen for it unless given."""
     bits, (outputs, inputs) = stored_bits(request), request.weight.arrays["q"].shape
     groups = request.weight.arrays["scales"].shape[1]
     rows = request.x.shape[0]
@@ -202,7 +202,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> Product
 
 
 def tile_problem(plan: ProductPlan) -> str | None:
-    """Return why a tile does not fit the shapes of its plan, or None."""
+    """Return why the tile sizes of a plan do not fit the shapes of its matmul, or None if they do."""
     tile = plan.tile
     if plan.outputs % tile.block_out:
         return f"blocks of {tile.block_out} do not divide {plan.outputs} outputs"
@@ -217,12 +217,12 @@ def tile_problem(plan: ProductPlan) -> str | None:
 
 
 def excess_of_raised(x: Float[Array, "rows in"], block_in: int) -> Float[Array, "rows blocks"]:
-    """Return 136 times the sum of x over each block of inputs, float32."""
+    """Return what 136 added to each integer adds to the sum over a block of inputs: 136 sum(x), float32."""
     return 136 * x.astype(jnp.float32).reshape(x.shape[0], -1, block_in).sum(-1)
 
 
 def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Array, "rows out"]:
-    """Return x times the transposed packed matrix; its gradients are those of the XLA backend."""
+    """Multiply x with the transposed packed matrix by the Triton kernel; gradients are those of the XLA backend."""
     return _product(request.out_dtype, request.target, tile, request.x, request.weight)
 
 
@@ -279,7 +279,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def unsupported_reason(request: PackedMatmulRequest) -> str | None:
-    """Return why the kernel cannot compute the request, or None."""
+    """Return why the Triton kernel cannot compute a matmul with a packed weight, or None if it can."""
     if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
         return reason
     return _unsupported_shape(request)

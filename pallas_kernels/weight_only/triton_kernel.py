@@ -76,7 +76,7 @@ lop3.b32 $1, b, 0x000F000F, c, 0x6A;
 
 @triton.jit
 def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
-    """Return integers in the dtype that `like` points to: bytes (half 0), or their low (1) or high (2) halves.
+    """Convert stored integers to the dtype that `like` points to: bytes (half 0), or their low (1) or high (2) halves.
 
     With `plan.raised` halves are 136 larger.
     """
@@ -97,7 +97,7 @@ def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
 
 @triton.jit
 def _load_activations(x, place, valid, plan: tl.constexpr):
-    """Return x for the low and for the high halves of bytes; whole bytes have the same x for both."""
+    """Load the activations for the integers in the low and in the high halves of bytes; the same for whole bytes."""
     dtype: tl.constexpr = x.dtype.element_ty
     if plan.halves == 1:
         both = tl.load(x + place, valid, 0.0)
@@ -109,7 +109,7 @@ def _load_activations(x, place, valid, plan: tl.constexpr):
 
 @triton.jit
 def product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
-    """Multiply x [rows, in] by a block of rows of the matrix, over one of the ranges of its inputs.
+    """Multiply x [rows, in] with a block of rows of the packed matrix, over one of the ranges of its inputs.
 
     The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves], and `scales` is
     [out, groups]. `excess` [rows, in / block_in] is read with `plan.raised` alone: 136 times the sum of x over each
@@ -162,7 +162,7 @@ def product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
 
 @triton.jit
 def sliced_product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
-    """Compute the same as `product_kernel`; the warps of a program divide the inputs, and their sums are added.
+    """Multiply x with a block of rows of the packed matrix; a program's warps divide the inputs and add their sums.
 
     Each slice of the inputs belongs to warps of its own, which do not wait for the others before the end.
     """

@@ -40,7 +40,7 @@ class Awq(RoundingMethod):
         return pack_nearest(self.grid, w)
 
     def _best_scales(self, block: CalibrationBlock, fold: Fold) -> Float[Array, " in"]:
-        """Return the scales with which rounding changes the output least.
+        """Return the candidate input scales with which rounding changes the layer's output least.
 
         The layers' own weights are compared, as an earlier fold into them changes no output.
         """
@@ -57,7 +57,7 @@ class Awq(RoundingMethod):
 
 @dataclasses.dataclass(frozen=True)
 class _RoundScaled:
-    """Change of a layer's weights by rounding some of them with scaled inputs."""
+    """Rounds some weights of a Transformer layer with candidate input scales, to measure what that changes."""
 
     grid: Grid
     targets: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Base class of compression methods: a dense layer in, a packed or a pruned one out."""
+"""Base class of compression methods, which turn the weight of a dense layer into a packed or a pruned one."""
 
 import dataclasses
 from abc import abstractmethod
@@ -41,7 +41,7 @@ class Change(Protocol):
     """Interface of a hashable function that returns replacements for some weights of a Transformer layer."""
 
     def __call__(self, weights: Mapping[str, jax.Array], candidate: Any) -> Mapping[str, jax.Array]:
-        """Return the weights to replace, by path.
+        """Return the replacements of some of the layer's weights, by path.
 
         Args:
           weights: `CalibrationBlock.weights`.
@@ -71,7 +71,7 @@ class CalibrationBlock:
 
 
 class Method(PathRule):
-    """Base class of compression methods, which is also a rule of a recipe: `path` chooses its dense layers.
+    """Base class of compression methods; each is also a rule of a recipe, whose `path` chooses dense layers.
 
     A subclass has its own file with a field `method: Literal["name"] = "name"`, its settings as further fields, and
     `compress`; it is listed in `jaxstack.compress.methods.METHODS`. Paths are those of an unrolled model, such as
@@ -87,7 +87,7 @@ class Method(PathRule):
         return None
 
     def rescale(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
-        """Return weights of a Transformer layer to replace before its dense layers are compressed, by path.
+        """Return rescaled weights, by path, that replace a Transformer layer's own before its matrices are compressed.
 
         Called once for each distinct method in the layer if `needs` is not empty. The replaced weights must compute
         the same function together, such as a scale moved from a kernel into the norm before it.
@@ -97,7 +97,7 @@ class Method(PathRule):
 
     @abstractmethod
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
-        """Return the compressed matrix.
+        """Compress the weight matrix of a dense layer, with statistics of its inputs if the method needs any.
 
         Args:
           w: weights of the layer, float32.

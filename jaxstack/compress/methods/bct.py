@@ -1,4 +1,4 @@
-"""BCT: all integers in a tile of a matrix share one power of two."""
+"""BCT (blockwise compression of Transformers): integers that share one power-of-two scale per tile of a matrix."""
 
 import math
 from typing import Literal
@@ -17,7 +17,7 @@ _CANDIDATES = 3
 
 
 class Bct(Method):
-    """Rounds tiles to integers that share a power of two (Dong et al. 2023, arXiv:2304.01483).
+    """Rounds weights to integers with one power-of-two scale per tile of a matrix (Dong et al. 2023, arXiv:2304.01483).
 
     Of the steps that are powers of two each tile takes the one with the least squared error. Needs no calibration text.
     `jaxstack.compress.integers.in_integers` rounds activations and softmax too.
@@ -33,7 +33,7 @@ class Bct(Method):
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Outputs and inputs of a tile."""
+        """Shape of a tile: its number of outputs and of inputs."""
         return self.tile_outputs or self.tile_size, self.tile_size
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
@@ -56,7 +56,7 @@ class Bct(Method):
 def round_tiles(
     w: Float[Array, "out in"], bits: int, rows: int, columns: int | None = None
 ) -> tuple[Int[Array, "out in"], Int[Array, "tiles_out tiles_in"]]:
-    """Return the integers of tiles [rows, columns], int8, and the exponents of their steps, int8.
+    """Quantize a matrix in tiles [rows, columns] with power-of-two steps; return int8 integers and int8 exponents.
 
     Args:
       columns: default: as many as rows.

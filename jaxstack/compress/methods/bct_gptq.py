@@ -1,4 +1,4 @@
-"""BCT with corrections: integers of tiles, rounded so that later columns make up for the error of earlier ones."""
+"""BCT with corrections: integers with a power-of-two scale per tile, rounded column by column as GPTQ does."""
 
 import functools
 from typing import Literal
@@ -16,7 +16,7 @@ from pallas_kernels.weight_only.packed import pack_tile_float
 
 
 class BctGptq(ColumnSweepMethod, Bct):
-    """Rounds tiles to integers that share a power of two as `bct` does, by the column sweep of GPTQ."""
+    """Rounds to integers with one power-of-two scale per tile as `bct` does, with the error corrections of GPTQ."""
 
     method: Literal["bct_gptq"] = "bct_gptq"  # type: ignore[assignment]
 
@@ -30,7 +30,7 @@ class BctGptq(ColumnSweepMethod, Bct):
 def _round(
     w: Float[Array, "out in"], hessian: Float[Array, "in in"], bits: int, tile: tuple[int, int], damping: float
 ) -> tuple[Int[Array, "out in"], Int[Array, "tiles_out tiles_in"], Bool[Array, ""]]:
-    """Return the integers, the exponents of their tiles, and whether the Hessian could be factorized."""
+    """Round a matrix in tiles by GPTQ; return integers, tile exponents, and whether the Hessian could be factorized."""
     _, exponents = round_tiles(w, bits, *tile)
     spread = TileFloatFormat(bits).scales({"q": w, "exponents": exponents})
     q, valid = round_to_scales(w, hessian, Grid(bits), spread, damping)

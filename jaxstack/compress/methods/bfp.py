@@ -14,7 +14,7 @@ from pallas_kernels.weight_only.packed import pack_block_float
 
 
 class BlockFloat(Method):
-    """Rounds blocks of inputs to integers times a power of two, the exponent of the block's largest magnitude.
+    """Rounds weights to integers with one power of two per block of inputs, set by the block's largest magnitude.
 
     Dequantization is a shift of the exponent, and exact in bfloat16. Needs no calibration text.
     """

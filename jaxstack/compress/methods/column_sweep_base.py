@@ -11,7 +11,7 @@ from jaxstack.compress.methods.base import InputStatistics, Method, Statistic
 
 
 class ColumnSweepMethod(Method):
-    """Compresses column by column with corrections from the inverse Hessian of the layer's inputs."""
+    """Base of methods that compress column by column, with corrections from the Hessian of a layer's inputs."""
 
     needs: ClassVar[frozenset[Statistic]] = frozenset({"hessian"})
     damping: float = Field(default=DAMPING, gt=0)
@@ -19,12 +19,12 @@ class ColumnSweepMethod(Method):
 
     @staticmethod
     def hessian(statistics: InputStatistics | None) -> Float[Array, "in in"]:
-        """Return the Hessian, which calibration measures for these methods."""
+        """Return the Hessian of a layer's inputs from the statistics that calibration measured."""
         assert statistics is not None and statistics.hessian is not None
         return statistics.hessian
 
     def warn_unless(self, valid: Bool[Array, ""], fallback: str) -> None:
-        """Warn that the Hessian could not be factorized.
+        """Warn, unless `valid`, that the Hessian could not be factorized, and say what was done instead.
 
         Args:
           valid: `jaxstack.compress.column_sweep.Factor.valid`.

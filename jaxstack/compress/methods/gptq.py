@@ -12,7 +12,7 @@ from pallas_kernels.weight_only.packed import pack_integers
 
 
 class Gptq(ColumnSweepMethod, RoundingMethod):
-    """Rounds to a symmetric grid column by column and corrects the columns that follow (arXiv:2210.17323)."""
+    """Rounds weights to integers column by column, correcting later columns for each error (GPTQ, arXiv:2210.17323)."""
 
     method: Literal["gptq"] = "gptq"
 

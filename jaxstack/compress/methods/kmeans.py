@@ -34,7 +34,7 @@ class KMeans(Method):
 
 
 def find_cluster_centers(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
-    """Return 2^bits cluster centers, ascending, float32; `counts` says how many weights have each bfloat16 value.
+    """Find the 2^bits k-means centers of a matrix, ascending, from how many weights have each bfloat16 value.
 
     k-means runs from three starts: equal steps between the smallest and the largest weight, which suits long tails;
     quantiles; and the distinct weights themselves, which suits weights of few values. The result with the least
@@ -64,5 +64,5 @@ def find_cluster_centers(counts: Float[Array, "65536"], bits: int, iterations: i
 
 
 def _nearest(values: Float[Array, " n"], centers: Float[Array, " entries"]) -> Int[Array, " n"]:
-    """Return the index of the nearest of ascending centers for each value."""
+    """Return for each value the index of its nearest center; the centers are ascending."""
     return jnp.searchsorted((centers[1:] + centers[:-1]) / 2, values)

@@ -1,4 +1,4 @@
-"""Pruning by magnitude."""
+"""Pruning by magnitude: the smallest weights of each matrix become zero."""
 
 from typing import Literal
 

@@ -7,7 +7,7 @@ from jaxstack.compress.prune import Pattern
 
 
 class PruningMethod(Method):
-    """Sets weights to zero; the matrix is stored as plain numbers."""
+    """Base of methods that set a share of a matrix's weights to zero; the matrix is stored as plain numbers."""
 
     sparsity: float = Field(default=0.5, gt=0, lt=1)
     """Share of the weights that become zero. Ignored with a pattern."""
@@ -22,13 +22,13 @@ class PruningMethod(Method):
 
     @property
     def _kept_of(self) -> tuple[int, int]:
-        """n and m of the pattern; (1, 1) without one."""
+        """n and m of the n:m sparsity pattern; (1, 1) without one."""
         kept, size = (self.pattern or "1:1").split(":")
         return int(kept), int(size)
 
     @property
     def zeros(self) -> Pattern:
-        """Allowed positions of zeros: anywhere, or a fixed number in each group of m inputs."""
+        """Sparsity pattern of the matrix: zeros anywhere, or a fixed number in each group of m inputs."""
         return Pattern(self.sparsity) if self.pattern is None else Pattern(keep_of=self._kept_of)
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:

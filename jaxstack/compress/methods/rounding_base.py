@@ -7,7 +7,7 @@ from pallas_kernels.weight_only.grid import Grid
 
 
 class RoundingMethod(Method):
-    """Rounds weights to the integers of a symmetric grid, with a scale for each output or each group of inputs."""
+    """Base of methods that round weights to integers, with a scale for each output or each group of inputs."""
 
     bits: int = Field(default=4, ge=2, le=8)
     """Bits of an integer."""
@@ -16,7 +16,7 @@ class RoundingMethod(Method):
 
     @property
     def grid(self) -> Grid:
-        """The grid that the weights are rounded to."""
+        """The integers, and the size of groups with a common scale, that the weights are rounded to."""
         return Grid(self.bits, self.group_size)
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
@@ -25,7 +25,7 @@ class RoundingMethod(Method):
 
 
 def group_size_problem(group_size: int | None, inputs: int, name: str = "group_size") -> str | None:
-    """Return why rows of so many inputs cannot be cut into groups, or None."""
+    """Return why groups of `group_size` do not divide a row of `inputs` weights, or None if they do."""
     if group_size is None or inputs % group_size == 0:
         return None
     fitting = max(size for size in range(1, group_size + 1) if inputs % size == 0)

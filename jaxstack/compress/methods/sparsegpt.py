@@ -11,7 +11,7 @@ from jaxstack.compress.methods.pruning_base import PruningMethod
 
 
 class SparseGpt(ColumnSweepMethod, PruningMethod):
-    """Prunes in blocks of columns and corrects the columns that follow (arXiv:2301.00774)."""
+    """Prunes a matrix in blocks of columns, correcting later columns for each error (SparseGPT, arXiv:2301.00774)."""
 
     method: Literal["sparsegpt"] = "sparsegpt"
 

@@ -10,7 +10,7 @@ from jaxstack.compress.prune import wanda
 
 
 class Wanda(PruningMethod):
-    """Prunes in each row the weights with the smallest |w| |x|, x the input over all tokens (arXiv:2306.11695)."""
+    """Prunes in each row the weights with the smallest |w| times the norm of their input (Wanda, arXiv:2306.11695)."""
 
     needs: ClassVar[frozenset[Statistic]] = frozenset({"square_sum"})
     method: Literal["wanda"] = "wanda"
