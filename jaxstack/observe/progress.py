@@ -9,7 +9,7 @@ from jaxstack.observe.number_format import byte_size, duration, short_number, si
 
 
 def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None) -> list[str]:
-    """Return the readable parts of a progress line, most important first, without those that are missing or None.
+    """Format the values of a progress line, most important first, without those that are missing or None.
 
     Args:
       values: the values of a `metrics.jsonl` line.

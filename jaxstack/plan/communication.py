@@ -26,7 +26,7 @@ _TREE_BANDWIDTH = 0.92
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Devices that take part in a collective.
+    """Devices that take part in a collective: their number, and how many of them share a host.
 
     Attributes:
       size: number of devices.
@@ -38,12 +38,12 @@ class Group:
 
     @property
     def hosts(self) -> Values:
-        """Number of hosts."""
+        """Number of hosts that the group spans."""
         return self.size / self.per_host
 
 
 def group_of(degree: ArrayLike, stride: ArrayLike, gpus_per_host: int) -> Group:
-    """Return the group along one mesh axis.
+    """Return the group of devices along one mesh axis.
 
     Args:
       degree: degree of the axis.
@@ -76,7 +76,7 @@ class CollectiveModel:
     network_efficiency: float
 
     def bandwidth(self, group: Group) -> Values:
-        """Return the bandwidth of a ring through the group for each GPU, in bytes per second.
+        """Return the bandwidth that each GPU gets in a ring through the group, in bytes per second.
 
         Every GPU has its own network adapter, so a ring that contains several GPUs of a host uses
         all of their adapters to reach the next host.
@@ -126,7 +126,7 @@ class CollectiveModel:
         return np.where(group.size > 1, seconds, 0.0)
 
     def _fastest(self, sent: Values, hops: Values, group: Group) -> Values:
-        """Return the seconds of a ring with the faster protocol (LL or Simple), with `sent` bytes per device."""
+        """Return the seconds of a ring that sends `sent` bytes per device, by NCCL's faster protocol (LL or Simple)."""
         across = hops * group.hosts / group.size
         latency = np.where(
             group.hosts > 1,

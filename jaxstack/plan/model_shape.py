@@ -62,7 +62,7 @@ class ModelShape:
 
     @property
     def tables(self) -> int:
-        """Number of parameters outside of the layers: embedding and head."""
+        """Number of parameters outside of the layers: embedding and output head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
