@@ -54,7 +54,7 @@ def split_panels(row: Mapping[str, Any], mesh: Mesh) -> np.ndarray:
 
 
 def panels_name(row: Mapping[str, Any]) -> str:
-    """Return the names of the array dims that `split_panels` shows as separate panels of a picture."""
+    """Return the names of the array dims that a picture of its shards shows as separate panels."""
     dims = zip(row["logical_axes"], row["mesh_axes"], strict=True)
     split = [f"{name or 'dim'} / {' x '.join(axes)}" for name, axes in dims if axes]
     return ", ".join(split[:-2])

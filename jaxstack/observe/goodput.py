@@ -56,7 +56,7 @@ class Goodput:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Return a clock of seconds since 1970 that is read once and then follows the monotonic clock."""
+    """Return a clock of seconds since 1970 that never jumps, because it follows the monotonic clock from now on."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
 

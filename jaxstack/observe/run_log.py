@@ -51,7 +51,7 @@ class RunLog:
             say(text)
 
     def show_progress(self, stack: contextlib.ExitStack, start: int) -> None:
-        """Open the progress display, to be closed with `stack`, for a run of which `start` steps are done."""
+        """Open the progress display on screen, to be closed with `stack`, for a run of which `start` steps are done."""
         enabled = self._config.progress and self.first
         self._progress = stack.enter_context(Progress(self._total_steps, start, enabled=enabled))
 

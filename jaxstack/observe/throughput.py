@@ -116,7 +116,7 @@ class Meter:
         self._excluded += seconds
 
     def read(self) -> dict[str, float | None]:
-        """Return throughput and data waiting of the steps since the last read, and begin a new measurement.
+        """Return throughput and the fraction of time spent waiting for data since the last read, and begin anew.
 
         Empty if no step was added.
         """

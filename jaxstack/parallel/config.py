@@ -128,7 +128,9 @@ class ParallelConfig(Component):
         return {axis: getattr(self, axis) for axis in AXES}
 
     def resolve(self, devices: int) -> "ParallelConfig":
-        """Return a copy with a degree of -1 filled in, so that the degrees, times the islands, multiply to `devices`.
+        """Return a copy with a degree of -1 filled in, so that the degrees multiply to the number of devices.
+
+        With several islands, groups of devices that train a copy of the model each, it is the number of devices of one.
 
         Raises:
           ConfigError: they cannot; the message names the nearest degrees that can.

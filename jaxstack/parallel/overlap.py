@@ -92,7 +92,7 @@ def gather_project(x: jax.Array, kernels: Sequence[jax.Array], unsuitable: str |
 
 
 def project_scatter(y: jax.Array, kernel: jax.Array, unsuitable: str | None = None) -> jax.Array | None:
-    """Return y @ kernel, overlapped with its reduce-scatter along T; None if XLA's separate operations are better.
+    """Return y @ kernel, overlapped with its reduce-scatter along the sequence; None if separate operations are better.
 
     Args:
       y: [B, T, F], sharded along F over `tensor`.

@@ -14,7 +14,7 @@ from jaxstack.parallel.rules import AxisRules, Names, make_rules, restrict
 
 @dataclasses.dataclass(frozen=True)
 class TracedParameters:
-    """How the parameters of the function being traced are gathered, and their gradients summed."""
+    """Mesh axes over which parameters of the traced function are gathered already, and their gradients summed."""
 
     gathered: frozenset[str] = frozenset()
     """Mesh axes over which the parameters have been gathered already, although they are stored sharded over them."""

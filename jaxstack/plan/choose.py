@@ -56,7 +56,7 @@ def forecast_here(config: RunConfig) -> Forecast | None:
 
 
 def _automatic_layout(config: RunConfig, devices: int) -> RunConfig:
-    """Return the configuration with the layout that the planner finds for `devices` devices of the kind present."""
+    """Return the configuration with the layout that the planner predicts to be fastest on `devices` devices here."""
     vocabulary = config.model.vocab_size or config.data.tokenizer.vocab_size
     known = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})}).one_island
     count = config.parallel.islands

@@ -76,12 +76,12 @@ class Cluster(Component):
 
 
 def cluster_names() -> list[str]:
-    """Return the names of the shipped clusters, sorted."""
+    """Return the sorted names of the clusters that jaxstack has descriptions of."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster that a text such as `8 x 8 h200` describes.
+    """Parse a text that describes a cluster, such as `8 x 8 h200` (hosts x GPUs per host).
 
     Args:
       text: `HOSTS x GPUS KIND`, `GPUS KIND` (one host) or `KIND` (one whole host). KIND is a shipped name, or the path
@@ -131,5 +131,5 @@ def resized(cluster: Cluster, devices: int, *, one_host: bool = False) -> Cluste
 
 
 def part_of(cluster: Cluster, devices: int) -> Cluster:
-    """Return a part of the cluster: `devices` of one host if it has as many, otherwise of whole hosts if possible."""
+    """Return the cluster cut down to `devices` devices: of one host if it has enough, else whole hosts if possible."""
     return resized(cluster, devices, one_host=devices <= cluster.gpus_per_host)

@@ -67,11 +67,11 @@ class ClusterSearch:
     notes: list[str]
 
     def draw(self) -> str:
-        """Return the result as text for a terminal."""
+        """Format the result of the search as text for a terminal."""
         return draw_search(self.found, tokens=self.tokens, verified=self.verified, notes=self.notes)
 
     def describe(self) -> dict[str, object]:
-        """Return the result as plain JSON."""
+        """Return the result of the search as plain JSON."""
         layouts = [
             {"layout": describe_degrees(one.config), **one.describe(), **self._budget(one)}
             for one in self.found.forecasts

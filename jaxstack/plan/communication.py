@@ -86,15 +86,15 @@ class CollectiveModel:
         return np.where(group.hosts > 1, np.minimum(link, network * group.per_host), link)
 
     def all_gather(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds to gather a result of `size` bytes: each device receives (n - 1) / n of them."""
+        """Return the seconds of an all-gather with a result of `size` bytes; each device gets (n - 1) / n of them."""
         return self._fastest(np.asarray(size, float) * (1 - 1 / group.size), group.size - 1, group)
 
     def reduce_scatter(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds to sum `size` bytes (of the operand) and keep one part of them on each device."""
+        """Return the seconds of a reduce-scatter with an operand of `size` bytes; each device keeps part of the sum."""
         return self.all_gather(size, group)
 
     def all_reduce(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds to sum `size` bytes on all devices: the faster of a ring and a tree.
+        """Return the seconds of an all-reduce of `size` bytes, by the faster of a ring and a tree.
 
         The ring sends 2 (n - 1) / n of the bytes in 2 (n - 1) hops. The tree sends all of them twice, in
         2 log2(hosts) network hops plus those within a host.

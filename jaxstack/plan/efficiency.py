@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("efficiency.json")
 
 
 class Efficiency(Component):
-    """Measured efficiencies: achieved over nominal rates, and fixed times.
+    """Measured efficiencies of training: achieved over nominal rates of the devices, and fixed times.
 
     All were measured on H200s; other GPUs use the same fractions.
     """

@@ -41,12 +41,12 @@ class Forecast:
 
     @property
     def memory_bytes(self) -> float:
-        """Predicted bytes on each device."""
+        """Predicted memory on each device, in bytes."""
         return sum(self.memory.values())
 
     @property
     def step_seconds(self) -> float:
-        """Predicted time of a step."""
+        """Predicted time of a train step, in seconds."""
         return sum(self.seconds.values())
 
     @property

@@ -85,7 +85,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Number of tokens that this device computes at once."""
+        """Number of tokens of a microbatch that this device computes."""
         return self.rows * self.length / self.context
 
 

@@ -10,7 +10,7 @@ from jaxstack.observe.number_format import short_number
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis from `low` to `high`, linear or logarithmic."""
+    """An axis of a chart from `low` to `high`, linear or logarithmic."""
 
     low: float
     high: float
@@ -18,7 +18,7 @@ class Axis:
     ticks: tuple[float, ...]
 
     def position(self, values: np.ndarray) -> np.ndarray:
-        """Return positions on the axis, 0 at `low` and 1 at `high`."""
+        """Return the positions of values along the axis, 0 at `low` and 1 at `high`."""
         if self.log:
             low, high = math.log10(self.low), math.log10(self.high)
             return (np.log10(values) - low) / (high - low)

@@ -16,7 +16,7 @@ SIZE = 1000  # units of the SVG's own coordinates; the browser stretches them to
 
 @dataclass(frozen=True)
 class Curve:
-    """A labelled series with its style: "first", "second", "faint" or "dashed"."""
+    """A labelled series in a chart, with its style: "first", "second", "faint" or "dashed"."""
 
     label: str
     series: Series

@@ -32,7 +32,7 @@ class SplitBackward:
     def backward(
         self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """Run the first half: return (gradient of x, weight gradients or None, values that `weights` needs)."""
+        """Run the first half: return (gradient of x, weight gradients or None, values for the second half)."""
         dx, *rest = self.first(*jax.tree.leaves((saved, gradient, weights, shared, index)))
         done = dict(zip(self.early, rest[: len(self.early)], strict=True))
         return dx, self._tree(done), rest[len(self.early) :]

@@ -21,7 +21,7 @@ Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array | 
 
 @dataclasses.dataclass(frozen=True)
 class SplitLayer:
-    """Forward and backward of a layer as separate functions, made by `split_layer`."""
+    """Forward and backward pass of a layer as separate functions, with the residuals between them as arrays."""
 
     layer: Layer
     structure: Any

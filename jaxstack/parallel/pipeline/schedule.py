@@ -17,7 +17,7 @@ Kind = Literal["F", "B", "W"]
 
 
 class Task(NamedTuple):
-    """Forward, backward or weight-gradient pass of one microbatch through one stage."""
+    """Task of a pipeline schedule: forward, backward or weight-gradient pass of one microbatch through one stage."""
 
     kind: Kind
     microbatch: int
