@@ -37,7 +37,7 @@ KINDS = (*_RING_PASSES, "collective-permute", "send")
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective instruction of a compiled module."""
+    """A collective operation of a compiled module: its kind, bytes, devices, and how often it runs."""
 
     kind: str
     """An element of `KINDS`."""
@@ -65,7 +65,7 @@ class Collective:
 
 
 def collectives(text: str | Module, mesh_axes: Mapping[str, int] | None = None) -> list[Collective]:
-    """Return the collectives of a compiled module, in the order of the schedule.
+    """Return the collective operations of a compiled module, in the order in which the compiler scheduled them.
 
     Args:
       text: `compiled.as_text()`, or the result of `parse_module`.
@@ -130,7 +130,7 @@ def _is_asynchronous(execution: Execution) -> bool:
 
 
 def summarise(rows: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Return a small table: collectives grouped by kind, dtype, axes, loop and mode, most wire bytes first.
+    """Summarise collectives as a table, grouped by kind, dtype, axes, loop and mode, most wire bytes first.
 
     Each row has `kind, dtype, axes` ("data+fsdp", or "n devices" without a mesh), `in_loop, asynchronous,
     instructions, calls, payload_bytes, wire_bytes` (both over all calls of one run of the program, per device) and
@@ -162,7 +162,10 @@ def matmuls(text: str | Module) -> int:
 
 
 def fp8_matmuls(text: str | Module) -> int:
-    """Return how many of `matmuls(text)` are in FP8: cuBLAS calls, calls of our kernel, dots of two FP8 operands."""
+    """Return how many of the matmuls that a run of a compiled module executes are in FP8.
+
+    These are cuBLAS calls, calls of our kernel, and dots of two FP8 operands.
+    """
     executions = _module(text).executions
     return sum(execution.calls for execution in executions if _is_matmul(execution) and _is_fp8(execution))
 
@@ -182,5 +185,5 @@ def _is_fp8(execution: Execution) -> bool:
 
 
 def _is_our_fp8(instruction: Instruction) -> bool:
-    """Return True for the kernel of `pallas_kernels.fp8` that multiplies with blockwise scales."""
+    """Return True if an instruction calls our FP8 matmul kernel with blockwise scales, from `pallas_kernels.fp8`."""
     return 'custom_call_target="mosaic_gpu' in instruction.attributes and "/fp8_block_product/" in instruction.op_name

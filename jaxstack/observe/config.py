@@ -1,4 +1,4 @@
-"""The configuration of metrics, trackers, profile and progress."""
+"""Configuration of what a run records and shows: metrics, trackers, profile and progress."""
 
 from typing import Literal
 

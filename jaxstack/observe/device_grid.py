@@ -10,7 +10,7 @@ Mesh = Mapping[str, int]
 
 
 def device_grid(mesh: Mesh, mesh_axes: Sequence[Sequence[str]]) -> np.ndarray:
-    """Return the devices that hold each part of an array.
+    """Return the numbers of the devices that hold each part of a sharded array.
 
     Args:
       mesh: axis -> degree.
@@ -33,7 +33,7 @@ def device_grid(mesh: Mesh, mesh_axes: Sequence[Sequence[str]]) -> np.ndarray:
 
 
 def _index(places: Sequence[tuple[int, int]]) -> int:
-    """Return the flat index of (index, size) pairs, slowest first."""
+    """Return the flat row-major index for (index, size) pairs, one for each dim."""
     number = 0
     for index, size in places:
         number = number * size + index
@@ -41,7 +41,9 @@ def _index(places: Sequence[tuple[int, int]]) -> int:
 
 
 def split_panels(row: Mapping[str, Any], mesh: Mesh) -> np.ndarray:
-    """Return `device_grid` of a row of `describe_shardings` as [panels, rows, columns] of a picture.
+    """Return the devices that hold each part of a sharded array as [panels, rows, columns] of a picture.
+
+    `row` is one of those of `describe_shardings`.
 
     The last two sharded dims become rows and columns, those before them panels.
     """
@@ -52,14 +54,14 @@ def split_panels(row: Mapping[str, Any], mesh: Mesh) -> np.ndarray:
 
 
 def panels_name(row: Mapping[str, Any]) -> str:
-    """Return the names of the dims that `split_panels` turns into panels."""
+    """Return the names of the array dims that a picture of its shards shows as separate panels."""
     dims = zip(row["logical_axes"], row["mesh_axes"], strict=True)
     split = [f"{name or 'dim'} / {' x '.join(axes)}" for name, axes in dims if axes]
     return ", ".join(split[:-2])
 
 
 def replicating_axes(row: Mapping[str, Any], mesh: Mesh) -> list[str]:
-    """Return the mesh axes that do not shard the array of a `describe_shardings` row.
+    """Return the mesh axes along which an array is replicated, because they shard none of its dims.
 
     Devices along them hold replicas.
     """
@@ -68,14 +70,14 @@ def replicating_axes(row: Mapping[str, Any], mesh: Mesh) -> list[str]:
 
 
 def describe_dims(row: Mapping[str, Any]) -> str:
-    """Return the dims of an array with the axes that shard them: `embed / fsdp, mlp / tensor`."""
+    """Describe the dims of an array with the mesh axes that shard them: `embed / fsdp, mlp / tensor`."""
     names = (name or str(size) for name, size in zip(row["logical_axes"], row["shape"], strict=True))
     parts = zip(names, row["mesh_axes"], strict=True)
     return ", ".join(f"{name} / {' x '.join(axes)}" if axes else name for name, axes in parts) or "a number"
 
 
 def distinct_layouts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Return one row for each distinct sharding, its largest array, with the number of other arrays sharded alike."""
+    """Return one array for each distinct sharding, the largest, with the number of others that are sharded alike."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(str([axes for axes in row["mesh_axes"] if axes]), []).append(row)
@@ -84,7 +86,7 @@ def distinct_layouts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[st
 
 
 def format_number_ranges(numbers: Sequence[int]) -> str:
-    """Format numbers with ranges: `0-3, 8, 12, 13`."""
+    """Format numbers as text, with ranges for consecutive ones: `0-3, 8, 12, 13`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

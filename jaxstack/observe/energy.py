@@ -27,7 +27,7 @@ _JOULES_PER_KWH = 3.6e6
 
 
 class EnergyCounters(Protocol):
-    """Counters of the energy that the GPUs of this process have used."""
+    """Interface for reading the energy that the GPUs of this process have used."""
 
     def read(self) -> Sequence[float]:
         """Return the energy used by each GPU, in joules since a fixed moment."""
@@ -79,7 +79,7 @@ def _local_number(device: Any) -> int:
 
 
 def nvml_names(numbers: Sequence[int], visible: str | None = None) -> list[int | str]:
-    """Return NVML's name, an index or a UUID, of the GPUs that a process numbers as `numbers`.
+    """Return NVML's names (indices or UUIDs) of the GPUs that this process numbers as `numbers`.
 
     Args:
       numbers: the process's own numbers, which count visible GPUs.
@@ -111,7 +111,7 @@ class Usage:
 
     @classmethod
     def from_plain(cls, value: object) -> "Usage":
-        """Return the usage from its plain JSON; zero if that is missing or damaged."""
+        """Make a `Usage` from its JSON form; zero if that is missing or damaged."""
         if not isinstance(value, Mapping):
             return cls()
         numbers = {field.name: value.get(field.name) for field in dataclasses.fields(cls)}
@@ -169,7 +169,7 @@ class EnergyMeter:
             self._thread.start()
 
     def sample(self) -> None:
-        """Read the counters, exchange sums with the other processes, and write `energy.json`."""
+        """Measure up to now: read the counters, add up the sums of all processes, and write `energy.json`."""
         with self._lock:
             now, joules = self._clock(), self._read_counters()
             seconds, self._last_time = self._gpus * max(0.0, now - self._last_time), now
@@ -184,7 +184,9 @@ class EnergyMeter:
             self._write()
 
     def read(self, tokens: float, tokens_per_second: float | None) -> dict[str, float]:
-        """Return the keys of a metrics line; those of energy only if all GPUs of the run were measured at all times.
+        """Return energy, power, GPU-hours and cost for a metrics line.
+
+        Energy and power are left out unless all GPUs of the run were measured at all times.
 
         Args:
           tokens: number of tokens of the run so far, without steps that are repeated.
@@ -209,7 +211,7 @@ class EnergyMeter:
             return values
 
     def _power(self, joules: float, tokens_per_second: float | None) -> dict[str, float]:
-        """Return the mean power since the last call, or nothing if there is no new sample."""
+        """Return the mean power of the run's GPUs since the last call; empty if there is no new measurement."""
         since, before = self._watts_since
         if self._last_time <= since:
             return {}
@@ -219,11 +221,11 @@ class EnergyMeter:
 
     @property
     def total(self) -> Usage:
-        """Usage of the whole run, up to the last sample."""
+        """Energy and GPU time of the whole run, up to the last measurement."""
         return self._before + self._own + self._others
 
     def close(self) -> None:
-        """Take a last sample, and stop. Further calls do nothing."""
+        """Measure a last time, and stop the thread. Further calls do nothing."""
         if self._over.is_set():
             return
         self._over.set()
@@ -241,7 +243,7 @@ class EnergyMeter:
             self.sample()
 
     def _read_counters(self) -> Sequence[float] | None:
-        """Return the counters, or None if they cannot be read, now or at all."""
+        """Read the energy counters of this process's GPUs; None if there are none, or if they cannot be read."""
         try:
             return None if self._counters is None else list(self._counters.read())
         except Exception:  # NVML has an exception class for each error; a GPU that fell off the bus ends the run itself
@@ -263,7 +265,7 @@ class EnergyMeter:
 
 
 def read_usage(path: Path | None) -> Usage:
-    """Return the usage of a run's earlier starts from `energy.json`; zero if it is missing or damaged."""
+    """Read the energy and GPU time of a run's earlier starts from `energy.json`; zero if it is missing or damaged."""
     try:
         return Usage.from_plain(json.loads(path.read_text(encoding="utf-8"))) if path is not None else Usage()
     except (OSError, ValueError, RecursionError):

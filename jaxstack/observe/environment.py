@@ -1,4 +1,4 @@
-"""The environment of a run: versions, devices, flags. The content of `environment.json`."""
+"""Describes the environment of a run, as `environment.json` records it: versions, devices, flags."""
 
 import datetime
 import importlib.metadata
@@ -62,7 +62,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def write_environment(run_dir: str | Path, **sections: Any) -> dict[str, Any]:
-    """Write `environment.json`.
+    """Write `environment.json`, with this process's versions, devices and flags, into a run directory.
 
     Args:
       run_dir: the run directory.
@@ -80,7 +80,7 @@ def write_environment(run_dir: str | Path, **sections: Any) -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return name -> version of Python, jaxstack and the installed ones of `PACKAGES`."""
+    """Return the versions of Python, jaxstack and those of `PACKAGES` that are installed, by name."""
     versions = {"jaxstack": jaxstack.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -91,7 +91,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def git_commit(directory: str | Path = ".") -> str | None:
-    """Return the commit of a directory, with `-dirty` if tracked files differ; None without git."""
+    """Return the git commit of a directory, with `-dirty` if tracked files differ; None without git."""
     commit = _git(directory, "rev-parse", "HEAD") or os.environ.get("GIT_COMMIT")
     if not commit:
         return None
@@ -125,7 +125,7 @@ def hide_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def read_environment(run_dir: str | Path) -> Mapping[str, Any]:
-    """Return the content of `environment.json`; empty if it is missing or not a JSON object."""
+    """Read `environment.json` of a run; empty if it is missing or not a JSON object."""
     try:
         content = json.loads((Path(run_dir) / "environment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -12,7 +12,7 @@ FILE = "sessions.json"
 
 
 class Goodput:
-    """Records the starts of a run in `sessions.json` and adds up the time of its steps.
+    """Measures a run's goodput: records its starts in `sessions.json`, and adds up the time of its steps.
 
     Wall time runs from the first start to now. It includes compiling, saving, evaluating, steps that were repeated
     after a crash, and the time between a crash or a stop and the next start, but not the time after a run had all its
@@ -36,16 +36,16 @@ class Goodput:
         self._write()
 
     def add(self, seconds: float) -> None:
-        """Add the time of finished steps."""
+        """Add the time of finished training steps."""
         self._train_seconds += seconds
 
     def read(self) -> dict[str, float]:
-        """Return the keys of a metrics line: `train_seconds` and `goodput`, a fraction of 1."""
+        """Return `train_seconds` and `goodput` (a fraction of 1) of the run so far, for a metrics line."""
         wall = wall_seconds(self._sessions, self._clock())
         return {"train_seconds": self._train_seconds, "goodput": min(1.0, self._train_seconds / max(wall, 1e-9))}
 
     def close(self, finished: bool) -> None:
-        """Record the end of this start, and whether the run has all its steps."""
+        """Record the end of this start of the run, and whether all steps of the run are done."""
         self._sessions[-1] |= {"ended": self._clock(), "finished": finished}
         self._write()
 
@@ -56,13 +56,13 @@ class Goodput:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Return a clock of seconds since 1970 that is read once and then follows the monotonic clock."""
+    """Return a clock of seconds since 1970 that never jumps, because it follows the monotonic clock from now on."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
 
 
 def wall_seconds(sessions: list[dict[str, Any]], now: float) -> float:
-    """Return the time from the first start to `now`, without the time after a start that finished the run.
+    """Return a run's wall time from its first start to `now`, except pauses after starts that finished it.
 
     If the clock was set back between two starts, the time between them is unknown and counts as 0.
     """
@@ -74,7 +74,7 @@ def wall_seconds(sessions: list[dict[str, Any]], now: float) -> float:
 
 
 def read_sessions(path: Path | None) -> list[dict[str, Any]]:
-    """Return the starts of a run so far; none if the file is missing or damaged."""
+    """Read the records of a run's starts so far; none if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path is not None else []
         return [one for one in found if _is_session(one)]

@@ -16,14 +16,14 @@ _LONGEST = 20_000
 
 
 class ArrayType(NamedTuple):
-    """An array of an XLA type."""
+    """Dtype and dims of an array in an HLO program."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the array; sub-byte types are packed, tokens and opaque values have none."""
+        """Size of the array in bytes; sub-byte types are packed, tokens and opaque values have none."""
         return -(-_bits(self.dtype) * math.prod(self.dims) // 8)
 
 
@@ -46,23 +46,23 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[ArrayType, ...]:
-        """The arrays of its type, with tuples flattened and layouts removed."""
+        """Arrays of the instruction's result, with tuples flattened and layouts removed."""
         return _arrays(self.type)
 
     @property
     def op_name(self) -> str:
-        """The jax path of its origin, or an empty string."""
+        """Path of the jax operation that the instruction comes from, or an empty string."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def trip_count(self) -> int | None:
-        """Number of iterations of a while loop, if the compiler knows it."""
+        """Number of iterations of this while loop, if the compiler knows it."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(found[1]) if found else None
 
     def computations(self, *attributes: str) -> list[str]:
-        """Return the names of the computations that these attributes (`calls`, `body`, ...) refer to."""
+        """Return the computations to which these attributes (`calls`, `body`, ...) of the instruction refer."""
         names = []
         for attribute in attributes:
             found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
@@ -95,14 +95,14 @@ class Execution:
 
     @property
     def operand_arrays(self) -> tuple[ArrayType, ...]:
-        """The arrays that it reads, in order."""
+        """Arrays that the instruction reads, in order."""
         inputs = (self.computation.get(name) for name in self.instruction.operands)
         return tuple(array for input_ in inputs if input_ for array in input_.arrays)
 
 
 @dataclass(frozen=True)
 class Module:
-    """The computations of a compiled module. The order of instructions is the schedule."""
+    """A compiled XLA module: its computations, each with its instructions in the order of the schedule."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
@@ -126,7 +126,7 @@ _NOTHING = Instruction("", "", "", (), "")
 
 
 def _callees(here: Execution) -> Iterator[tuple[str, Execution]]:
-    """Yield the computations that an instruction runs, each with the context of its instructions."""
+    """Yield the computations that an instruction calls, each with how often and where its instructions then run."""
     instruction = here.instruction
     if instruction.opcode == "while":
         trips = instruction.trip_count
@@ -151,7 +151,7 @@ def _callees(here: Execution) -> Iterator[tuple[str, Execution]]:
 
 
 def parse_module(text: str) -> Module:
-    """Parse `compiled.as_text()`.
+    """Parse the HLO text of a compiled XLA module, as `compiled.as_text()` returns it.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -174,7 +174,7 @@ def parse_module(text: str) -> Module:
 
 
 def _parse_instruction(line: str) -> Instruction | None:
-    """Parse `ROOT %name = type opcode(operands), attributes`; None for a line of another form."""
+    """Parse an HLO instruction, `ROOT %name = type opcode(operands), attributes`; None for a line of another form."""
     name, equals, rest = line.strip().removeprefix("ROOT ").partition(" = ")
     if not equals:
         return None

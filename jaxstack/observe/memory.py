@@ -7,7 +7,7 @@ import jax
 
 
 def peak_memory_bytes() -> int:
-    """Return the largest number of bytes in use so far; on accelerators the maximum over the local devices.
+    """Return the peak memory of this process in bytes so far; on accelerators the maximum over the local devices.
 
     The CPU backend has no such statistics. There it is the peak resident set of the whole process (all simulated
     devices, Python and the compiler included), as the operating system reports it.

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a run, from the estimates of its steps (McCandlish et al. 2018, arXiv:1812.06162)."""
+"""Estimates a run's gradient noise scale from its training steps (McCandlish et al. 2018, arXiv:1812.06162)."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _MEMORY = 100
 
 
 class NoiseScale:
-    """Running means of the signal |G|² and the noise S of the gradients, and their ratio, the noise scale in items.
+    """Gradient noise scale of a run, in items of a batch: the running mean of the noise S over that of the signal |G|².
 
     A single step's estimates are too noisy for a ratio, so each is averaged first: over all steps while there are few,
     exponentially with a factor of 0.99 later.
@@ -28,7 +28,7 @@ class NoiseScale:
         self._steps = steps if known else 0
 
     def update(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Add a step to the means; return its metrics with the estimates replaced by the means, and `noise_scale`.
+        """Add a step's estimates to the running means; return its metrics with these means, and with `noise_scale`.
 
         Args:
           values: metrics of the next step; those without estimates are returned as they are.
@@ -46,7 +46,7 @@ class NoiseScale:
 
 
 def noise_problem(microbatches: int, axes: Mapping[str, int]) -> str | None:
-    """Return why this layout cannot measure the noise scale, and what to change; None if it can.
+    """Return why the gradient noise scale cannot be measured with this layout, and what to change; None if it can.
 
     Args:
       microbatches: number of microbatches of a step.

@@ -1,4 +1,4 @@
-"""A `jax.profiler` trace over a few steps of a run."""
+"""Records a `jax.profiler` trace of a few steps of a run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 
 class StepProfiler:
-    """Traces the steps `first` to `last`, inclusive and counted from 1, into `directory`.
+    """Traces the steps `first` to `last` of a run (inclusive, counted from 1) into `directory`.
 
     Writes `plugins/profile/TIME/*.xplane.pb` for xprof and TensorBoard, `*.trace.json.gz` next to it for
     https://ui.perfetto.dev, and `memory.pb.gz` for `pprof`: the devices' memory after the last step, by the line that
@@ -35,7 +35,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Return a context for the dispatch of one step, which the trace shows under its number.
+        """Return a context in which to dispatch one step, which the trace then shows under its number.
 
         Starts the trace before the first step of the window; `finish_step` ends it.
         """
@@ -53,7 +53,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """End the trace if it is running, also where the run ends before the last step to trace."""
+        """End the trace if it is running, such as where the run ends before the last step to trace."""
         if self.active:
             self.active = False
             jax.profiler.stop_trace()

@@ -9,7 +9,7 @@ from jaxstack.observe.number_format import byte_size, duration, short_number, si
 
 
 def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None) -> list[str]:
-    """Return the readable parts of a progress line, most important first, without those that are missing or None.
+    """Format the values of a progress line, most important first, without those that are missing or None.
 
     Args:
       values: the values of a `metrics.jsonl` line.
@@ -41,7 +41,7 @@ def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None)
 
 
 class Progress:
-    """Shows step, loss, tokens/s, TFLOP/s, MFU, memory and ETA. A context manager.
+    """Shows a run's step, loss, tokens/s, TFLOP/s, MFU, memory and ETA on screen. A context manager.
 
     On a terminal it is one live line with a bar, above which messages scroll. Elsewhere (a file, a pipe, TERM=dumb) it
     is a plain line for each update, `step 100/2000 | loss 2.3450 | 12.3k tok/s | ... | ETA 3m20s`, without control
@@ -93,7 +93,7 @@ class Progress:
 
 
 class _LiveLine:
-    """A bar followed by fields, redrawn in place. On a narrow terminal the last fields are left out."""
+    """A progress bar followed by values, redrawn in place. On a narrow terminal the last values are left out."""
 
     def __init__(self, total: int, start: int, stream: TextIO):
         # Imported here: a run whose output goes to a file never needs it.

@@ -14,7 +14,7 @@ _SPELLINGS = re.compile(r"replica_groups=(mesh\[.*?\].*?\{.*?\}|\[.*?\]<=\[[\d,]
 
 
 def replica_groups(attributes: str, num_devices: int) -> Groups:
-    """Parse the groups of device ids from the attributes of a collective; one group of all if it names none.
+    """Parse the groups of device ids that a collective connects from its attributes; one group of all if it names none.
 
     There are four spellings: `{{0,1},{2,3}}`, `[2,2]<=[4]T(1,0)` (an iota, reshaped and transposed), `mesh['a'=2,'b'=2]
     {'a'}` (mesh axes, or pieces of them as `'a':(offset)size`) and `{}`. For the `source_target_pairs` of a permute, a
@@ -34,14 +34,14 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
 
 
 def permute_pairs(attributes: str) -> list[tuple[int, int]]:
-    """Return the (source, target) device ids of a permute or send, without those from a device to itself."""
+    """Return the (source, target) device ids of a permute or send, without copies from a device to itself."""
     found = re.search(r'source_target_pairs="?\{(.*?)\}\}', attributes)
     pairs = re.findall(r"(\d+),(\d+)", found[1]) if found else []
     return [(int(a), int(b)) for a, b in pairs if a != b]
 
 
 def mesh_axes_of(groups: Sequence[Sequence[int]], mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes (name -> size, in the mesh's order) along which the ids of a group vary."""
+    """Return the mesh axes along which the devices of a collective's groups differ; `mesh_axes` is name -> size."""
     sizes = tuple(mesh_axes.values())
     if any(max(group, default=0) >= math.prod(sizes) for group in groups):
         raise ValueError(f"device ids of {groups} do not fit a mesh of {dict(mesh_axes)}")
@@ -58,7 +58,7 @@ def _rows(array: np.ndarray) -> Groups:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Evaluate `[2,4]<=[4,2]T(1,0)`: count up to 8, reshape to [4,2], transpose, reshape to [2,4]."""
+    """Expand XLA's short form of device ids: `[2,4]<=[4,2]T(1,0)` counts to 8, reshapes, transposes, reshapes."""
     found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     assert found, text
     shape, source, order = ([int(i) for i in part.split(",")] if part else None for part in found.groups())
@@ -67,7 +67,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Return the groups that vary along the axes in braces: one row for each index along all other axes."""
+    """Parse device groups given by mesh axes in braces: the devices along these axes, for each index of the others."""
     mesh_text, axes_text = text[: text.rindex("{")], text[text.rindex("{") :]
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh_text)}
     ids = _mesh_ids(mesh_text, math.prod(sizes.values()))
@@ -89,7 +89,7 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _mesh_ids(text: str, count: int) -> np.ndarray:
-    """Return the device ids of a mesh in row-major order: 0, 1, ... unless it lists others in `device_ids=(...)`."""
+    """Return the device ids of a mesh in row-major order: 0, 1, ... unless `text` lists them in `device_ids=(...)`."""
     found = re.search(r"device_ids=\((.*)\)", text)
     if not found:
         return np.arange(count)

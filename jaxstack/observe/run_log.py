@@ -1,4 +1,4 @@
-"""Output of a training run, printed and in its directory: messages, metrics, the environment and the report."""
+"""Records a training run on screen and in its directory: messages, metrics, the environment and the report."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -45,18 +45,18 @@ class RunLog:
         self._energy: EnergyMeter | None = None
 
     def say(self, text: str) -> None:
-        """Report a message on the first process."""
+        """Print a message, in the first process only."""
         if self.first:
             say = self._progress.say if self._progress is not None else self._say or print
             say(text)
 
     def show_progress(self, stack: contextlib.ExitStack, start: int) -> None:
-        """Open the progress display, to be closed with `stack`, for a run of which `start` steps are done."""
+        """Open the progress display on screen, to be closed with `stack`, for a run of which `start` steps are done."""
         enabled = self._config.progress and self.first
         self._progress = stack.enter_context(Progress(self._total_steps, start, enabled=enabled))
 
     def open_trackers(self, stack: contextlib.ExitStack, start: int, settings: Mapping[str, Any]) -> None:
-        """Open the trackers of the configuration, to be closed with `stack`.
+        """Open the metrics trackers that the configuration names, to be closed with `stack`.
 
         Args:
           stack: closes them.
@@ -78,7 +78,7 @@ class RunLog:
         schedule: list[list[float]],
         planned: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record the start of this process, and write the environment.
+        """Record that this process starts or resumes the run, and write `environment.json`.
 
         Args:
           start: number of steps that are done.
@@ -131,13 +131,13 @@ class RunLog:
             self._progress.update(step, line, self._meter.eta_seconds(left))
 
     def _read_energy(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """Return the values of energy and cost for a metrics line."""
+        """Return energy and cost so far, as values for a metrics line."""
         if self._energy is None:
             return {}
         return self._energy.read(line.get("tokens", 0), line.get("tokens_per_second"))
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of an evaluation after `step` steps."""
+        """Log the values of an evaluation (held-out loss or tasks) after `step` training steps."""
         self.last_values = {**self.last_values, "step": step, **values}
         self._trackers.log(step, values)
         shown = [f"held-out loss {values['eval_loss']:.4f}"]
@@ -146,7 +146,7 @@ class RunLog:
         self.say(f"step {step}: {', '.join(shown)} ({values['eval_seconds']:.1f} s)")
 
     def end(self, ended: Mapping[str, Any], finished: bool) -> None:
-        """Write the report with the measured peak of memory and how the run ended.
+        """Write the final report, with the measured peak memory and how the run ended.
 
         Args:
           ended: plain data for `ended` in the environment.

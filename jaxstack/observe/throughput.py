@@ -35,7 +35,7 @@ DENSE_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def dense_bf16_peak(device_kind: str) -> float | None:
-    """Return the dense bfloat16 peak in TFLOP/s of a device kind of jax; None for CPUs and unknown devices."""
+    """Return the dense bfloat16 peak in TFLOP/s for jax's name of a device; None for CPUs and unknown devices."""
     for name, tflops in DENSE_BF16_TFLOPS:
         if re.search(rf"\b{name}\b", device_kind):
             return tflops
@@ -45,7 +45,7 @@ def dense_bf16_peak(device_kind: str) -> float | None:
 def throughput(
     tokens: float, seconds: float, devices: int, flops_per_token: float, device_kind: str, steps: int = 1
 ) -> dict[str, float | None]:
-    """Return the throughput keys of a `metrics.jsonl` line.
+    """Compute tokens per second, model FLOP/s, MFU and step time, under their names in `metrics.jsonl`.
 
     Args:
       tokens: number of tokens on all devices.
@@ -71,7 +71,7 @@ def throughput(
 
 
 class Meter:
-    """Adds up completed steps and computes the throughput since the last read. Never touches a device.
+    """Measures the throughput of training steps between reads. Never touches a device.
 
     Time that is not training (evaluation, a blocking save) is taken out with `exclude`.
     """
@@ -94,12 +94,12 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window now, without what was added before, e.g. after compiling."""
+        """Begin a new measurement now, without the steps added before, e.g. after compiling."""
         self._began = self._ended = self._clock()
         self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
 
     def add(self, tokens: float, waited_seconds: float = 0.0, at: float | None = None) -> None:
-        """Add one completed step.
+        """Add one completed training step to the current measurement.
 
         Args:
           tokens: number of tokens on all devices.
@@ -112,11 +112,11 @@ class Meter:
         self._waited += waited_seconds
 
     def exclude(self, seconds: float) -> None:
-        """Exclude `seconds`, such as those of an evaluation, from the current window."""
+        """Exclude `seconds`, such as those of an evaluation, from the current measurement."""
         self._excluded += seconds
 
     def read(self) -> dict[str, float | None]:
-        """Return throughput and `data_wait_fraction` of the steps since the last read, and begin a new window.
+        """Return throughput and the fraction of time spent waiting for data since the last read, and begin anew.
 
         Empty if no step was added.
         """
@@ -134,7 +134,7 @@ class Meter:
         return values
 
     def forget_pace(self) -> None:
-        """Exclude the windows read so far from the time estimate, e.g. a first step that loaded kernels."""
+        """Ignore the steps read so far in the estimate of the remaining time, e.g. a first step that loaded kernels."""
         self.step_seconds = None
 
     def eta_seconds(self, steps_left: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Trackers, the destinations of metrics: one small protocol and a table of implementations."""
+"""Trackers, the destinations of a run's metrics: files, TensorBoard, Weights & Biases, MLflow."""
 
 import contextlib
 import importlib
@@ -15,17 +15,17 @@ from jaxstack.files import replacing
 
 
 class Tracker(Protocol):
-    """A destination of metrics. Steps count completed training steps and grow from call to call."""
+    """A destination of metrics, such as a file. Steps count completed training steps and grow from call to call."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record `values` (plain numbers, None for unknown, short strings) under `step`."""
+        """Record values (plain numbers, None for unknown, short strings) after training step `step`."""
 
     def close(self) -> None:
         """Write buffered values. Nothing may be logged afterwards."""
 
 
 class JsonLines:
-    """Appends one JSON object per line, `{"step": ..., **values}`, without buffering.
+    """Tracker that appends one JSON object per line to a file, `{"step": ..., **values}`, without buffering.
 
     Every line is strict JSON: a value that is not finite becomes the string "NaN", "Infinity" or "-Infinity", which
     `float` parses. Opening a file drops its lines after `start_step`, which the run repeats, and an incomplete last
@@ -45,7 +45,7 @@ class JsonLines:
         self._pending = b""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a line. Lines that do not fit on a full disk are kept, and written as soon as there is room."""
+        """Append a step's values. Lines that a full disk has no room for are written as soon as there is room."""
         record = {"step": int(step)} | {key: _plain(value) for key, value in values.items()}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._write()
@@ -79,7 +79,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_before(line: bytes, last_step: int) -> bool:
-    """Return True for a complete line of a step up to `last_step`."""
+    """Return True if a line is complete and its step is at most `last_step`."""
     if not line.endswith(b"\n"):
         return False
     try:
@@ -89,7 +89,7 @@ def _is_before(line: bytes, last_step: int) -> bool:
 
 
 def _drop_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
-    """Atomically drop the lines for which `keep` is False; a file without such lines is not touched."""
+    """Atomically drop the lines of a file for which `keep` is False; a file without such lines is not touched."""
     with path.open("rb") as lines:
         if all(keep(line) for line in lines):
             return
@@ -99,7 +99,7 @@ def _drop_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
 
 
 class TensorBoard:
-    """Writes scalars as TensorBoard event files, with TensorBoard's own writer (no TensorFlow, no torch).
+    """Tracker that writes scalars as TensorBoard event files, with TensorBoard's own writer (no TensorFlow, no torch).
 
     A resumed run marks its start in the event file, so that TensorBoard drops the values that an earlier process wrote
     after `start_step`.
@@ -144,7 +144,7 @@ def _import_for(tracker: str, module: str, package: str) -> Any:
 
 
 def _run_id(directory: Path, tracker: str, make: Callable[[], str]) -> tuple[str, bool]:
-    """Return the tracker's id of this run, and True if it is new."""
+    """Return the id under which a tracker knows this run, stored in its directory, and True if it is new."""
     file = directory / f"{tracker}_id.txt"
     if file.exists():
         return file.read_text().strip(), False
@@ -155,7 +155,7 @@ def _run_id(directory: Path, tracker: str, make: Callable[[], str]) -> tuple[str
 
 
 class WandB:
-    """Logs to Weights & Biases under one run id, stored in the run directory, so that a resumed run continues it.
+    """Tracker for Weights & Biases; its run id is stored in the run directory, so that a resumed run continues it.
 
     Project, entity and mode come from wandb's own environment variables (`WANDB_PROJECT` falls back to
     `jaxstack`).
@@ -194,7 +194,7 @@ class WandB:
 
 
 class MLflow:
-    """Logs to MLflow under one run id, stored in the run directory, so that a resumed run continues it.
+    """Tracker for MLflow; its run id is stored in the run directory, so that a resumed run continues it.
 
     Server and experiment come from mlflow's own environment variables (`MLFLOW_TRACKING_URI`; without it a folder or
     file of mlflow's choice; `MLFLOW_EXPERIMENT_NAME` falls back to `jaxstack`). A value that is not finite is left out.
@@ -245,7 +245,7 @@ TRACKERS: dict[str, Callable[[Path, int, str, Mapping[str, Any]], Tracker]] = {
 
 
 class Trackers:
-    """Several trackers as one. An error of the disk is reported once and does not stop the run."""
+    """Several trackers used as one. An error of the disk is reported once and does not stop the run."""
 
     def __init__(self, trackers: Mapping[str, Tracker], say: Callable[[str], None] = print):
         self._trackers, self._say = dict(trackers), say
@@ -282,7 +282,7 @@ def open_trackers(
     settings: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> Trackers:
-    """Open the named trackers of `TRACKERS`, in the table's order, for the run in `run_dir`.
+    """Open the trackers with these names (keys of `TRACKERS`) for the run in `run_dir`.
 
     Args:
       names: keys of `TRACKERS`.

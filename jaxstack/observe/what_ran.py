@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Choice
 def describe_program(
     compiled: jax.stages.Compiled, choices: Sequence[Choice], mesh_axes: Mapping[str, int], fp8_expected: int = 0
 ) -> dict[str, Any]:
-    """Describe a compiled step as sections for `environment.json` and the report, in plain JSON.
+    """Describe kernels, collectives, matmuls and memory of a compiled train step, as plain JSON.
 
     Args:
       compiled: the compiled train step.
@@ -44,7 +44,7 @@ def describe_program(
 
 
 def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Return the compiler's bytes per device: arguments (state and batch), temporaries, their sum; host memory."""
+    """Return the compiler's bytes per device: arguments (state and batch), temporaries, their total; host memory."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
@@ -76,7 +76,7 @@ _WAY_OUT = {
 
 
 def refuse_fallbacks(choices: Sequence[Choice]) -> None:
-    """Check that no call on a GPU fell back from a GPU kernel to another backend.
+    """Check that no call on a GPU uses a fallback backend where a GPU kernel was preferred.
 
     Raises:
       ConfigError: one did; the message names the call and the reasons.
@@ -110,7 +110,7 @@ def refuse_missing_fp8(ran: Mapping[str, Any]) -> None:
 
 
 def summarise_program(ran: Mapping[str, Any]) -> str:
-    """Return one line about the compiled step, from the result of `describe_program`."""
+    """Summarise a compiled train step in one line, from the result of `describe_program`."""
     parts = []
     chosen: dict[str, list[str]] = {}
     for kernel in ran.get("kernels", ()):

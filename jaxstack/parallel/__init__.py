@@ -1,4 +1,4 @@
-"""Mesh, logical-axis rules and sharding constraints."""
+"""Parallelism: device mesh, sharding rules for logical axes, sharded weights, and pipelines."""
 
 import lazy_loader as lazy
 

@@ -19,7 +19,7 @@ MOST_COPIED = 8
 
 
 def in_one_process(mesh: Mesh | AbstractMesh) -> bool:
-    """Return True if the mesh consists of at most `MOST_COPIED` GPUs of a single process."""
+    """Return True if the mesh is a few GPUs (at most `MOST_COPIED`) of one process, which can copy peer to peer."""
     if isinstance(mesh, AbstractMesh) or not 1 < mesh.size <= MOST_COPIED:
         return False
     devices = mesh.devices.flat
@@ -67,6 +67,6 @@ def scatter(x: jax.Array, axes: tuple[str, ...], dim: int, dtype: str, *, peer_c
 
 
 def _from(x: jax.Array, axes: tuple[str, ...], shift: int) -> jax.Array:
-    """Return x of the device that is `shift` positions further along `axes`, cyclically."""
+    """Return the array x of the device `shift` positions further along the mesh axes, cyclically."""
     devices = jax.lax.axis_size(axes)
     return jax.lax.ppermute(x, axes, [(source, (source - shift) % devices) for source in range(devices)])

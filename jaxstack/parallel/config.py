@@ -1,4 +1,4 @@
-"""The degrees of parallelism of a run, with the checks that need no device."""
+"""Configuration of a run's parallelism: the degree of each mesh axis, with the checks that need no device."""
 
 import math
 from collections.abc import Mapping
@@ -113,22 +113,24 @@ class ParallelConfig(Component):
 
     @property
     def schedule(self) -> str:
-        """`pipeline_schedule` with its default filled in."""
+        """The pipeline schedule in use: `pipeline_schedule`, or its default if that is not set."""
         several = (self.pipeline_virtual_stages or 1) > 1
         return self.pipeline_schedule or ("interleaved" if several else "1f1b")
 
     @property
     def virtual_stages(self) -> int:
-        """`pipeline_virtual_stages` with its default filled in."""
+        """The number of virtual stages per device: `pipeline_virtual_stages`, or its default if that is not set."""
         return self.pipeline_virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Axis name -> degree as written (-1 not yet filled in), in mesh order."""
+        """The degree of each mesh axis as configured, in mesh order; -1 stands for all remaining devices."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def resolve(self, devices: int) -> "ParallelConfig":
-        """Return a copy whose degrees multiply to `devices`, or to the devices of an island if there are several.
+        """Return a copy with a degree of -1 filled in, so that the degrees multiply to the number of devices.
+
+        With several islands, groups of devices that train a copy of the model each, it is the number of devices of one.
 
         Raises:
           ConfigError: they cannot; the message names the nearest degrees that can.

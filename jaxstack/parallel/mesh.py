@@ -1,4 +1,4 @@
-"""The device mesh, in which all axes are always present."""
+"""Makes the device mesh, which has an axis for every kind of parallelism; unused axes have size 1."""
 
 from collections.abc import Sequence
 

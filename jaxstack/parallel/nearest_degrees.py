@@ -1,4 +1,4 @@
-"""Search for the degrees of parallelism nearest to ones that cannot be used, for the hint of an error message."""
+"""Finds the usable degrees of parallelism nearest to unusable ones, to suggest them in an error message."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ _MAX_TRIES = 1000
 def nearest_degrees(
     wanted: Mapping[str, int], devices: int, fits: Callable[[dict[str, int]], bool] = lambda _: True
 ) -> str | None:
-    """Return the degrees that multiply to `devices`, satisfy `fits`, and differ least from `wanted`.
+    """Return as text the degrees that multiply to `devices`, satisfy `fits`, and differ least from `wanted`.
 
     Args:
       wanted: axis -> degree; -1 accepts any degree.
@@ -33,7 +33,7 @@ def nearest_degrees(
 
 
 def _distance(wanted: Mapping[str, int], degrees: Mapping[str, int], axes: Sequence[str]) -> tuple[float, ...]:
-    """Return a sort key: the distance, then the number of changed axes, then their indices.
+    """Return a sort key for degrees: the distance from `wanted`, then the number of changed axes, then their indices.
 
     The distance sums, over changed axes, the logarithm of the ratio, plus one for an axis that is added or removed.
     `data` and `fsdp` count a quarter, because other numbers of devices usually mean other numbers of replicas.

@@ -1,4 +1,4 @@
-"""Tensor parallelism whose matmuls overlap their communication, inside a `shard_map`.
+"""Tensor-parallel matmuls that overlap with their all-gather or reduce-scatter, inside a `shard_map`.
 
 With sequence parallelism the residual stream is sharded along the sequence over `tensor`. A matmul that reads it needs
 all of its rows, one that writes it sums over the devices. XLA runs these one after the other: all-gather, then matmul;
@@ -30,7 +30,7 @@ AXIS = "tensor"
 
 @dataclass(frozen=True)
 class _Call:
-    """The matmuls of one call with their all-gather, reduce-scatter, or both, and why kernels are unsuitable, if so."""
+    """Description of one call: its matmuls with their collectives, and the caller's reason against kernels, if any."""
 
     products: CollectiveRequest
     unsuitable: str | None
@@ -49,7 +49,7 @@ def _lower_priority_reason(call: _Call) -> str | None:
 
 
 def _do_nothing(call: _Call) -> None:
-    """Placeholder for a backend's function: the table only chooses; `gather_project` and others call the kernels."""
+    """Do nothing: the table only chooses a backend, and `gather_project` and others call its kernels themselves."""
 
 
 _BACKENDS: tuple[Backend[_Call], ...] = (
@@ -65,7 +65,7 @@ _BACKENDS: tuple[Backend[_Call], ...] = (
 
 
 def gather_project(x: jax.Array, kernels: Sequence[jax.Array], unsuitable: str | None = None) -> list[jax.Array] | None:
-    """Return x @ kernel for each kernel, all-gathering x once; None if XLA's plain form is better.
+    """Return x @ kernel for each kernel, overlapped with an all-gather of x; None if separate operations are better.
 
     Args:
       x: [B, T, D], sharded along T over `tensor`.
@@ -92,7 +92,7 @@ def gather_project(x: jax.Array, kernels: Sequence[jax.Array], unsuitable: str |
 
 
 def project_scatter(y: jax.Array, kernel: jax.Array, unsuitable: str | None = None) -> jax.Array | None:
-    """Return y @ kernel, reduce-scattered along T; None if XLA's plain form is better.
+    """Return y @ kernel, overlapped with its reduce-scatter along the sequence; None if separate operations are better.
 
     Args:
       y: [B, T, F], sharded along F over `tensor`.
@@ -127,7 +127,9 @@ def gather_project_scatter(
     last: jax.Array,
     unsuitable: str | None = None,
 ) -> jax.Array | None:
-    """Return between(x @ kernel + bias, ...) @ last, overlapped at both ends; None if XLA's plain form is better.
+    """Return an MLP, between(x @ kernel + bias, ...) @ last, overlapped with its all-gather and reduce-scatter.
+
+    The result is None if XLA's separate operations are better.
 
     Args:
       x: [B, T, D], sharded along T over `tensor`.
@@ -166,7 +168,7 @@ def _context_for(
     scattering: Sequence[jax.Array],
     unsuitable: str | None,
 ) -> ShardingContext | None:
-    """Return the current context if the call is to use the kernels, else None; record the choice.
+    """Choose if a call uses the overlapping kernels, and record it; return the current sharding context if so, or None.
 
     Args:
       operation: the name under which the choice is recorded.

@@ -1,4 +1,4 @@
-"""Places packed (quantized) weights on a mesh, sharded as the plain weights would be."""
+"""Places packed (quantized) weights on a mesh, sharded as the unquantized weights would be."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from pallas_kernels import PackedWeight
 def place_packed(
     weight: PackedWeight, sharding: jax.sharding.Sharding | None, transposed: bool = False
 ) -> PackedWeight:
-    """Return a packed weight with its arrays on devices, split as the plain weight would be.
+    """Place a packed (quantized) weight on devices, sharded as the unquantized weight would be.
 
     A dim of an array that the number of shards does not divide is not split.
 
@@ -37,7 +37,7 @@ def place_packed(
 
 
 def _array_spec(mesh: Mesh, dims: tuple[str | None, ...], split: Mapping[str, Any], shape: tuple[int, ...]) -> jax.P:
-    """Return the spec of an array of a packed weight, whose dims are split as the weight's that they come from."""
+    """Return the PartitionSpec of one array of a packed weight (such as its scales), from that of the weight itself."""
     parts: list[Any] = []
     for dim, size in zip(dims, shape, strict=True):
         axes = None if dim is None else split[dim]

@@ -53,7 +53,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
-    """A mesh and the table that maps logical axes to its axes."""
+    """Sharding rules: a mesh and the table that maps logical axis names to its axes."""
 
     mesh: Mesh
     table: Mapping[str, tuple[str, ...]]
@@ -90,7 +90,7 @@ class AxisRules:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """Return the spec of a parameter of this global shape, including the axes in `manual`.
+        """Return the PartitionSpec of a parameter with these logical axes and global shape, also inside a `shard_map`.
 
         The logical axes decide; if they leave out the `weight_axes`, these split the largest free dim. A parameter
         without logical axes (of a module that was not written for jaxstack) is split over the `weight_axes` alone.
@@ -111,7 +111,7 @@ class AxisRules:
         return PartitionSpec(*spec)
 
     def _split_weight(self, spec: list[Part], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]) -> None:
-        """Split the largest free dim that all these axes divide, or else the largest that one of them divides."""
+        """Shard the largest unsharded dim that all these mesh axes divide, or else the largest that one divides."""
         free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
         for wanted in (axes, *((axis,) for axis in axes)):
             dims = [d for d in free if shape[d] % self.degree(wanted) == 0]
@@ -120,7 +120,7 @@ class AxisRules:
                 return
 
     def _split_first(self, spec: list[Part], names: Names | None, shape: Sequence[int]) -> None:
-        """Move the split over the `weight_axes` to the first dim if that dim is free.
+        """Move the sharding over the `weight_axes` (fsdp, context) to a parameter's first dim if that is unsharded.
 
         Rows of the first dim are contiguous in memory, so that they can be sent as they are; a gradient that is split
         along another dim must be transposed first.
@@ -131,7 +131,7 @@ class AxisRules:
             spec[first], spec[taken] = spec[taken], None
 
     def _store_over_stages(self, spec: list[Part], names: Names | None, shape: Sequence[int]) -> None:
-        """Split a parameter that belongs to no stage (embedding, head) over `pipeline` too, along its largest dim."""
+        """Shard a parameter that belongs to no stage (embedding, head) over `pipeline` too, along its largest dim."""
         if any("pipeline" in axes_of(part) for part in spec):
             return
         stages = self.mesh.shape["pipeline"]
@@ -144,7 +144,7 @@ class AxisRules:
             spec[best] = (*axes_of(spec[best]), "pipeline") if spec[best] else "pipeline"
 
     def stored_spec(self, names: Names | None, shape: Sequence[int], zero: int = 0) -> PartitionSpec:
-        """Return the spec in which a parameter and its optimizer state are stored between steps.
+        """Return the PartitionSpec in which a parameter and its optimizer state are stored between steps.
 
         With ZeRO 1 and 2 matrices are split over `data` as well as by `parameter_spec`: along a dim of their own if
         there is one that `data` divides, else along the dim of the `weight_axes`.
@@ -167,13 +167,13 @@ class AxisRules:
         return PartitionSpec(*spec)
 
     def lacking(self, spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the mesh axes in `axes` that `spec` does not use."""
+        """Return those of the given mesh axes over which `spec` shards no dim."""
         used = {axis for part in spec for axis in axes_of(part)}
         return tuple(axis for axis in axes if axis not in used)
 
     @property
     def weight_axes(self) -> tuple[str, ...]:
-        """The axes of `WEIGHT_AXES` that have more than one device."""
+        """Mesh axes of more than one device over which matrices are sharded, and gathered for use (fsdp, context)."""
         return tuple(a for a in WEIGHT_AXES if self.mesh.shape[a] > 1)
 
     @property
@@ -182,7 +182,7 @@ class AxisRules:
         return tuple(a for a in ("data", "fsdp", "expert", "context") if self.mesh.shape[a] > 1)
 
     def batch_spec(self, shape: Sequence[int], name: str = "") -> PartitionSpec:
-        """Return the spec of a batch's array: rows over the batch axes, the length of `SEQUENCES` over `context`."""
+        """Return the PartitionSpec of an array of a batch: rows over the batch axes, sequences also over `context`."""
         rows = self.spec(("batch",), shape[:1])
         length = self.spec(("length",)) if name in SEQUENCES else PartitionSpec()
         # A spec without the undivided length also fits one number per row, such as the labels of a classifier.
@@ -194,7 +194,7 @@ class AxisRules:
 
     @property
     def free(self) -> tuple[str, ...]:
-        """Mesh axes that no surrounding `shard_map` is manual over: XLA partitions along these."""
+        """Mesh axes along which XLA partitions, because no surrounding `shard_map` is manual over them."""
         return tuple(a for a in self.mesh.axis_names if a not in self.manual)
 
     def xla_splits(self, axis: str) -> bool:
@@ -202,7 +202,7 @@ class AxisRules:
         return self.mesh.shape[axis] > 1 and axis not in self.manual
 
     def within(self, manual: Sequence[str]) -> "AxisRules":
-        """Return the rules for the inside of a `shard_map` that is manual over these axes."""
+        """Return the rules to use inside a `shard_map` that is manual over these mesh axes."""
         return dataclasses.replace(self, manual=self.manual | set(manual))
 
 
@@ -212,7 +212,7 @@ def axes_of(part: Part) -> tuple[str, ...]:
 
 
 def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Return the spec with only those of its mesh axes that are among `axes`."""
+    """Return the PartitionSpec with only those of its mesh axes that are among `axes`."""
     kept = (tuple(a for a in axes_of(part) if a in axes) for part in spec)
     return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in kept))
 
@@ -249,12 +249,12 @@ def state_spec(
 
 
 def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:
-    """Return True if a parameter has at least two dims besides that of stacked layers, and is therefore sharded."""
+    """Return True if a parameter has at least two dims besides a dim of stacked layers, and is therefore sharded."""
     return len(shape) - ("layers" in (names or ())) > 1
 
 
 def is_cast(names: Names | None, shape: Sequence[int]) -> bool:
-    """Return True if a parameter is used in the compute dtype: all matrices except routers, which score in float32."""
+    """Return True if a parameter is cast to the compute dtype for use: all matrices but routers, which need float32."""
     return is_matrix(names, shape) and "router" not in (names or ())
 
 
@@ -265,7 +265,7 @@ def _is_stack(names: Names | None, dim: int) -> bool:
 def make_rules(
     mesh: Mesh, *, sequence: bool = False, overrides: Mapping[str, tuple[str, ...]] | None = None
 ) -> AxisRules:
-    """Return the standard table of logical axes on `mesh`.
+    """Return the standard sharding rules on a mesh, which say along which mesh axes each logical axis is split.
 
     Args:
       mesh: as `make_mesh` returns.

@@ -1,4 +1,4 @@
-"""Sharding types of a tensor along each mesh axis: split, broadcast and partial, OneFlow's SBP.
+"""Sharding types of a tensor along each mesh axis, as in OneFlow's SBP: split, broadcast, or partial sums.
 
 Yuan et al. 2021, arXiv:2110.15032. Along an axis of p devices a tensor is `split(dim)`, in p parts of that dim;
 `broadcast`, whole on every device; or `partial`: every device holds a term of the same shape, and the tensor is their
@@ -22,19 +22,19 @@ from jaxstack.parallel.rules import axes_of
 
 @dataclass(frozen=True)
 class Split:
-    """A tensor in equal parts along `dim`, one per device of the axis."""
+    """Sharding type of a tensor that is cut along `dim` into equal parts, one per device of a mesh axis."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A tensor that is whole on every device of the axis."""
+    """Sharding type of a tensor that every device of a mesh axis holds as a whole."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A tensor that is the sum of one term per device of the axis; each term has the tensor's shape."""
+    """Sharding type of a tensor that is the sum of one term of its full shape per device of a mesh axis."""
 
 
 ShardingType = Split | Broadcast | Partial
@@ -49,12 +49,12 @@ partial = Partial()
 
 
 def split(dim: int) -> Split:
-    """Return the type of a tensor that is divided along `dim` over the devices of an axis."""
+    """Return the sharding type of a tensor that is divided along `dim` over the devices of a mesh axis."""
     return Split(dim)
 
 
 def explicit_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh with explicit axes, on which sharding types are part of the types of arrays.
+    """Return the mesh with explicit axes, on which the type of an array includes its sharding.
 
     Args:
       mesh: as `make_mesh` returns, whose axes XLA partitions by itself.
@@ -63,7 +63,7 @@ def explicit_mesh(mesh: Mesh) -> Mesh:
 
 
 def sbp_sharding(mesh: Mesh, types: ShardingTypes, ndim: int) -> NamedSharding:
-    """Return the sharding of a tensor with these types on a mesh of explicit axes.
+    """Return the NamedSharding of a tensor with these sharding types, on a mesh of explicit axes.
 
     A dim that is split over several axes is divided by the first axis of the mesh first.
 
@@ -92,7 +92,7 @@ def sbp_sharding(mesh: Mesh, types: ShardingTypes, ndim: int) -> NamedSharding:
 
 
 def sbp_of(x: Shaped[Array, "..."]) -> dict[str, ShardingType]:
-    """Return the type of an array along each axis of its mesh, also while a function is traced.
+    """Return the sharding type of an array along each axis of its mesh, also while a function is traced.
 
     Raises:
       ValueError: the array is on no mesh of explicit axes.
@@ -109,7 +109,7 @@ def sbp_of(x: Shaped[Array, "..."]) -> dict[str, ShardingType]:
 
 
 def redistribute(x: Shaped[Array, "..."], types: ShardingTypes, mesh: Mesh | None = None) -> Shaped[Array, "..."]:
-    """Return the same tensor with these sharding types, by the communication that the change needs.
+    """Change the sharding types of a tensor to `types`, by the communication that this needs.
 
     For a tensor of T bytes over p devices, all devices together send (p - 1) / p T for split to another split,
     (p - 1) T for split to broadcast and partial to split, 2 (p - 1) T for partial to broadcast, otherwise nothing.
@@ -155,7 +155,7 @@ def sbp_einsum(subscripts: str, *operands: Shaped[Array, "..."]) -> Shaped[Array
 
 
 def _parse(subscripts: str, operands: Sequence[jax.Array]) -> tuple[list[str], str]:
-    """Return the letters of each operand, and those of the result."""
+    """Parse and check einsum subscripts: return the letters of each operand, and those of the result."""
     left, arrow, result = subscripts.replace(" ", "").partition("->")
     inputs = left.split(",")
     letters = all(c in string.ascii_letters for word in (*inputs, result) for c in word)
@@ -168,7 +168,7 @@ def _parse(subscripts: str, operands: Sequence[jax.Array]) -> tuple[list[str], s
 
 
 def _split_letter(axis: str, inputs: Sequence[str], kinds: Sequence[ShardingType]) -> str | None:
-    """Return the letter that this mesh axis splits, or None."""
+    """Return the einsum letter along which this mesh axis splits the operands, or None; check that they agree."""
     if partial in kinds:
         raise ValueError(
             f"operand {kinds.index(partial)} is partial along {axis!r}; sum it by redistribute(x, {{...}}) first."

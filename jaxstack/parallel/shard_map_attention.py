@@ -26,7 +26,7 @@ def with_local_heads(
     *batched: jax.Array | None,
     whole: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Return `function(q, k, v, *batched, *whole)`, computed on each device's rows, heads and tokens.
+    """Apply an attention function inside a `shard_map`, on each device's own rows of the batch, heads and tokens.
 
     Rows, length and heads are split as the logical axes `batch`, `length`, `act_heads` and `act_kv_heads` say. If the
     kv heads cannot be split like the query heads, a device gets the kv heads that its query heads read. Rows or heads
@@ -80,7 +80,7 @@ def with_local_heads(
 
 
 def context_axis() -> str | None:
-    """Return the manual mesh axis over which sequences are split, or None.
+    """Return the mesh axis over which the surrounding `shard_map` splits sequences, or None.
 
     Inside `with_local_heads`, or a `shard_map` that is manual over `context`, this is `context` if it has several
     devices. The parts are in the order of `pallas_kernels.sequence_order`.
@@ -91,7 +91,7 @@ def context_axis() -> str | None:
 
 
 def _heads_read(x: jax.Array, num_heads: int, axes: str | tuple[str, ...] | None, rules: AxisRules) -> jax.Array:
-    """Return the kv heads that this device's share of the query heads reads, in order: [B, S, K, H] -> [B, S, K', H].
+    """Select the kv heads that this device's query heads read, in order: [B, S, K, H] -> [B, S, K', H].
 
     Each is read by equally many query heads: if a group of query heads is cut unevenly, its kv head is repeated.
 

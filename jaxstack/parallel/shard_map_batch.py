@@ -23,7 +23,7 @@ def with_local_batch(
     tensor: bool = False,
     as_stored: bool = False,
 ) -> jax.Array:
-    """Return `function(weight, *batched)`, computed on each device's rows of the batch and tokens.
+    """Apply a function of a weight and of arrays of the batch inside a `shard_map`, on each device's rows and tokens.
 
     Args:
       function: takes the weight, gathered over the `weight_axes`, and this device's part [b, t, ...] of each array of

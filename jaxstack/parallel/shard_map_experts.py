@@ -20,7 +20,7 @@ Parameters = Mapping[str, tuple[jax.Array, Names]]
 
 
 class TokenSplit(NamedTuple):
-    """Mesh axes over which the tokens of an expert computation are split."""
+    """Mesh axes over which the tokens of a mixture of experts are split."""
 
     sequence_axes: tuple[str, ...] = ()
     """Mesh axes over which sequences are split."""
@@ -32,7 +32,7 @@ LocalFunction = Callable[[jax.Array, dict[str, jax.Array], TokenSplit], tuple[ja
 def with_local_tokens(
     function: LocalFunction, x: jax.Array, parameters: Parameters, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `function(x, parameters, split)`, computed on each device's tokens with the experts that it stores.
+    """Apply a mixture of experts inside a `shard_map`, on each device's tokens with the experts that it stores.
 
     Parameters stay sharded over `expert`, and along `mlp` over `tensor`; they are gathered over the `weight_axes`.
     The devices of `tensor` get the same tokens, and their results are summed.
@@ -72,7 +72,7 @@ def with_local_tokens(
 
 
 class _Layout(NamedTuple):
-    """Layout of tokens and parameters inside the `shard_map`."""
+    """Sharding of the tokens and parameters of a mixture of experts inside its `shard_map`."""
 
     free: set[str]
     """Axes that the `shard_map` is manual over."""
@@ -95,7 +95,7 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, context: ShardingContext, x: jax.Array, parameters: Parameters) -> "_Layout":
-        """Return the layout of tokens x [B, T, D] and these parameters in a context."""
+        """Return the sharding of tokens x [B, T, D] and of these parameters by the rules of a sharding context."""
         rules, sizes = context.rules, context.rules.mesh.shape
         free = set(rules.mesh.axis_names) - rules.manual
         free = free if any(sizes[a] > 1 for a in free) else set()

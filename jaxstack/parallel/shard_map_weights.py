@@ -50,7 +50,7 @@ class WorkingCopy:
 
 
 def exchange(weight: jax.Array | WorkingCopy, how: Exchange) -> jax.Array:
-    """Gather a stored weight for use; its gradient is reduced to the stored layout and dtype."""
+    """Gather a stored weight for use; in the backward pass its gradient is reduced to the stored layout and dtype."""
     if isinstance(weight, WorkingCopy):
         return _use_copy(weight.shard, weight.copy, how)
     return _use(weight, jnp.dtype(weight.dtype).name, how)
@@ -99,7 +99,7 @@ def _gather(weight: jax.Array, how: Exchange) -> jax.Array:
 
 
 def sum_gradient(gradient: jax.Array, how: Exchange) -> jax.Array:
-    """Sum a used weight's gradient over devices, in `how.reduce_dtype`, into the layout of the stored weight."""
+    """Sum the gradient of a gathered weight over devices in `how.reduce_dtype`, into the layout of the stored shard."""
     for axes, dim in (*how.gathered, *how.scattered):
         gradient = scatter(gradient, axes, dim, how.reduce_dtype, peer_copies=how.peer_copies)
     gradient = gradient.astype(how.reduce_dtype)

@@ -1,4 +1,4 @@
-"""The sharding context: axis rules and step layout that modules can query while they are traced."""
+"""The current sharding rules and parallelism settings, which modules can query while they are traced."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from jaxstack.parallel.rules import AxisRules, Names, make_rules, restrict
 
 @dataclasses.dataclass(frozen=True)
 class TracedParameters:
-    """How the parameters of the function being traced are gathered, and their gradients summed."""
+    """Mesh axes over which parameters of the traced function are gathered already, and their gradients summed."""
 
     gathered: frozenset[str] = frozenset()
     """Mesh axes over which the parameters have been gathered already, although they are stored sharded over them."""
@@ -24,28 +24,28 @@ class TracedParameters:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingContext:
-    """Axis rules, step layout and parameter state that modules can query while a function is traced."""
+    """Sharding rules and parallelism settings that modules can query while a function is traced."""
 
     rules: AxisRules
     layout: StepLayout = StepLayout()
     parameters: TracedParameters = TracedParameters()
 
     def within(self, manual: Sequence[str]) -> "ShardingContext":
-        """Return the context for the inside of a `shard_map` that is manual over these axes."""
+        """Return the context to use inside a `shard_map` that is manual over these mesh axes."""
         return dataclasses.replace(self, rules=self.rules.within(manual))
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """Return `AxisRules.parameter_spec` without the axes over which parameters have been gathered."""
+        """Return the PartitionSpec of a parameter, without the axes over which it has been gathered already."""
         spec = self.rules.parameter_spec(names, shape)
         return restrict(spec, set(self.rules.mesh.axis_names) - self.parameters.gathered)
 
     def stored_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """Return `AxisRules.stored_spec` with the layout's ZeRO stage."""
+        """Return the PartitionSpec in which a parameter is stored between steps, with this run's ZeRO stage."""
         return self.rules.stored_spec(names, shape, self.layout.zero)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the current context. Enter it inside the traced function."""
+        """Make this the current sharding context. Enter it inside the traced function."""
         token = _current.set(self)
         try:
             yield
@@ -58,7 +58,7 @@ _current: ContextVar[ShardingContext | None] = ContextVar("sharding_context", de
 
 @contextlib.contextmanager
 def logical_axis_rules(rules: AxisRules | Mesh, layout: StepLayout | None = None) -> Iterator[AxisRules]:
-    """Apply these rules to `shard` and to the weights of models. Enter it inside the traced function.
+    """Make these the sharding rules of activations and weights of models. Enter it inside the traced function.
 
     Args:
       rules: as `make_rules` returns; a mesh stands for the standard rules on it.
@@ -70,12 +70,12 @@ def logical_axis_rules(rules: AxisRules | Mesh, layout: StepLayout | None = None
 
 
 def current_context() -> ShardingContext | None:
-    """Return the context entered last, or None if there is none."""
+    """Return the sharding context that was entered last, or None if there is none."""
     return _current.get()
 
 
 def current_rules() -> AxisRules | None:
-    """Return the rules of the current context, or None if there is none."""
+    """Return the sharding rules of the current context, or None if there is none."""
     context = _current.get()
     return context.rules if context is not None else None
 
@@ -87,13 +87,13 @@ def is_sharded() -> bool:
 
 
 def splits_length() -> bool:
-    """Return True if the current rules split sequences over several devices."""
+    """Return True if the current sharding rules split sequences over several devices."""
     rules = current_rules()
     return rules is not None and rules.degree(rules.table["length"]) > 1
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
-    """Constrain an activation to the layout of its logical axes; return it unchanged outside `logical_axis_rules`.
+    """Constrain an activation to the sharding of its logical axes; return it unchanged outside `logical_axis_rules`.
 
     Raises:
       ValueError: the number of names is not the rank of `x`, or a name is unknown.
@@ -107,6 +107,6 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def placed(rules: AxisRules, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
-    """Return the spec in the form that `jax.lax.with_sharding_constraint` takes here: bare, or with the mesh."""
+    """Return what `jax.lax.with_sharding_constraint` takes: the spec alone in a `shard_map`, else with the mesh."""
     # Inside a shard_map the ambient mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
     return spec if rules.manual else NamedSharding(rules.mesh, spec)

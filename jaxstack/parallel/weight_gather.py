@@ -1,4 +1,4 @@
-"""Casts stored parameters to the compute dtype and gathers them over the `weight_axes`, where a module uses them."""
+"""Casts stored parameters to the compute dtype, and all-gathers their shards where a module uses them."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -19,7 +19,7 @@ Value = TypeVar("Value", bound=jax.Array | WorkingCopy)
 
 
 def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """Return a global parameter cast to the compute dtype and gathered over the `weight_axes`.
+    """Cast a stored parameter to the compute dtype, and all-gather it over the axes that shard weights (fsdp, context).
 
     Its gradient has the layout in which it is stored. Outside of `logical_axis_rules` it is only cast.
 
@@ -43,7 +43,7 @@ def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike
 
 
 def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """Return the array of a Flax parameter in the compute dtype, gathered over the `weight_axes`, see `gather_weight`.
+    """Return a Flax parameter for use: in the compute dtype, all-gathered over the axes that shard weights.
 
     A `PackedWeight` is returned as it is: it is converted where it is multiplied, and XLA partitions the product.
 
@@ -75,7 +75,7 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
 
 
 def gathers_shards() -> bool:
-    """Return True if `gather_parameter` gathers shards inside a `shard_map`: `save_all_but_gathered` is then needed."""
+    """Return True if weights are all-gathered inside a `shard_map`, where rematerialisation must not save copies."""
     return _gathers_shards(current_context())
 
 
@@ -95,7 +95,7 @@ elementwise operations. They take less time than writing and reading their resul
 
 
 def gathers_ahead() -> bool:
-    """Return True if a scan of layers should gather the next layer's weights while a layer computes."""
+    """Return True if a scan of layers should all-gather the next layer's weights while a layer computes."""
     context = current_context()
     return context is not None and context.layout.prefetch and _gathers_shards(context)
 
@@ -111,12 +111,12 @@ def save_all_but_gathered(primitive: Primitive, *_: object, **__: object) -> boo
 
 
 def save_for_backward(x: jax.Array) -> jax.Array:
-    """Return x, marked so that `save_all_but_gathered` saves it although it is an elementwise result."""
+    """Mark an elementwise result to be saved for the backward pass, where it would otherwise be recomputed."""
     return checkpoint_name(x, "kept")
 
 
 def exchange_weight(value: jax.Array | WorkingCopy, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:
-    """Return `exchange(value, how)`, applied to each shard along `tensor` if XLA partitions that axis.
+    """Gather a weight for use, separately for each of its shards along `tensor` if XLA partitions that axis.
 
     Args:
       value: this device's shard, or its `WorkingCopy`.
@@ -134,7 +134,7 @@ def exchange_weight(value: jax.Array | WorkingCopy, how: Exchange, spec: Partiti
 def on_tensor_shards(
     function: Callable[[Value], jax.Array], spec: PartitionSpec, rules: AxisRules
 ) -> Callable[[Value], jax.Array]:
-    """Return `function` of a weight, mapped over the weight's shards along `tensor` if XLA partitions that axis.
+    """Map a function of a weight over the weight's shards along `tensor` if XLA partitions that axis.
 
     Without the map XLA would gather the weight over `tensor` before each collective along another axis.
 
@@ -150,7 +150,7 @@ def on_tensor_shards(
 
 
 def dims_of(spec: PartitionSpec, axes: Collection[str]) -> Dims:
-    """Return (mesh axes, dim) for each dim of `spec` that some of these mesh axes split."""
+    """Return (mesh axes, dim) for each dim that `spec` splits along some of these mesh axes."""
     parts = (tuple(a for a in axes_of(part) if a in axes) for part in spec)
     return tuple((own, dim) for dim, own in enumerate(parts) if own)
 

@@ -52,7 +52,7 @@ def make_parser() -> CommandParser:
 
 
 def add_search_arguments(parser: CommandParser) -> None:
-    """Add the options of the search to a parser."""
+    """Add the command-line options of the layout search on a cluster to a parser."""
     group = parser.add_argument_group("search", "layouts ranked by their predicted time; needs --cluster")
     group.add_argument(
         "--cluster",
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Check the options against each other.
+    """Check that the command-line options do not contradict each other.
 
     Raises:
       ConfigError: a value is out of range, or an option of the search is given without --cluster.

@@ -56,7 +56,7 @@ def forecast_here(config: RunConfig) -> Forecast | None:
 
 
 def _automatic_layout(config: RunConfig, devices: int) -> RunConfig:
-    """Return the configuration with the layout that the planner finds for `devices` devices of the kind present."""
+    """Return the configuration with the layout that the planner predicts to be fastest on `devices` devices here."""
     vocabulary = config.model.vocab_size or config.data.tokenizer.vocab_size
     known = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})}).one_island
     count = config.parallel.islands
@@ -73,7 +73,7 @@ def _automatic_layout(config: RunConfig, devices: int) -> RunConfig:
 
 
 def _present_cluster(devices: int) -> Cluster:
-    """Return the cluster of `devices` devices of the kind present.
+    """Describe `devices` devices of this process's kind as a cluster, on which the planner can predict layouts.
 
     A kind that no file describes, such as simulated CPU devices, is taken for an H200. The memory is that of the
     device, which a file may overstate: an A100 has 40 or 80 GB.
@@ -84,7 +84,7 @@ def _present_cluster(devices: int) -> Cluster:
 
 
 def with_evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> RunConfig:
-    """Return the configuration for evaluation of held-out loss: a layout, and batch sizes divisible by it.
+    """Return the configuration for measuring the held-out loss on `devices` devices: a layout, and batch sizes to fit.
 
     The loss does not depend on the layout. So a run that was trained on another number of devices is evaluated with
     `fsdp` over all devices, unless the user chose a layout.
@@ -115,7 +115,7 @@ def with_evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> 
 
 
 def decoding_layout(config: RunConfig, devices: int, *, chosen: bool) -> ParallelConfig:
-    """Return the degrees for text generation and for evaluation tasks.
+    """Return the parallel degrees for text generation and evaluation tasks on `devices` devices.
 
     Args:
       chosen: True if the user chose the degrees in `config.parallel`. Otherwise the weights are split over `tensor`,
@@ -151,13 +151,13 @@ def _split_axes(shape: Mapping[str, int]) -> set[str]:
 
 
 def _within(parallel: ParallelConfig, devices: int) -> ParallelConfig:
-    """Return the degrees if their product is at most `devices`; otherwise, or with a -1, resolve them to all."""
+    """Return the degrees if they need at most `devices` devices; otherwise, or with a -1, resolve them to all."""
     degrees = parallel.degrees.values()
     return parallel if -1 not in degrees and math.prod(degrees) <= devices else parallel.resolve(devices)
 
 
 def _decoding_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
-    """Return the broken layout rules for the smallest batch and sequence that `parallel` divides."""
+    """Return the layout rules that decoding with these degrees breaks, for the smallest batch that they divide."""
     rows = parallel.data * parallel.fsdp * parallel.expert
     train = TrainConfig(global_batch_size=rows, sequence_length=2 * parallel.tensor * parallel.context)
     return layout_problems(config.model_copy(update={"parallel": parallel, "train": train}).layout_sections)

@@ -66,7 +66,7 @@ class Cluster(Component):
 
     @property
     def devices(self) -> int:
-        """Number of GPUs."""
+        """Total number of GPUs of the cluster."""
         return self.hosts * self.gpus_per_host
 
     @property
@@ -76,12 +76,12 @@ class Cluster(Component):
 
 
 def cluster_names() -> list[str]:
-    """Return the names of the shipped clusters, sorted."""
+    """Return the sorted names of the clusters that jaxstack has descriptions of."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster that a text such as `8 x 8 h200` describes.
+    """Parse a text that describes a cluster, such as `8 x 8 h200` (hosts x GPUs per host).
 
     Args:
       text: `HOSTS x GPUS KIND`, `GPUS KIND` (one host) or `KIND` (one whole host). KIND is a shipped name, or the path
@@ -109,7 +109,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def cluster_of_devices(device_kind: str, devices: int, *, one_host: bool) -> Cluster | None:
-    """Return the shipped cluster whose `device_kind` matches, with this number of devices.
+    """Return the shipped cluster description for jax's name of a device, with this number of devices.
 
     Args:
       device_kind: jax's name of the device.
@@ -125,11 +125,11 @@ def cluster_of_devices(device_kind: str, devices: int, *, one_host: bool) -> Clu
 
 
 def resized(cluster: Cluster, devices: int, *, one_host: bool = False) -> Cluster:
-    """Return the cluster with another number of devices, on whole hosts if their size divides it."""
+    """Return the cluster with another number of devices, on hosts of the same size where that divides it."""
     per_host = devices if one_host else math.gcd(devices, cluster.gpus_per_host)
     return cluster.model_copy(update={"hosts": devices // per_host, "gpus_per_host": per_host})
 
 
 def part_of(cluster: Cluster, devices: int) -> Cluster:
-    """Return a part of the cluster: `devices` of one host if it has as many, otherwise of whole hosts if possible."""
+    """Return the cluster cut down to `devices` devices: of one host if it has enough, else whole hosts if possible."""
     return resized(cluster, devices, one_host=devices <= cluster.gpus_per_host)

@@ -52,7 +52,7 @@ class SearchOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSearch:
-    """Result of `search_cluster`.
+    """Result of a layout search on a cluster, with the memory that the compiler reports for the first layouts.
 
     Attributes:
       found: the ranked layouts.
@@ -67,11 +67,11 @@ class ClusterSearch:
     notes: list[str]
 
     def draw(self) -> str:
-        """Return the result as text for a terminal."""
+        """Format the result of the search as text for a terminal."""
         return draw_search(self.found, tokens=self.tokens, verified=self.verified, notes=self.notes)
 
     def describe(self) -> dict[str, object]:
-        """Return the result as plain JSON."""
+        """Return the result of the search as plain JSON."""
         layouts = [
             {"layout": describe_degrees(one.config), **one.describe(), **self._budget(one)}
             for one in self.found.forecasts
@@ -91,7 +91,7 @@ class ClusterSearch:
 
 
 def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
-    """Search the layouts of a configuration on a cluster, as `jaxstack plan --cluster` does.
+    """Search the fastest parallel layouts of a configuration on a cluster, as `jaxstack plan --cluster` does.
 
     Raises:
       ConfigError: an option, the cluster or the budget is wrong, or no layout fits.
@@ -134,7 +134,7 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
 
 
 def parse_tokens(text: str | None, config: RunConfig) -> float | None:
-    """Return the number of tokens that a text names: a number, or `chinchilla` for 20 per parameter.
+    """Parse a number of training tokens: a number, or `chinchilla` for 20 per parameter of the model.
 
     Raises:
       ConfigError: the text is neither.
@@ -153,7 +153,7 @@ def parse_tokens(text: str | None, config: RunConfig) -> float | None:
 
 
 def _check_budget(best: Forecast, tokens: float | None, options: SearchOptions) -> list[str]:
-    """Check time and cost of training against the limits, and return notes about them.
+    """Check time and cost of training with the best layout against the user's limits, and return notes about them.
 
     Raises:
       ConfigError: the tokens take longer or cost more than the limits; the message says what the limits allow.
@@ -189,7 +189,7 @@ def _check_budget(best: Forecast, tokens: float | None, options: SearchOptions) 
 
 
 def write_configuration(best: Forecast, config: RunConfig, path: str) -> None:
-    """Write the configuration with the layout of a forecast, with the vocabulary as `config` gives it.
+    """Write a configuration file with the layout of a forecast, but with the vocabulary as `config` gives it.
 
     `parallel.simulate_devices` is left out, because the layout is that of the cluster's devices.
 

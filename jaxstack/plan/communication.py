@@ -26,7 +26,7 @@ _TREE_BANDWIDTH = 0.92
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Devices that take part in a collective.
+    """Devices that take part in a collective: their number, and how many of them share a host.
 
     Attributes:
       size: number of devices.
@@ -38,12 +38,12 @@ class Group:
 
     @property
     def hosts(self) -> Values:
-        """Number of hosts."""
+        """Number of hosts that the group spans."""
         return self.size / self.per_host
 
 
 def group_of(degree: ArrayLike, stride: ArrayLike, gpus_per_host: int) -> Group:
-    """Return the group along one mesh axis.
+    """Return the group of devices along one mesh axis.
 
     Args:
       degree: degree of the axis.
@@ -76,7 +76,7 @@ class CollectiveModel:
     network_efficiency: float
 
     def bandwidth(self, group: Group) -> Values:
-        """Return the bandwidth of a ring through the group for each GPU, in bytes per second.
+        """Return the bandwidth that each GPU gets in a ring through the group, in bytes per second.
 
         Every GPU has its own network adapter, so a ring that contains several GPUs of a host uses
         all of their adapters to reach the next host.
@@ -86,15 +86,15 @@ class CollectiveModel:
         return np.where(group.hosts > 1, np.minimum(link, network * group.per_host), link)
 
     def all_gather(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds to gather a result of `size` bytes: each device receives (n - 1) / n of them."""
+        """Return the seconds of an all-gather with a result of `size` bytes; each device gets (n - 1) / n of them."""
         return self._fastest(np.asarray(size, float) * (1 - 1 / group.size), group.size - 1, group)
 
     def reduce_scatter(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds to sum `size` bytes (of the operand) and keep one part of them on each device."""
+        """Return the seconds of a reduce-scatter with an operand of `size` bytes; each device keeps part of the sum."""
         return self.all_gather(size, group)
 
     def all_reduce(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds to sum `size` bytes on all devices: the faster of a ring and a tree.
+        """Return the seconds of an all-reduce of `size` bytes, by the faster of a ring and a tree.
 
         The ring sends 2 (n - 1) / n of the bytes in 2 (n - 1) hops. The tree sends all of them twice, in
         2 log2(hosts) network hops plus those within a host.
@@ -126,7 +126,7 @@ class CollectiveModel:
         return np.where(group.size > 1, seconds, 0.0)
 
     def _fastest(self, sent: Values, hops: Values, group: Group) -> Values:
-        """Return the seconds of a ring with the faster protocol (LL or Simple), with `sent` bytes per device."""
+        """Return the seconds of a ring that sends `sent` bytes per device, by NCCL's faster protocol (LL or Simple)."""
         across = hops * group.hosts / group.size
         latency = np.where(
             group.hosts > 1,

@@ -1,4 +1,4 @@
-"""Describe how a configuration is laid out on a mesh, without its devices: memory, FLOPs, shardings, schedule."""
+"""Describes how a configuration is laid out on a mesh, without its devices: memory, FLOPs, shardings, schedule."""
 
 import math
 from typing import Any, NotRequired, TypedDict
@@ -44,7 +44,7 @@ class LayoutPlan(TypedDict):
 
 
 def describe_plan(config: RunConfig, devices: int | None = None) -> LayoutPlan:
-    """Describe a run with this configuration on `devices` devices.
+    """Describe how a run is laid out on `devices` devices: parameters, FLOPs, shardings and pipeline.
 
     Args:
       config: configuration of the run.

@@ -1,4 +1,4 @@
-"""Draw a plan as text for a terminal: the mesh, tables, and which device holds which part of an array."""
+"""Draws a layout plan as text for a terminal: the mesh, tables, and which device holds which part of an array."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ _MAX_CELLS = 16
 
 
 def draw_plan(plan: LayoutPlan, show_sharding: bool = False) -> str:
-    """Return a plan as text.
+    """Draw a layout plan as text: mesh, stored memory, FLOPs per step, and optionally all shardings.
 
     Args:
       plan: result of `describe_plan`.
@@ -65,7 +65,7 @@ def draw_plan(plan: LayoutPlan, show_sharding: bool = False) -> str:
 
 
 def draw_mesh(mesh: Mapping[str, int]) -> list[str]:
-    """Return a table of device numbers, with the last axis across and the others down."""
+    """Draw the mesh as a table of device numbers, with the last axis across and the others down."""
     if not mesh:
         return []
     *outer, (last, across) = mesh.items()
@@ -87,7 +87,7 @@ def draw_mesh(mesh: Mapping[str, int]) -> list[str]:
 
 
 def draw_rehearsal(found: Rehearsal) -> list[str]:
-    """Return a table of the compiled step's memory, and a line that says if it fits."""
+    """Draw a table of the memory of the compiled train step, and a line that says if it fits the device."""
     rows = [
         ("state and batch", byte_size(found["arguments_bytes"])),
         ("temporaries", byte_size(found["temporary_bytes"])),
@@ -105,7 +105,7 @@ def draw_rehearsal(found: Rehearsal) -> list[str]:
 
 
 def draw_operators(roofline: Mapping[str, Any]) -> list[str]:
-    """Return a table of the operators on the roofline."""
+    """Draw a table of a training step's operators: FLOPs, traffic, arithmetic intensity, and what limits them."""
     head = ("", "calls", "GFLOP", "traffic", "FLOP/byte", "limit", "share")
     cells = [
         (
@@ -179,7 +179,7 @@ def _boxes(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def draw_pipeline(pipeline: Mapping[str, Any]) -> list[str]:
-    """Draw the schedule, one line per stage, with time from left to right: F, B and W with the microbatch's number."""
+    """Draw a pipeline schedule, one line per stage, with time to the right: F, B and W with the microbatch's number."""
     found = (
         f"pipeline: {pipeline['schedule']}, {pipeline['stages']} stages, {pipeline['microbatches']} microbatches; "
         f"{100 * pipeline['bubble_of_work']:.1f} % bubble relative to the work, activations of up to "

@@ -1,4 +1,4 @@
-"""Fractions of a device's peaks that training achieves, measured on rows of `benchmarks/results`.
+"""Measured fractions of a device's peak rates that training achieves, from rows of `benchmarks/results`.
 
 `benchmarks/calibrate_planner.py` writes them to `efficiency.json`, together with the rows they come from.
 """
@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("efficiency.json")
 
 
 class Efficiency(Component):
-    """Measured efficiencies: achieved over nominal rates, and fixed times.
+    """Measured efficiencies of training: achieved over nominal rates of the devices, and fixed times.
 
     All were measured on H200s; other GPUs use the same fractions.
     """
@@ -53,5 +53,5 @@ class Efficiency(Component):
 
 @functools.cache
 def load_efficiency() -> Efficiency:
-    """Return the measured efficiencies."""
+    """Load the measured efficiencies that the planner's forecasts use, from `efficiency.json`."""
     return build_component(Efficiency, json.loads(FILE.read_text())["values"], str(FILE))

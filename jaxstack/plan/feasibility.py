@@ -63,13 +63,13 @@ def suggest_layout(sections: LayoutSections, devices: int | None = None) -> str 
 
 
 def near_multiples(number: int, unit: int) -> str:
-    """Return the multiples of `unit` next to `number` as text, such as `6 or 9`."""
+    """Return the multiples of `unit` just below and above `number` as text, such as `6 or 9`."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
 
 def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
-    """Check that `tensor` divides heads and feed-forward width."""
+    """Check that the degree `tensor` divides the heads and the feed-forward width."""
     problems, tensor = [], parallel.tensor
     if model.num_heads % tensor:
         problems.append(
@@ -91,7 +91,7 @@ def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 
 def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
-    """Check that `expert` and `tensor` divide the experts, and that no capacity factor meets a split sequence."""
+    """Check that `expert` and `tensor` divide the experts, and that split sequences have no capacity factor."""
     moe, expert, tensor = model.moe, parallel.expert, parallel.tensor
     if moe is None:
         reason = f"parallel.expert ({expert}) splits the experts of model.moe, but this model has none"
@@ -116,7 +116,7 @@ def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 
 def _batch_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
-    """Check that the batch axes and the accumulation divide the batch sizes."""
+    """Check that the batch axes (data parallelism) and gradient accumulation divide the batch sizes."""
     problems, shards = [], parallel.islands * parallel.data * parallel.fsdp * parallel.expert
     unit = shards * train.gradient_accumulation
     used = ["islands"] * (parallel.islands > 1) + ["data", "fsdp"] + ["expert"] * (parallel.expert > 1)
@@ -151,7 +151,7 @@ def _sequence_problems(sections: LayoutSections) -> list[str]:
 
 
 def _context_problems(sections: LayoutSections) -> list[str]:
-    """Check that the attention method can run on a sequence split over `context`."""
+    """Check that the attention method supports sequences split over the devices of `context`."""
     parallel, model, length = sections.parallel, sections.model, sections.train.sequence_length
     problems, context = [], parallel.context
     unit, method = 2 * context, None if parallel.context_method == "auto" else parallel.context_method
@@ -186,7 +186,7 @@ def _task_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
 
 
 def _pipeline_problems(sections: LayoutSections) -> list[str]:
-    """Check microbatches, adapters and number of layers against the stages."""
+    """Check that microbatches, adapters and number of layers suit the number of pipeline stages."""
     model, train = sections.model, sections.train
     try:
         plan = plan_pipeline(sections.parallel, train.global_batch_size, train.gradient_accumulation)

@@ -25,7 +25,7 @@ CHINCHILLA_TOKENS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """The prediction for one layout on one cluster.
+    """Predicted memory, step time and throughput of one layout on one cluster.
 
     Attributes:
       config: the configuration, with the layout's degrees.
@@ -41,27 +41,27 @@ class Forecast:
 
     @property
     def memory_bytes(self) -> float:
-        """Predicted bytes on each device."""
+        """Predicted memory on each device, in bytes."""
         return sum(self.memory.values())
 
     @property
     def step_seconds(self) -> float:
-        """Predicted time of a step."""
+        """Predicted time of a train step, in seconds."""
         return sum(self.seconds.values())
 
     @property
     def devices(self) -> int:
-        """Number of devices of the layout."""
+        """Number of devices that the layout uses."""
         return math.prod(self.config.parallel.degrees.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all devices."""
+        """Predicted tokens per second of all devices together."""
         return count_tokens(self.config) / self.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s over the dense bfloat16 peak, as a fraction of 1; for FP8 too."""
+        """Predicted MFU: model FLOP/s over the dense bfloat16 peak, as a fraction of 1; for FP8 too."""
         flops = model_flops_per_token(self.config.model, self.config.train.sequence_length)
         return self.tokens_per_second * flops / self.devices / (1e12 * self.cluster.peak_tflops.bfloat16)
 
@@ -80,7 +80,7 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBudget:
-    """Time, cost and energy of training on a number of tokens.
+    """Predicted time, cost and energy of training on a number of tokens.
 
     Attributes:
       tokens: number of tokens.
@@ -106,13 +106,13 @@ def training_budget(forecast: Forecast, tokens: float) -> TrainingBudget:
 
 
 def compute_optimal(flops: float) -> tuple[float, float]:
-    """Return the compute-optimal (parameters, tokens): C = 6 N D with D = 20 N (Hoffmann et al. 2022)."""
+    """Return the compute-optimal (parameters, tokens) for `flops`: C = 6 N D with D = 20 N (Hoffmann et al. 2022)."""
     parameters = math.sqrt(flops / (6 * CHINCHILLA_TOKENS))
     return parameters, CHINCHILLA_TOKENS * parameters
 
 
 def total(parts: Mapping[str, Floats]) -> Floats:
-    """Return the sum over parts of memory or time, for each layout."""
+    """Add up the parts of a predicted memory or time, for each layout."""
     return np.sum(np.stack(list(parts.values())), axis=0)
 
 
@@ -153,7 +153,7 @@ class LayoutModel:
         return MARGIN * DEVICE_FRACTION * self.cluster.memory_bytes
 
     def memory(self, layouts: LayoutTable) -> dict[str, Floats]:
-        """Return the bytes on each device for each layout, by part."""
+        """Return the predicted bytes on each device for each layout, by part (weights, gradients, activations, ...)."""
         return memory_parts(
             self.shape,
             layouts,
@@ -169,11 +169,11 @@ class LayoutModel:
         return total(self.memory(layouts)) <= self.usable_bytes
 
     def seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
-        """Return the seconds of a step for each layout, by part."""
+        """Return the predicted seconds of a step for each layout, by part (matmuls, attention, communication, ...)."""
         return self.time.parts(layouts)
 
     def forecasts(self, layouts: LayoutTable) -> list[Forecast]:
-        """Return a forecast for each layout."""
+        """Return a forecast of memory, step time and throughput for each layout."""
         memory, seconds = self.memory(layouts), self.seconds(layouts)
         return [
             Forecast(
@@ -187,6 +187,6 @@ class LayoutModel:
 
 
 def forecast(config: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Forecast:
-    """Return the forecast of a configuration whose degrees and vocabulary are set."""
+    """Predict memory and step time of a configuration on a cluster; its degrees and vocabulary must be set."""
     (found,) = LayoutModel(config, cluster, efficiency).forecasts(layout_table_of(config))
     return dataclasses.replace(found, config=config)

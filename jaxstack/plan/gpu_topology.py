@@ -15,13 +15,13 @@ _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def can_compile() -> bool:
-    """Return True if JAX's CUDA plugin is installed; it can compile without a GPU or driver."""
+    """Return True if GPU programs can be compiled here, by JAX's CUDA plugin, which needs no GPU or driver."""
     return any(importlib.util.find_spec(name) for name in _PLUGINS)
 
 
 @functools.cache
 def gpu_topology(devices: int, kind: str = "h200") -> topologies.TopologyDescription:
-    """Return the topology of `devices` GPUs on hosts of at most eight.
+    """Return the topology of `devices` GPUs on hosts of at most eight, as a target of ahead-of-time compilation.
 
     The result is cached per process, because devices of two topologies never compare equal.
 

@@ -1,4 +1,4 @@
-"""Tables of layouts: one NumPy column per choice, so that formulas evaluate thousands of layouts at once."""
+"""Tables of parallel layouts: one NumPy column per choice, so that formulas evaluate thousands of layouts at once."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ _COLUMNS = (*AXES, "sequence", "zero", "schedule", "chunks", "microbatches", "re
 
 @dataclasses.dataclass(frozen=True)
 class LayoutTable:
-    """Layouts of one model and batch: a row for each layout, a column for each choice.
+    """Table of the possible parallel layouts of a model and batch: a row for each layout, a column for each choice.
 
     Attributes:
       columns: choice -> values, [layouts]; the keys are the mesh axes, `sequence` (0 or 1), `zero`, `schedule` and
@@ -57,7 +57,7 @@ class LayoutTable:
         return np.isin(self["schedule"], [SCHEDULES.index(name) for name in names])
 
     def select(self, rows: NDArray[Any]) -> "LayoutTable":
-        """Return the layouts of these row numbers, or for which a mask is True."""
+        """Return the table with only these row numbers, or only the rows for which a mask is True."""
         return LayoutTable({name: column[rows] for name, column in self.columns.items()})
 
     def configuration(self, row: int, config: RunConfig) -> RunConfig:
@@ -89,7 +89,7 @@ class LayoutTable:
 
 
 def layout_table_of(config: RunConfig) -> LayoutTable:
-    """Return the table with one row: the layout of a configuration whose degrees are given."""
+    """Return a layout table with a single row: the layout of a configuration whose degrees are given."""
     parallel, train = config.parallel, config.train
     stages = parallel.pipeline > 1
     plan = plan_pipeline(parallel, train.global_batch_size, train.gradient_accumulation) if stages else None
@@ -109,7 +109,7 @@ def layout_table_of(config: RunConfig) -> LayoutTable:
 def enumerate_layouts(
     config: RunConfig, devices: int, remats: Sequence[str] = ON_DEVICE, recipes: Sequence[str] | None = None
 ) -> tuple[LayoutTable, collections.Counter[str]]:
-    """Return all layouts of a configuration that the trainer accepts, and how many each rule refuses.
+    """Return all layouts of a configuration that the trainer accepts, and how many layouts each rule refuses.
 
     Args:
       config: model, batch and settings; its degrees are replaced. The vocabulary must be set.
@@ -139,7 +139,7 @@ def enumerate_layouts(
 def _variants(
     base: ParallelConfig, degrees: dict[str, int], refused: collections.Counter[str]
 ) -> Iterator[ParallelConfig]:
-    """Yield the configurations with these degrees that differ in the pipeline's schedule."""
+    """Yield the parallelism settings with these degrees, one per pipeline schedule; count those that are invalid."""
     for schedule in SCHEDULES[1:] if degrees["pipeline"] > 1 else (None,):
         tree = _with_degrees(base, degrees) | {"sequence": degrees["tensor"] > 1, "pipeline_schedule": schedule}
         try:
@@ -149,7 +149,7 @@ def _variants(
 
 
 def _with_degrees(base: ParallelConfig, degrees: dict[str, int]) -> dict[str, Any]:
-    """Return the fields of `base` with new degrees, without fields that depend on the previous degrees."""
+    """Return the fields of `base` with new degrees, and with defaults for the fields that depend on the degrees."""
     dependent = {
         "auto": False,
         "zero": 0,
@@ -166,7 +166,7 @@ def _with_degrees(base: ParallelConfig, degrees: dict[str, int]) -> dict[str, An
 def _rows(
     parallel: ParallelConfig, config: RunConfig, remats: Sequence[str], recipes: Sequence[str]
 ) -> Iterator[tuple[float, ...]]:
-    """Yield a row for each ZeRO stage, number of microbatches, policy and recipe."""
+    """Yield a row of the layout table for each ZeRO stage, number of microbatches, remat policy and FP8 recipe."""
     schedule = SCHEDULES.index(parallel.schedule) if parallel.pipeline > 1 else 0
     sequence = (True,) if parallel.tensor > 1 else (False,)
     zeros = (0, 1, 2) if parallel.data > 1 else (0,)
@@ -178,7 +178,7 @@ def _rows(
 
 
 def _without_values(message: str) -> str:
-    """Return a message with its values removed, so that violations of one rule are counted together."""
+    """Return an error message with its values removed, so that violations of one rule are counted together."""
     rule = re.split(r"[;.:] |, because", message)[0]
     return re.sub(r"\s*\([^)]*\)|\s+-?\d+\b", "", rule).strip()
 

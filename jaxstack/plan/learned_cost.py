@@ -1,4 +1,6 @@
-"""A learned correction of the roofline: ridge regression on log(time / roofline) of measured programs.
+"""Predicts run times of compiled programs: the roofline's time with a correction learned from measured programs.
+
+The correction is a ridge regression on log(time / roofline).
 
 The roofline uses peak rates only. In real programs matmuls with a small dim are slower, kernels have launch overhead,
 and data may fit a cache. The correction learns these effects from about a hundred measured programs. Kaufman et al.
@@ -25,7 +27,7 @@ _DISPATCH_SECONDS, _KERNEL_SECONDS, _TRIP_SECONDS = 3e-5, 3e-6, 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredProgram:
-    """A program with its measured time.
+    """A compiled program's features, with its measured run time on a device.
 
     Attributes:
       family: kind of program; programs of one family are alike, so it is never split between training and test.
@@ -43,12 +45,12 @@ class MeasuredProgram:
 
     @property
     def roofline_seconds(self) -> float:
-        """Time on the roofline."""
+        """Time of the program on the roofline, in seconds."""
         return self.features.roofline_seconds(self.peak_flops, self.bandwidth)
 
 
 def feature_vector(features: ProgramFeatures, peak_flops: float, bandwidth: float) -> Float[np.ndarray, " features"]:
-    """Return the input vector of the linear correction; all entries are of order one.
+    """Return the inputs of the learned correction for a program, scaled so that all are of order one.
 
     Args:
       features: of a program.
@@ -75,7 +77,7 @@ def feature_vector(features: ProgramFeatures, peak_flops: float, bandwidth: floa
 
 @dataclasses.dataclass(frozen=True)
 class LearnedCost:
-    """A linear correction of log(time / roofline).
+    """Learned cost model: a linear correction of log(measured time / roofline time) of a program.
 
     Attributes:
       weights: of the entries of `feature_vector`.
@@ -97,13 +99,13 @@ class LearnedCost:
         return features.roofline_seconds(peak_flops, bandwidth) * math.exp(float(np.clip(correction, *self.bounds)))
 
     def save(self, path: str | Path) -> None:
-        """Write the correction as JSON."""
+        """Write the learned correction as JSON."""
         text = json.dumps({"weights": self.weights.tolist(), "bounds": list(self.bounds)})
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "LearnedCost":
-        """Read a correction that `save` wrote.
+        """Read a learned correction that `save` wrote.
 
         Raises:
           ConfigError: the file is missing or of another form.
@@ -122,7 +124,7 @@ class LearnedCost:
 
 
 def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 1.0) -> LearnedCost:
-    """Fit a correction to measured programs, with equal weight for each family.
+    """Fit a correction of the roofline's times to measured programs, with equal weight for each family of programs.
 
     Args:
       programs: programs of one device or of several.
@@ -147,7 +149,7 @@ def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 1.0) -> Learn
 def held_out_predictions(
     programs: Sequence[MeasuredProgram], fit: Callable[[Sequence[MeasuredProgram]], LearnedCost] = fit_cost
 ) -> Iterator[tuple[MeasuredProgram, float]]:
-    """Leave-one-family-out cross-validation: yield each program and its predicted seconds.
+    """Yield each program with its seconds predicted from the other families (leave-one-family-out cross-validation).
 
     Args:
       programs: programs of at least two families.
@@ -161,7 +163,7 @@ def held_out_predictions(
 
 
 def median_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Return the median of |predicted / measured - 1|."""
+    """Return the median relative error of predictions, |predicted / measured - 1|."""
     return float(np.median(np.abs(np.asarray(predicted) / np.asarray(measured) - 1)))
 
 
@@ -174,7 +176,7 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def read_programs(path: str | Path) -> list[MeasuredProgram]:
-    """Read the programs that `benchmarks/learned_cost.py` measured."""
+    """Read the measured programs that `benchmarks/learned_cost.py` wrote."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return [_program(json.loads(line)) for line in lines if line.strip()]
 

@@ -1,4 +1,4 @@
-"""Memory of a train step on each device by part, from formulas.
+"""Predicts the memory of a train step on each device by formulas: weights, optimizer state, activations and others.
 
 Widths: D hidden, Q heads x head_dim, K kv_heads x head_dim, F feed-forward, V vocabulary. Between steps a device holds
 float32 weights and the optimizer state. A step additionally needs:
@@ -44,7 +44,7 @@ def memory_parts(
     prefetch: bool = False,
     trained: float = 1.0,
 ) -> dict[str, Floats]:
-    """Return the bytes on each device for each layout, by part; they sum up to the predicted memory.
+    """Return the predicted bytes on each device for each layout, by part: weights, gradients, activations and others.
 
     Args:
       shape: the model.
@@ -79,7 +79,7 @@ def memory_parts(
 
 
 def weight_shards(layouts: LayoutTable) -> Floats:
-    """Return the number of devices over which `fsdp` and `context` shard every matrix."""
+    """Return the number of shards into which `fsdp` and `context` together split every matrix, for each layout."""
     return layouts["fsdp"] * layouts["context"]
 
 
@@ -104,7 +104,9 @@ def stored_parameters(shape: ModelShape, layouts: LayoutTable, *, zero_from: int
 
 
 def _gradients(shape: ModelShape, layouts: LayoutTable) -> Floats:
-    """Return the bytes of gradients: float32, except with ZeRO 1, and the sums over microbatches beside those of one.
+    """Return the bytes of the gradients on each device, with their sums over microbatches.
+
+    Gradients are float32, except with ZeRO 1; the sums are stored beside the gradients of one microbatch.
 
     In a pipeline the gradients of embedding and head stay whole until the end of the step; where weights are gathered,
     so do those of one table.
@@ -117,7 +119,7 @@ def _gradients(shape: ModelShape, layouts: LayoutTable) -> Floats:
 
 
 def usable_shards(shape: ModelShape, shards: Floats) -> Floats:
-    """Return the number of shards of a matrix: `shards` where it divides one of the model's widths, 1 elsewhere."""
+    """Return into how many shards matrices are split: `shards` where it divides a width of the model, 1 elsewhere."""
     widths = {shape.hidden, shape.feed_forward, shape.expert_width} - {0}
     return np.where(np.any([width % shards == 0 for width in widths], axis=0), shards, 1)
 
@@ -129,7 +131,7 @@ def layers_of_stage(shape: ModelShape, layouts: LayoutTable) -> Floats:
 
 
 def in_flight(layouts: LayoutTable) -> Floats:
-    """Return the number of microbatches whose activations a stage stores at a time."""
+    """Return the number of microbatches whose activations a pipeline stage stores at a time."""
     stages, chunks, count = layouts["pipeline"], layouts["chunks"], layouts["microbatches"]
     found = np.where(layouts.schedule_in("gpipe"), count, 2 * stages - 1)
     found = np.where(layouts.schedule_in("interleaved"), ((chunks + 1) * stages - 1) / chunks, found)
@@ -173,7 +175,7 @@ def microbatch_tokens_per_device(layouts: LayoutTable, tokens: int) -> Floats:
 
 
 def _working_set(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats:
-    """Return the bytes of activations and gradients of the layer that is in its backward pass."""
+    """Return the bytes of activations and gradients of the one layer that is in its backward pass."""
     d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
     rows, tensor = microbatch_tokens_per_device(layouts, tokens), layouts["tensor"]
     stream = np.where(layouts["sequence"] > 0, tensor, 1)
@@ -186,7 +188,7 @@ def _working_set(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats
 
 
 def _working_copies(shape: ModelShape, layouts: LayoutTable, prefetch: bool) -> Floats:
-    """Return the bytes of the weight copies in the compute dtype."""
+    """Return the bytes of the copies of weights in the compute dtype, for the matmuls."""
     tensor, experts = layouts["tensor"], layouts["expert"]
     layers = layers_of_stage(shape, layouts)
     of_layers = (shape.layer_parameters + shape.all_experts / experts) / shape.layers * layers / tensor
@@ -196,7 +198,7 @@ def _working_copies(shape: ModelShape, layouts: LayoutTable, prefetch: bool) -> 
 
 
 def _buffers(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats:
-    """Return the bytes of buffers for tokens at their experts, and for keys and values from other devices."""
+    """Return the bytes of buffers for tokens routed to experts, and for keys and values from other devices."""
     rows, tensor = microbatch_tokens_per_device(layouts, tokens), layouts["tensor"]
     copies = shape.routed * shape.hidden * (shape.exchange_factor * (layouts["expert"] > 1) + 1) * 2
     experts = copies * rows * _COMPUTE * (shape.mixtures > 0)

@@ -8,7 +8,7 @@ from jaxstack.models.count import count_parameters
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """Widths and numbers of parameters of a model.
+    """Widths and parameter counts of a model, for the planner's formulas.
 
     Attributes:
       layers: number of layers.
@@ -62,7 +62,7 @@ class ModelShape:
 
     @property
     def tables(self) -> int:
-        """Number of parameters outside of the layers: embedding and head."""
+        """Number of parameters outside of the layers: embedding and output head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -88,7 +88,7 @@ class ModelShape:
 
     @property
     def active_layer_parameters(self) -> float:
-        """Mean over layers of the matrix parameters that are active for one token."""
+        """Mean over layers of the number of matrix parameters that are active for one token."""
         mixture = self.active_expert_parameters + self.router_and_shared_parameters
         feed_forward = self.dense_layers * self.dense_parameters + self.mixtures * mixture
         return self.attention_parameters + feed_forward / self.layers

@@ -1,4 +1,4 @@
-"""Operators with their FLOPs and bytes, and their arithmetic intensity."""
+"""Operators of a model with their FLOPs and bytes of memory traffic, and their arithmetic intensity."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class Operator:
         return self.flops / self.bytes
 
     def seconds(self, peak_flops: float, bandwidth: float) -> float:
-        """Return the roofline seconds of all calls: calls x max(flops / peak_flops, bytes / bandwidth).
+        """Return the time of all calls on the roofline, in seconds: calls x max(flops / peak_flops, bytes / bandwidth).
 
         Roofline model: Williams et al. 2009.
 
@@ -40,16 +40,16 @@ class Operator:
 
 
 def total_flops(operators: Iterable[Operator]) -> float:
-    """Return the FLOPs of all calls."""
+    """Return the total FLOPs of a list of operators, over all their calls."""
     return sum(one.flops * one.calls for one in operators)
 
 
 def total_bytes(operators: Iterable[Operator]) -> float:
-    """Return the bytes of all calls."""
+    """Return the total bytes of memory traffic of a list of operators, over all their calls."""
     return sum(one.bytes * one.calls for one in operators)
 
 
 def total_intensity(operators: Iterable[Operator]) -> float:
-    """Return the arithmetic intensity of all calls taken together, in FLOPs per byte."""
+    """Return the arithmetic intensity of a list of operators taken together, in FLOPs per byte."""
     listed = list(operators)
     return total_flops(listed) / total_bytes(listed)

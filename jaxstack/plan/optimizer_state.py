@@ -14,7 +14,7 @@ from jaxstack.tree_rules import match
 
 
 def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
-    """Return the bytes of optimizer state divided by the number of parameters that are trained.
+    """Return the bytes of optimizer state per parameter that is trained.
 
     Args:
       optimizer: settings of the optimizer; groups are left out.
@@ -34,7 +34,7 @@ def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
 
 
 def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelShape) -> float:
-    """Return the trained parameters, those of adapters included, divided by the model's own parameters.
+    """Return the number of trained parameters, with those of adapters, as a fraction of the model's own parameters.
 
     Vectors are left out, and routed experts count as trained if the model has no adapters.
 
@@ -62,7 +62,7 @@ def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelSha
 
 
 def _matrices(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Return path -> (input dims, output dims, number) of the dense matrices of layer 0 and of the tables."""
+    """Return the dense matrices of layer 0, embedding and head: path -> (input dims, output dims, number of them)."""
     d, width, head, heads = shape.hidden, shape.feed_forward, shape.head_dim, shape.heads
     keys, layers = shape.key // head, shape.layers
     gate = {"decoder/layers/0/mlp/gate_proj/kernel": ((d,), (width,), layers)} if shape.gated else {}

@@ -21,7 +21,7 @@ SMALL, LARGE = 64, 512
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFeatures:
-    """Work of one run of a compiled program on one device.
+    """Features of a compiled program that predict its run time: the FLOPs, bytes and kernels of one run on one device.
 
     Attributes:
       dot_flops: FLOPs of matmuls by the size of their smallest dim: "small", "middle", "large".
@@ -44,7 +44,7 @@ class ProgramFeatures:
     work: tuple[tuple[float, float, int], ...]
 
     def roofline_seconds(self, peak_flops: float, bandwidth: float) -> float:
-        """Return the sum over the kernels of the time on the roofline.
+        """Return the time of a run on the roofline in seconds, as the sum over its kernels.
 
         Args:
           peak_flops: FLOP/s of the device.
@@ -59,7 +59,7 @@ class ProgramFeatures:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ProgramFeatures":
-        """Return the features from `to_json`."""
+        """Make features from the JSON that `to_json` returns."""
         work = tuple((float(flops), float(size), int(calls)) for flops, size, calls in value["work"])
         return cls(**{**value, "work": work})
 
@@ -120,13 +120,13 @@ def matmul_features(rows: int, summed: int, columns: int, itemsize: float) -> Pr
 
 
 def _by_size(flops: float, smallest: int) -> dict[str, float]:
-    """Return FLOPs by the size of the smallest dim."""
+    """Return a matmul's FLOPs keyed by the class of its smallest dim: small, middle or large."""
     name = "small" if smallest < SMALL else "middle" if smallest < LARGE else "large"
     return {"small": 0.0, "middle": 0.0, "large": 0.0} | {name: flops}
 
 
 def _kernels(module: Module, inside: Mapping[str, float]) -> list[tuple[float, float, int]]:
-    """Return (FLOPs of matmuls, bytes, calls) of each kernel.
+    """Return (FLOPs of matmuls, bytes, calls) of each kernel of a compiled program.
 
     Args:
       module: the program.
@@ -143,7 +143,7 @@ def _kernels(module: Module, inside: Mapping[str, float]) -> list[tuple[float, f
 
 
 def _merge(work: list[tuple[float, float, int]]) -> tuple[tuple[float, float, int], ...]:
-    """Merge equal kernels by adding up their counts."""
+    """Merge kernels of the same FLOPs and bytes by adding up their calls."""
     calls: dict[tuple[float, float], int] = {}
     for flops, size, number in work:
         calls[flops, size] = calls.get((flops, size), 0) + number
@@ -161,7 +161,7 @@ def _bytes(one: Execution) -> int:
 
 
 def _matmul(one: Execution) -> tuple[float, int] | None:
-    """Return the FLOPs and the smallest dim of a matmul; None for another instruction."""
+    """Return the FLOPs and the smallest dim of a matmul instruction; None for another instruction."""
     instruction = one.instruction
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     called = instruction.opcode == "custom-call" and target is not None and _MATMUL_CALL.search(target[1])

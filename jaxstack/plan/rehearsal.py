@@ -1,4 +1,4 @@
-"""Rehearsal of a run (`plan --rehearse`): its train step, compiled for GPUs that need not be present."""
+"""Compiles the train step of a run for GPUs that need not be present (`plan --rehearse`), to see if it fits."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Fill in degrees and vocabulary of a configuration, without its devices or data."""
+"""Fills in the parallel degrees and vocabulary size of a configuration, without the run's devices or data."""
 
 import math
 
@@ -15,7 +15,7 @@ from jaxstack.run_config import RunConfig
 
 
 def resolve_plan(config: RunConfig, devices: int | None) -> tuple[RunConfig, bool]:
-    """Return the configuration with its degrees and vocabulary, and True if the vocabulary is an assumption.
+    """Return the configuration with parallel degrees and vocabulary size filled in, and True if that size is assumed.
 
     Restricts JAX to CPUs in this process: traced functions hold constants, which must not initialize a GPU.
 
@@ -45,7 +45,7 @@ def _device_count(config: RunConfig) -> int:
 
 
 def resolve_vocabulary(config: RunConfig) -> tuple[ModelConfig, bool]:
-    """Return the model with its vocabulary size, and True if the run would train the tokenizer first.
+    """Return the model with an unset vocabulary size taken from the tokenizer, and True if that is not trained yet.
 
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the tokenizer's file cannot be read.

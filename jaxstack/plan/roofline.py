@@ -85,12 +85,12 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Number of tokens that this device computes at once."""
+        """Number of tokens of a microbatch that this device computes."""
         return self.rows * self.length / self.context
 
 
 def model_operators(model: ModelConfig, work: Workload) -> list[Operator]:
-    """Return the operators of a training step on one device, forward and backward pass and the update.
+    """Return the operators of a training step on one device: forward and backward pass, and the optimizer's update.
 
     Args:
       model: with `vocab_size` set.
@@ -108,7 +108,7 @@ def model_operators(model: ModelConfig, work: Workload) -> list[Operator]:
 
 
 def _matmul(name: str, work: Workload, inputs: float, outputs: float, calls: int, weights: float = 1) -> Operator:
-    """Return a matmul of all tokens with a matrix, and its backward pass.
+    """Return the operator of a matmul of all tokens with a weight matrix, its backward pass included.
 
     Args:
       name: its name.
@@ -153,7 +153,10 @@ def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[Ope
 
 
 def _activation(name: str, work: Workload, width: float, inner: int, calls: int) -> Operator:
-    """Return an activation: about 5 FLOPs per value, and about twice that in the backward pass."""
+    """Return the operator of an activation function, its backward pass included.
+
+    It has about 5 FLOPs per value, and about twice that in the backward pass.
+    """
     n = work.tokens
     traffic = work.itemsize * n * width * (inner + 1 + 2 * inner + 1)  # backward: inputs, their gradients, the output's
     return Operator(name, "elementwise", 15 * n * width, traffic, calls)
@@ -236,7 +239,7 @@ def workload_of(config: RunConfig) -> Workload:
 
 
 def describe_roofline(config: RunConfig, peak: DevicePeak) -> dict[str, Any]:
-    """Return the operators of a run on the roofline of a device, as plain JSON for `render_roofline`.
+    """Describe a run's operators on the roofline of a device, as plain JSON for the report's picture.
 
     With a pipeline the operators are those of all stages, on one device of each.
     """
@@ -245,7 +248,7 @@ def describe_roofline(config: RunConfig, peak: DevicePeak) -> dict[str, Any]:
 
 
 def describe_operators(operators: Sequence[Operator], peak: DevicePeak) -> dict[str, Any]:
-    """Return operators on the roofline of a device, as plain JSON."""
+    """Describe operators on the roofline of a device (intensity, time, what limits them), as plain JSON."""
     times = [one.seconds(peak.flops, peak.bandwidth) for one in operators]
     ridge = peak.flops / peak.bandwidth
     rows = [

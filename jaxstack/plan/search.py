@@ -1,4 +1,4 @@
-"""Search for the fastest layout of a configuration on a cluster: enumerate, refuse, predict, rank."""
+"""Searches the fastest layout of a configuration on a cluster: list layouts, drop invalid ones, predict, rank."""
 
 import collections
 import dataclasses
@@ -25,7 +25,7 @@ _COUNTS_TRIED = 64
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The ranked layouts of a search.
+    """Result of a layout search: the fastest layouts, ranked, and how many others were tried or refused.
 
     Attributes:
       forecasts: the fastest layouts that fit, fastest first.
@@ -43,7 +43,7 @@ class SearchResult:
 
     @property
     def best(self) -> Forecast:
-        """The fastest layout."""
+        """The layout with the fastest predicted step."""
         return self.forecasts[0]
 
 
@@ -87,7 +87,7 @@ def search_layouts(
 
 
 def _ranking(layouts: LayoutTable, seconds: Floats) -> np.ndarray:
-    """Return row numbers sorted from fastest to slowest, ties by simplicity of the layout.
+    """Return the layouts' row numbers sorted from fastest to slowest; of equally fast ones, the simpler comes first.
 
     Times that differ by less than a thousandth count as equal.
     """
@@ -97,7 +97,7 @@ def _ranking(layouts: LayoutTable, seconds: Floats) -> np.ndarray:
 
 
 def _largest_parts(layouts: LayoutTable, memory: dict[str, Floats]) -> collections.Counter[str]:
-    """Return the counts of layouts that do not fit, keyed by the largest part of their memory."""
+    """Count layouts that do not fit the memory, by the part that takes most of it."""
     if not len(layouts):
         return collections.Counter()
     largest = np.argmax(np.stack([memory[name] for name in PARTS]), axis=0)
@@ -107,7 +107,7 @@ def _largest_parts(layouts: LayoutTable, memory: dict[str, Floats]) -> collectio
 
 
 def _nothing_fits(model: LayoutModel, layouts: LayoutTable, memory: dict[str, Floats]) -> str:
-    """Return the error message for a model that no layout fits, with a suggestion."""
+    """Return the error message for a model of which no layout fits the cluster, with a suggestion."""
     sizes = total(memory)
     row = int(np.argmin(sizes))
     parts = sorted(((float(memory[name][row]), name) for name in PARTS), reverse=True)[:2]
@@ -121,7 +121,7 @@ def _nothing_fits(model: LayoutModel, layouts: LayoutTable, memory: dict[str, Fl
 
 
 def _nearest_count(config: RunConfig, devices: int) -> str:
-    """Return the end of a sentence that names the largest smaller number of devices with a layout, if one is near."""
+    """Return the end of an error message, with the next smaller number of devices that has a layout, if one is near."""
     for count in range(devices - 1, max(devices - 1 - _COUNTS_TRIED, 0), -1):
         if len(enumerate_layouts(config, count, ("full",))[0]):
             return f"; {count} would do"
@@ -129,7 +129,7 @@ def _nearest_count(config: RunConfig, devices: int) -> str:
 
 
 def faster_part(config: RunConfig, best: Forecast) -> Forecast | None:
-    """Return the fastest layout of a part of a cluster if it is faster than the best layout of all its devices.
+    """Return the fastest layout on a part of the cluster, if it is faster than the best layout on all devices.
 
     A batch that is small for the cluster trains faster on fewer devices, which communicate less. Parts whose number of
     devices is a power of two are tried if communication and pipeline bubble take more than half of the step.
@@ -166,7 +166,7 @@ def _suggest_cluster(model: LayoutModel) -> str:
 
 
 def _enlarged(cluster: Cluster, factor: int) -> Cluster:
-    """Return a cluster of `factor` times the devices: one host is filled first, then there are more."""
+    """Return a cluster with `factor` times as many devices: one host is filled first, then hosts are added."""
     if cluster.hosts == 1 and cluster.gpus_per_host * factor <= _COMMON_HOST:
         return cluster.model_copy(update={"gpus_per_host": cluster.gpus_per_host * factor})
     devices = cluster.devices * factor

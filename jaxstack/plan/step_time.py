@@ -1,4 +1,4 @@
-"""Time of a train step by part, from FLOPs, bytes and collectives.
+"""Predicts the time of a train step by part (matmuls, attention, communication, ...) from FLOPs, bytes, collectives.
 
 Per microbatch and device, with n tokens of which t devices share a layer:
 
@@ -76,7 +76,7 @@ class StepModel:
     copies: bool
 
     def parts(self, layouts: LayoutTable) -> dict[str, Floats]:
-        """Return the seconds of a step for each layout, by part."""
+        """Return the predicted seconds of a step for each layout, by part: matmuls, communication and others."""
         count = layouts["microbatches"]
         layer = self._layer_seconds(layouts)
         head = self._head_seconds(layouts)
@@ -96,7 +96,7 @@ class StepModel:
         }
 
     def _layer_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
-        """Return the seconds of a stage's layers for one microbatch, forward and backward, by part."""
+        """Return the seconds that a stage's layers compute for one microbatch, forward and backward, by part."""
         shape, tensor = self.shape, layouts["tensor"]
         rows, layers = microbatch_tokens_per_device(layouts, self.tokens), layers_of_stage(shape, layouts)
         again, attention_again = self._recomputed(layouts)
@@ -128,7 +128,7 @@ class StepModel:
         return {"matmul": flops / rate, "elementwise": moved / self._memory_rate}
 
     def _rate(self, layouts: LayoutTable, narrow: Floats, *, bf16: bool = False) -> Floats:
-        """Return FLOP/s of matmuls whose smallest dim is `narrow`."""
+        """Return the FLOP/s that matmuls reach whose smallest dim is `narrow`."""
         peaks, efficiency = self.cluster.peak_tflops, self.efficiency
         wide = peaks.bfloat16 * efficiency.matmul
         fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
@@ -136,7 +136,7 @@ class StepModel:
         return 1e12 * rate * narrow / (narrow + _SMALL_DIM)
 
     def _attention_rate(self, layouts: LayoutTable) -> Floats:
-        """Return the FLOP/s of attention, interpolated between the measured head_dims.
+        """Return the FLOP/s that attention reaches, interpolated between the measured head_dims.
 
         With c devices along `context` each kernel call sees one of the 2c chunks into which a sequence is cut.
         """
@@ -151,7 +151,7 @@ class StepModel:
         return self.cluster.memory_bandwidth * self.efficiency.copy_rate
 
     def _recomputed(self, layouts: LayoutTable) -> tuple[Floats, Floats]:
-        """Return the fractions of a layer's forward matmuls and attention that are recomputed."""
+        """Return the fractions of a layer's forward matmuls and attention that rematerialisation computes again."""
         shape = self.shape
         # The last matmul of the MLP is not needed: its result is only added.
         share = 1 - shape.down_parameters / shape.active_layer_parameters
@@ -193,7 +193,7 @@ class StepModel:
         return found
 
     def _exposed_per_microbatch(self, layouts: LayoutTable, compute: Floats) -> Floats:
-        """Return the seconds of exposed communication per microbatch."""
+        """Return the seconds of communication per microbatch that computation does not hide."""
         layers = layers_of_stage(self.shape, layouts)
         groups = self._groups(layouts)
         weights = layers * self._weight_seconds(layouts, groups)
@@ -209,7 +209,7 @@ class StepModel:
         return exposed + 2 * layouts["chunks"] * self._collective_model.send(boundary, groups["pipeline"])
 
     def _weight_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
-        """Return the seconds to gather one layer twice and to reduce-scatter its gradient, in each microbatch."""
+        """Return the seconds per microbatch to all-gather one layer's weights twice and reduce-scatter its gradient."""
         shape, model, group = self.shape, self._collective_model, combined_group(groups["fsdp"], groups["context"])
         size = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / layouts["tensor"]
         byte = np.where(layouts["fp8"] > 0, 1, 2)
@@ -224,7 +224,7 @@ class StepModel:
         return gathered + np.where(layouts["zero"] == 2, scattered, 0)
 
     def _exposed_per_step(self, layouts: LayoutTable, backward: Floats) -> Floats:
-        """Return the seconds of exposed communication that occurs once per step.
+        """Return the seconds of communication once per step (gradient sums) that computation does not hide.
 
         `data` sums the gradients while the backward pass goes on, unless they are accumulated or ZeRO 1 shards them.
         """
@@ -245,7 +245,7 @@ class StepModel:
         return exposed + self._table_seconds(layouts, groups, weights)
 
     def _table_seconds(self, layouts: LayoutTable, groups: dict[str, Group], weights: Group) -> Floats:
-        """Return the seconds to gather embedding and head once and to sum their gradients."""
+        """Return the seconds to all-gather embedding and head once per step, and to sum their gradients."""
         model, size = self._collective_model, self.shape.tables / layouts["tensor"]
         across = combined_group(weights, groups["pipeline"])
         seconds = model.all_gather(2 * size, across) + model.reduce_scatter(self.reduce_bytes * size, across)
@@ -277,7 +277,7 @@ class StepModel:
         return np.maximum(sent - compute, 0) + 0.1 * np.minimum(sent, compute)
 
     def _expert_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
-        """Return the seconds of the all-to-all of a stage's mixtures: two forward, two backward, one if recomputed."""
+        """Return the seconds of the all-to-alls for a stage's experts: two forward, two backward, one if recomputed."""
         shape, rows = self.shape, microbatch_tokens_per_device(layouts, self.tokens)
         if not shape.mixtures:
             return np.zeros(len(layouts))
@@ -287,7 +287,7 @@ class StepModel:
         return mixtures * times * self._collective_model.all_to_all(size, groups["expert"])
 
     def _ticks(self, layouts: LayoutTable) -> Floats:
-        """Return the number of slots of the pipeline's schedule, forward and backward."""
+        """Return the number of time slots of the pipeline schedule, forward and backward."""
         stages, chunks = layouts["pipeline"], layouts["chunks"]
         slots = 2 * (layouts["microbatches"] * chunks + (chunks + 1) * stages - 2)
         return np.where(stages > 1, slots * np.where(layouts.schedule_in("zero_bubble"), 1.5, 1.0), 0)

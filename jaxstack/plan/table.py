@@ -1,4 +1,4 @@
-"""Formats a search result as text: ranked layouts, memory of the best one by part, budget, refused layouts."""
+"""Formats the result of a layout search as text: ranked layouts, memory of the best one, budget, refused layouts."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ _TIME_TITLES = {
 def draw_search(
     found: SearchResult, *, tokens: float | None = None, verified: Sequence[Rehearsal] = (), notes: Sequence[str] = ()
 ) -> str:
-    """Return a search as text for a terminal.
+    """Format the result of a layout search as text for a terminal.
 
     Args:
       found: result of `search_layouts`.
@@ -50,7 +50,7 @@ def draw_search(
 def draw_forecasts(
     forecasts: Sequence[Forecast], *, tokens: float | None = None, verified: Sequence[Rehearsal] = ()
 ) -> list[str]:
-    """Return a table of layouts as lines of text, one line per layout."""
+    """Format forecasts of layouts as a table, one line of text per layout."""
     rows = [dict(_cells(index + 1, forecast, tokens)) for index, forecast in enumerate(forecasts)]
     for row, rehearsal in zip(rows, verified, strict=False):
         row["compiled"] = byte_size(rehearsal["predicted_bytes"]) + ("" if rehearsal["fits"] else " (does not fit)")
@@ -59,7 +59,7 @@ def draw_forecasts(
 
 
 def _cells(rank: int, forecast: Forecast, tokens: float | None) -> list[tuple[str, str]]:
-    """Return (title, text) of each cell of a layout's line."""
+    """Return (column title, text) of each cell of a layout's line in the table."""
     cells = [
         ("#", str(rank)),
         ("layout", describe_degrees(forecast.config)),
@@ -78,7 +78,7 @@ def _cells(rank: int, forecast: Forecast, tokens: float | None) -> list[tuple[st
 
 
 def draw_budget(budget: TrainingBudget) -> list[str]:
-    """Return a line about the time, the cost and the energy of training."""
+    """Format time, cost and energy of training as one line."""
     cost = f", {budget.cost:,.0f} at the cluster's price" if budget.cost is not None else ""
     return [
         f"{short_number(budget.tokens)} tokens with the first: {short_number(budget.days)} days, "
@@ -87,7 +87,7 @@ def draw_budget(budget: TrainingBudget) -> list[str]:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with aligned columns."""
+    """Format rows of cells as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

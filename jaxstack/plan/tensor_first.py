@@ -18,7 +18,7 @@ from jaxstack.run_config import RunConfig
 
 
 def tensor_first(fits: Callable[[int, int], bool], *, most_tensor: int, most_pipeline: int) -> tuple[int, int] | None:
-    """Return the degrees (tensor, pipeline) with the smallest product that fit, tensor parallelism first.
+    """Return the smallest degrees (tensor, pipeline) that fit the memory, with tensor parallelism tried first.
 
     Args:
       fits: called with degrees (tensor, pipeline); returns True if they divide the model and fit the memory.
@@ -61,13 +61,13 @@ class GptJob:
     layers_of_virtual_stage: int | None = None
 
     def divides(self, tensor: int, pipeline: int) -> bool:
-        """Return True if the degrees divide heads, layers, GPUs and batch."""
+        """Return True if these degrees divide the job's heads, layers, GPUs and batch."""
         model, replicas = tensor * pipeline, self.gpus // (tensor * pipeline)
         whole = self.heads % tensor == 0 and self.layers % pipeline == 0 and self.gpus % model == 0
         return whole and self.batch % replicas == 0
 
     def gpu_bytes(self, tensor: int, pipeline: int, state_bytes: int = 20) -> float:
-        """Return the bytes on a GPU with full recomputation and one sequence a microbatch.
+        """Return the bytes that a GPU needs, with full recomputation and one sequence per microbatch.
 
         Args:
           tensor: degree of tensor parallelism.

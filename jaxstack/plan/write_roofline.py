@@ -1,4 +1,4 @@
-"""Write the roofline of a configuration's train step as an SVG file."""
+"""Writes a picture of the operators of a train step on a device's roofline as an SVG file."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from jaxstack.run_config import RunConfig
 
 
 def write_roofline(config: RunConfig, devices: int | None, device: str, path: str | Path) -> dict[str, Any]:
-    """Draw the operators of a step on the roofline of a device, and return them as plain JSON.
+    """Draw the operators of a step on the roofline of a device as an SVG file, and return them as plain JSON.
 
     Args:
       config: configuration of the run.

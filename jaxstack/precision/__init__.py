@@ -1,1 +1,1 @@
-"""Dtypes of the computation, and FP8 recipes."""
+"""Numeric precision: dtypes of the computation, and FP8 matmuls with their scaling recipes."""

@@ -1,4 +1,4 @@
-"""Dtypes of the computation.
+"""Configuration of numeric precision: dtypes of the computation, and FP8.
 
 Master weights, optimizer state, accumulated gradients, norms and the softmax are float32 in every case.
 """
@@ -53,7 +53,7 @@ class PrecisionConfig(Component):
         return self.compute or ("float32" if platform == "cpu" else "bfloat16")
 
     def path_rules(self, layers_without_fp8: Sequence[int] = ()) -> tuple[tuple[str, bool], ...]:
-        """Return rules (path, True if the matmul runs in FP8) for `jaxstack.tree_rules.match`.
+        """Return rules (weight path pattern, True for FP8) that choose the matmuls in FP8; the first match decides.
 
         Args:
           layers_without_fp8: layers that stay in the compute dtype unless `fp8_rules` name them.

@@ -21,7 +21,7 @@ from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, quanti
 def gather_quantized(
     parameter: nnx.Variable, dtype: jax.typing.DTypeLike, *, blockwise: bool
 ) -> jax.Array | QuantizedWeight:
-    """All-gather a stored weight as the operand of an FP8 matmul; a weight that is not sharded is not quantized here.
+    """All-gather a sharded weight as FP8 values for an FP8 matmul; a weight that is not sharded is left unquantized.
 
     With one scale per tensor, its largest magnitude is reduced over the devices first (a scalar). Scales of blocks are
     gathered with the bytes. A weight whose shards are not whole blocks is gathered in `dtype`.
@@ -48,7 +48,7 @@ def gather_quantized(
 
 
 def _gather_whole(own: jax.Array, context: ShardingContext, names: Names | None, shape: tuple[int, ...]) -> Quantized:
-    """Quantize with one scale for the whole weight, equal on every device, and all-gather the values."""
+    """Quantize a weight with one scale, equal on every device, and all-gather the FP8 values."""
     rules, spec = context.rules, context.parameter_spec(names, shape)
     if "fsdp" in rules.manual:
         ((axes, dim),) = dims_of(spec, rules.weight_axes)
@@ -70,7 +70,7 @@ def _gather_whole(own: jax.Array, context: ShardingContext, names: Names | None,
 def _gather_blocks(
     own: jax.Array, context: ShardingContext, names: Names | None, shape: tuple[int, ...], contracted: int
 ) -> Quantized | None:
-    """Quantize in blocks of the matrix [D, outputs] and all-gather; None if a shard is not made of whole blocks."""
+    """Quantize this device's shard of a weight in blocks, and all-gather it; None if it is not made of whole blocks."""
     rules = context.rules
     ((axes, dim),) = dims_of(context.parameter_spec(names, shape), rules.weight_axes)
     if "fsdp" not in rules.manual or rules.xla_splits("tensor") or dim not in (0, contracted):

@@ -1,4 +1,4 @@
-"""Chooses the `dot_general` of each dense layer by its path, and adds the state of delayed FP8 scaling."""
+"""Replaces the matmuls of chosen dense layers by FP8 matmuls, and keeps the state of delayed scaling."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,7 +23,9 @@ from pallas_kernels import (
 
 
 class ScalingState(nnx.Variable):
-    """Largest magnitudes of the last steps, float32 [..., 3, history]. Its cotangent is this step's magnitudes.
+    """State of delayed FP8 scaling: largest magnitudes of the last steps, float32 [..., 3, history].
+
+    Its cotangent is this step's magnitudes.
 
     The step combines the magnitudes over microbatches and devices by maximum and replaces the state
     (`update_scaling`); no optimizer sees it.
@@ -54,7 +56,7 @@ class Fp8Matmul:
         contracted: int,
         states: Sequence[jax.Array | None],
     ) -> tuple[jax.Array, ...]:
-        """Multiply x [rows, in] by each kernel [in, out], where `in` is `contracted` dims. x is quantized once."""
+        """Multiply x [rows, in] by several kernels [in, out], and quantize x once; `in` is `contracted` dims."""
         return fp8_multiply(
             x, kernels, contracted=contracted, recipe=self.recipe, gradients=self.gradients, states=states
         )
@@ -65,18 +67,18 @@ class Fp8Matmul:
         kernels: Sequence[jax.Array | QuantizedWeight],
         states: Sequence[jax.Array | None],
     ) -> jax.Array:
-        """Return swiglu(x @ gate, x @ up) @ down for x [rows, in] and kernels (gate, up, down)."""
+        """Return an MLP in FP8, swiglu(x @ gate, x @ up) @ down, for x [rows, in] and kernels (gate, up, down)."""
         return fp8_swiglu_mlp(x, *kernels, recipe=self.recipe, gradients=self.gradients, states=states)
 
     def gather(self, parameter: nnx.Variable, dtype: jax.typing.DTypeLike) -> jax.Array | QuantizedWeight:
-        """Return a stored weight as the matmul's operand; a weight sharded over `fsdp` is gathered as FP8 bytes."""
+        """Return a stored weight as the operand of this matmul; one sharded over `fsdp` is all-gathered in FP8."""
         return gather_quantized(parameter, dtype, blockwise=self.recipe == "blockwise")
 
 
 def use_fp8(
     module: nnx.Module, choose: Callable[[tuple[Any, ...]], Fp8Matmul | None], *, history: int = 16
 ) -> nnx.Module:
-    """Replace the `dot_general` of dense layers by FP8 matmuls; works on any layer with such an attribute.
+    """Replace the matmuls of a module's dense layers by FP8 matmuls; any layer with a `dot_general` attribute counts.
 
     Args:
       module: changed in place, and returned.
@@ -99,6 +101,9 @@ def use_fp8(
 
 
 def update_scaling(state: PyTree, maxima: PyTree) -> PyTree:
-    """Return the next scaling states from trees of this step's states and of the maxima, their cotangents."""
+    """Return the next states of delayed FP8 scaling, from the current ones and this step's largest magnitudes.
+
+    Both are trees of one structure; the magnitudes are the cotangents of the states.
+    """
     chex.assert_trees_all_equal_shapes(state, maxima)
     return jax.tree.map(updated_fp8_state, state, maxima)

@@ -10,7 +10,7 @@ from jaxstack.observe.number_format import short_number
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis from `low` to `high`, linear or logarithmic."""
+    """An axis of a chart from `low` to `high`, linear or logarithmic."""
 
     low: float
     high: float
@@ -18,7 +18,7 @@ class Axis:
     ticks: tuple[float, ...]
 
     def position(self, values: np.ndarray) -> np.ndarray:
-        """Return positions on the axis, 0 at `low` and 1 at `high`."""
+        """Return the positions of values along the axis, 0 at `low` and 1 at `high`."""
         if self.log:
             low, high = math.log10(self.low), math.log10(self.high)
             return (np.log10(values) - low) / (high - low)
@@ -34,12 +34,12 @@ class Axis:
 
 
 def _rounding_errors(values: np.ndarray, digits: int) -> np.ndarray:
-    """Return the distance of each value from itself rounded to `digits` significant digits."""
+    """Return the errors of rounding each value to `digits` significant digits."""
     return np.array([abs(float(f"{value:.{digits - 1}e}") - value) for value in values])
 
 
 def value_axis(values: np.ndarray, scale: str = "auto", from_zero: bool = False) -> Axis:
-    """Return the vertical axis for these values.
+    """Return the vertical axis of a chart of these values.
 
     Args:
       values: known values, finite.
@@ -61,7 +61,7 @@ def value_axis(values: np.ndarray, scale: str = "auto", from_zero: bool = False)
 
 
 def step_axis(low: float, high: float) -> Axis:
-    """Return the horizontal axis over steps, without margins; a single step is in the middle."""
+    """Return the horizontal axis of a chart over steps, without margins; a single step is in the middle."""
     if high <= low:
         low, high = low - 1, low + 1
         return Axis(low, high, False, (low + 1,))
@@ -71,7 +71,7 @@ def step_axis(low: float, high: float) -> Axis:
 
 
 def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
-    """Return about `count` round numbers (1, 2, 2.5 or 5 times a power of ten apart) between `low` and `high`."""
+    """Return about `count` round ticks between `low` and `high`, 1, 2, 2.5 or 5 times a power of ten apart."""
     raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
@@ -80,7 +80,7 @@ def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Return about three to six round numbers between `low` and `high`.
+    """Return about three to six round numbers between `low` and `high` as ticks of a logarithmic axis.
 
     These are powers of ten; if fewer than three, 1 and 3 times powers of ten; then 1, 2 and 5 times; if still fewer,
     the ticks of a linear axis.

@@ -16,7 +16,7 @@ SIZE = 1000  # units of the SVG's own coordinates; the browser stretches them to
 
 @dataclass(frozen=True)
 class Curve:
-    """A labelled series with its style: "first", "second", "faint" or "dashed"."""
+    """A labelled series in a chart, with its style: "first", "second", "faint" or "dashed"."""
 
     label: str
     series: Series
@@ -25,7 +25,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """A titled chart of curves over steps, or over whatever `over` names."""
+    """A chart of one or more curves with a title, over steps or another quantity that `over` names."""
 
     title: str
     curves: Sequence[Curve]
@@ -39,7 +39,7 @@ class Chart:
 
 
 def render_chart(chart: Chart) -> str:
-    """Return the chart as an HTML figure; an empty string if no curve has a known value."""
+    """Render a chart as an HTML figure; an empty string if no curve has a known value."""
     drawable = [curve for curve in chart.curves if curve.series.finite.size]
     curves = [Curve(curve.label, downsample(curve.series), curve.look) for curve in drawable]
     if not curves:
@@ -68,7 +68,7 @@ aria-label="{html.escape(chart.title, quote=True)} over {chart.over}s">{_grid(y)
 
 
 def _last_values(curves: Sequence[Curve], chart: Chart) -> str:
-    """Return the text of the read-out before anyone points at the chart: the last values."""
+    """Return the text that a chart's read-out shows before anyone points at the chart: the last values."""
     last = max(float(curve.series.steps[np.isfinite(curve.series.values)][-1]) for curve in curves)
     values = [f"{curve.label} {short_number(curve.series.last or 0.0, 5)}" for curve in curves]
     return " · ".join([f"{chart.over} {last:.0f}", *values]) + (f" {chart.unit}" if chart.unit else "")
@@ -104,7 +104,7 @@ def _path(curve: Curve, x: Axis, y: Axis, named: bool = False) -> str:
 
 
 def _hover_data(curves: Sequence[Curve], chart: Chart, x: Axis, y: Axis) -> str:
-    """Return the values for the read-out, as JSON that cannot end the script element."""
+    """Return the values that a chart's read-out shows where one points, as JSON that cannot end the script element."""
     data = {
         "unit": chart.unit,
         "over": chart.over,

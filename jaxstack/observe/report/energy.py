@@ -1,4 +1,4 @@
-"""Tiles and charts of energy, GPU-hours and cost."""
+"""Tiles and charts of a run's energy, GPU-hours and cost for its report."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ def energy_tiles(metrics: Mapping[str, Series], ended: object) -> list[tuple[str
 
 
 def energy_charts(metrics: Mapping[str, Series]) -> list[Chart]:
-    """Return the charts of power and energy per token."""
+    """Return the charts of a run's power and of its energy per token."""
     empty = make_series([])
     in_steps = Curve("in steps", metrics.get("joules_per_token", empty).scaled(1000))
     overall = Curve("with overhead", metrics.get("total_joules_per_token", empty).scaled(1000), "second")

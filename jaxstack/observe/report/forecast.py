@@ -1,4 +1,4 @@
-"""The planner's forecast beside what a run measured, with a warning where they differ much."""
+"""Shows the planner's forecast beside what a run measured, with a warning where they differ much."""
 
 import html
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ WARN_ABOVE = 0.15
 
 
 def render_forecast(forecast: object, metrics: Mapping[str, Series]) -> str:
-    """Return predicted and measured step time, throughput and memory as HTML; empty without a forecast.
+    """Render predicted and measured step time, throughput and memory as HTML; empty without a forecast.
 
     Args:
       forecast: `forecast` of `environment.json`: `step_seconds`, `tokens_per_second` and `predicted_bytes`, and
@@ -46,7 +46,7 @@ def render_forecast(forecast: object, metrics: Mapping[str, Series]) -> str:
 def _quantities(
     forecast: Mapping[str, Any], metrics: Mapping[str, Series]
 ) -> list[tuple[str, float, float | None, Any]]:
-    """Return (title, predicted, measured, formatter) of each quantity that was predicted."""
+    """Return (title, predicted, measured, formatter) of each predicted quantity, such as step time and memory."""
     peak = metrics.get("peak_memory_bytes")
     found = [
         ("time of a step", "step_seconds", _median(metrics, "step_time_seconds"), lambda x: f"{short_number(x)} s"),

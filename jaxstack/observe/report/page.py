@@ -1,4 +1,4 @@
-"""Assembles the report of a run."""
+"""Assembles `report.html`, the page about a run, from the files of its run directory."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ _FOOTER = (
 
 
 def page_head(name: str) -> str:
-    """Return the beginning of a page, up to its `<main>`, with the style sheet of all reports."""
+    """Return the beginning of an HTML page, up to its `<main>`, with the style sheet of all reports."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -135,7 +135,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _lead(environment: Mapping[str, Any], metrics: Mapping[str, Series]) -> str:
-    """Return the line under the title: devices, version, start."""
+    """Return the line under the report's title: devices, version, start."""
     parts = []
     kinds = environment.get("device_kinds")
     if isinstance(kinds, list) and kinds:
@@ -151,7 +151,7 @@ def _lead(environment: Mapping[str, Any], metrics: Mapping[str, Series]) -> str:
 
 
 def _ending(environment: Mapping[str, Any]) -> str:
-    """Return a line that says how a run ended that was stopped or failed; empty for a run that finished."""
+    """Return a line that says why a run stopped or failed; empty for a run that finished."""
     ended = environment.get("ended")
     if not isinstance(ended, Mapping) or ended.get("state") not in ("stopped", "failed"):
         return ""
@@ -163,12 +163,12 @@ def _ending(environment: Mapping[str, Any]) -> str:
 
 
 def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
-    """Return the tiles with the final figures."""
+    """Render the tiles at the top of the report, with the run's final figures."""
     return render_tiles(_all_tiles(metrics, config, environment))
 
 
 def render_tiles(tiles: Sequence[Tile]) -> str:
-    """Return tiles (label, value, note) as HTML; a tile of None is left out."""
+    """Render tiles (label, value, note) as HTML; a tile of None is left out."""
     shown = [tile for tile in tiles if tile]
     cells = (
         f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
@@ -249,7 +249,7 @@ def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> st
 
 
 def _schedule(points: object) -> Series:
-    """Return the planned learning rates of the run, from any value in `environment.json`."""
+    """Return a run's planned learning rates as a series, from `environment.json`, whose value may be damaged."""
     pairs = points if isinstance(points, list) else []
     return make_series(tuple(pair) for pair in pairs if isinstance(pair, list) and len(pair) == 2)
 
@@ -305,7 +305,7 @@ def _sections(title: str, sections: object) -> str:
 
 
 def _roofline(record: object) -> str:
-    """Return the picture of the operators on the roofline; empty if there is no such record, or a damaged one."""
+    """Render the operators on the roofline; empty if the run has no record of them, or a damaged one."""
     if not isinstance(record, Mapping):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Draws the schedule of a pipeline: a row per stage, time from left to right, a box per task."""
+"""Draws a pipeline schedule: a row per stage, time from left to right, a box per task."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,9 @@ _LOOKS = {"F": ("forward", "f"), "B": ("backward", "b"), "W": ("weight gradients
 
 
 def render_timeline(pipeline: Mapping[str, Any]) -> str:
-    """Render the result of `describe_schedule` as HTML: figures, and a picture if it has spans.
+    """Render a run's pipeline schedule as HTML: its figures, and a picture if the tasks' times are known.
+
+    `pipeline` is the result of `describe_schedule`.
 
     `spans` are rows (stage, start, end, kind, microbatch, chunk); the unit of time is a stage's forward pass.
     """
@@ -24,7 +26,7 @@ def render_timeline(pipeline: Mapping[str, Any]) -> str:
 
 
 def render_picture(spans: Sequence[Sequence[Any]]) -> str:
-    """Render the spans as an HTML figure with an SVG."""
+    """Draw the tasks of a pipeline schedule over time, as an HTML figure with an SVG."""
     shown = sorted(spans, key=lambda span: span[1])[:_MAX_BOXES]
     end = max(float(span[2]) for span in shown)
     stages = 1 + max(int(span[0]) for span in shown)

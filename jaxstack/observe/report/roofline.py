@@ -1,4 +1,4 @@
-"""Draws operators on the roofline of a device as SVG."""
+"""Draws the operators of a model on the roofline of a device as SVG."""
 
 import html
 import math
@@ -20,7 +20,9 @@ _STYLE = """.roofline text { font: 12px system-ui, sans-serif; fill: #5c6470; }
 
 
 def render_roofline(record: Mapping[str, Any]) -> str:
-    """Render the result of `jaxstack.plan.roofline.describe_roofline` as HTML: the picture and a table.
+    """Render a model's operators on the roofline of a device as HTML: the picture and a table.
+
+    `record` is the result of `jaxstack.plan.roofline.describe_roofline`.
 
     Args:
       record: the device's peaks, and the operators with their FLOPs and bytes.
@@ -47,7 +49,7 @@ def render_roofline(record: Mapping[str, Any]) -> str:
 
 
 def draw_roofline(record: Mapping[str, Any]) -> str:
-    """Return the operators on the roofline as one SVG that stands alone: FLOP/s over arithmetic intensity.
+    """Draw operators on a device's roofline as one SVG that stands alone: FLOP/s over arithmetic intensity.
 
     Each operator is a circle at its intensity, whose area is its share of the time, with its number in the table.
     """
@@ -86,7 +88,7 @@ def draw_roofline(record: Mapping[str, Any]) -> str:
 
 
 def _axes(low: int, high: int, bottom: int, top: int, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Return grid lines and labels at powers of ten."""
+    """Return the grid lines and labels of both axes, at powers of ten."""
     parts = []
     for power in range(low, high + 1):
         left, label = x(10.0**power), short_number(10.0**power)
@@ -114,7 +116,7 @@ def _circle(row: Mapping[str, Any], left: float, top: float) -> str:
 
 
 def _numbers(operators: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[float, float]]) -> str:
-    """Return the number of each circle, drawn below it, and further down where it would cover another number."""
+    """Return SVG labels with the number of each operator's circle, below it, where they do not cover each other."""
     parts = []
     taken: list[tuple[float, float]] = []
     for number, (left, top) in sorted(places.items(), key=lambda item: item[1][0]):
@@ -127,7 +129,7 @@ def _numbers(operators: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[
 
 
 def _legend(operators: Sequence[Mapping[str, Any]]) -> str:
-    """Return the names of the operators by number, in the empty corner under the roof."""
+    """Return the picture's legend, the operators' names by number, in the empty corner under the roof."""
     parts = []
     for number, row in enumerate(operators, 1):
         top = HEIGHT - _BOTTOM - 14 * (len(operators) - number) - 12

@@ -1,4 +1,4 @@
-"""Renders points over any axis as an HTML figure, in the style of the charts over steps."""
+"""Renders a scatter plot over any quantity as an HTML figure, in the style of the charts over steps."""
 
 import html
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxstack.observe.report.chart import SIZE
 
 @dataclass(frozen=True)
 class Point:
-    """A point with the text that is shown when one points at it; `look` is "first", "second" or "faint"."""
+    """A point of a scatter plot, with the text shown when one points at it; `look` is "first", "second" or "faint"."""
 
     x: float
     y: float
@@ -22,7 +22,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scatter:
-    """A scatter plot: points over one horizontal axis.
+    """A scatter plot: its points, and their common horizontal axis.
 
     Attributes:
       title: title of the figure.
@@ -46,7 +46,7 @@ class Scatter:
 
 
 def render_scatter(scatter: Scatter) -> str:
-    """Return the figure; an empty string without points."""
+    """Render a scatter plot as an HTML figure; an empty string without points."""
     points = [point for point in scatter.points if np.isfinite(point.y)]
     if not points:
         return ""

@@ -1,4 +1,4 @@
-"""Reads `metrics.jsonl` into series, and downsamples a series without losing its peaks."""
+"""Reads `metrics.jsonl` into series of values over steps, and downsamples a series without losing its peaks."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Series:
-    """Values over steps, two float64 arrays of one length; a value that is unknown or not finite is NaN."""
+    """A metric's values over steps, as two float64 arrays of one length; NaN where unknown or not finite."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -27,7 +27,7 @@ class Series:
         return float(self.finite[-1]) if self.finite.size else None
 
     def scaled(self, factor: float) -> "Series":
-        """Return the series with all values multiplied."""
+        """Return the series with all values multiplied by `factor`."""
         return Series(self.steps, self.values * factor)
 
 
@@ -42,7 +42,7 @@ def make_series(points: Iterable[tuple[Any, Any]]) -> Series:
 
 
 def read_metrics(path: str | Path) -> dict[str, Series]:
-    """Read the series of a metrics file, by key. Lines that are not a JSON object with a step are skipped.
+    """Read the series of each metric in a metrics file. Lines that are not a JSON object with a step are skipped.
 
     Empty if the file is missing. A line without a key adds nothing to the key's series.
     """
@@ -73,7 +73,7 @@ def _number(value: object) -> float:
 
 
 def downsample(series: Series, buckets: int = 400) -> Series:
-    """Keep at most two points of each bucket of equal width in steps: its smallest and its largest value.
+    """Downsample a series: keep the smallest and the largest value of each of `buckets` ranges of steps.
 
     The first and the last point are kept. A bucket without a known value keeps one gap.
     """
@@ -95,7 +95,7 @@ def downsample(series: Series, buckets: int = 400) -> Series:
 
 
 def smooth(series: Series, parts: int = 40) -> Series:
-    """Return a centred moving average over 1/`parts` of the series, in which gaps are kept and not counted.
+    """Smooth a series by a centred moving average over 1/`parts` of it, in which gaps are kept and not counted.
 
     Towards the ends the window narrows on both sides alike, so that the curve neither lags nor leads.
     """

@@ -1,4 +1,4 @@
-"""Pictures of a mesh and of sharded arrays: a box per device, or per part of an array with the devices that hold it."""
+"""Draws a mesh and sharded arrays: a box per device, or per part of an array with the devices that hold it."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,10 @@ _HUES = 8  # number of colours, used in turn
 
 
 def render_sharding(sharding: Mapping[str, Any]) -> str:
-    """Render the result of `describe_shardings` as HTML: mesh, pictures, and a table of the parameters."""
+    """Render how a run is sharded as HTML: its mesh, pictures of arrays, and a table of the parameters.
+
+    `sharding` is the result of `describe_shardings`.
+    """
     rows = [row for row in sharding.get("parameters") or () if isinstance(row, Mapping)]
     mesh = sharding.get("mesh") or {}
     table = [
@@ -48,7 +51,7 @@ def render_sharding(sharding: Mapping[str, Any]) -> str:
 
 
 def picture_of_mesh(mesh: Mapping[str, int]) -> tuple[str, str, str]:
-    """Return (title, note, SVG) of all devices: the last axis as columns, the one before as rows, others as panels."""
+    """Draw a mesh's devices, as (title, note, SVG): last axis as columns, the one before as rows, others as panels."""
     grid = device_grid(mesh, [[axis] for axis in mesh])
     panels = grid.reshape(-1, *([1, *grid.shape])[-2:])
     axes = list(mesh)
@@ -59,7 +62,7 @@ def picture_of_mesh(mesh: Mapping[str, int]) -> tuple[str, str, str]:
 
 
 def picture_layouts(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) -> list[tuple[str, str, str]]:
-    """Return (title, note, SVG) of one array for each distinct sharding."""
+    """Draw one array for each distinct sharding, as (title, note, SVG) with the devices that hold each part."""
     pictures = []
     for row, others in distinct_layouts(rows):
         copies = replicating_axes(row, mesh)
@@ -70,7 +73,7 @@ def picture_layouts(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) 
 
 
 def draw_panels(panels: np.ndarray, name: str, by_part: bool = True) -> str:
-    """Draw [panels, rows, columns] of tuples of device numbers as SVG, coloured by box, or by panel."""
+    """Draw boxes of device numbers, arranged as [panels, rows, columns], as SVG; coloured by box, or by panel."""
     shown = panels[:_MOST, :_MOST, :_MOST]
     count, down, across = shown.shape
     longest = max(len(format_number_ranges(cell)) for cell in shown.flat)

@@ -27,13 +27,16 @@ def render_value(value: object, key: str = "") -> str:
 
 
 def key_value_table(values: Mapping[str, Any]) -> str:
-    """Render a table with one row per key."""
+    """Render a mapping as an HTML table with one row per key."""
     rows = (f"<tr><th>{_label(key)}</th><td>{render_value(value, str(key))}</td></tr>" for key, value in values.items())
     return f'<div class="scroll"><table class="keys">{"".join(rows)}</table></div>'
 
 
 def row_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render a table with one column per key (on a phone one block per row); very long tables are cut."""
+    """Render a list of mappings as an HTML table with one column per key; very long tables are cut.
+
+    On a phone each row of the table is a block of its own.
+    """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     sides = {key: _side(rows, key) for key in keys}
     head = "".join(f"<th{sides[key]}>{_label(key)}</th>" for key in keys)

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as tables, the assignment of layers to stages, and the executor of a table."""
+"""Pipeline parallelism: schedules, the assignment of layers to stages, and the execution of a schedule on devices."""

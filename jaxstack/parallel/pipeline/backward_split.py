@@ -18,7 +18,7 @@ from jaxstack.parallel.pipeline.layer_vjp import SplitLayer
 
 @dataclasses.dataclass(frozen=True)
 class SplitBackward:
-    """The two halves of a layer's backward pass."""
+    """The two halves of a layer's backward pass: gradients of activations first, those of weight matrices later."""
 
     first: Callable[..., list[Any]]
     second: Callable[..., list[Any]]
@@ -32,13 +32,13 @@ class SplitBackward:
     def backward(
         self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """Return (gradient of x, weight gradients of the first half (None for others), values that `weights` needs)."""
+        """Run the first half: return (gradient of x, weight gradients or None, values for the second half)."""
         dx, *rest = self.first(*jax.tree.leaves((saved, gradient, weights, shared, index)))
         done = dict(zip(self.early, rest[: len(self.early)], strict=True))
         return dx, self._tree(done), rest[len(self.early) :]
 
     def weights(self, kept: list[jax.Array]) -> Any:
-        """Return the weight gradients of the second half (None for the others)."""
+        """Run the second half on values kept by the first: return its weight gradients, with None for the others."""
         return self._tree(dict(zip(self.late, self.second(*kept), strict=True)))
 
     def _tree(self, found: dict[int, Any]) -> Any:
@@ -48,7 +48,9 @@ class SplitBackward:
 def split_backward(
     layer: SplitLayer, weights: Any, x: Any, shared: Any, index: Any, at_once: Any = None
 ) -> SplitBackward:
-    """Split the backward pass of `layer`, whose arguments have these shapes.
+    """Split a layer's backward pass in two: gradients of its input and vectors first, those of weight matrices later.
+
+    `weights`, `x`, `shared` and `index` are arguments of the layer, or their shapes.
 
     Args:
       at_once: tree of bools like `weights`: True for leaves whose gradient the first half must compute; it always
@@ -74,7 +76,7 @@ def split_backward(
 
 
 def _partition(closed: Any, now: list[Any], later: list[Any]) -> tuple[Any, Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Return functions (inputs -> now and kept) and (kept -> later), and the shapes of kept."""
+    """Split a jaxpr into a function for the outputs `now` and values to keep, and one from these to `later`."""
     jaxpr = closed.jaxpr
     in_first = needed(jaxpr.eqns, now)
     rest = [eqn for eqn, wanted in zip(jaxpr.eqns, in_first, strict=True) if not wanted]

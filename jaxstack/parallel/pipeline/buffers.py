@@ -1,4 +1,4 @@
-"""A schedule as arrays that the compiled loop reads: what each slot does, and which buffer entries it uses."""
+"""Converts a pipeline schedule to arrays for the compiled loop: what each stage does, and in which buffer entries."""
 
 import dataclasses
 import heapq
@@ -15,7 +15,7 @@ HEAD, EMBEDDING = 1, 2
 
 
 def colour_intervals(intervals: Iterable[tuple[int, int, Hashable]]) -> tuple[dict[Hashable, int], int]:
-    """Assign values to the fewest buffer entries such that no two values that live in one tick share an entry.
+    """Assign values to the fewest buffer entries such that no two values that are in use at one tick share an entry.
 
     Args:
       intervals: (first tick, last tick, name) of each value.
@@ -37,7 +37,9 @@ def colour_intervals(intervals: Iterable[tuple[int, int, Hashable]]) -> tuple[di
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A schedule as int32 arrays [ticks, stages], one for each column; the last tick only finishes the one before it.
+    """A pipeline schedule as the compiled loop reads it: int32 arrays [ticks, stages], and the sizes of the buffers.
+
+    There is an array for each column of `make_program`; the last tick only finishes the one before it.
 
     Entry numbers equal to the number of entries mean "nowhere": every buffer has one entry more for what arrives
     without being wanted.
@@ -51,7 +53,7 @@ class Program:
 
 
 def make_program(schedule: Schedule) -> Program:
-    """Return the arrays of a schedule.
+    """Convert a pipeline schedule to arrays that say what each stage does at each tick, and in which buffer entries.
 
     Columns, by slot: `slot{j}` what it does, `microbatch{j}`, `chunk{j}`; `first` whether slot 0 embeds; `activation`
     the entry that slot 0 reads, `residual0` the one it writes, `arriving` the one in which the activation that arrives
@@ -82,7 +84,7 @@ class _Builder:
         self.columns["arriving_gradient"][:] = self.columns["ends_gradient"][:] = self.sizes[1]
 
     def _allocate(self) -> None:
-        """Entries of every value, stage by stage; buffers are as large as the stage that needs most."""
+        """Assign a buffer entry to every value of every stage; buffers are as large as the stage that needs most."""
         when, sizes = self.when, [0, 0, 0, 0]
         self.entries: list[list[dict[Hashable, int]]] = []
         for stage in range(self.stages):

@@ -1,4 +1,4 @@
-"""Runs a schedule inside `shard_map`: loss and gradients of all microbatches, without differentiating through the loop.
+"""Runs a pipeline schedule inside `shard_map`: loss and gradients of all microbatches, without autodiff of its loop.
 
 A `lax.scan` goes over the ticks and reads a table made on the host, so that 8 and 64 microbatches compile alike. A
 slot is a `lax.switch`, under `shard_map` a real conditional: a stage without a task does nothing. On a GPU each costs a
@@ -27,7 +27,10 @@ from jaxstack.parallel.pipeline.stages import StageLayout
 
 @dataclasses.dataclass(frozen=True)
 class StageFunctions:
-    """A model cut into pure functions of weights; `microbatch` is an int32 scalar, x the residual stream."""
+    """The parts of a model that pipeline stages run, as pure functions of weights: embedding, layers, head with loss.
+
+    `microbatch` is an int32 scalar, x the residual stream.
+    """
 
     first: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array | None]]
     """(weights of the ends, microbatch) -> (x, loss of its own or None)."""
@@ -48,7 +51,7 @@ class StageFunctions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """A device's contribution to the sums of a step; gradients are float32 trees, None in evaluation."""
+    """One device's share of a step's loss, item count and gradients (float32 trees, None in evaluation)."""
 
     layers: Any
     ends: Any
@@ -57,7 +60,7 @@ class Totals:
 
 
 class _State(NamedTuple):
-    """The carry of the loop over ticks."""
+    """Carry of the loop over the ticks of a schedule: buffers for activations and gradients, and the sums so far."""
 
     activations: jax.Array
     gradients: jax.Array
@@ -77,7 +80,7 @@ def execute(
     *,
     unroll: bool = False,
 ) -> Totals:
-    """Run `schedule` on this device's stage; call it inside a `shard_map` that is manual over `axis`.
+    """Run a pipeline schedule on this device's stage; call it inside a `shard_map` that is manual over `axis`.
 
     Args:
       layers: weights of this stage's rows, leading dim `layout.chunks * layout.rows`, in the order of `layout.order`.
@@ -128,7 +131,7 @@ class _Executor:
                 self.late = split_backward(self.split, row, self.x, context, zero, self.maxima[0])
 
     def run(self) -> Totals:
-        """See `execute`."""
+        """Loop over the ticks of the schedule, and return this device's share of loss, item count and gradients."""
         table = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
         state, _ = lax.scan(lambda state, row: (self._tick(state, row), None), self._start(), table)
         totals = state.totals
@@ -163,7 +166,7 @@ class _Executor:
         )
 
     def _zero_sums(self) -> Any:
-        """Return zero accumulators for the gradients of this stage's rows."""
+        """Return zeros in which the gradients of this stage's layers are added up over microbatches."""
         row = jax.eval_shape(lambda: self.functions.sum_layer(self._row(0)))
         if self.unroll:
             return [jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), row) for _ in self.layers]
@@ -189,7 +192,7 @@ class _Executor:
         return state._replace(activations=_put(state.activations, arriving, row["arriving"]))
 
     def _by_chunk(self, run: Callable[..., Any]) -> list[Callable[..., Any]]:
-        """Return a branch of the switch for each chunk."""
+        """Return one branch of a `lax.switch` for each virtual stage of this device: `run` with its number."""
         return [functools.partial(run, chunk) for chunk in range(self.layout.chunks)]
 
     def _forward_slot(self, state: _State, row: dict[str, jax.Array]) -> tuple[jax.Array, _State]:
@@ -219,7 +222,7 @@ class _Executor:
     def _entering(
         self, activations: jax.Array, loss: jax.Array, row: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the input of a virtual stage's layers, and the loss with that of the layers before them."""
+        """Return the input of a virtual stage's layers (embedded tokens, or what it received), and the updated loss."""
         functions = self.functions
 
         def first() -> tuple[jax.Array, jax.Array]:
@@ -312,7 +315,7 @@ class _Executor:
         return state._replace(dx=dx, pending=pending, totals=dataclasses.replace(state.totals, layers=total))
 
     def _weights_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
-        """Add the weight gradients that slots 1 and 2 compute to the totals.
+        """Run the deferred weight-gradient tasks in a tick's last two slots, and add their gradients to the totals.
 
         Those of slot 1 have no branch in its own switch: its branches pass on the values that they read, so XLA would
         copy these.
@@ -326,7 +329,7 @@ class _Executor:
         return state._replace(totals=dataclasses.replace(state.totals, layers=total))
 
     def _weights(self, total: Any, pending: list[jax.Array], chunk: jax.Array, entry: jax.Array) -> Any:
-        """Add the weight gradients that an earlier backward left pending to the totals."""
+        """Compute the weight gradients that an earlier backward pass deferred, and add them to the totals."""
         late = self.late
         assert late is not None
 
@@ -357,7 +360,7 @@ class _Executor:
         return jax.tree.map(lambda w: _take(w, place), self.layers)
 
     def _add_row(self, totals: Any, found: Any, place: Any) -> Any:
-        """Add the gradients of one row; those that are None are not computed yet."""
+        """Add the gradients of one row (layer group) of this stage to the totals, except those that are still None."""
         found = self.functions.sum_layer(found)
         if self.unroll:
             changed = jax.tree.map(_combined, totals[place], found, self.maxima[0])

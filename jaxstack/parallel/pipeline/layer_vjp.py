@@ -1,4 +1,4 @@
-"""Forward and backward of one layer as separate functions that meet in a buffer of residuals.
+"""Splits a layer into a forward and a backward function, with the residuals between them as arrays to be stored.
 
 The layer's rematerialisation policy decides which residuals `jax.vjp` keeps. Only those that depend on the microbatch
 are stored in the buffer, each once. The backward pass gets the weights, and what all layers of a microbatch share, as
@@ -21,7 +21,7 @@ Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array | 
 
 @dataclasses.dataclass(frozen=True)
 class SplitLayer:
-    """Forward and backward of a layer as separate functions, made by `split_layer`."""
+    """Forward and backward pass of a layer as separate functions, with the residuals between them as arrays."""
 
     layer: Layer
     structure: Any
@@ -40,7 +40,7 @@ class SplitLayer:
     has_loss: bool
 
     def forward(self, weights: Any, x: jax.Array, shared: Any, index: jax.Array) -> tuple[jax.Array, Any, list[Any]]:
-        """Return (y, the layer's own loss or None, the values to save)."""
+        """Run the layer: return (its output, its own loss or None, the values to save for the backward pass)."""
         (y, loss), pullback = jax.vjp(self.layer, weights, x, shared, index)
         leaves = jax.tree.leaves(pullback)
         return y, loss, [leaves[i] for i in self.kept]
@@ -48,7 +48,10 @@ class SplitLayer:
     def backward(
         self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Return (gradient of x, gradient of the weights), of the sum of the loss and the layer's own loss."""
+        """Run the layer's backward pass from saved values: return (gradient of x, gradient of the weights).
+
+        They are the gradients of the sum of the loss and the layer's own loss.
+        """
         known = jax.tree.leaves((weights, shared, index))
         values = [*known, *self.views(*known), *saved, *self.saved_views(*saved)]
         pullback = jax.tree.unflatten(self.structure, [values[source] for source in self.sources])
@@ -58,7 +61,7 @@ class SplitLayer:
 
 
 def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> SplitLayer:
-    """Trace a layer abstractly, and split it at its residuals. Arguments are arrays or their shapes."""
+    """Split a layer into a forward and a backward function by tracing it. Arguments are arrays or their shapes."""
     pulled: dict[str, Any] = {}
 
     def residuals(weights: Any, x: Any, shared: Any, index: Any) -> list[Any]:
@@ -95,7 +98,7 @@ def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> 
 
 
 def _views(eqns: list[Any], values: list[Any], names: tuple[str, ...]) -> tuple[list[Any], set[Any]]:
-    """Return the operations of these names that depend on the values alone, and their results."""
+    """Return the operations with one of these names that depend on `values` alone, and their results."""
     found, made = [], set()
     for eqn in eqns:
         inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]

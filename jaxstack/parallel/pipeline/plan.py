@@ -1,4 +1,4 @@
-"""The pipeline of a run: schedule, virtual stages and microbatches, with the checks that need no device."""
+"""Chooses the pipeline of a run: schedule, virtual stages and microbatches, with the checks that need no device."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jaxstack.parallel.pipeline.schedule import SCHEDULES, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """Schedule and sizes of a pipeline."""
+    """Schedule of a run's pipeline, with its numbers of stages, virtual stages and microbatches."""
 
     schedule: str
     """A key of `SCHEDULES`."""
@@ -21,12 +21,12 @@ class PipelinePlan:
     """Microbatches that each replica's batch is split into."""
 
     def table(self) -> Schedule:
-        """Return the schedule as a table of ticks."""
+        """Return the schedule as a table of the task that each stage runs at each tick."""
         return SCHEDULES[self.schedule](self.stages, self.microbatches, self.chunks)
 
 
 def plan_pipeline(parallel: ParallelConfig, batch: int, accumulation: int = 1) -> PipelinePlan:
-    """Return the pipeline for a global batch of `batch` rows.
+    """Return the pipeline schedule of a run, with its number of microbatches, for a global batch of `batch` rows.
 
     Args:
       parallel: degrees and choices of the pipeline.
@@ -59,7 +59,7 @@ def plan_pipeline(parallel: ParallelConfig, batch: int, accumulation: int = 1) -
 
 
 def fitting_microbatches(parallel: ParallelConfig, batch: int) -> list[int]:
-    """Return the numbers of microbatches, ascending, that divide the rows of each replica and suit the schedule.
+    """Return the usable numbers of microbatches, ascending: they divide each replica's rows and suit the schedule.
 
     Args:
       parallel: degrees and schedule; without a pipeline the microbatches are those of gradient accumulation.
@@ -70,7 +70,7 @@ def fitting_microbatches(parallel: ParallelConfig, batch: int) -> list[int]:
 
 
 def _unit(parallel: ParallelConfig) -> int:
-    """Return the number of which the microbatches must be a multiple."""
+    """Return the number of which the microbatches must be a multiple: the stages if interleaved, otherwise 1."""
     return parallel.pipeline if parallel.pipeline > 1 and parallel.schedule == "interleaved" else 1
 
 

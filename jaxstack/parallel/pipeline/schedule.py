@@ -17,7 +17,7 @@ Kind = Literal["F", "B", "W"]
 
 
 class Task(NamedTuple):
-    """Forward, backward or weight-gradient pass of one microbatch through one stage."""
+    """Task of a pipeline schedule: forward, backward or weight-gradient pass of one microbatch through one stage."""
 
     kind: Kind
     microbatch: int
@@ -30,7 +30,7 @@ Slot = tuple[Task | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A table of tasks: `ticks[t][slot][stage]`."""
+    """A pipeline schedule as a table: `ticks[t][slot][stage]` is the task that a stage runs in a slot of tick t."""
 
     name: str
     stages: int
@@ -40,7 +40,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """True if weight gradients are tasks of their own."""
+        """True if weight gradients are tasks of their own, apart from the backward pass of the activations."""
         return any(task.kind == "W" for _, _, _, task in self.tasks())
 
     def tasks(self) -> Iterator[tuple[int, int, int, Task]]:
@@ -52,7 +52,7 @@ class Schedule:
                         yield tick, slot, stage, task
 
     def when(self) -> dict[tuple[Kind, int, int], tuple[int, int]]:
-        """(kind, microbatch, virtual stage) -> (tick, slot)."""
+        """Return when each task runs: (kind, microbatch, virtual stage) -> (tick, slot)."""
         return {
             (task.kind, task.microbatch, task.chunk * self.stages + stage): (tick, slot)
             for tick, slot, stage, task in self.tasks()
@@ -60,18 +60,23 @@ class Schedule:
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019): keeps every microbatch's activations."""
+    """Return the GPipe schedule (Huang et al. 2019): all forwards, then all backwards; it keeps all activations."""
     start = microbatches + stages - 1
     return _two_slots("gpipe", stages, microbatches, chunks, start)
 
 
 def one_forward_one_backward(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """1F1B (Narayanan et al. 2019): a backward as soon as there is one; activations are bounded by the stages."""
+    """Return the 1F1B schedule (Narayanan et al. 2019): each backward runs early, so that fewer activations are kept.
+
+    The activations of at most 2 p - 1 microbatches are kept with p stages.
+    """
     return _two_slots("1f1b", stages, microbatches, chunks, stages - 1)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B over several chunks a device (Narayanan et al. 2021): the bubble shrinks by their number.
+    """Return the interleaved schedule (Narayanan et al. 2021): 1F1B with several virtual stages per device.
+
+    The bubble shrinks by their number.
 
     Raises:
       ValueError: `microbatches` is not a multiple of `stages`.
@@ -82,7 +87,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """ZB-H1 (Qi et al. 2023): 1F1B whose weight gradients wait until they fill what would be bubble.
+    """Return the ZB-H1 schedule (Qi et al. 2023): 1F1B with weight gradients deferred to fill the pipeline bubble.
 
     Every stage keeps back as many as it will have idle forward and backward slots at the end.
     """
@@ -111,7 +116,7 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Forward passes only, for evaluation."""
+    """Return a schedule of forward passes only, for evaluation."""
     forward = _forward_ticks(stages, microbatches, chunks)
     ticks = tuple((_row(stages, forward, tick),) for tick in range(1 + max(tick for tick, _ in forward)))
     return Schedule("forward_only", stages, chunks, microbatches, ticks)
@@ -127,7 +132,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def _order(stages: int, microbatches: int, chunks: int, reverse: bool) -> list[tuple[int, int]]:
-    """The (microbatch, chunk) that a stage works through: `stages` microbatches a chunk, then the next chunk."""
+    """Return the order of a stage's (microbatch, chunk): `stages` microbatches of one chunk, then of the next chunk."""
     if chunks == 1:
         return [(m, 0) for m in range(microbatches)]
     rounds = range(0, microbatches, stages)
@@ -146,7 +151,7 @@ def _row(stages: int, table: dict[tuple[int, int], Task], tick: int) -> Slot:
 
 
 def _two_slots(name: str, stages: int, microbatches: int, chunks: int, start: int) -> Schedule:
-    """Return a schedule of forwards from tick 0 on, and backwards from tick `start` of the last stage on."""
+    """Return a schedule of forwards from tick 0 on, and of backwards from tick `start` on (on the last stage)."""
     forward = _forward_ticks(stages, microbatches, chunks)
     order = _order(stages, microbatches, chunks, reverse=True)
     backward = {
@@ -158,7 +163,7 @@ def _two_slots(name: str, stages: int, microbatches: int, chunks: int, start: in
 
 
 def validate(schedule: Schedule) -> None:
-    """Check that every task occurs exactly once, after the tasks whose results it needs.
+    """Check that every task of a schedule occurs exactly once, after the tasks whose results it needs.
 
     Raises:
       ValueError: it names the first task that does not.

@@ -1,4 +1,4 @@
-"""The cost of a schedule: time in lock-step, bubble, and the activations that each stage holds."""
+"""Simulates a pipeline schedule: its time in lock-step, its bubble, and the activations that each stage holds."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SPLIT_COSTS: Costs = {"F": 1.0, "B": 1.0, "W": 1.0}
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """Times in the unit of the costs (by default one forward of a stage)."""
+    """Simulated time and memory of a pipeline schedule; the unit of time is by default one forward of a stage."""
 
     makespan: float
     ideal: float
@@ -31,17 +31,17 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Waiting time divided by working time: (p - 1) / m for 1F1B."""
+        """Pipeline bubble, a stage's waiting time divided by its working time: (p - 1) / m for 1F1B."""
         return self.makespan / self.ideal - 1.0
 
     @property
     def efficiency(self) -> float:
-        """Working time divided by total time."""
+        """Fraction of the total time in which a stage works."""
         return self.ideal / self.makespan
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Return the cost of running a schedule; a slot lasts as long as its longest task."""
+    """Simulate a pipeline schedule with these costs of its tasks; a slot lasts as long as its longest task."""
     costs = costs or (SPLIT_COSTS if schedule.splits_backward else COSTS)
     cost = {kind: value / schedule.chunks for kind, value in costs.items()}
     clock, spans = 0.0, []
@@ -64,7 +64,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def describe_schedule(schedule: Schedule) -> dict[str, Any]:
-    """Return a schedule as plain JSON, for a run's files; the report draws `spans`."""
+    """Describe a pipeline schedule as plain JSON for a run's files: bubble, memory, and the `spans` of its picture."""
     found = simulate(schedule)
     return {
         "schedule": schedule.name,

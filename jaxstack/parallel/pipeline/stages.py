@@ -1,4 +1,4 @@
-"""The assignment of a model's layers to the stages, and the order in which the devices store them."""
+"""Assigns a model's layers to pipeline stages, and orders them as the devices store them."""
 
 import dataclasses
 
@@ -9,7 +9,9 @@ from jaxstack.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """Assigns `groups` equal groups of layers (single layers, or periods of alternating ones) to virtual stages.
+    """Assignment of a model's layers to virtual pipeline stages, in `groups` equal groups of layers.
+
+    A group is a single layer, or a period of alternating ones.
 
     There are stages x chunks virtual stages; stage s holds the virtual stages s, s + stages, ... If the groups do not
     divide evenly, the first virtual stages get one more, because the last one also computes the head.
@@ -29,24 +31,24 @@ class StageLayout:
 
     @property
     def rows(self) -> int:
-        """Maximum number of groups of a virtual stage; all of them have storage for this many."""
+        """Maximum number of layer groups of a virtual stage; all virtual stages have storage for this many."""
         return -(-self.groups // (self.stages * self.chunks))
 
     @property
     def counts(self) -> np.ndarray:
-        """[stages, chunks] int32: groups of each virtual stage."""
+        """Number of layer groups of each virtual stage, int32 [stages, chunks]."""
         virtual = self.stages * self.chunks
         sizes = np.full(virtual, self.groups // virtual) + (np.arange(virtual) < self.groups % virtual)
         return sizes.reshape(self.chunks, self.stages).T.astype(np.int32)
 
     @property
     def is_even(self) -> bool:
-        """True if all virtual stages have equally many groups."""
+        """True if all virtual stages have equally many layer groups."""
         return self.groups % (self.stages * self.chunks) == 0
 
     @property
     def order(self) -> np.ndarray:
-        """[stages, chunks x rows] int32: the group in each row of a stage's storage, -1 where there is none."""
+        """The layer group in each row of each stage's storage, int32 [stages, chunks x rows]; -1 for an empty row."""
         found = np.full((self.stages, self.chunks, self.rows), -1, np.int32)
         ends = np.cumsum(self.counts.T.reshape(-1))
         for virtual, end in enumerate(ends):
@@ -56,12 +58,12 @@ class StageLayout:
 
     @property
     def is_canonical(self) -> bool:
-        """True if layers are stored in the model's order, without empty rows."""
+        """True if the stages together store the layers in the model's order, without empty rows."""
         return bool(np.array_equal(self.order.reshape(-1), np.arange(self.groups)))
 
     @property
     def places(self) -> np.ndarray:
-        """[groups] int32: the row of the storage of all stages that holds each group."""
+        """The row in the storage of all stages that holds each layer group, int32 [groups]."""
         flat = self.order.reshape(-1)
         rows = np.flatnonzero(flat >= 0)
         found = np.empty(self.groups, np.int32)
