@@ -14,7 +14,7 @@ from jaxstack.errors import JaxstackError, nearest
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that reports wrong usage in one line: the error, the nearest option, and a command that is right."""
+    """An argument parser that reports wrong usage in one line, with the nearest option and a correct command."""
 
     example = ""
     """A command that is right; set by `add_examples`."""
@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
 def fill_option_from_overrides(
     parser: CommandParser, arguments: argparse.Namespace, name: str, accepts: Callable[[str], bool], hint: str = ""
 ) -> argparse.Namespace:
-    """Take a required option that was left out from the positional words, where its value may stand alone.
+    """Fill in a required option that was left out, if one of the positional arguments is a value for it.
 
     Args:
       parser: the parser, which exits if the value is missing.

@@ -17,7 +17,7 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer.
+    """Compiles JSON schemas, regular expressions and other grammars into token constraints for one tokenizer.
 
     Args:
       tokenizer: the model's tokenizer, whose ids must stand for fixed bytes.
@@ -57,7 +57,7 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """Parser state of a grammar for one answer; implements `jaxstack.serve.requests.Constraint`."""
+    """Parser state of one answer, which allows only tokens that keep the answer valid in its grammar."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher

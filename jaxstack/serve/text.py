@@ -49,7 +49,7 @@ class ChatFormatter:
 
 
 class TextAnswer:
-    """Decodes the answer of one request to text.
+    """Decodes the answer to one request to text, as its tokens are generated.
 
     Args:
       handle: the request in the engine.
@@ -71,7 +71,7 @@ class TextAnswer:
         return self.finish_reason is not None or self.handle.finish_reason == "cancelled"
 
     def take(self) -> str:
-        """Return the text that came since the last call, without waiting.
+        """Return the text that was generated since the last call, without waiting.
 
         Raises:
           JaxstackError: the engine failed.
