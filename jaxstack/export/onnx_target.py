@@ -1,4 +1,4 @@
-"""Export to ONNX: one graph for prompts and for further tokens, with past keys and values as inputs.
+"""Export of a model to ONNX, as one graph for prompts and for decoding that takes past keys and values as inputs.
 
 Inputs and outputs have the names that Hugging Face's Optimum gives them, which other programs expect.
 """
@@ -24,7 +24,7 @@ def problem(source: Source) -> str | None:
 
 
 def write(source: Source, folder: Path) -> str:
-    """Write the graph, the tokenizer and a program that generates text with ONNX Runtime."""
+    """Write an ONNX graph of the model, its tokenizer, and a program that generates text with ONNX Runtime."""
     build_graph(source.model, source.parameters).save(folder / "model.onnx")
     write_json(folder / run_exported.SETTINGS, {"format": "onnx", **source.generation()})
     source.tokenizer.save(folder)

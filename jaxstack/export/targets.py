@@ -1,4 +1,4 @@
-"""The table of export formats. A new format is a file and a row here."""
+"""The table of export formats. To add a format, write its module and add a row here."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command `python -m jaxstack.tune`: a hyperparameter study, the learning-rate finder, or the check of muP."""
+"""The command `python -m jaxstack.tune`: hyperparameter search, learning-rate finder, or check of muP."""
 
 import argparse
 import importlib.util

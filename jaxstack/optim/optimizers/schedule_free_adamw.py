@@ -1,4 +1,4 @@
-"""Schedule-free AdamW."""
+"""The schedule-free AdamW optimizer, which averages iterates instead of decaying the learning rate."""
 
 from typing import Any, Literal, NamedTuple
 

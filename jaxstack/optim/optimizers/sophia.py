@@ -1,4 +1,4 @@
-"""Sophia-G."""
+"""The Sophia-G optimizer, which divides momentum by an estimate of the diagonal curvature."""
 
 from typing import Any, Literal, NamedTuple
 
