@@ -71,7 +71,7 @@ class FolderTrainer(Trainer):
 
     @property
     def abstract_stored_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of `stored_state`, which is the state itself."""
+        """Shapes, dtypes and shardings of `stored_state`, which here is the train state itself."""
         return self.abstract_state
 
     @property

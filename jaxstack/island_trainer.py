@@ -1,4 +1,4 @@
-"""Trains on islands: groups of devices joined by slow links, each with its own copy of the model (`jaxstack.islands`).
+"""Trains on islands: groups of devices joined by slow links, each of which trains its own copy of the model.
 
 The train state has a leading dim [islands], split over the mesh axis of that name. A step runs in a `shard_map` that
 is manual over this axis alone, so that no collective of it connects two islands. The exchanges between islands are
@@ -75,7 +75,7 @@ class IslandSteps(StepFunctions):
         return dataclasses.replace(sums, gradients=total[0], loss=total[1], count=total[2])
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one optimizer step on each island; metrics are arrays [islands]."""
+        """Take one optimizer step on each island; each metric is an array [islands]."""
 
         def own(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             new, metrics = self._own_step(_map_own(lambda x: x[0], state), batch)
@@ -242,7 +242,7 @@ class IslandTrainer(Trainer):
 
     @property
     def abstract_stored_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of `stored_state`."""
+        """Shapes, dtypes and shardings of `stored_state`, without computing it."""
         params, non_params, _ = jax.eval_shape(self._mean, self.abstract_state)
         return with_shardings(_with_means(self.abstract_state, params, non_params), self._stored_shardings())
 

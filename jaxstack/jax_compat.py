@@ -48,7 +48,7 @@ def coordination_state() -> CoordinationState:
 
 
 def keep_cpu_collectives_on_loopback() -> None:
-    """Make Gloo, which runs collectives between CPU processes, listen on 127.0.0.1 instead of the host's address.
+    """Make Gloo, which connects JAX processes on CPUs, listen on 127.0.0.1 instead of the host's address.
 
     jax has no setting for this. If jax no longer has the function that is replaced, nothing is changed.
     """

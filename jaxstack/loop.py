@@ -125,7 +125,7 @@ class LoopSettings:
 
 
 class Loop:
-    """The training loop of a single run.
+    """The training loop of one run: steps, evaluations, checkpoints and logs.
 
     Args:
       trainer: what is trained.
@@ -148,7 +148,7 @@ class Loop:
         self.save_postponed = self.advised = self.finished = False
 
     def run(self) -> dict[str, Any]:
-        """Train until the last step, see `Trainer.fit`."""
+        """Train until the last step of the run, see `Trainer.fit`."""
         train, log = self.trainer.train, self.log
         with contextlib.ExitStack() as stack:
             if self.run_dir is not None:

@@ -109,7 +109,7 @@ class StepFunctions:
         return state
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one optimizer step.
+        """Take one optimizer step on a batch: return the next train state and the step's metrics.
 
         A step whose loss or gradients are not finite, or exceed the spike limits, changes nothing except the step count
         and `skipped`.

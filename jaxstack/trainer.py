@@ -247,7 +247,7 @@ class Trainer:
 
     @property
     def trained_module(self) -> Any:
-        """The module with the current parameters."""
+        """The Flax module with the current parameters."""
         return self.module.merge(self.state.params, self.state.non_params)
 
     def count_parameters(self) -> int:
@@ -358,7 +358,7 @@ class Trainer:
         return self.evaluator.run(self.state.params, self.state.non_params, max_tokens, stop)
 
     def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
-        """Train until `train.steps`, resuming from the newest checkpoint in `run_dir`.
+        """Train until step `train.steps`, resuming from the newest checkpoint in `run_dir`.
 
         Args:
           run_dir: directory of checkpoints, metrics and the report; None: nothing is written.

@@ -137,7 +137,7 @@ def load_yaml(path: str | Path) -> Tree:
 
 
 def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
-    """Return a copy of `tree` with each `section.key=value` of `overrides` set; values are parsed as YAML.
+    """Apply `section.key=value` overrides to configuration data: return a changed copy, values parsed as YAML.
 
     Raises:
       ConfigError: an override is not of the form `section.key=value`.
@@ -289,7 +289,7 @@ def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[s
     name, text = ".".join(path), _explain_problem(path, owner, problem)
 
     def concerns(override: str) -> bool:
-        """True if the override gave the value, a part of it, or a value that the message names."""
+        """Return True if the override set the wrong value, a part of it, or another value that the message names."""
         key = override.partition("=")[0].strip()
         return f"{name}.".startswith(f"{key}.") or bool(path) and key.startswith(f"{name}.") or f"{key} (" in text
 

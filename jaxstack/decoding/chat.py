@@ -10,7 +10,7 @@ from jaxstack.errors import ConfigError
 
 
 class ChatGenerator(TextGenerator):
-    """Generates answers to questions: puts each prompt into the chat template, and stops where the answer ends.
+    """Generates answers to questions, using the tokenizer's chat template and stopping where the answer ends.
 
     Args:
       generator: a generator for the same model; its `opening` is not used, because the template opens a chat.

@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: object,
     ) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, True if greedy) of each answer; requests are (texts, context ids, answer ids)."""
+        """Score answers given as token ids: return each one's log-likelihood, and whether it is the greedy one."""
         rows = []
         for _, context, wanted in requests:
             before = self._with_opening(context)

@@ -18,7 +18,7 @@ _EXTERNAL_BYTES = 15 * 10**8
 
 
 def onnx_installed() -> bool:
-    """Return True if the package onnx, which writes the files, is installed."""
+    """Return True if the Python package onnx, which writes ONNX files, is installed."""
     return importlib.util.find_spec("onnx") is not None
 
 

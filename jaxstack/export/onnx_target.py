@@ -14,12 +14,12 @@ from jaxstack.files import write_json
 
 
 def missing() -> str | None:
-    """Return an error message if the package onnx is not installed, else None."""
+    """Return an error message if the package onnx, which ONNX export needs, is not installed; else None."""
     return None if onnx_installed() else "the package onnx is missing; install it with pip install 'jaxstack[export]'."
 
 
 def problem(source: Source) -> str | None:
-    """Return the feature of the model that ONNX export does not support, or None."""
+    """Return which feature of the model ONNX export does not support; None if it supports all."""
     return dense_softmax_problem(source.model)
 
 

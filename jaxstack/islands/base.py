@@ -85,7 +85,7 @@ class IslandMethod(Component):
 
     @abstractmethod
     def build(self, islands: int, stacked: Mapping[str, Any]) -> Exchange:
-        """Return the `Exchange` that implements the method for this number of islands.
+        """Return the `Exchange` between this number of islands by which the method synchronises them.
 
         Args:
           islands: number of islands.

@@ -91,6 +91,8 @@ class FolderExchange(DiLoCoExchange):
 class FolderMean:
     """Averages parameter changes over islands that are separate runs, through files in a shared folder.
 
+    The state holds `round`, the number of completed exchanges.
+
     Args:
       settings: folder and waiting times.
     """

@@ -51,6 +51,8 @@ class StreamingDiLoCo(OuterSGD):
 class StreamingExchange:
     """Streaming DiLoCo's exchange between islands, of one fragment (part of the model's layers) at a time.
 
+    Phase p exchanges fragment p. The state is that of DiLoCo.
+
     Args:
       settings: intervals and outer optimizer.
       reduction: computes the mean over islands, without state.

@@ -22,7 +22,7 @@ class HasShape(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Size of each dim."""
+        """Size of each dim of the array."""
         ...
 
 
@@ -105,7 +105,7 @@ class Optimizer(Component):
 
     @abstractmethod
     def core(self, run: RunInfo) -> optax.GradientTransformation:
-        """Return the transformation of gradients into an update direction, without learning rate and weight decay.
+        """Return the update rule: gradients to update direction, without learning rate and weight decay.
 
         State is sharded as its parameter, dim by dim (`jaxstack.parallel.rules.state_spec`).
 
@@ -114,11 +114,11 @@ class Optimizer(Component):
         """
 
     def wrap(self, chain: optax.GradientTransformation, run: RunInfo) -> optax.GradientTransformation:
-        """Wrap the complete optimizer chain (clipping, core, weight decay, learning rate); by default unchanged."""
+        """Wrap the complete optimizer (clipping, core, weight decay, learning rate); by default unchanged."""
         return chain
 
     def gradient_point(self, params: PyTree, state: optax.OptState) -> PyTree:
-        """Return the parameters at which a step evaluates the gradient; by default the current ones.
+        """Return the parameters at which a train step evaluates the gradient; by default the current ones.
 
         Args:
           params: the trained parameters.

@@ -82,7 +82,10 @@ class BlockOptimizer(MatrixOptimizer):
         return map_by_path(zeros, params)
 
     def zero_factors(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Return zero-initialized left and right gradient statistics for each block of each parameter."""
+        """Return zero-initialized left and right gradient statistics for each block of each parameter.
+
+        The left ones have the shape [*grid_shape, rows, rows], the right ones [*grid_shape, columns, columns].
+        """
         left = self.zeros_by_block(params, lambda rows, columns: (rows, rows))
         return left, self.zeros_by_block(params, lambda rows, columns: (columns, columns))
 

@@ -34,7 +34,7 @@ KNOWN = (
 
 
 class MatrixOptimizer(Optimizer):
-    """Base of optimizers for hidden matrices; embeddings, output head and vectors are updated by AdamW."""
+    """Base of optimizers for the matrices of hidden layers; AdamW updates embeddings, output head and vectors."""
 
     matrix_width_power: ClassVar[float] = -1.0
     """Exponent of the width in muP's learning rate of matrices; `width_powers` has those of AdamW's parameters."""

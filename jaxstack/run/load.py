@@ -1,4 +1,4 @@
-"""Load a trained run or a Hugging Face checkpoint: its configuration, tokenizer and parameters, laid out on a mesh."""
+"""Load a trained run or a Hugging Face checkpoint: configuration, tokenizer, and parameters sharded over devices."""
 
 import dataclasses
 import functools
@@ -381,7 +381,7 @@ def load_decoder(
 def _plain_model(
     model: ModelConfig, precision: PrecisionConfig, dtype: jax.typing.DTypeLike
 ) -> Callable[[nnx.Rngs], Transformer]:
-    """Return a function that creates the model without adapters, with the cache format of `precision`."""
+    """Return a function that creates the model without adapters, with its KV cache in the configured format."""
     return lambda rngs: with_kv_cache(Transformer(model, rngs, dtype=dtype), precision.kv_cache)
 
 

@@ -88,7 +88,7 @@ class Answers:
         return text
 
     def _notify(self) -> None:
-        """Wake the event loop unless a wake-up is already scheduled; called by the engine's thread."""
+        """Wake the event loop to read new tokens, unless it is about to; called by the engine's thread."""
         if not self._notified:
             self._notified = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -144,7 +144,7 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def usage_of(answers: Answers, samples: int) -> dict[str, Any]:
-    """Return the token usage of a response; a prompt with several samples is counted once."""
+    """Return the numbers of tokens of a response; a prompt with several samples counts once."""
     prompts = [answer.handle for answer in answers.answers[::samples]]
     prompt = sum(len(handle.request.prompt) for handle in prompts)
     completion = sum(answer.tokens for answer in answers.answers)

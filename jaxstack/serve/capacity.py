@@ -1,4 +1,4 @@
-"""Computes the context limit and the number of KV-cache pages from configuration, model and device memory."""
+"""Chooses the context limit and the number of KV-cache pages from configuration, model and device memory."""
 
 from collections.abc import Sequence
 

@@ -33,7 +33,7 @@ class EngineClosed(JaxstackError):
 
 
 class Engine:
-    """Generates the answers of many requests together. Use it as a context manager, or call `close`.
+    """Generates answers to many requests at once, in a thread. Use it as a context manager, or call `close`.
 
     Args:
       model: the model on its mesh, such as `jaxstack.run.load.load(directory).decoder`.
@@ -246,7 +246,7 @@ class Engine:
             raise EngineClosed("the engine is shutting down.")
 
     def _run(self) -> None:
-        """Run steps until the engine is closed and idle."""
+        """Main loop of the engine's thread: run steps until the engine is closed and idle."""
         try:
             while True:
                 if self.step():

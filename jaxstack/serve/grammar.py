@@ -70,7 +70,7 @@ class GrammarConstraint:
 
 
 class _TokenTable:
-    """Adapts a tokenizer to the interface that llguidance expects."""
+    """Adapts a tokenizer to the interface that the library llguidance expects."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -88,7 +88,7 @@ class _TokenTable:
 
 
 def _write(library: Any, kind: Kind, value: object) -> str:
-    """Return the grammar in llguidance's text format."""
+    """Convert a JSON schema, regular expression, choices or grammar to llguidance's text format."""
     write = library.LLMatcher
     if kind == "json":
         return write.grammar_from_json_schema(json.dumps({} if value is True else value))

@@ -38,7 +38,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 class Server:
-    """The HTTP application (`app`, ASGI) in front of an engine.
+    """The HTTP application (`app`, ASGI) that answers requests with a serving engine.
 
     Args:
       engine: generates tokens.

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server, with vLLM's metric names, so that dashboards made for vLLM work."""
+"""Prometheus metrics of the server, under vLLM's metric names so that dashboards made for vLLM work."""
 
 from collections.abc import Iterable
 

@@ -12,7 +12,7 @@ _LENGTHS = (3, 2)
 
 
 class NGramDrafter:
-    """Drafts tokens by looking up the newest n-gram earlier in the text (prompt lookup, Saxena 2023).
+    """Guesses next tokens by finding the newest n-gram earlier in the text (prompt lookup, Saxena 2023).
 
     Args:
       tokens: the tokens so far.

@@ -1,4 +1,4 @@
-"""Allocation of KV-cache pages on the host, with reference counts and a prefix cache.
+"""Allocation of KV-cache pages by the host, with reference counts and a cache of shared prefixes.
 
 A page holds the keys and values of `page_size` consecutive tokens of one sequence, in every layer. A full page is
 identified by a digest of its tokens and of all tokens before them, so that requests with a common prefix share pages
@@ -49,7 +49,7 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Number of pages in use by sequences."""
+        """Number of pages that sequences use."""
         return self.count - self.available
 
     def users(self, page: int) -> int:

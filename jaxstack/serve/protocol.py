@@ -226,7 +226,7 @@ class Message(Component):
 
     @property
     def as_template_input(self) -> dict[str, str]:
-        """Return the message as the dict that chat templates expect."""
+        """Return the chat message as the dict that chat templates expect."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
@@ -251,7 +251,7 @@ class Envelope:
         self._created = int(time.time())
 
     def whole(self, choices: Sequence[tuple[str, str | None]], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the complete response of a request without streaming, from (text, finish reason) of each choice."""
+        """Return the complete JSON response of a request, from (text, finish reason) of each answer."""
         return {
             **self._head("chat.completion" if self._chat else "text_completion"),
             "choices": [self._choice(i, text, reason) for i, (text, reason) in enumerate(choices)],

@@ -61,7 +61,7 @@ class EngineGroup:
 
     @property
     def state(self) -> EngineState:
-        """Request, page and token counts, summed over all engines."""
+        """Numbers of requests, KV-cache pages and tokens, summed over all engines."""
         states = [engine.state for engine in self.engines]
         return sum(states[1:], states[0])
 

@@ -16,10 +16,10 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Constraint(Protocol):
-    """Restricts which tokens one answer may contain, e.g. by a grammar. Called by the engine's thread only."""
+    """Restricts which tokens an answer may contain, for example by a grammar. For the engine's thread only."""
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Write the allowed next tokens as a bitmask, int32 [words]: bit i of word w is token 32 w + i."""
+        """Write which tokens may follow to a bitmask, int32 [words]: bit i of word w is token 32 w + i."""
         ...
 
     def accept(self, token: int) -> bool:
@@ -79,7 +79,7 @@ class Handle:
         self._listener: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[int]:
-        """Yield each token once, blocking until the next one is generated.
+        """Yield each token of the answer once, waiting until it is generated.
 
         Raises:
           JaxstackError: the engine failed.

@@ -183,7 +183,7 @@ class Scheduler:
         """Prompt tokens that were looked up in the prefix cache, and that were found."""
 
     def add(self, sequence: Sequence) -> None:
-        """Add a request to the waiting queue."""
+        """Append a new request to the waiting queue."""
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -240,7 +240,7 @@ class Scheduler:
             sequence.digests.append(digest)
 
     def _decodes(self, sequence: Sequence) -> bool:
-        """Return True if the next token of a running request can be computed now."""
+        """Return True if a running request's prompt is done and its next token can be computed now."""
         stepwise = self.draft_tokens or sequence.handle.request.constraint is not None
         if sequence.filled < sequence.target or (stepwise and sequence.sampled > sequence.received):
             return False

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Subcommand(NamedTuple):
-    """A subcommand of `jaxstack tune`.
+    """A subcommand of `jaxstack tune`, such as the learning-rate finder.
 
     Attributes:
       make_parser: returns the parser of its arguments.

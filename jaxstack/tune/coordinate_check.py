@@ -49,7 +49,7 @@ class CoordinateCheckResult:
     values: Mapping[tuple[str, str], tuple[float, ...]]
 
     def growth(self, parametrization: str, quantity: str) -> float:
-        """Return a quantity's magnitude at the largest width divided by that at the smallest."""
+        """Return by what factor a quantity's magnitude grows from the smallest to the largest width."""
         found = self.values[parametrization, quantity]
         return found[-1] / found[0]
 
@@ -228,7 +228,7 @@ def _widths(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the subcommand with its parsed arguments."""
+    """Run the coordinate check of muP with the parsed command-line arguments."""
     config = load_config(arguments.config, arguments.overrides).one_island
     path = Path(arguments.output) if arguments.output else config.directory / "coordinates.svg"
     found = check_coordinates(config, arguments.widths, arguments.steps, report=lambda line: print(line, flush=True))

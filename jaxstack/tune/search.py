@@ -58,7 +58,7 @@ class StudyResult:
 def run_study(
     config: str | Path, study: str | Path, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print
 ) -> StudyResult:
-    """Run a hyperparameter study, as `python -m jaxstack.tune --config FILE --study STUDY.yaml` does.
+    """Run a hyperparameter study: search for the configuration values with the smallest loss.
 
     Resumes a study that was stopped. Several hosts may run one study if they share its storage.
 

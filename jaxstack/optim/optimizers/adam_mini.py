@@ -23,7 +23,7 @@ the neuron of other outputs. Other matrices are averaged over their inputs, othe
 
 
 class AdamMiniState(NamedTuple):
-    """Optimizer state of Adam-mini: moments, with one second moment per group of weights."""
+    """Optimizer state of Adam-mini: first moments, and one second moment for each group of weights."""
 
     steps: jax.Array
     """[] int32: steps taken."""

@@ -28,7 +28,7 @@ class Quantized(NamedTuple):
 
 
 class AdamW8bitState(NamedTuple):
-    """Optimizer state of 8-bit AdamW: quantized moments."""
+    """Optimizer state of 8-bit AdamW: first and second moments, quantized to 8 bits."""
 
     steps: jax.Array
     """[] int32: steps taken."""
@@ -124,7 +124,7 @@ def _blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int,
 
 
 def _joined(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of `_blocks`: join blocks to an array of this shape and remove the padding."""
+    """Join blocks to an array of this shape and remove the padding: the inverse of `_blocks`."""
     *before, rows, last = shape
     if blocks.ndim == len(shape):
         return blocks.reshape(shape)

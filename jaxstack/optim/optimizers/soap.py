@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+"""The SOAP optimizer: Adam in the eigenbasis of Shampoo's preconditioner."""
 
 import functools
 from typing import Literal, NamedTuple
