@@ -87,7 +87,10 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: object,
     ) -> list[tuple[float, bool]]:
-        """Score answers given as token ids: return each one's log-likelihood, and whether it is the greedy one."""
+        """Score answers given as token ids: return each one's log-likelihood, and whether it is the greedy one.
+
+        Requests are (texts, context ids, answer ids).
+        """
         rows = []
         for _, context, wanted in requests:
             before = self._with_opening(context)

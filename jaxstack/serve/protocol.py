@@ -165,7 +165,7 @@ class GenerationRequest(Component):
 
     @property
     def grammar(self) -> tuple[Kind, object] | None:
-        """Kind and text of the grammar that the answer must match; None for unconstrained text.
+        """Kind and definition of the grammar that the answer must match; None for unconstrained text.
 
         Raises:
           ValueError: several are given.
