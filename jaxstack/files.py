@@ -101,7 +101,7 @@ class FileLock:
         self._file = os.fdopen(os.open(path, flags, 0o644), "r+", encoding="utf-8", errors="replace")
 
     def acquire(self, *, wait: bool = False) -> None:
-        """Take the lock, or raise LockHeld if another process holds it.
+        """Take the lock; if another process holds it, wait or raise LockHeld.
 
         Args:
           wait: wait for another process to free it, instead of raising.

@@ -1,4 +1,4 @@
-"""Trains one island (a run with its own copy of the model), which averages with others through files in a folder."""
+"""Trains one island: a separate run with its own model copy, which exchanges updates with others through files."""
 
 import functools
 from collections.abc import Generator, Mapping
@@ -105,7 +105,7 @@ class FolderTrainer(Trainer):
         yield from self.placement.stream(host, size, size)
 
     def _rows(self) -> Any:
-        """Return which rows of a batch of all islands this process of this island loads."""
+        """Return which rows this process loads of each batch, which is split over all islands."""
         size = self.train.global_batch_size
         return self.placement.local_rows(size) + self._method.island * size
 

@@ -145,7 +145,7 @@ class HarnessModel(TemplateLM):
         return show
 
     def _with_opening(self, context: Sequence[int]) -> list[int]:
-        """Prepend the ids that begin a document to a context, unless it has them; the context must not be empty."""
+        """Prepend the ids that begin a document, unless the context has them; the result is never empty."""
         opening = list(self.generator.opening)
         if list(context[: len(opening)]) == opening:
             opening = []

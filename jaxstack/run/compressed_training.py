@@ -31,7 +31,7 @@ def check_masks(module: FunctionalModule, params: Dict) -> None:
 
 
 def describe_compression(trainer: Trainer) -> list[str]:
-    """Describe how weights are compressed in training: a line of counts for each compression method."""
+    """Summarize compression in training: for each method, the number of weights, and of values to export."""
     module = trainer.module
     if not isinstance(module, CompressedModule):
         return []

@@ -99,6 +99,6 @@ class TrainingTasks:
 
 
 def _exported(trainer: Trainer) -> Params:
-    """Return the trainer's current parameters as an export would have them, without the structures of training."""
+    """Return the trainer's current parameters, with weights compressed in training converted as for an export."""
     module, params = trainer.module, trainer.state.params
     return params if module.used is module else jax.jit(module.export)(params)

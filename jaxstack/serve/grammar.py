@@ -57,7 +57,7 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """Parser state of one answer, which allows only tokens that keep the answer valid in its grammar."""
+    """Constraint of one answer to a grammar: parses the answer, and allows only tokens that keep it valid."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher

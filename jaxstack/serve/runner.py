@@ -102,7 +102,7 @@ class Runner:
         self._in_flight.append((plan, sampled, time.perf_counter()))
 
     def read(self) -> Iterator[tuple[Row, list[int]]]:
-        """Wait for the oldest dispatched step; yield each row of its batch with the new tokens of that row."""
+        """Wait for the oldest dispatched step; return each row of its batch that has new tokens, with these tokens."""
         plan, sampled, dispatched = self._in_flight.popleft()
         tokens, began = np.asarray(sampled), max(dispatched, self._read_at)
         self._read_at = time.perf_counter()

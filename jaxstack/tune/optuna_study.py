@@ -191,7 +191,10 @@ class OptunaStudy:
         )
 
     def importance(self) -> dict[str, float]:
-        """Return how much of the loss's variation each hyperparameter explains (PED-ANOVA), as key -> share."""
+        """Return how much of the loss's variation each hyperparameter explains (PED-ANOVA), as key -> share.
+
+        The result is empty if there are few trials, or their losses are equal.
+        """
         feasible = [t for t in self._trials() if t.state == TrialState.COMPLETE and max(t.constraints.values()) <= 0]
         if len(feasible) < 4 or len(self._distributions) < 2:
             return {}

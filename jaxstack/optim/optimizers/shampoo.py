@@ -72,7 +72,10 @@ class Shampoo(BlockOptimizer):
 
 
 def inverse_fourth_root(factor: Float[Array, "n n"], eps: float) -> Float[Array, "n n"]:
-    """Return the inverse fourth root of a Shampoo factor, damped by `eps` x its largest eigenvalue; 0 for zeros."""
+    """Return the inverse fourth root of a Shampoo factor, damped by `eps` x its largest eigenvalue; 0 for zeros.
+
+    It is (factor + eps x its largest eigenvalue x identity)^(-1/4).
+    """
     values, vectors = jnp.linalg.eigh(factor)
     values = jnp.maximum(values, 0) + eps * values[-1]
     roots = jnp.where(values > 0, jnp.where(values > 0, values, 1) ** -0.25, 0)
