@@ -1,4 +1,4 @@
-"""jaxstack: trains language models on NVIDIA GPUs with JAX. Imports nothing heavy until it is asked for."""
+"""jaxstack: trains language models on NVIDIA GPUs with JAX. Submodules are imported when they are first used."""
 
 import lazy_loader as lazy
 

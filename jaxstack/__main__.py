@@ -1,4 +1,4 @@
-"""`jaxstack <subcommand>`, also as `python -m jaxstack <subcommand>`: the table of all commands."""
+"""The table of all subcommands of `jaxstack`, and its entry point, also run by `python -m jaxstack`."""
 
 import argparse
 import sys
@@ -13,11 +13,11 @@ class CommandModule(Protocol):
     """Interface of a subcommand's module: its argument parser and its main function."""
 
     def make_parser(self) -> argparse.ArgumentParser:
-        """Return the parser of the command line."""
+        """Return the parser of the subcommand's arguments."""
         ...
 
     def main(self, argv: Sequence[str] | None = None, /) -> int:
-        """Run the command and return its exit code."""
+        """Run the subcommand on these arguments and return its exit code."""
         ...
 
 

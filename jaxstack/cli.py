@@ -14,7 +14,7 @@ from jaxstack.errors import JaxstackError, nearest
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that reports wrong usage in one line: the error, the nearest option, and a command that is right."""
+    """An argument parser that reports wrong usage in one line, with the nearest option and a correct command."""
 
     example = ""
     """A command that is right; set by `add_examples`."""
@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
 def fill_option_from_overrides(
     parser: CommandParser, arguments: argparse.Namespace, name: str, accepts: Callable[[str], bool], hint: str = ""
 ) -> argparse.Namespace:
-    """Take a required option that was left out from the positional words, where its value may stand alone.
+    """Fill in a required option that was left out, if one of the positional arguments is a value for it.
 
     Args:
       parser: the parser, which exits if the value is missing.
@@ -55,7 +55,7 @@ def fill_option_from_overrides(
 
 
 def add_examples(parser: CommandParser, *examples: str) -> CommandParser:
-    """Add examples to the end of a parser's help, each on a line of its own so that it can be copied.
+    """Add example commands to the end of a parser's help, each on a line of its own so that it can be copied.
 
     Args:
       parser: the parser, which is changed in place; its description and epilog are wrapped here.
@@ -120,7 +120,7 @@ class BrokenPipeTolerantOutput:
 
 @contextlib.contextmanager
 def tolerate_broken_pipe(name: str) -> Iterator[None]:
-    """Context in which a command goes on if the reader of its output goes away, with one message on stderr.
+    """Context in which a command goes on, with one message, if the reader of its output (a pipe) goes away.
 
     Args:
       name: name of the command, which begins the message.
@@ -133,7 +133,7 @@ def tolerate_broken_pipe(name: str) -> Iterator[None]:
 
 
 def run_command(name: str, body: Callable[[], int | None]) -> int:
-    """Run the body of a command, and turn what it raises into an exit code and one message on standard error.
+    """Run the body of a command; turn exceptions into an exit code and one message on standard error.
 
     Args:
       name: name of the command, which begins each message.

@@ -1,4 +1,4 @@
-"""The command `python -m jaxstack.convert SOURCE --output DIR`: Hugging Face checkpoint to run directory, and back."""
+"""The command `python -m jaxstack.convert SOURCE --output DIR`: convert between run and Hugging Face checkpoint."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The errors that a user sees: one message with the rule, the values and the way out, without a traceback."""
+"""Errors that users see: one message with the violated rule, the values and the remedy, without a traceback."""
 
 import difflib
 import errno
@@ -18,7 +18,7 @@ class ConfigError(JaxstackError):
 
 
 def cannot_write(place: object, error: OSError) -> JaxstackError:
-    """Return the error for a place that cannot be written: exit code 1 if the disk is full, which may pass, else 2."""
+    """Return the error for a failure to write a file: exit code 1 for a full disk, else 2."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     limit = "; raise the limit on file sizes (ulimit -f)" if error.errno == errno.EFBIG else ""
     return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}{limit}")
@@ -29,7 +29,7 @@ _MOST_CHOICES = 60
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> str:
-    """Return the part of a message that names the choices closest to `word`, or all of them if none is close.
+    """Suggest corrections for a misspelt name: return text that lists the closest choices, or all if none is close.
 
     For example `did you mean 'learning_rate'?` or `choose one of: 'adamw', 'lion'`.
 

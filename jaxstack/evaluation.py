@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: the exact mean loss over all items, and bits per byte."""
+"""Evaluation of a model on held-out data: exact mean loss over all items (such as tokens), and bits per byte."""
 
 import collections
 import contextlib
@@ -25,24 +25,24 @@ hang."""
 
 @runtime_checkable
 class HeldOutData(Protocol):
-    """Data that can choose the size of a held-out batch, as `jaxstack.data.loader.Data`."""
+    """Held-out data that can be read in batches of any size, such as `jaxstack.data.loader.Data`."""
 
     def held_out_batches(
         self, *, batch_size: int, rows: Sequence[int] | np.ndarray, max_tokens: int | None
     ) -> Iterator[HostBatch]:
-        """Yield these rows of each held-out batch; `max_tokens` limits the number of tokens over all batches."""
+        """Yield these rows of each held-out batch; `max_tokens` limits the tokens of all batches together."""
         ...
 
 
 def check_held_out(data: object) -> None:
-    """Raise TypeError if `data` is not of a kind that an `Evaluator` takes."""
+    """Raise TypeError if `data` is neither `HeldOutData` nor an iterable of batches, which an `Evaluator` needs."""
     check_not_one_batch(data, "eval_data")
     if data is not None and not isinstance(data, HeldOutData | Iterable):
         raise TypeError(f"eval_data must be an iterable of batches, such as a list; found {type(data).__name__}.")
 
 
 class Evaluator:
-    """Evaluates parameters on held-out data.
+    """Computes the loss of model parameters on held-out data.
 
     Args:
       steps: the step functions, with the loss and the layout.
@@ -75,13 +75,16 @@ class Evaluator:
     def run(
         self, params: Dict, non_params: Dict, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """Return `eval_loss` (nats per item), `eval_items` and `eval_seconds`; None if there is no held-out data.
+        """Compute the mean loss on the held-out data; return it as `eval_loss`, with item count and duration.
 
         Args:
           params: parameters on the devices.
           non_params: the module's other variables.
           max_tokens: maximum number of tokens, if the data can limit them; None: all of them.
           stop: called after each batch, on all processes alike; True ends the evaluation, which then returns None.
+
+        Returns:
+          `eval_loss` (nats per item), `eval_items` and `eval_seconds`; None if there is no held-out data.
         """
         host, size = self._host_batches(max_tokens)
         began, sums = time.perf_counter(), self._zero()
@@ -107,7 +110,7 @@ class Evaluator:
         }
 
     def _host_batches(self, max_tokens: int | None) -> tuple[Iterator[HostBatch], int | None]:
-        """Return this process's rows of the held-out batches, and the rows of a global batch (None: they differ)."""
+        """Return this process's rows of the held-out batches, and their global size (None if it varies)."""
         size, data = self._batch_size, self._data
         if isinstance(data, HeldOutData):
             rows = self._placement.local_rows(size)
@@ -125,13 +128,16 @@ class Evaluator:
 
 
 def bits_per_byte(values: Mapping[str, float], num_bytes: int) -> dict[str, float]:
-    """Return `eval_perplexity`, and `eval_bits_per_byte` = loss x tokens / ln 2 / bytes of the evaluated text.
+    """Convert an evaluation's loss to perplexity and, if the text's size is known, to bits per byte of text.
 
     Unlike a loss per token, bits per byte do not depend on the tokenizer.
 
     Args:
       values: as `Evaluator.run` returns.
       num_bytes: bytes of the text that the tokens encode; 0: unknown.
+
+    Returns:
+      `eval_perplexity`, and `eval_bits_per_byte` = loss x tokens / ln 2 / bytes of the evaluated text.
     """
     loss = values["eval_loss"]
     found = {"eval_perplexity": math.exp(loss) if loss < 700 else math.inf}

@@ -16,7 +16,7 @@ from jaxstack.errors import JaxstackError
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Open a temporary file in the folder of `path`, which replaces `path` in one rename when the block ends.
+    """Open a temporary file for writing, which atomically replaces the file `path` when the block ends.
 
     Readers see the old content or the new one, never a part. If the block raises, `path` is unchanged.
 
@@ -45,13 +45,13 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, content: bytes | memoryview, *, durable: bool = True) -> None:
-    """Write a file that is there as a whole or not at all; see `replacing`."""
+    """Write a file atomically: readers find either all of the new content or the old file; see `replacing`."""
     with replacing(path, durable=durable) as file:
         file.write(content)
 
 
 def write_json(path: Path, value: object, *, durable: bool = True) -> None:
-    """Write `value` as readable JSON, atomically; see `replacing`."""
+    """Write `value` atomically to an indented JSON file; see `replacing`."""
     write_file(path, (json.dumps(value, indent=1) + "\n").encode(), durable=durable)
 
 
@@ -66,7 +66,7 @@ def sync_directory(folder: Path) -> None:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Create `folder`, and turn every OSError of the block (full disk, read-only, not permitted) into one message.
+    """Create `folder`, and turn each OSError of the block (such as a full disk) into an error with one message.
 
     Raises:
       JaxstackError: the folder or a file in it could not be written.
@@ -82,11 +82,11 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 class LockHeld(Exception):
-    """Another process has the lock. The message names it, as far as it is known: `process 17 on host a`."""
+    """Raised if another process holds a lock. The message names that process if it is known: `process 17 on host a`."""
 
 
 class FileLock:
-    """An advisory lock on a file, which names the process that has it. The kernel frees it when that process ends.
+    """An advisory lock on a file, which records the process that holds it and is freed when that process ends.
 
     Args:
       path: the lock file, created if missing; a symbolic link there is refused.
@@ -101,7 +101,7 @@ class FileLock:
         self._file = os.fdopen(os.open(path, flags, 0o644), "r+", encoding="utf-8", errors="replace")
 
     def acquire(self, *, wait: bool = False) -> None:
-        """Take the lock.
+        """Take the lock; if another process holds it, wait or raise LockHeld.
 
         Args:
           wait: wait for another process to free it, instead of raising.
@@ -120,7 +120,7 @@ class FileLock:
             os.pwrite(self._file.fileno(), f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def is_in_place(self) -> bool:
-        """Return True if `path` still is the locked file: nobody has removed or replaced it."""
+        """Return True if the lock file at `path` has not been removed or replaced since it was locked."""
         try:
             found, mine = os.stat(self._path, follow_symlinks=False), os.fstat(self._file.fileno())
         except OSError:
@@ -133,7 +133,7 @@ class FileLock:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Return who holds the POSIX record lock on a file, without taking it; None if nobody does, or it is not known.
+    """Find the process that holds the POSIX lock on a file, without taking it; None if unlocked or unknown.
 
     A process that holds a record lock on the file itself must not ask: closing the file would free its lock.
     """
@@ -150,7 +150,7 @@ def lock_holder(path: Path) -> str | None:
 
 @contextmanager
 def exclusive(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock file `path` while the block runs.
+    """Context manager that holds the lock file `path`, so that only one process at a time runs the block.
 
     Args:
       path: the lock file; its folder is created if missing.

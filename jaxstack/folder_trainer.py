@@ -1,4 +1,4 @@
-"""Trains one of several islands that are separate runs, which exchange their progress through files."""
+"""Trains one island: a separate run with its own model copy, which exchanges updates with others through files."""
 
 import functools
 from collections.abc import Generator, Mapping
@@ -20,16 +20,16 @@ from jaxstack.trainer import Trainer
 
 
 class FolderSteps(StepFunctions):
-    """The steps of a model whose state has that of the exchanges beside it."""
+    """Train and eval steps of one island, whose train state also holds what it exchanges with other islands."""
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one optimizer step, see `StepFunctions.train_step`."""
+        """Take one optimizer step, leaving the exchange state unchanged; see `StepFunctions.train_step`."""
         new, metrics = super().train_step(state, batch)
         return new._replace(outer=state.outer), metrics
 
 
 class FolderTrainer(Trainer):
-    """A `Trainer` of one island. Between steps it exchanges its progress with the others.
+    """A `Trainer` of one island, which exchanges parameter changes with other runs through a shared folder.
 
     Args:
       islands: folder and outer optimizer.
@@ -58,7 +58,7 @@ class FolderTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> FolderExchange:
-        """The exchange with the other islands."""
+        """The exchange of parameter changes with the other islands."""
         return self._method.build(self._method.count, {})
 
     def _run_state(self, state: TrainState) -> TrainState:
@@ -71,12 +71,12 @@ class FolderTrainer(Trainer):
 
     @property
     def abstract_stored_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of `stored_state`, which is the state itself."""
+        """Shapes, dtypes and shardings of `stored_state`, which here is the train state itself."""
         return self.abstract_state
 
     @property
     def state(self) -> TrainState:
-        """The train state; `outer.shared` has the parameters and the velocity of the last exchange."""
+        """The train state; `outer.shared` has the parameters and outer momentum of the last exchange."""
         return super().state
 
     @state.setter
@@ -85,7 +85,7 @@ class FolderTrainer(Trainer):
 
     @property
     def stored_state(self) -> TrainState:
-        """The state, as checkpoints hold it."""
+        """The train state in the form that checkpoints have, which is here the state itself."""
         return self.state
 
     @stored_state.setter
@@ -93,24 +93,24 @@ class FolderTrainer(Trainer):
         self.state = state
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes, dtypes and shardings of this island's batches, see `Trainer.peek_batch`."""
+        """Return shapes, dtypes and shardings of this island's part of a batch, see `Trainer.peek_batch`."""
         size = self.train.global_batch_size
         batch = peek(self.data, global_batch_size=size * self._method.count, rows=self._rows(), start=start)
         return abstract_batch(batch, self.rules, size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:
-        """Yield this island's part of the batches of all islands, see `Trainer.batches`."""
+        """Yield this island's part of each batch, which is split over the islands; see `Trainer.batches`."""
         size = self.train.global_batch_size
         host = self.data.batches(global_batch_size=size * self._method.count, rows=self._rows(), start=start)
         yield from self.placement.stream(host, size, size)
 
     def _rows(self) -> Any:
-        """Return the rows of this process in the batches of all islands."""
+        """Return which rows this process loads of each batch, which is split over all islands."""
         size = self.train.global_batch_size
         return self.placement.local_rows(size) + self._method.island * size
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
-        """Take one step, with the exchange that follows it, see `Trainer.train_step`."""
+        """Take one step, and exchange parameters with the other islands if that is due after it."""
         taken = int(jax.device_get(self.state.step)) if self._taken is None else self._taken
         metrics = super().train_step(batch)
         self._taken = taken + 1
@@ -124,7 +124,7 @@ class FolderTrainer(Trainer):
         return metrics
 
     def describe(self) -> dict[str, Any]:
-        """Return what the compiled program runs, see `Trainer.describe`; `islands` has the bytes of an exchange."""
+        """Describe what the compiled step runs, and the bytes of an exchange between islands, as JSON."""
         trained = self.module.split_frozen(self.state.params)[0]
         size = sum(x.nbytes for x in local_arrays(trained)) // jax.local_device_count()
         described = {**self._method.model_dump(mode="json"), "step_bytes": 0, "exchange_bytes": [size]}

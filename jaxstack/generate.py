@@ -151,7 +151,7 @@ def _print_texts(args: argparse.Namespace, run: "Run", prompts: Sequence[str], s
 
 
 def _read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
-    """Return the prompts of `--prompt` and of the lines of `--prompts`; "" if there are none."""
+    """Return the prompts given by `--prompt` and by the lines of the `--prompts` file; [""] if there are none."""
     if file is None:
         return list(given or [""])
     try:

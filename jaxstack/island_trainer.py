@@ -1,4 +1,4 @@
-"""Trains on islands: groups of devices joined by slow links, each with its own copy of the model (`jaxstack.islands`).
+"""Trains on islands: groups of devices joined by slow links, each of which trains its own copy of the model.
 
 The train state has a leading dim [islands], split over the mesh axis of that name. A step runs in a `shard_map` that
 is manual over this axis alone, so that no collective of it connects two islands. The exchanges between islands are
@@ -40,7 +40,7 @@ _SPECS = TrainState(_WHOLE, _OWN, _OWN, _OWN, _WHOLE, _OWN, _OWN, OuterState(_WH
 
 
 class IslandSteps(StepFunctions):
-    """The steps of all islands at once: each on its own part of the batch, with its own part of the state."""
+    """Train and eval steps of all islands at once, each on its own part of the batch with its own model copy."""
 
     metrics_spec = _OWN
     _beside: tuple[OverlappedExchange, int] | None = None
@@ -57,13 +57,13 @@ class IslandSteps(StepFunctions):
         return _map_own(one, state)
 
     def beside(self, exchange: OverlappedExchange, phase: int) -> "IslandSteps":
-        """Return a copy of the steps whose train step also runs the communication of one phase of `exchange`."""
+        """Return a copy whose train step runs communication between islands while it computes gradients."""
         other = copy.copy(self)
         other._beside = exchange, phase
         return other
 
     def synchronous(self) -> "IslandSteps":
-        """Return a copy whose train step is data-parallel over the islands."""
+        """Return a copy whose train step sums gradients over all islands, as ordinary data parallelism does."""
         other = copy.copy(self)
         other._synchronous = True
         return other
@@ -75,7 +75,7 @@ class IslandSteps(StepFunctions):
         return dataclasses.replace(sums, gradients=total[0], loss=total[1], count=total[2])
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one optimizer step on each island; metrics are arrays [islands]."""
+        """Take one optimizer step on each island; each metric is an array [islands]."""
 
         def own(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             new, metrics = self._own_step(_map_own(lambda x: x[0], state), batch)
@@ -84,7 +84,7 @@ class IslandSteps(StepFunctions):
         return self._on_each(own, (_SPECS, _OWN), (_SPECS, _OWN))(state, dict(batch))
 
     def _own_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one step of this island, with the communication that overlaps with it, if any."""
+        """Take one step of a single island, with the communication that runs beside it, if any."""
         key = jax.random.fold_in(state.key, jax.lax.axis_index(ISLANDS))
         new, metrics = super().train_step(state._replace(key=key), batch)
         new = new._replace(key=state.key, outer=state.outer)
@@ -99,7 +99,7 @@ class IslandSteps(StepFunctions):
         return new._replace(params=params, outer=outer), metrics
 
     def exchange(self, communicate: Communicate, state: TrainState) -> TrainState:
-        """Apply `communicate` to the trained parameters and the method's state of each island; return the new state."""
+        """Apply the communication of an exchange to each island's parameters; return the new train state."""
 
         def own(state: TrainState) -> TrainState:
             state = _map_own(lambda x: x[0], state)
@@ -111,7 +111,7 @@ class IslandSteps(StepFunctions):
         return self._on_each(own, (_SPECS,), _SPECS)(state)
 
     def eval_step(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
-        """Return the loss sum and item count of a batch, of which each island evaluates a part."""
+        """Return the loss sum and item count of a held-out batch, of which each island evaluates a part."""
         evaluate = super().eval_step
 
         def own(params: Dict, non_params: Dict, batch: Batch) -> LossSum:
@@ -131,7 +131,7 @@ class IslandSteps(StepFunctions):
 
 
 class IslandTrainer(Trainer):
-    """A `Trainer` whose mesh has the axis `islands`.
+    """A `Trainer` for several islands, groups of devices that each train a model copy and communicate rarely.
 
     Evaluation uses the mean of the islands' parameters. Checkpoints hold it too, for generation, export and other runs.
 
@@ -168,7 +168,7 @@ class IslandTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """The exchange of the method, built for this number of islands.
+        """The communication between islands of the configured method, built for this number of islands.
 
         Raises:
           ConfigError: the method does not suit the number of islands.
@@ -199,7 +199,7 @@ class IslandTrainer(Trainer):
 
     @property
     def state(self) -> TrainState:
-        """The train state; params, non_params, optimizer and history have a leading dim [islands]."""
+        """The train state of all islands; parameters and optimizer state have a leading dim [islands]."""
         return super().state
 
     @state.setter
@@ -207,7 +207,7 @@ class IslandTrainer(Trainer):
         self._state, self._taken = state, None
 
     def _mean(self, state: TrainState) -> tuple[Dict, Dict, jax.Array]:
-        """Return the means of params and non_params over islands, and the islands' distance from the former."""
+        """Return the mean parameters and other variables, and the islands' distance from the mean parameters."""
         params, non_params = jax.tree.map(_mean_of_first, (state.params, state.non_params))
         squares = lambda x, mean: jnp.sum(jnp.mean((x - mean) ** 2, 0))  # noqa: E731
         trained = lambda tree: self.module.split_frozen(tree)[0]  # noqa: E731
@@ -221,13 +221,13 @@ class IslandTrainer(Trainer):
 
     @property
     def trained_module(self) -> Any:
-        """The module with the mean of the islands' parameters."""
+        """The module with the mean of all islands' current parameters."""
         params, non_params, _ = self._compiled_mean(self.state)
         return self.module.merge(params, non_params)
 
     @property
     def stored_state(self) -> TrainState:
-        """The state as checkpoints hold it: `params` and `non_params` are means over islands, as of other runs.
+        """The train state in the form that checkpoints have: `params` and `non_params` are means over islands.
 
         Each island's own values are in `outer.own`.
         """
@@ -242,7 +242,7 @@ class IslandTrainer(Trainer):
 
     @property
     def abstract_stored_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of `stored_state`."""
+        """Shapes, dtypes and shardings of `stored_state`, without computing it."""
         params, non_params, _ = jax.eval_shape(self._mean, self.abstract_state)
         return with_shardings(_with_means(self.abstract_state, params, non_params), self._stored_shardings())
 
@@ -251,7 +251,7 @@ class IslandTrainer(Trainer):
         return _with_means(self.shardings, one.params, one.non_params)
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
-        """Compile the step and all exchanges, see `Trainer.compile`."""
+        """Compile the train step and the communication between islands, see `Trainer.compile`."""
         step = super().compile(batch, create_state=create_state)
         exchange, state = self.exchange, self.abstract_state
         if self._method.synchronous_steps:
@@ -276,7 +276,7 @@ class IslandTrainer(Trainer):
         return lowered.compile(compiler_options=self.compiler_options)
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
-        """Take one step on each island, with the exchange that is due, see `Trainer.train_step`."""
+        """Take one step on each island, and exchange parameters between islands if that is due after it."""
         if self.program.compiled is None:
             self.compile({k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()})
         taken = int(jax.device_get(self.state.step)) if self._taken is None else self._taken
@@ -302,18 +302,18 @@ class IslandTrainer(Trainer):
         return metrics
 
     def _due(self, step: int) -> int | None:
-        """Return the phase of the exchange that is due after a step; None if none is."""
+        """Return the number of the exchange program to run after a step; None if no exchange is due."""
         return self.exchange.due(step) if step > self._method.synchronous_steps else None
 
     def bytes_of_steps(self, steps: int) -> float:
-        """Return the bytes that each device sends to other islands in the first `steps` steps of a run."""
+        """Return how many bytes each device sends to other islands in the first `steps` steps of a run."""
         known, first = self.describe()["islands"], min(steps, self._method.synchronous_steps)
         phases = [phase for step in range(1, steps + 1) if (phase := self._due(step)) is not None]
         sent = sum(known["exchange_bytes"][phase] for phase in phases)
         return first * known["synchronous_bytes"] + (steps - first) * known["step_bytes"] + sent
 
     def read(self, metrics: Metrics) -> dict[str, float]:
-        """Wait for the metrics of a step, and return their means over the islands of this process as numbers.
+        """Wait for the metrics of a step; return them as numbers, averaged over the islands of this process.
 
         `count` is the sum and `skipped` the largest; the loss is the mean over items.
         """
@@ -326,7 +326,7 @@ class IslandTrainer(Trainer):
     def evaluate(
         self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """Return the held-out loss of the mean of the islands' parameters, and the islands' distance from it.
+        """Return the held-out loss of the islands' mean parameters, and the islands' distance from that mean.
 
         The latter, `eval_island_distance`, is the root of the mean square of their Euclidean distances.
         """
@@ -337,7 +337,7 @@ class IslandTrainer(Trainer):
         return None if values is None else {**values, "eval_island_distance": float(distance)}
 
     def describe(self) -> dict[str, Any]:
-        """Return what the compiled programs run, see `Trainer.describe`.
+        """Describe what the compiled programs run and send between islands, see `Trainer.describe`.
 
         `islands` has the bytes that each device sends to other islands: in a step, in the exchanges, and in each of
         the synchronous steps.
@@ -354,7 +354,7 @@ class IslandTrainer(Trainer):
 
 
 def bytes_between_islands(program: jax.stages.Compiled | None, axes: Mapping[str, int]) -> int:
-    """Return the bytes that each device sends to devices of other islands in one run of a compiled program.
+    """Return how many bytes each device sends to other islands when a compiled program runs once.
 
     Args:
       program: the program.
@@ -365,19 +365,19 @@ def bytes_between_islands(program: jax.stages.Compiled | None, axes: Mapping[str
 
 
 def _per_island(x: jax.Array) -> np.ndarray:
-    """Return the values of an array [islands] on the islands of this process."""
+    """Return the values that an array [islands] holds for the islands of this process."""
     shards = {shard.index[0].start: shard.data for shard in x.addressable_shards}
     return np.array([jax.device_get(value).item() for value in shards.values()])
 
 
 def _with_means(state: TrainState, params: Any, non_params: Any) -> TrainState:
-    """Return the state as checkpoints hold it: with these params and non_params, and each island's in `outer.own`."""
+    """Return a state for checkpoints: these mean parameters at the top, each island's own ones in `outer.own`."""
     own = {**state.outer.own, "params": state.params, "non_params": state.non_params}
     return state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
 
 
 def _map_own(function: Callable[[Any], Any], state: TrainState) -> TrainState:
-    """Apply `function` to the leaves that each island has for itself."""
+    """Map a function over those arrays of a train state of which each island has its own copy."""
     own = {name: jax.tree.map(function, getattr(state, name)) for name in _OWN_FIELDS}
     outer = state.outer._replace(own=jax.tree.map(function, state.outer.own))
     return state._replace(**own, outer=outer)

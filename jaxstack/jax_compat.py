@@ -1,4 +1,4 @@
-"""Private or version-dependent parts of jax, in one place, so that an upgrade of jax is a change to this file."""
+"""Uses of private or version-dependent parts of JAX, in one place, so that an upgrade of JAX changes only this file."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 
 class CoordinationClient(Protocol):
-    """The connection of this process with the coordinator: its store of keys and values, and its barriers."""
+    """Connection of this process to the coordinator of a distributed run: its key-value store and barriers."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
 
@@ -23,7 +23,7 @@ class CoordinationClient(Protocol):
 
 
 class CoordinationState(Protocol):
-    """Index, number and connection of this run's processes, known before any device is used."""
+    """Index of this process, number of processes, and connection to the run's coordinator; needs no device."""
 
     process_id: int
     num_processes: int
@@ -32,7 +32,7 @@ class CoordinationState(Protocol):
 
 
 def concrete_mesh() -> Mesh:
-    """Return the mesh of `jax.set_mesh`, empty if there is none, also while a function is traced.
+    """Return the device mesh set by `jax.set_mesh`, empty if none is set; also works while a function is traced.
 
     `jax.sharding.get_mesh` raises an error while a function is traced.
     """
@@ -40,7 +40,7 @@ def concrete_mesh() -> Mesh:
 
 
 def coordination_state() -> CoordinationState:
-    """Return the state of `jax.distributed`.
+    """Return process index, process count and coordinator connection of `jax.distributed`.
 
     jax has no public access to the coordinator's store of keys and values.
     """
@@ -48,7 +48,7 @@ def coordination_state() -> CoordinationState:
 
 
 def keep_cpu_collectives_on_loopback() -> None:
-    """Make Gloo, which runs collectives between CPU processes, listen on 127.0.0.1 instead of the host's address.
+    """Make Gloo, which connects JAX processes on CPUs, listen on 127.0.0.1 instead of the host's address.
 
     jax has no setting for this. If jax no longer has the function that is replaced, nothing is changed.
     """

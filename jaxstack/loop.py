@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, logs.
+"""The training loop of a run: takes steps, evaluates, saves checkpoints, and logs.
 
 The device never waits for the host: while the host waits for the metrics of a step, the next step is queued already,
 and its batch was put on the device while an earlier step ran.
@@ -50,7 +50,7 @@ _DECIDING = ("model", "optimizer", "schedule", "precision", "compression", "dist
 
 
 class Trainable(Protocol):
-    """Interface of the trainer that the training loop runs, see `jaxstack.trainer.Trainer`."""
+    """Interface that the training loop needs of a trainer; see `jaxstack.trainer.Trainer`."""
 
     train: TrainConfig
     steps: StepFunctions
@@ -100,7 +100,7 @@ class Trainable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LoopSettings:
-    """Settings for saving, observing and stopping a run."""
+    """Settings of the training loop: when to save checkpoints, what to log, and when to stop."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -125,7 +125,7 @@ class LoopSettings:
 
 
 class Loop:
-    """The training loop of a single run.
+    """The training loop of one run: steps, evaluations, checkpoints and logs.
 
     Args:
       trainer: what is trained.
@@ -148,7 +148,7 @@ class Loop:
         self.save_postponed = self.advised = self.finished = False
 
     def run(self) -> dict[str, Any]:
-        """Train until the last step, see `Trainer.fit`."""
+        """Train until the last step of the run, see `Trainer.fit`."""
         train, log = self.trainer.train, self.log
         with contextlib.ExitStack() as stack:
             if self.run_dir is not None:
@@ -175,7 +175,7 @@ class Loop:
         return log.last_values
 
     def _open_checkpoints(self, stack: contextlib.ExitStack, run_dir: Path) -> RunCheckpoints:
-        """Open the run's checkpoints, to be closed with `stack`."""
+        """Open the checkpoints in a run's directory; the context `stack` closes them."""
         manager = CheckpointManager(run_dir / "checkpoints", self.settings.checkpoint, report=self.log.say)
         stack.enter_context(manager).claim()
         data = getattr(self.trainer.data, "fingerprint", None) or {}
@@ -191,7 +191,7 @@ class Loop:
         )
 
     def _restore(self) -> int:
-        """Restore the newest checkpoint, if there is one; return the number of steps that are done."""
+        """Restore the newest checkpoint, if there is one; return the number of training steps it had taken."""
         self.signs.note("restore")
         began = time.perf_counter()
         restored = None
@@ -210,7 +210,7 @@ class Loop:
         return restored.step
 
     def _prepare(self, start: int) -> None:
-        """Compile the step, and write down what it will run."""
+        """Compile the train step, and record in the run's log what it will run."""
         trainer = self.trainer
         self.signs.note("compile", step=start)
         abstract = trainer.peek_batch(start)
@@ -236,7 +236,7 @@ class Loop:
         self.log.begin(start, self.meter, ran, schedule, {**self.settings.planned, **forecast})
 
     def _schedule(self) -> list[list[float]]:
-        """Return up to 200 points [step, learning rate] of the run's schedule."""
+        """Return up to 200 points [step, learning rate] of the learning-rate schedule, for the run's report."""
         rate, steps = self.trainer.learning_rate, self.trainer.train.steps
         if rate is None:
             return []
@@ -245,7 +245,7 @@ class Loop:
         return [[step + 1, float(value)] for step, value in zip(picked, rates, strict=True)]
 
     def _steps(self, start: int) -> None:
-        """Take the steps after `start`, with their saves and evaluations."""
+        """Take all training steps after step `start`, saving checkpoints and evaluating in between."""
         train, manager = self.trainer.train, self.checkpoints.manager if self.checkpoints is not None else None
         pending: collections.deque[tuple[int, Metrics, float]] = collections.deque()
         profile = (self.run_dir or Path(".")) / "profile"
@@ -287,7 +287,7 @@ class Loop:
                 self._stop(train.steps, stop.signum or 0)
 
     def _end_of_data(self, step: int, pending: Iterable[tuple[int, Metrics, float]]) -> NoReturn:
-        """Save what is done, and raise JaxstackError: the data has fewer batches than the run has steps."""
+        """Handle the end of the data before the last step: save a checkpoint and raise JaxstackError."""
         for metrics in pending:
             self._read(*metrics)
         kept = ""
@@ -301,7 +301,7 @@ class Loop:
         )
 
     def _read(self, step: int, metrics: Metrics, waited: float) -> None:
-        """Wait for a step's metrics, check and log them."""
+        """Wait for a step's metrics, check that they are sound, and log them."""
         with self.signs.waiting():
             values = self.trainer.read(metrics)
         sizes = self.trainer.batch_sizes
@@ -317,7 +317,7 @@ class Loop:
         self.log.log_step(step, values, tokens, self.skips.count, sizes.steps_left(step))
 
     def _skip(self, step: int, values: Mapping[str, float], limits: list[float]) -> None:
-        """Report a skipped step; raise JaxstackError after too many of them."""
+        """Report a step that was skipped for a loss or gradient spike; raise JaxstackError after too many in a row."""
         self.log.say(self.skips.add(step, self.skipped, values, limits))
         if (excess := self.skips.excess(step, self.skipped)) is not None:
             good, why, advice = excess
@@ -327,7 +327,7 @@ class Loop:
             raise JaxstackError(f"{why}; {left}. {advice}")
 
     def _save(self, step: int) -> None:
-        """Start to save a checkpoint, unless this step is saved already."""
+        """Start to save a checkpoint of this step in the background, unless there is one already."""
         if self.checkpoints is None or step == self.checkpoints.saved_step:
             return
         began = time.perf_counter()
@@ -336,7 +336,7 @@ class Loop:
         self.meter.exclude(time.perf_counter() - began)
 
     def _committed(self) -> int:
-        """Return the step of the newest checkpoint on disk; the first time, advise on the interval between saves."""
+        """Return the step of the newest complete checkpoint; the first time, advise on how often to save."""
         record = self.checkpoints.manager.last_save if self.checkpoints is not None else None
         if record is None:
             return self.signs.record.saved
@@ -346,14 +346,14 @@ class Loop:
         return record.step
 
     def _advise(self, blocking_seconds: float, total_seconds: float, step_seconds: float) -> None:
-        """Advise on the interval between saves of a long run, from the durations of a save and of a step."""
+        """Report how often a long run should save checkpoints, given the durations of a save and of a step."""
         every, hours = self.settings.checkpoint.every_steps, self.settings.resilience.device_hours_between_failures
         if self.trainer.train.steps * step_seconds >= _LONG_RUN_SECONDS:
             devices = self.trainer.rules.mesh.size
             self.log.say(advise_interval(every, step_seconds, blocking_seconds, total_seconds, devices, hours))
 
     def _stop(self, step: int, signum: int) -> None:
-        """Save after a signal, and raise Interrupted."""
+        """Stop the run after a signal: save a checkpoint and raise Interrupted."""
         kept = "nothing is kept, as there is no run directory"
         self.signs.note("save")
         if self.checkpoints is not None:
@@ -368,7 +368,7 @@ class Loop:
         )
 
     def _evaluate(self, step: int, max_tokens: int | None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Evaluate and log; return True if `stop` ended the evaluation."""
+        """Evaluate on held-out data and log the result; return True if `stop` ended the evaluation early."""
         began, stopped = time.perf_counter(), False
 
         def after_batch() -> bool:
@@ -387,7 +387,7 @@ class Loop:
         return False
 
     def _report(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Write the report and how the run ended, also if it ended early."""
+        """Write the report of the run and how it ended, also if it ended with an error."""
         if not self.log.writes:
             return
         steps = self.checkpoints.manager.all_steps() if self.checkpoints is not None else []

@@ -1,4 +1,4 @@
-"""Loss functions: sums with item counts, so that any split of a batch over devices and microbatches gives one mean.
+"""Loss functions as sums with item counts, so that parts of a batch on any devices combine into an exact mean.
 
 A loss function is called `loss(model, batch, key=key, train=train)`. It may leave out `key` and `train`: each is passed
 only if the function names it. It returns a scalar, the mean over its batch, or, if it is declared with `returns_sum`,
@@ -31,7 +31,7 @@ Batch = Mapping[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSum:
-    """The sum of a loss over `count` items (tokens, examples); the mean is total / count over the global batch."""
+    """The sum of a loss over `count` items (such as tokens), so that parts of a batch add up to an exact mean."""
 
     total: jax.Array
     """[] float32."""
@@ -52,13 +52,13 @@ _CONCRETE = (
 
 
 def returns_sum(function: _Function) -> _Function:
-    """Declare, as a decorator, that a loss function returns a `LossSum` instead of a mean."""
+    """Decorator for loss functions that return a `LossSum` instead of a mean."""
     setattr(function, "returns_sum", True)  # noqa: B010 (an attribute that the type of a function does not have)
     return function
 
 
 def samples_labels(sampled: LossFunction) -> Callable[[_Function], _Function]:
-    """Declare, as a decorator, the variant of a loss that samples labels from the model's predictions.
+    """Decorator that gives a loss function a variant on labels sampled from the model, to estimate curvature.
 
     Optimizers that estimate the curvature need it (Sophia-G).
 
@@ -74,7 +74,7 @@ def samples_labels(sampled: LossFunction) -> Callable[[_Function], _Function]:
 
 
 class Loss:
-    """A loss function with uniform arguments and a uniform result.
+    """Wraps any loss function so that it takes the same arguments and returns a `LossSum`.
 
     Args:
       function: `function(model, batch)`; it gets `key` and `train` as well if it has parameters of these names, or
@@ -96,7 +96,7 @@ class Loss:
         """The loss on sampled labels, if the function was declared with `samples_labels`."""
 
     def __call__(self, model: nnx.Module, batch: Batch, *, key: jax.Array | None, train: bool) -> LossSum:
-        """Return the loss of a batch.
+        """Compute the loss of a batch.
 
         Args:
           model: the model.
@@ -134,7 +134,7 @@ class Loss:
 
 
 def as_loss(function: "LossFunction | Loss") -> Loss:
-    """Return a loss function as a `Loss`.
+    """Wrap a user's loss function as a `Loss`, unless it is one.
 
     Raises:
       TypeError: as `Loss`.
@@ -143,7 +143,7 @@ def as_loss(function: "LossFunction | Loss") -> Loss:
 
 
 def _accepted_keywords(function: LossFunction) -> tuple[str, ...]:
-    """Return which of `key` and `train` the function takes.
+    """Return which of the keyword arguments `key` and `train` a loss function takes.
 
     Raises:
       TypeError: the function does not take (model, batch), or requires something else.
@@ -171,7 +171,7 @@ def _accepted_keywords(function: LossFunction) -> tuple[str, ...]:
 
 @returns_sum
 def sampled_label_loss(model: Transformer, batch: Batch, *, key: jax.Array | None = None) -> LossSum:
-    """Return the cross-entropy, summed over tokens, of labels that are sampled from the model's own predictions.
+    """Return the cross-entropy on labels sampled from the model's own predictions, summed over tokens.
 
     Args:
       model: the model.
@@ -191,7 +191,7 @@ def sampled_label_loss(model: Transformer, batch: Batch, *, key: jax.Array | Non
 
 
 def _sample_labels(model: Transformer, hidden: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Invert the distribution functions of the predictions at `uniform` [B, T], row by row of the batch."""
+    """Sample a label for each token from the model's predictions, using the uniform numbers `uniform` [B, T]."""
 
     def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         x, u = row
@@ -203,7 +203,7 @@ def _sample_labels(model: Transformer, hidden: jax.Array, uniform: jax.Array) ->
 
 
 def vocabulary_loss(model: Transformer, hidden: jax.Array, labels: jax.Array, z_loss: float) -> jax.Array:
-    """Return the sum of the tokens' cross-entropies; large logits are computed in chunks."""
+    """Compute the summed cross-entropy of tokens from hidden states, in chunks if the logits would be large."""
 
     def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         cap = model.config.final_logit_softcapping
@@ -250,7 +250,7 @@ def language_model_loss(
 
 
 def as_loss_sum(value: object) -> LossSum:
-    """Return a loss function's result as a `LossSum` of float32 scalars: a mean counts as one item.
+    """Convert the result of a loss function to a `LossSum` of float32 scalars; a mean counts as one item.
 
     Raises:
       TypeError: it is neither a scalar nor a LossSum.
@@ -274,7 +274,7 @@ def _kind(value: object) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """Return a sentence with the line of the user's code that raised an error; empty if it is not known."""
+    """Return a sentence that names the line of the user's code where an error arose; empty if unknown."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     own = [frame for frame in frames if frame.filename != __file__]
     return f"It is in {own[-1].filename}, line {own[-1].lineno}: `{own[-1].line}`. " if own else ""

@@ -1,4 +1,4 @@
-"""The command `python -m jaxstack.prepare`: tokenize text into verified shards, on all cores; it can be resumed."""
+"""The command `python -m jaxstack.prepare`: tokenize text into checksummed files on all cores; can be resumed."""
 
 import argparse
 import signal
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Exit, which ends the worker processes; finished units and shards are on disk already."""
+    """Exit on a signal, which ends the worker processes; what is already written is kept for a later resume."""
     print(STOPPED, file=sys.stderr)
     sys.exit(128 + number)
 
@@ -119,7 +119,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Tokenize the sources of the command line into shards.
+    """Tokenize the sources named on the command line into shards (files of token ids).
 
     Raises:
       JaxstackError: as `jaxstack.data.build_shards.prepare_tokens`.
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_output(output: Path, sources: Sequence[str]) -> None:
-    """Raises ConfigError if shards in `output` would later be read as a part of a source."""
+    """Raise ConfigError if shards written to `output` would later be read as a part of a source."""
     place = output.resolve()
     for source in sources:
         folder = Path(source).expanduser()
@@ -182,7 +182,7 @@ def _summarize(index: dict, say: Callable[[str], None]) -> None:
 
 
 def _configured(component: type[Any], **values: object) -> Any:
-    """Build a component, and turn the values that it refuses into one message."""
+    """Build a component of the configuration; report rejected values as one error message."""
     try:
         return component(**values)
     except ValueError as e:
@@ -191,7 +191,7 @@ def _configured(component: type[Any], **values: object) -> Any:
 
 
 class _Lines:
-    """Progress as plain lines, at most one every five seconds."""
+    """Shows progress as plain lines of text, at most one every five seconds."""
 
     def __init__(self, show: bool):
         self._show = show
@@ -216,7 +216,7 @@ class _Lines:
 
 
 class _Bar:
-    """Progress as a bar on a terminal."""
+    """Shows progress as a bar on a terminal."""
 
     def __init__(self, total: int):
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

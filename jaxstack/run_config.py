@@ -1,4 +1,4 @@
-"""The configuration of a run, composed of the sections that its components declare.
+"""The configuration of a training run, composed of one section for each component.
 
 No module in a lower layer imports `RunConfig`: each component takes its own section.
 """
@@ -195,12 +195,12 @@ class RunConfig(Component):
 
     @property
     def layout_sections(self) -> LayoutSections:
-        """The sections that decide whether a layout is possible."""
+        """The sections of the configuration that decide whether a parallel layout is possible."""
         return LayoutSections(self.model, self.parallel, self.train, self.adapters)
 
     @property
     def one_island(self) -> "RunConfig":
-        """Configuration of one island by itself, with its devices and part of the batch; without islands, `self`."""
+        """Configuration of a single island with its share of devices and batch; `self` without islands."""
         count, simulated = self.parallel.islands, self.parallel.simulate_devices
         if count == 1:
             return self
@@ -211,11 +211,11 @@ class RunConfig(Component):
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
+        """Directory of the run: `run.dir` / `run.name`."""
         return Path(self.run.dir) / self.run.name
 
     def pipeline_plan(self) -> PipelinePlan | None:
-        """Return the schedule, stages and microbatches of the pipeline, or None without a pipeline.
+        """Return schedule, stages and microbatches of pipeline parallelism; None if it is not used.
 
         Raises:
           ConfigError: the microbatches do not divide the batch or do not suit the schedule.
@@ -233,7 +233,7 @@ def print_note(text: str) -> None:
 def load_config(
     path: str | Path | None = None, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_note
 ) -> RunConfig:
-    """Read a YAML file, apply `section.key=value` overrides, and validate the result.
+    """Read a run's configuration from a YAML file, apply `section.key=value` overrides, and validate it.
 
     Args:
       path: YAML file; None starts from the defaults. Without `run.name`, the run is named after the file.
@@ -251,7 +251,7 @@ def load_config(
 def load_tree(
     path: str | Path | None = None, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_note
 ) -> Tree:
-    """Read a YAML file and apply overrides, as `load_config`, but return plain data without defaults.
+    """Read a YAML configuration file and apply overrides; return plain data, not validated and without defaults.
 
     Raises:
       ConfigError: the file cannot be read, or an override has no `section.key=value` form.
@@ -267,7 +267,7 @@ def load_tree(
 
 
 def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
-    """Cap the file's warm-up at a tenth of the run where an override made the run shorter; returns what to tell."""
+    """Shorten the warm-up to a tenth of the run if an override of `train.steps` requires it; return notes on it."""
     given = {override.partition("=")[0].strip() for override in overrides}
     train, schedule = tree.get("train"), tree.get("schedule")
     if "train.steps" not in given or "schedule.warmup_steps" in given or not isinstance(schedule, dict):
@@ -282,7 +282,7 @@ def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
 def config_from_tree(
     tree: Mapping[str, object], origin: str = "the configuration", overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """Build a validated `RunConfig` from plain data.
+    """Build a validated run configuration from plain data, such as the content of a YAML file.
 
     Fills in the model and tokenizer of `run.init_from` or `run.branch_from`, the preset, and the default names of
     optimizer and schedule.
@@ -312,12 +312,12 @@ def config_from_tree(
 
 
 def _expand_auto(tree: Mapping[str, object]) -> Tree:
-    """Return the tree with `parallel: auto` as a section."""
+    """Return the configuration data with the shorthand `parallel: auto` written out as a section."""
     return {**tree, "parallel": {"auto": True}} if tree.get("parallel") == "auto" else dict(tree)
 
 
 def _keeps_end_layers_wide(tree: Mapping[str, object]) -> bool:
-    """Return True if the first and last layer are not computed in FP8, and so must stay outside of the layer scan.
+    """Return True if the first and last layer stay out of FP8, and so out of the scan over layers.
 
     A pipeline has no unscanned layers: it deals all layers to its stages.
     """
@@ -330,8 +330,10 @@ def _keeps_end_layers_wide(tree: Mapping[str, object]) -> bool:
 
 
 def config_schema() -> Tree:
-    """Return the JSON schema of configuration files: `name` of optimizer and schedule is optional, `parallel` may be
-    `auto`."""
+    """Return the JSON schema of configuration files, for completion and checks in editors.
+
+    The `name` of optimizer and schedule is optional in it, and `parallel` may be `auto`.
+    """
     schema = RunConfig.model_json_schema(by_alias=True)
     schema["properties"]["parallel"] = {"anyOf": [schema["properties"]["parallel"], {"const": "auto"}]}
     for union in (AnyOptimizer, AnySchedule, AnyIslandMethod):

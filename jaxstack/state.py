@@ -1,4 +1,4 @@
-"""The train state and its sharded initialization: no device ever holds more than its shards."""
+"""The train state and its sharded initialization, in which no device ever holds more than its shards."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jaxstack.resilience.spikes import StepHistory
 
 
 class TrainState(NamedTuple):
-    """The train state: all that a step changes. Checkpoints hold it, and the position in the data."""
+    """The train state: everything that a step changes. Checkpoints hold it, with the position in the data."""
 
     step: jax.Array
     """[] int32: steps taken."""
@@ -39,7 +39,7 @@ LATER_FIELDS = {"history": StepHistory.empty}
 
 
 def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    """Return a fresh state. Traceable: jit it with `state_shardings` as out_shardings to create it sharded."""
+    """Initialize a train state from a random key. To be jitted with sharded outputs, see `state_shardings`."""
     init_key, run_key = jax.random.split(key)
     params, non_params = module.init(init_key)
     zero = jnp.zeros((), jnp.int32)
@@ -48,17 +48,17 @@ def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation
 
 
 def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransformation) -> TrainState:
-    """Return the shapes and dtypes of `init_state`'s result; nothing is computed."""
+    """Return shapes and dtypes of a model's train state, without computing it."""
     return jax.eval_shape(lambda: init_state(module, optimizer, jax.random.key(0)))
 
 
 def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
-    """Attach shardings to the shapes and dtypes of a state."""
+    """Attach shardings to the shapes and dtypes of a train state."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> tuple[Any, Any]:
-    """Return shapes, dtypes and shardings of a run's initial parameters, and of its teacher's parameters.
+    """Return shapes, dtypes and shardings of the parameters that a run starts from, and of its teacher's.
 
     The first are those that a step computes with, in the order of checkpoints, without adapters; the second are {}
     without a teacher. Arguments as of `state_shardings`.
@@ -71,25 +71,25 @@ def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> t
 
 
 def split_teacher(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split parameters into the model's own and {"teacher": its teacher's}; no checkpoint holds the latter."""
+    """Split parameters into the model's own and those of the teacher it is distilled from (`{"teacher": ...}`)."""
     own = {key: value for key, value in params.items() if key != "teacher" or not isinstance(value, dict)}
     return own, {key: params[key] for key in params.keys() - own.keys()}
 
 
 def without_teacher(state: TrainState) -> TrainState:
-    """Return the state, or its shapes, without the parameters of a teacher."""
+    """Return a train state, or its shapes, without the parameters of the teacher used in distillation."""
     return state._replace(params=split_teacher(state.params)[0])
 
 
 def replace_teacher(state: TrainState, teacher: Mapping[str, Any]) -> TrainState:
-    """Return the state with other teacher parameters, as `split_teacher` returns them; {}: unchanged."""
+    """Return a train state with other teacher parameters, given as by `split_teacher`; {} changes nothing."""
     return state._replace(params={**state.params, **teacher})
 
 
 def state_shardings(
     module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules, zero: int = 0
 ) -> TrainState:
-    """Return the NamedSharding of every leaf.
+    """Return the sharding of each array of a model's train state on the mesh.
 
     Parameters are sharded by the rules, optimizer state like its parameter (`state_spec`); everything else is
     replicated.

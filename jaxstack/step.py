@@ -1,4 +1,4 @@
-"""The train and eval steps: pure functions of (state, batch), and the program that the train step is compiled to.
+"""The train and eval steps as pure functions of (state, batch), and the program compiled from the train step.
 
 Gradients are those of the mean over the real tokens of the whole global batch: sums over microbatches and devices,
 which `jaxstack.gradients` computes, divided once.
@@ -39,7 +39,7 @@ XlaOptions = dict[str, bool | int | float | str]
 
 
 class StepFunctions:
-    """The train and eval steps of one module, loss, optimizer and layout.
+    """The train and eval steps of one module, with its loss, optimizer and parallel layout.
 
     Args:
       module: the module.
@@ -75,14 +75,14 @@ class StepFunctions:
         self._make_gradients()
 
     def with_accumulation(self, count: int) -> "StepFunctions":
-        """Return the same functions with another number of microbatches."""
+        """Return the same steps with another number of microbatches for gradient accumulation."""
         other = copy.copy(self)
         other.accumulation = count
         other._make_gradients()
         return other
 
     def _make_gradients(self) -> None:
-        """Build the gradient functions for this number of microbatches.
+        """Build the functions that compute gradients over the given number of microbatches.
 
         Raises:
           ConfigError: the optimizer needs sampled labels, which the loss does not declare.
@@ -101,15 +101,15 @@ class StepFunctions:
 
     @property
     def inner_rules(self) -> AxisRules:
-        """Axis rules inside the function that computes a step; a subclass may exclude mesh axes."""
+        """Sharding rules inside the function that computes a step; a subclass may exclude mesh axes."""
         return self.rules
 
     def one_model(self, state: TrainState) -> TrainState:
-        """Return the abstract state of one copy of the model, given the abstract train state."""
+        """Return the abstract train state of one copy of the model, given that of all copies."""
         return state
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one optimizer step.
+        """Take one optimizer step on a batch: return the next train state and the step's metrics.
 
         A step whose loss or gradients are not finite, or exceed the spike limits, changes nothing except the step count
         and `skipped`.
@@ -169,11 +169,11 @@ class StepFunctions:
         return new, metrics
 
     def _all_sums(self, sums: GradientSums) -> GradientSums:
-        """Return the sums of the whole batch that decides on an optimizer step, from those of `gradients`."""
+        """Return the gradient and loss sums to use for a step; a subclass may add up those of all islands."""
         return sums
 
     def _use(self, params: Dict, key: jax.Array) -> tuple[Dict, Callable[[Dict, float], Dict]]:
-        """Return the parameters to compute with, and a function from their gradients to those of the stored ones.
+        """Return the parameters to compute with, and a function that maps their gradients to the stored ones.
 
         The function takes the gradients of the trained parameters, and the weight of the module's own penalty.
         """
@@ -198,7 +198,7 @@ class StepFunctions:
         batch: Batch,
         key: jax.Array,
     ) -> dict[str, Any]:
-        """Return what `StepOptimizer.update` takes: the estimate of the curvature where it is due, and that flag.
+        """Return the curvature estimate for the optimizer, with a flag whether it was renewed in this step.
 
         The Gauss-Newton-Bartlett estimate is the square of the mean gradient over sampled labels, times their number
         (Liu et al. 2023, arXiv:2305.14342, algorithm 2).
@@ -215,7 +215,7 @@ class StepFunctions:
         return {"curvature": jax.lax.cond(renewed, estimate, zeros), "renewed": renewed}
 
     def _with_keys(self, batch: Batch, key: jax.Array, always: bool = False) -> Batch:
-        """Add a key for each token to the batch, if the module's dropout uses them, or always."""
+        """Add a random key for each token to the batch if dropout (or label sampling) needs them."""
         if not (self.module.drops_tokens or always) or "tokens" not in batch:
             return batch
         rows, length = batch["tokens"].shape
@@ -224,12 +224,12 @@ class StepFunctions:
         return {**batch, TOKEN_KEYS: token_keys(key, rows, jnp.asarray(tokens, jnp.int32))}
 
     def eval_step(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
-        """Return the loss sum and item count of a batch in evaluation."""
+        """Return the summed loss and the item count of a held-out batch."""
         return self.gradients.loss(self.module.export(params), non_params, batch)
 
 
 class StepProgram:
-    """The train step: traces and compiles it, and describes what was compiled.
+    """The train step as a compiled XLA program: traces it, compiles it, and describes the result.
 
     Args:
       steps: the step functions.
@@ -245,7 +245,7 @@ class StepProgram:
         """The program; None before `compile`."""
 
     def lower(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
-        """Trace the step for batches of these shapes and shardings.
+        """Trace the train step for batches of these shapes and shardings.
 
         Raises:
           ConfigError: a kernel or method that was chosen explicitly does not support what the model needs.
@@ -263,18 +263,18 @@ class StepProgram:
         return lowered
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compile what `lower` returned."""
+        """Compile the traced train step that `lower` returned."""
         self.compiled = lowered.compile(compiler_options=self.compiler_options)
         return self.compiled
 
     @property
     def compiler_options(self) -> XlaOptions:
-        """Options of XLA that the step is compiled with."""
+        """XLA options with which the train step is compiled."""
         return self._installed_options[0]
 
     @property
     def compiler_notes(self) -> list[str]:
-        """A sentence for each option that the installed jaxlib has under another name, or lacks."""
+        """One sentence for each XLA option that the installed jaxlib renamed or lacks."""
         return self._installed_options[1]
 
     @functools.cached_property
@@ -289,7 +289,7 @@ class StepProgram:
         return self._steps.rules.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def describe(self) -> dict[str, Any]:
-        """Return what the compiled step runs, as plain JSON, see `jaxstack.observe.what_ran`."""
+        """Describe what the compiled step runs, such as kernels and collectives, as JSON data."""
         assert self.compiled is not None, "compile the step first"
         steps = self._steps
         # A pipeline's matmuls are inside conditionals: the program does not tell how many of them run.
@@ -305,7 +305,7 @@ class StepProgram:
         return ran
 
     def describe_sharding(self) -> dict[str, Any]:
-        """Return how the train state is sharded, see `jaxstack.functional.shardings`."""
+        """Describe how the arrays of the train state are sharded over the devices."""
         state, steps = self._steps.one_model(self._state), self._steps
         others = (state.step, state.non_params, state.key, state.history)
         zero = steps.layout.zero
@@ -313,13 +313,13 @@ class StepProgram:
         return describe_shardings(steps.module, state.params, moments, others, rules=steps.rules, zero=zero)
 
     def describe_pipeline(self) -> dict[str, Any]:
-        """Return the schedule of the pipeline's stages; empty without a pipeline."""
+        """Describe the schedule of the pipeline's stages; empty without pipeline parallelism."""
         pipeline = self._steps.layout.pipeline
         return {} if pipeline is None else describe_schedule(pipeline.table())
 
 
 def _check_dtypes(trained: Dict, new: optax.OptState, old: optax.OptState) -> None:
-    """Check that an update keeps the dtypes of the optimizer's state.
+    """Check that an optimizer update keeps the dtypes of the optimizer's state.
 
     Raises:
       TypeError: it does not, because its state began in the dtype of parameters of another dtype than float32.

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_place(file: Path, config: "RunConfig", overrides: Sequence[str]) -> None:
-    """Check that the configuration of a run trains that run, also after its directory was renamed or copied.
+    """Check that a configuration found in a run directory trains that run, even if it was renamed or copied.
 
     Raises:
       ConfigError: it would train another one; the message has the overrides that go on here.

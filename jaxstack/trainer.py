@@ -1,4 +1,4 @@
-"""Trains any Flax module with any loss: builds the sharded state, compiles the step, evaluates; `fit` runs the loop."""
+"""Trains any Flax module with any loss: builds the sharded state, compiles the step, and runs the training loop."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ Data = BatchSource | Callable[[int], HostBatch] | Iterable[HostBatch]
 
 
 class Trainer:
-    """Trains a Flax module on a mesh: data, loss, optimizer and parallelism of one run.
+    """Trains a Flax module on a device mesh, given data, loss, optimizer and parallel layout.
 
     Args:
       module: a `flax.nnx.Module`; or a function `rngs -> nnx.Module` (created sharded, for large models), such as
@@ -122,12 +122,12 @@ class Trainer:
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:
-        """Evaluates on the held-out data."""
+        """The evaluator of the loss on the held-out data."""
         rows = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
         return Evaluator(self.steps, self._eval_data, rows, self.compiler_options)
 
     def _scheduled(self, optimizer: Optimizer, schedule: Schedule, zero: int) -> StepOptimizer:
-        """Set the learning rate, freeze what the optimizer's groups freeze, and build the optimizer of the others."""
+        """Apply learning-rate schedule and freezing rules to an optimizer, and build it for the trained parameters."""
         multiplier, peak, sizes = schedule.make_multiplier(self.train.steps), optimizer.learning_rate, self.batch_sizes
         if sizes.grows:
             self.learning_rate = lambda step: (
@@ -160,7 +160,7 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """The train state; it is created, sharded, when it is first used."""
+        """The train state; it is initialized, sharded over the devices, when it is first used."""
         state = self._state
         if state is None:
             create = lambda key: self._run_state(init_state(self.module, self.optimizer, key))  # noqa: E731
@@ -174,7 +174,7 @@ class Trainer:
         self._state = replace_teacher(state, self._take_teacher())
 
     def start_from(self, params: Dict) -> None:
-        """Replace the state by a fresh one at step 0 with these parameters, whose buffers are donated.
+        """Restart at step 0 from these parameters, which are donated (their memory is reused).
 
         Args:
           params: as `start_shapes` describes; the parameters of adapters are initialized.
@@ -193,37 +193,37 @@ class Trainer:
 
     @property
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state."""
+        """Shapes, dtypes and shardings of the train state, known without computing it."""
         state = jax.eval_shape(self._run_state, abstract_state(self.module, self.optimizer))
         return with_shardings(state, self.shardings)
 
     def _run_state(self, state: TrainState) -> TrainState:
-        """Return the state of a run from the fresh state of one copy of the model. Traceable."""
+        """Return the train state of the run, given a fresh state of one model copy; islands have several."""
         return state
 
     def _run_shardings(self, shardings: TrainState) -> TrainState:
-        """Return the shardings of the state of a run from those of one copy of the model."""
+        """Return the shardings of the run's train state, given those of one copy of the model."""
         return shardings
 
     @functools.cached_property
     def start_shapes(self) -> tuple[Dict, Dict]:
-        """Shapes, dtypes and shardings of what `start_from` and `set_teacher` take; {} without a teacher."""
+        """Shapes, dtypes and shardings of the parameters that `start_from` and `set_teacher` take ({}: no teacher)."""
         return start_shapes(self.module, self.rules, self.steps.layout.zero)
 
     def set_teacher(self, params: Dict) -> None:
-        """Set the teacher's parameters, which no checkpoint holds, see `start_shapes`."""
+        """Set the parameters of the teacher model to distill from, as in `start_shapes`; no checkpoint holds them."""
         self._teacher = {"teacher": params}
         if self._state is not None:
             self.state = self._state
 
     def _take_teacher(self) -> Dict:
-        """Return the teacher that a new state gets: the one that was set last, or else the present state's."""
+        """Return the teacher's parameters for a new train state: those set last, or the present state's."""
         teacher, self._teacher = self._teacher, {}
         return teacher or (split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
 
     @property
     def stored_state(self) -> TrainState:
-        """The state as checkpoints hold it: the same for every layout."""
+        """The train state in the form that checkpoints have, which is the same for every parallel layout."""
         if self.module.stores_plain:
             return without_teacher(self.state)
         to_plain = functools.partial(self.module.to_plain, self.optimizer)
@@ -238,7 +238,7 @@ class Trainer:
 
     @property
     def abstract_stored_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of `stored_state`."""
+        """Shapes, dtypes and shardings of `stored_state`, without computing it."""
         shapes = with_shardings(abstract_state(self.module.plain, self.optimizer), self._stored_shardings())
         return without_teacher(shapes)
 
@@ -247,20 +247,20 @@ class Trainer:
 
     @property
     def trained_module(self) -> Any:
-        """The module with the current parameters."""
+        """The Flax module with the current parameters."""
         return self.module.merge(self.state.params, self.state.non_params)
 
     def count_parameters(self) -> int:
-        """Return the number of the module's parameters."""
+        """Return the number of the module's parameters, trained or not."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.module.abstract_params))
 
     def frozen_parameters(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-        """Return path -> (logical axes, shape) of the parameters that are not trained."""
+        """Return the parameters that are not trained, as path -> (logical axes, shape)."""
         known = self.module.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
         return {"/".join(path): leaf for path, leaf in flatten(self.module.split_frozen(known)[1]).items()}
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
-        """Compile the train step ahead of its first use; `choices` then tells which kernels it took.
+        """Compile the train step before its first use; `choices` then lists the kernels that it uses.
 
         Args:
           batch: shapes and shardings, as from `peek_batch`.
@@ -276,7 +276,7 @@ class Trainer:
         return self.program.compile(lowered)
 
     def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None:
-        """Compile the train step for each smaller batch of `train.batch_ramp` that steps from `start` on have.
+        """Compile the train step for the smaller batches at the start of a run, from step `start` on.
 
         Raises:
           ConfigError: the devices do not divide a smaller batch.
@@ -295,46 +295,46 @@ class Trainer:
 
     @property
     def choices(self) -> list[Choice]:
-        """The kernels that the compiled step took, with the reasons against others."""
+        """The kernels that the compiled train step uses, and why others were not chosen."""
         return self.program.choices
 
     @property
     def compiler_options(self) -> XlaOptions:
-        """Options of XLA that the step is compiled with."""
+        """XLA options with which the train step is compiled."""
         return self.program.compiler_options
 
     @property
     def compiler_notes(self) -> list[str]:
-        """A sentence for each option that the installed jaxlib has under another name, or lacks."""
+        """One sentence for each XLA option that the installed jaxlib renamed or lacks."""
         return self.program.compiler_notes
 
     def describe(self) -> dict[str, Any]:
-        """Return what the compiled step runs, as plain JSON, see `jaxstack.observe.what_ran`."""
+        """Describe what the compiled train step runs, such as kernels and collectives, as JSON data."""
         return self.program.describe()
 
     def describe_sharding(self) -> dict[str, Any]:
-        """Return how the train state is sharded, as plain JSON, see `jaxstack.functional.shardings`."""
+        """Describe how the arrays of the train state are sharded over the devices, as JSON data."""
         return self.program.describe_sharding()
 
     def describe_pipeline(self) -> dict[str, Any]:
-        """Return the schedule of the pipeline's stages as plain JSON; empty without a pipeline."""
+        """Describe the schedule of the pipeline's stages as JSON data; empty without a pipeline."""
         return self.program.describe_pipeline()
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes, dtypes and shardings of full batches, from that of step `start`, which is not used up."""
+        """Return shapes, dtypes and shardings of a full batch, without using up the batch of step `start`."""
         size = self.train.global_batch_size
         rows, start = self.placement.local_rows(size), self.batch_sizes.rows_before(start) // size
         return abstract_batch(peek(self.data, global_batch_size=size, rows=rows, start=start), self.rules, size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:
-        """Yield global batches on the devices from that of step `start` on, each with the seconds waited for it."""
+        """Yield the batches of steps from `start` on, on the devices, with the seconds waited for each."""
         data = sliceable(self.data, self.batch_sizes)
         for size, first, count in self.batch_sizes.phases_from(start):
             host = data.batches(global_batch_size=size, rows=self.placement.local_rows(size), start=first)
             yield from self.placement.stream(host if count is None else itertools.islice(host, count), size, size)
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
-        """Return a whole global batch, laid out on the devices."""
+        """Put a whole global batch from host memory onto the devices, sharded as the train step needs it."""
         return self.placement.put(batch)
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
@@ -348,7 +348,7 @@ class Trainer:
         return metrics
 
     def read(self, metrics: Metrics) -> dict[str, float]:
-        """Wait for the metrics of a step, and return them as numbers."""
+        """Wait for the metrics of a step, and convert them from arrays to numbers."""
         return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
     def evaluate(
@@ -358,7 +358,7 @@ class Trainer:
         return self.evaluator.run(self.state.params, self.state.non_params, max_tokens, stop)
 
     def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
-        """Train until `train.steps`, resuming from the newest checkpoint in `run_dir`.
+        """Train until step `train.steps`, resuming from the newest checkpoint in `run_dir`.
 
         Args:
           run_dir: directory of checkpoints, metrics and the report; None: nothing is written.
@@ -376,7 +376,7 @@ class Trainer:
 
 
 def _check_arguments(train: object, schedule: object, mesh: object, layout: object) -> None:
-    """Raise TypeError if an argument of `Trainer` is of another type than the documented one."""
+    """Raise TypeError if an argument of `Trainer` does not have the documented type."""
     wanted = (
         ("train", train, TrainConfig, "a TrainConfig, such as TrainConfig(steps=100)"),
         (

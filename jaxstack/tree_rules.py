@@ -1,4 +1,4 @@
-"""Path rules: values chosen for parameters by matching regular expressions against their paths.
+"""Rules by parameter path: values chosen for parameters by matching regular expressions against their paths.
 
 A rule is (regular expression, value). A parameter's path is its keys joined by `/`, such as
 `decoder/layers/0/attention/q_proj/kernel`. The first rule whose expression is found in the path wins.
@@ -23,7 +23,10 @@ Rules = Sequence[tuple[str, V]]
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """Return a jax key path as `a/b/0/c`, without the attribute `value` of NNX variables."""
+    """Return the key path of a leaf in a JAX pytree as text, such as `a/b/0/c`.
+
+    The attribute `value` of NNX variables is left out.
+    """
     parts = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
     if len(parts) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and parts[-1] == "value":
         parts.pop()
@@ -31,7 +34,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def match(path: str, rules: Rules[V]) -> V:
-    """Return the value of the first rule that matches a path.
+    """Return the value of the first rule (pattern, value) whose pattern matches a parameter's path.
 
     Raises:
       KeyError: no rule matches; end the rules with `(".*", default)` to have a default.
@@ -43,12 +46,12 @@ def match(path: str, rules: Rules[V]) -> V:
 
 
 def map_by_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Map `function(path, leaf, *other_leaves)` over trees, with the path as text."""
+    """Map `function(path, leaf, *other_leaves)` over the leaves of pytrees, where `path` is text like `a/b/0`."""
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_name(path), *leaves), tree, *rest)
 
 
 def check_patterns(patterns: Sequence[str], tree: Any, what: str) -> None:
-    """Check that each pattern matches a path of `tree`; one that does not is most likely misspelt.
+    """Check that each pattern matches the path of some leaf of `tree`; otherwise it is probably misspelt.
 
     Raises:
       ConfigError: a pattern matches none; the message names it, and some paths that exist.

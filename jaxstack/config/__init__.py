@@ -1,1 +1,1 @@
-"""Typed configuration: a frozen component base, and a YAML loader with overrides and did-you-mean."""
+"""Typed configuration: immutable components, and a YAML loader with overrides and suggestions for misspelt keys."""

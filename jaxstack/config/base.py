@@ -1,4 +1,4 @@
-"""Base of all configuration components: frozen, strict, without unknown keys."""
+"""Base class of all configuration components: immutable, with strict types and without unknown keys."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Read YAML files and `section.key=value` overrides into validated components, with errors that name the way out."""
+"""Read configuration from YAML files and `section.key=value` overrides, with errors that suggest corrections."""
 
 import json
 import re
@@ -19,7 +19,7 @@ Tree: TypeAlias = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `3e-4` is a float and `1e3` an integer, as in YAML 1.2, and duplicate keys are an error."""
+    """YAML loader in which `3e-4` is a float and `1e3` an integer, as in YAML 1.2; rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -58,7 +58,7 @@ _MAX_VALUES = 100_000
 
 
 def _count_values(value: object, known: dict[int, int | None]) -> int:
-    """Count the values in a tree whose parts may occur many times by YAML's aliases, visiting each part once.
+    """Count the values in a YAML tree with its aliases expanded, to refuse one that is too large.
 
     Args:
       value: the tree.
@@ -101,7 +101,7 @@ def _parse_yaml(text: str, origin: str) -> Any:
 
 
 def load_yaml(path: str | Path) -> Tree:
-    """Return the mapping in a YAML file.
+    """Read a YAML file of configuration sections as a dict.
 
     Raises:
       ConfigError: the file is missing, unreadable, not UTF-8, not YAML, or not a mapping.
@@ -137,7 +137,7 @@ def load_yaml(path: str | Path) -> Tree:
 
 
 def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
-    """Return a copy of `tree` with each `section.key=value` of `overrides` set; values are parsed as YAML.
+    """Apply `section.key=value` overrides to configuration data: return a changed copy, values parsed as YAML.
 
     Raises:
       ConfigError: an override is not of the form `section.key=value`.
@@ -160,7 +160,7 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
 
 
 def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
-    """Remove a component's keys from the file's values if an override replaces it by a component of another kind.
+    """Drop a file's keys of a component (such as an optimizer) that an override replaces by another kind.
 
     `optimizer.name=sgd` on a file with `optimizer: {name: adamw, b2: 0.95}` removes `b2`, which SGD does not have. Keys
     that the new component also has stay.
@@ -197,7 +197,7 @@ def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence
 
 
 def _chosen_name(override: str) -> tuple[list[str], str | None]:
-    """Return the section and the component that `section.name=NAME` or `section={name: NAME}` chooses, if it does."""
+    """Return the section and the name that an override such as `optimizer.name=sgd` chooses, if it does."""
     path, _, value = override.partition("=")
     *keys, last = path.strip().split(".")
     if last == "name":
@@ -213,7 +213,7 @@ def _at(tree: Tree, keys: Sequence[str]) -> Tree:
 
 
 def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Merge two trees of plain data recursively; values of `over` replace those of `base`."""
+    """Merge two nested dicts recursively; values of `over` replace those of `base`."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -224,7 +224,7 @@ def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def build_component(kind: type[C], tree: object, origin: str = "the configuration", overrides: Sequence[str] = ()) -> C:
-    """Validate plain data as a component.
+    """Validate plain data, and build a configuration component of the class `kind` from it.
 
     Args:
       kind: class of the component.
@@ -255,7 +255,7 @@ def build_component(kind: type[C], tree: object, origin: str = "the configuratio
 
 
 def dump_yaml(component: Component) -> str:
-    """Return the component as YAML, from which `load_yaml` and `build_component` make an equal component."""
+    """Write a configuration component as YAML text, from which an equal component can be loaded."""
     tree = component.model_dump(mode="json", by_alias=True)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
 
@@ -275,7 +275,7 @@ _WANTED = {
 
 
 def _has_inner(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -> bool:
-    """Return True if another problem lies within the value of this one."""
+    """Return True if another validation problem lies within the value of this one."""
     outer = problem["loc"]
     return any(len(p["loc"]) > len(outer) and p["loc"][: len(outer)] == outer for p in problems)
 
@@ -284,12 +284,12 @@ _OVERRIDE = "override "
 
 
 def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[str]) -> str:
-    """Return one line for a problem that pydantic found: its key, what is wrong, and the way out."""
+    """Explain a problem that pydantic found in one line: the key, what is wrong, and a remedy."""
     path, owner = _walk(kind, problem["loc"])
     name, text = ".".join(path), _explain_problem(path, owner, problem)
 
     def concerns(override: str) -> bool:
-        """True if the override gave the value, a part of it, or a value that the message names."""
+        """Return True if the override set the wrong value, a part of it, or another value that the message names."""
         key = override.partition("=")[0].strip()
         return f"{name}.".startswith(f"{key}.") or bool(path) and key.startswith(f"{name}.") or f"{key} (" in text
 
@@ -327,7 +327,7 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
 
 
 def _hint(path: Sequence[str], owner: type[BaseModel], code: str, found: object) -> str:
-    """Return the way to write a component where only a text was given; "" in other cases."""
+    """Return how to write a component where only a text was given; "" in other cases."""
     key = next(part for part in reversed(path) if not part.isdigit())
     members = _components_in(_annotation(owner, key))
     if not isinstance(found, str) or not members or not code.startswith(("model", "dict", "list", "tuple")):
@@ -338,7 +338,7 @@ def _hint(path: Sequence[str], owner: type[BaseModel], code: str, found: object)
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
-    """Translate pydantic's location of a problem.
+    """Translate pydantic's location of a problem to keys in the file, and the component that contains it.
 
     Returns:
       The keys as in the file, and the component that has the last of them.
@@ -363,7 +363,7 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
 
 
 def _tag(component: type[BaseModel]) -> str:
-    """Return the key that chooses a member of a union: `method` for rules that choose by it, `name` for the others."""
+    """Return the key that chooses the kind of a component: `name`, or `method` for rules that choose by it."""
     return "name" if "name" in component.model_fields else "method"
 
 
@@ -372,7 +372,7 @@ def _keys(component: type[BaseModel]) -> list[str]:
 
 
 def _annotation(component: type[BaseModel], key: str) -> object:
-    """Return the type of a field, by its name or alias; None if there is no such field."""
+    """Return the type of a component's field, by name or alias; None if there is no such field."""
     for name, field in component.model_fields.items():
         if key in (name, field.alias):
             return field.annotation
@@ -380,7 +380,7 @@ def _annotation(component: type[BaseModel], key: str) -> object:
 
 
 def _components_in(annotation: object) -> list[type[BaseModel]]:
-    """Return the component classes inside an annotation such as `Part | None` or `tuple[Part, ...]`."""
+    """Return the component classes in a type annotation such as `Part | None` or `tuple[Part, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [c for inner in get_args(annotation) for c in _components_in(inner)]

@@ -1,4 +1,4 @@
-"""The configuration sections `run` and `train`, which belong to no package of their own."""
+"""The configuration sections `run` and `train`, which concern the run as a whole."""
 
 import itertools
 import re
@@ -61,7 +61,7 @@ class BatchRamp(Component):
 
     @property
     def learning_rate_exponent(self) -> float:
-        """Exponent of the batch size in the learning rate."""
+        """Power of the batch size with which the learning rate grows while the batch does: 0, 1/2 or 1."""
         return {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}[self.learning_rate]
 
     @field_validator("double_at_tokens")

@@ -1,1 +1,1 @@
-"""Text generation and scoring with trained models."""
+"""Text generation with trained models, and scoring of given text."""

@@ -1,4 +1,4 @@
-"""Generation of answers to questions, formatted by the chat template of the tokenizer."""
+"""Generation of answers to questions, which are formatted by the tokenizer's chat template."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from jaxstack.errors import ConfigError
 
 
 class ChatGenerator(TextGenerator):
-    """Generates answers to questions: puts each prompt into the chat template, and stops where the answer ends.
+    """Generates answers to questions, using the tokenizer's chat template and stopping where the answer ends.
 
     Args:
       generator: a generator for the same model; its `opening` is not used, because the template opens a chat.
@@ -38,7 +38,7 @@ class ChatGenerator(TextGenerator):
         self._template, self._stop = template, (end,) if end and special is None else ()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a chat with one question, up to the beginning of its answer."""
+        """Return the token ids of a chat with one question, up to where the model's answer begins."""
         question = self._template.render([{"role": "user", "content": text}], prompt=True)
         return self.tokenizer.encode_marked([question])[0][0].tolist()
 
@@ -51,5 +51,5 @@ class ChatGenerator(TextGenerator):
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
-        """Yield pieces of all answers, each up to the text that ends an answer in the template."""
+        """Answer several questions together: yield pieces of their answers as tokens are generated."""
         return super().stream(prompts, max_tokens, sampling, seed=seed, stop=(*stop, *self._stop))

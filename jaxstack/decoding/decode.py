@@ -1,4 +1,4 @@
-"""Autoregressive decoding with a KV cache: one prefill over the prompts, then one token per step for all of them."""
+"""Autoregressive decoding with a KV cache: one prefill over a batch of prompts, then one token of each per step."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ _STEPS = 8
 
 
 class ModelOnMesh:
-    """A `Transformer` with its parameters on a mesh, for use without training.
+    """A Transformer with its parameters sharded over a mesh, for inference.
 
     Args:
       module: the functional form of the Transformer.
@@ -61,32 +61,32 @@ class ModelOnMesh:
             self.compiler_options = packed_weight_options()
 
     def load(self, params: Params, non_params: Params) -> None:
-        """Replace the arrays by others of the same model, without compiling again."""
+        """Replace the parameters by others of the same shapes, without compiling again."""
         self.params, self.non_params = cast_matrices(self.module, params, self.rules), non_params
 
     def unload(self) -> None:
-        """Release the arrays until `load` is called again."""
+        """Free the memory of the parameters until `load` is called again."""
         self.params, self.non_params = {}, {}
 
     @property
     def batch_unit(self) -> int:
-        """Number of shards of the batch; a batch size should be a multiple of it."""
+        """Number of devices over which a batch is split; a batch size should be a multiple of it."""
         return self.rules.degree(self.rules.table["batch"])
 
     @property
     def context_length(self) -> int | None:
-        """Maximum number of tokens of a sequence; None if the model has no limit."""
+        """Maximum number of tokens in a sequence; None if the model has no limit."""
         return self.config.max_position_embeddings
 
     def padded_length(self, longest: int) -> int:
-        """Return the length that rows are padded to, where the longest row has `longest` tokens."""
+        """Return the length to which a batch is padded so that few shapes are compiled, given its longest row."""
         length = _BLOCK
         while length < longest:
             length *= 2
         return max(longest, min(length, self.context_length or length))
 
     def check_ids(self, rows: Sequence[Sequence[int]]) -> None:
-        """Check that every token id is in the model's vocabulary.
+        """Check that every token id in the rows of a batch is in the model's vocabulary.
 
         Raises:
           ConfigError: one is not.
@@ -100,12 +100,12 @@ class ModelOnMesh:
 
 
 def is_packed(x: object) -> bool:
-    """Return True if x is a `PackedWeight`, which pytree functions should treat as one leaf."""
+    """Return True if x is a packed (such as quantized) weight, which pytree functions should treat as one leaf."""
     return isinstance(x, PackedWeight)
 
 
 def cast_matrices(module: FunctionalModule, params: Params, rules: AxisRules) -> Params:
-    """Cast matrices to the compute dtype, as a Transformer does where it uses them.
+    """Cast the model's matrices to the compute dtype once, instead of each time that a layer uses them.
 
     Routers keep their dtype, packed weights their format.
     """
@@ -119,7 +119,7 @@ def cast_matrices(module: FunctionalModule, params: Params, rules: AxisRules) ->
 
 
 class Decoder(ModelOnMesh):
-    """Generates tokens with a `Transformer`. Unrolled layers (`scan_layers: false`) are fastest.
+    """Generates tokens with a Transformer for a batch of prompts. Unrolled layers (`scan_layers: false`) are fastest.
 
     Args:
       module, params, non_params, rules: as of `ModelOnMesh`.
@@ -163,7 +163,7 @@ class Decoder(ModelOnMesh):
         seed: int | Sequence[int] = 0,
         stop_tokens: Collection[int] = (),
     ) -> Iterator[Int[np.ndarray, " B"]]:
-        """Yield the next token of every prompt, int32 [B], at most `max_tokens` times.
+        """Yield the next token of every prompt in the batch, int32 [B], at most `max_tokens` times.
 
         Args:
           prompts: token ids of each row; they may differ in length.
@@ -192,7 +192,7 @@ class Decoder(ModelOnMesh):
                 return
 
     def _row_count(self, prompts: int) -> int:
-        """Return the number of rows that are computed: whole shards, of at least two rows each on a GPU.
+        """Return the batch size to compute for a number of prompts: a multiple of the shards, on GPUs at least 2.
 
         XLA computes a matmul of one row as a product and a sum, and in bfloat16 writes the product to memory, which
         takes three times the bytes of the weights.
@@ -209,7 +209,7 @@ class Decoder(ModelOnMesh):
         max_tokens: int,
         sampling: Sampling,
     ) -> Iterator[Int[Array, "..."]]:
-        """Yield the new tokens of all rows, first those of one step, [B], then of one or several steps, [count, B].
+        """Yield arrays of new tokens for all rows, without waiting: [B] of one step, then [count, B] of several.
 
         The program of each part is dispatched when the part is asked for. The last part may exceed `max_tokens`.
         """
@@ -246,7 +246,7 @@ class Decoder(ModelOnMesh):
             )
 
     def _check_cache(self, rows: int, capacity: int, filled: int) -> None:
-        """Check that the cache for `capacity` tokens of each row, `filled` of them prompts, fits the devices' memory.
+        """Check that a KV cache for `capacity` tokens per row fits the devices' memory.
 
         Raises:
           ConfigError: it does not.
@@ -297,7 +297,7 @@ class Decoder(ModelOnMesh):
         count: int,
         sampling: Sampling,
     ) -> tuple[Int[Array, " B"], Int[Array, "count B"], Cache]:
-        """Run `count` steps after `done` new tokens, the last of which is `token`.
+        """Run `count` decoding steps as one program, each of which samples the next token of every row.
 
         Returns:
           The newest token of each row; the tokens of all steps; and the cache with all tokens before the newest.
@@ -337,7 +337,7 @@ class Decoder(ModelOnMesh):
 
 
 def _read_ahead(parts: Iterator[jax.Array]) -> Iterator[Int[np.ndarray, " B"]]:
-    """Yield the rows of [B] or [count, B] arrays in order; the next part is started before a part is read.
+    """Yield the rows of token arrays in order, starting the device on the next array before reading one.
 
     The device then has work while the host waits for tokens and handles them.
     """
@@ -349,7 +349,7 @@ def _read_ahead(parts: Iterator[jax.Array]) -> Iterator[Int[np.ndarray, " B"]]:
 
 
 def _seed_rows(seed: int | Sequence[int], rows: int) -> UInt32[np.ndarray, " B"]:
-    """Return a seed per row: the given ones, or `seed`, `seed` + 1, ..."""
+    """Return a random seed for each row: the given ones, or `seed`, `seed` + 1, ..."""
     seeds = np.asarray([seed + row for row in range(rows)] if isinstance(seed, int) else seed, np.uint32)
     if len(seeds) != rows:
         raise ValueError(f"seed must be one number, or one per prompt ({rows}); found {len(seeds)}.")
@@ -359,7 +359,7 @@ def _seed_rows(seed: int | Sequence[int], rows: int) -> UInt32[np.ndarray, " B"]
 def _pad(
     prompts: Sequence[Sequence[int]], rows: int, width: int
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-    """Return tokens int32 [rows, width] that begin with the prompts, and the length of each prompt, int32 [rows]."""
+    """Pad prompts at their end to an int32 array [rows, width]; return it with the prompts' lengths."""
     tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt

@@ -1,4 +1,4 @@
-"""Adapter of models to EleutherAI's lm-evaluation-harness (`pip install 'jaxstack[eval]'`), which runs its tasks.
+"""Adapter that runs EleutherAI's lm-evaluation-harness tasks on models (`pip install 'jaxstack[eval]'`).
 
 The harness brings tasks, prompts and metrics; the adapter answers with log-likelihoods and generated text.
 """
@@ -26,7 +26,7 @@ _KNOWN_SETTINGS = {"until", "do_sample", "temperature", "top_k", "top_p", "min_p
 
 
 class _BatchKey(NamedTuple):
-    """Generation settings, which must be the same for all questions of a batch."""
+    """Generation settings that all questions of one batch must share."""
 
     max_tokens: int
     sampling: Sampling
@@ -34,7 +34,7 @@ class _BatchKey(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """A request to generate text."""
+    """One of the harness's requests to generate text, with its settings."""
 
     number: int
     ids: list[int]
@@ -42,7 +42,7 @@ class _Question(NamedTuple):
 
 
 class HarnessModel(TemplateLM):
-    """A model for `lm_eval.simple_evaluate(model=...)`.
+    """Adapts a model to lm-evaluation-harness, for `lm_eval.simple_evaluate(model=...)`.
 
     Texts begin with the ids of `TextGenerator.opening`, as in training.
 
@@ -69,16 +69,16 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id that separates documents."""
+        """Token id that separates documents."""
         return self.generator.tokenizer.document_start
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in the keys of the harness's caches."""
+        """Name of the tokenizer, which the harness uses in the keys of its caches."""
         return self.generator.tokenizer.hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Return the ids of a text, without those that open it."""
+        """Return the token ids of a text, without those that begin a document."""
         return list(map(int, self.generator.tokenizer.encode(string)))
 
     def _loglikelihood_tokens(
@@ -87,7 +87,10 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: object,
     ) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, True if greedy) of each answer; requests are (texts, context ids, answer ids)."""
+        """Score answers given as token ids: return each one's log-likelihood, and whether it is the greedy one.
+
+        Requests are (texts, context ids, answer ids).
+        """
         rows = []
         for _, context, wanted in requests:
             before = self._with_opening(context)
@@ -101,7 +104,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text, in windows of `max_length` tokens."""
+        """Return the log-likelihood of each whole text, scored in windows of `max_length` tokens."""
         rows, owners = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -115,7 +118,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the generated answer to each request."""
+        """Generate the answer to each of the harness's requests."""
         questions = [self._make_question(number, *request.args) for number, request in enumerate(requests)]
         answers, progress = [""] * len(requests), self._progress("answered", len(requests), disable_tqdm)
         done = 0
@@ -142,7 +145,7 @@ class HarnessModel(TemplateLM):
         return show
 
     def _with_opening(self, context: Sequence[int]) -> list[int]:
-        """Prepend the opening ids, unless they are there; at least one token, because an answer needs a context."""
+        """Prepend the ids that begin a document, unless the context has them; the result is never empty."""
         opening = list(self.generator.opening)
         if list(context[: len(opening)]) == opening:
             opening = []
@@ -153,7 +156,7 @@ class HarnessModel(TemplateLM):
         return [(score.log_probability, score.is_greedy) for score in scores]
 
     def _make_question(self, number: int, context: str, settings: Mapping[str, Any]) -> _Question:
-        """Translate the harness's generation settings.
+        """Convert one of the harness's requests and its generation settings to a question.
 
         Raises:
           ConfigError: a setting is unknown or wrong.
@@ -176,7 +179,7 @@ class HarnessModel(TemplateLM):
         return _Question(number, ids, _BatchKey(tokens, sampling, tuple(s for s in stop if s)))
 
     def _answer(self, batch: Sequence[_Question], answers: list[str]) -> None:
-        """Generate the answers to a batch of questions with the same settings, into `answers`."""
+        """Generate the answers to a batch of questions with equal settings, and store them in `answers`."""
         tokens, sampling, stop = batch[0].settings
         rows = [question.ids for question in batch]
         missing = self.scorer.batch_size - len(rows)  # pads the last batch to the shape of the others
@@ -201,7 +204,7 @@ def run_tasks(
     limit: int | None = None,
     manager: TaskManager | None = None,
 ) -> dict[str, Any]:
-    """Run tasks of the harness on a model.
+    """Run tasks of the lm-evaluation-harness on a model.
 
     Args:
       model: the model to evaluate.
@@ -225,7 +228,7 @@ def run_tasks(
 
 
 def make_task_manager(tasks: Sequence[str], include_path: str | None = None) -> TaskManager:
-    """Return the harness's manager for these tasks.
+    """Return the harness's task manager, and check that it knows these tasks.
 
     Its own tasks, thousands of files, are read only if a name asks for them.
 
@@ -246,7 +249,7 @@ def make_task_manager(tasks: Sequence[str], include_path: str | None = None) -> 
 
 
 class _TaskManager(TaskManager):
-    """A task manager that reports every failure to load a task with one message: of files, code, or the network."""
+    """A harness task manager that reports each failure to load a task (files, code, network) in one message."""
 
     def load(self, task_list: Any) -> Any:
         try:
@@ -258,7 +261,7 @@ class _TaskManager(TaskManager):
 
 
 def task_metrics(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the metrics of each task and group from the results of `run_tasks`.
+    """Return the metrics of each task and task group from the results of `run_tasks`.
 
     Returns:
       Task -> metric -> value, with `<metric>_stderr` if the harness computes it. If a task filters answers in several

@@ -1,4 +1,4 @@
-"""Generation with a few layers in device memory, the others read from disk ahead of their use.
+"""Text generation with only a few layers in device memory, while others are read from disk ahead of their use.
 
 A thread reads the weights of the next layers while one layer runs (TPI-LLM, Li et al. 2024, arXiv:2410.00531). The
 output head counts as a layer; of the embedding only the rows of a step's tokens are read.
@@ -30,19 +30,19 @@ _TABLE = "embedding/table"
 
 
 class StoredWeights(Protocol):
-    """Weights on disk, such as `jaxstack.models.huggingface.partial_load.ModelParts`."""
+    """Interface of model weights on disk, such as `jaxstack.models.huggingface.partial_load.ModelParts`."""
 
     def read(self, path: str, dtypes: PyTree) -> PyTree:
-        """Return the parameters at or below a path, in the dtypes of the tree `dtypes`."""
+        """Read the parameters at or below a path, in the dtypes that the tree `dtypes` has."""
         ...
 
     def rows(self, path: str, numbers: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N D"]:
-        """Return rows of a table."""
+        """Read single rows of a table, such as the embeddings of some tokens."""
         ...
 
 
 class WeightWindow:
-    """Reads the parts of a model's weights ahead, in a cycle, and keeps only a few of them in device memory.
+    """Reads a model's layers ahead of their use, again and again, and keeps only a few of them in device memory.
 
     Args:
       count: number of parts; after the last comes the first again.
@@ -60,7 +60,7 @@ class WeightWindow:
         self._thread.start()
 
     def take(self) -> Params:
-        """Return the weights of the next part, as soon as they are read.
+        """Return the weights of the next part of the model, waiting until they are read.
 
         Raises:
           Exception: the error of the read, if it failed.
@@ -76,14 +76,14 @@ class WeightWindow:
         return found
 
     def release(self, weights: Params) -> None:
-        """Delete the weights of a part after their last use, which makes room for another."""
+        """Delete the weights of a part of the model after their use, which makes room to read another."""
         if not self._keeps:
             for x in jax.tree.leaves(weights):
                 x.delete()
             self._free.release()
 
     def close(self) -> None:
-        """End the thread; the weights that it has read are dropped."""
+        """Stop the thread that reads ahead, and drop the weights that it has read."""
         self._closed = True
         self._free.release()
         self._thread.join()
@@ -102,7 +102,7 @@ class WeightWindow:
 
 
 class WindowDecoder(Decoder):
-    """Generates tokens with a model of which at most a few layers are in device memory, on one device.
+    """Generates tokens on one device with a model of which only a few layers are in device memory at a time.
 
     Args:
       module: the functional form of the Transformer, with unrolled layers.
@@ -144,16 +144,16 @@ class WindowDecoder(Decoder):
         self._leave = jax.jit(self._leave_step)
 
     def load(self, params: Params, non_params: Params) -> None:
-        """Set shapes and dtypes of the parameters, which stay on disk, and the other variables."""
+        """Set the shapes and dtypes of the parameters, which stay on disk, and the values of other variables."""
         self.params = jax.eval_shape(lambda params: cast_matrices(self.module, params, self.rules), params)
         self.non_params = non_params
 
     def unload(self) -> None:
-        """End the thread that reads. The decoder cannot be used any more."""
+        """Stop the thread that reads ahead. The decoder cannot be used any more."""
         self._window.close()
 
     def _read(self, path: str) -> Params:
-        """Read the parameters below a path into device memory."""
+        """Read the parameters at or below a path from disk into device memory."""
         return jax.device_put(self._stored.read(path, self._dtypes(path)), self.rules.sharding(jax.P()))
 
     def _dtypes(self, path: str) -> PyTree:
@@ -168,7 +168,7 @@ class WindowDecoder(Decoder):
         max_tokens: int,
         sampling: Sampling,
     ) -> Iterator[Int[Array, " B"]]:
-        """Yield the new tokens of all rows, one step at a time."""
+        """Yield the new tokens of all rows of the batch, int32 [B], one step at a time."""
         tokens = prompts
         with jax.set_mesh(self.rules.mesh):
             caches = jax.jit(lambda: self._merge({}).make_cache(len(prompts), capacity).layers)()
@@ -182,7 +182,7 @@ class WindowDecoder(Decoder):
     def _run(
         self, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, " B"], step: int, caches: list[LayerCache]
     ) -> Float[Array, "B V"]:
-        """Run the prompts (step 0) or the newest token through all layers, and replace their caches."""
+        """Run prompts (step 0) or the newest tokens through all layers; return logits and update the KV caches."""
         rows = self._stored.rows(_TABLE, tokens.ravel()).astype(self.params["embedding"]["table"].dtype)
         rows = rows.reshape(*tokens.shape, -1)
         place = {"lengths": lengths, "step": None if step == 0 else np.int32(step)}
@@ -198,7 +198,7 @@ class WindowDecoder(Decoder):
         return logits
 
     def _merge(self, parts: Params) -> Transformer:
-        """Return the model with some of its parameters, the others abstract."""
+        """Return the model with some of its parameters present, and only shapes in place of the others."""
         return self.module.merge({**self.params, **parts}, self.non_params)
 
     def _context(self, model: Transformer, length: int, lengths: jax.Array, step: jax.Array | None) -> Context:
@@ -214,7 +214,7 @@ class WindowDecoder(Decoder):
         lengths: Int[Array, " B"],
         step: Int[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
-        """Return the residual stream that enters the first layer; `rows` are the embeddings of the tokens."""
+        """Return the input of the first layer, given the embeddings `rows` of the tokens."""
         with logical_axis_rules(self.rules):
             model = self._merge(others)
             return model.enter(rows, self._context(model, rows.shape[1], lengths, step))
@@ -229,7 +229,7 @@ class WindowDecoder(Decoder):
         *,
         index: int,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """Run a layer with these weights; `index` is the number of a layer with the same structure."""
+        """Run a layer with the given weights; `index` is the first layer with the same structure."""
         layers = {**self.params["decoder"]["layers"], str(index): weights}
         with logical_axis_rules(self.rules):
             model = self._merge({"decoder": {**self.params["decoder"], "layers": layers}})
@@ -244,7 +244,7 @@ class WindowDecoder(Decoder):
         lengths: Int[Array, " B"],
         step: Int[Array, ""] | None,
     ) -> Float[Array, "B V"]:
-        """Return the logits after each row's last token."""
+        """Return the logits after each row's last token, given the output of the last layer."""
         with logical_axis_rules(self.rules):
             model = self._merge({**others, self._head: head})
             last = lengths - 1 if step is None else jnp.zeros_like(lengths)

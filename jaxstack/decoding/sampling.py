@@ -1,4 +1,4 @@
-"""Sampling of the next token from logits."""
+"""Sampling of the next token from a model's logits."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Key
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Temperature, and limits on the tokens to sample from.
+    """Settings for sampling a token: temperature, and limits on the tokens to choose from.
 
     Limits apply in the order of the attributes, each to the tokens that the ones before it leave.
 
@@ -38,7 +38,7 @@ class Sampling:
 
 
 def sample(logits: Float[Array, "B V"], key: Key[Array, ""] | Key[Array, " B"], sampling: Sampling) -> Int[Array, " B"]:
-    """Sample one token id per row.
+    """Sample the next token of each row of a batch from its logits.
 
     Args:
       logits: float32.
@@ -55,7 +55,7 @@ def sample(logits: Float[Array, "B V"], key: Key[Array, ""] | Key[Array, " B"], 
 def keep_likeliest(
     logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, min_p: float | None = None
 ) -> Float[Array, "B V"]:
-    """Apply top-k, top-p and min-p: return the logits with -inf at excluded tokens; each row keeps at least one."""
+    """Restrict each row's logits to its top-k, top-p and min-p tokens, at least one, with -inf at all others."""
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)

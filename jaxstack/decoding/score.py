@@ -1,4 +1,4 @@
-"""Log probabilities of given tokens under a model."""
+"""Scoring of text: log-probabilities of given tokens under a model."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """Scores rows of tokens in batches of few shapes.
+    """Computes the log-probabilities of given continuations under a model, in batches of few shapes.
 
     Args:
       model: the model on its mesh.
@@ -43,7 +43,7 @@ class Scorer:
     def score(
         self, rows: Sequence[tuple[Sequence[int], int]], report: Callable[[int], object] = lambda done: None
     ) -> list[Score]:
-        """Score ids[first:] as a continuation of ids[:first], for each row (ids, first).
+        """Score the continuation ids[first:] of ids[:first] for each row, which is a pair (ids, first).
 
         Args:
           rows: ids of a row, and the index of its first scored token, at least 1.
@@ -73,7 +73,7 @@ class Scorer:
     def _arrange(
         self, rows: Sequence[tuple[Sequence[int], int]]
     ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
-        """Return tokens and targets, int32, padded to the batch size; a target of -1 is not scored."""
+        """Return padded int32 arrays of input tokens and target tokens for a batch; a target of -1 is not scored."""
         width = self.model.padded_length(max(len(ids) - 1 for ids, _ in rows))
         tokens, targets = (np.full((self.batch_size, width), fill, np.int32) for fill in (0, -1))
         for row, (ids, first) in enumerate(rows):
@@ -84,7 +84,7 @@ class Scorer:
     def _score_batch(
         self, params: Params, non_params: Params, tokens: Int[Array, "B T"], targets: Int[Array, "B T"]
     ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-        """Return the summed log probability of each row, and whether all of its targets are the likeliest."""
+        """Return each row's summed log-probability, and whether greedy decoding would produce its targets."""
         with logical_axis_rules(self.model.rules):
             model = self.model.module.merge(params, non_params)
             hidden = model.hidden(tokens)

@@ -1,4 +1,4 @@
-"""Text from generated tokens, piece by piece: whole characters only, up to a stop string or the end of the text."""
+"""Decodes generated tokens to text as they come: whole characters only, up to a stop string or the end."""
 
 import codecs
 import dataclasses
@@ -19,19 +19,19 @@ FinishReason = Literal["stop", "length"]
 
 
 class _TokenText(Protocol):
-    """Incremental decoding of tokens."""
+    """Interface of incremental decoding from tokens to text."""
 
     def push(self, token: int) -> str:
-        """Return the text that is complete after `token`."""
+        """Add a token, and return the text that it completes."""
         ...
 
     def flush(self) -> str:
-        """Return the text that is still incomplete, at the end."""
+        """Return the text at the end that is still incomplete."""
         ...
 
 
 class _ByteText:
-    """Text of tokens that each stand for bytes; the bytes of a character wait until it is complete."""
+    """Decodes tokens that stand for bytes; the bytes of a character are held back until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class _ByteText:
 
 
 class _WordText:
-    """Text of tokens whose spelling depends on the tokens before them: the difference of two decoded texts."""
+    """Decodes tokens whose text depends on the tokens before them, by comparing two decoded texts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
@@ -63,7 +63,7 @@ class _WordText:
         return self._take(self._pending())
 
     def _pending(self) -> str:
-        """Return the text that the tokens not yet shown add."""
+        """Return the text that is added by the tokens which have not been output yet."""
         before = self._tokenizer.decode(self._ids[self._start : self._shown])
         return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
 
@@ -74,7 +74,7 @@ class _WordText:
 
 
 class TextStream:
-    """Decodes the tokens of one sequence to text, token by token, up to a stop string or stop token.
+    """Decodes the generated tokens of one sequence to text, one by one, up to a stop string or stop token.
 
     Args:
       tokenizer: the model's tokenizer.
@@ -97,7 +97,7 @@ class TextStream:
         """None until the text has ended."""
 
     def push(self, token: int) -> str:
-        """Add a token, and return the new text that later tokens cannot change.
+        """Add a generated token, and return the new text that no later token can change.
 
         Text is withheld while it may be part of an incomplete character or of a stop string.
         """
@@ -106,7 +106,7 @@ class TextStream:
         return self._release(self._text.push(token)) if token < self._vocab_size else ""
 
     def finish(self, reason: FinishReason = "length") -> str:
-        """End the text, and return the rest of it, which was withheld so far."""
+        """End the text, and return the rest of it that was withheld until now."""
         piece = self._release(self._text.flush())
         if self.finish_reason is None:
             self.finish_reason, piece = reason, piece + self._withheld
@@ -124,13 +124,13 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of `text` that may be the beginning of `stop`."""
+    """Return how many characters at the end of `text` may be the beginning of the stop string `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A piece of generated text.
+    """A piece of a text that is being generated.
 
     Attributes:
       row: index of the text among those of the call.
@@ -144,7 +144,7 @@ class Piece:
 
 
 class TextGenerator:
-    """Generates text for text prompts.
+    """Generates text that continues text prompts, with a tokenizer and a decoder.
 
     Args:
       decoder: the model on its mesh.
@@ -160,7 +160,7 @@ class TextGenerator:
         self.opening, self.stop_tokens = tuple(opening), frozenset(stop_tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, after those that every prompt begins with (`opening`)."""
+        """Return the token ids of a prompt, after those with which every prompt begins."""
         return [*self.opening, *map(int, self.tokenizer.encode(text))]
 
     def stream(
@@ -172,7 +172,7 @@ class TextGenerator:
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
-        """Yield pieces of all texts as they come, until each has ended.
+        """Continue several prompts together: yield pieces of their texts as tokens are generated.
 
         Args:
           prompts: ids of each prompt, from `encode`.
@@ -206,7 +206,7 @@ class TextGenerator:
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
     ) -> list[str]:
-        """Return the continuation of each prompt; arguments as of `stream`, with prompts as text."""
+        """Return the continuation of each prompt as one text; arguments as of `stream`, with prompts as text."""
         texts = [""] * len(prompts)
         ids = [self.encode(prompt) for prompt in prompts]
         for piece in self.stream(ids, max_tokens, sampling, seed=seed, stop=stop):

@@ -1,1 +1,1 @@
-"""Trained models written for other programs: StableHLO, ONNX, and a page that runs the model in a browser."""
+"""Export of trained models to other programs: StableHLO, ONNX, and a web page that runs the model in a browser."""

@@ -1,4 +1,4 @@
-"""The command `python -m jaxstack.export --run DIR --to TARGET --out DIR`: a trained model for other programs."""
+"""The command `python -m jaxstack.export --run DIR --to TARGET --out DIR`: export a model to other programs."""
 
 import argparse
 import contextlib
@@ -81,7 +81,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check the arguments that need no model.
+    """Check those command-line arguments that can be checked before the model is loaded.
 
     Raises:
       ConfigError: one of them is wrong.
@@ -99,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder that gets the name `path` when the block ends without an error, and is removed otherwise."""
+    """Context with a temporary folder, which is renamed to `path` on success and removed after an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""An ONNX graph that is written node by node; weights become initializers."""
+"""Builds ONNX graphs node by node, with model weights as initializers."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _EXTERNAL_BYTES = 15 * 10**8
 
 
 def onnx_installed() -> bool:
-    """Return True if the package onnx, which writes the files, is installed."""
+    """Return True if the Python package onnx, which writes ONNX files, is installed."""
     return importlib.util.find_spec("onnx") is not None
 
 
@@ -36,23 +36,23 @@ class Graph:
         self._outputs: list[Any] = []
 
     def input(self, name: str, dtype: str, shape: Sequence[int | str]) -> str:
-        """Declare an input; a string in its shape is the name of a dim that is known when the graph runs."""
+        """Declare an input of the graph; a string in its shape names a dim whose size is known only at run time."""
         self._inputs.append(_value(name, dtype, shape))
         return name
 
     def output(self, value: str, name: str, dtype: str, shape: Sequence[int | str]) -> None:
-        """Declare a value as an output called `name`."""
+        """Declare a value of the graph as its output `name`."""
         from onnx import helper
 
         self._nodes.append(helper.make_node("Identity", [value], [name]))
         self._outputs.append(_value(name, dtype, shape))
 
     def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
-        """Add a node with one output, and return the output's name."""
+        """Add an operator node with one output, and return the output's name."""
         return self.add_many(operator, 1, *inputs, **attributes)[0]
 
     def add_many(self, operator: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
-        """Add a node with `count` outputs, and return their names."""
+        """Add an operator node with `count` outputs, and return their names."""
         from onnx import helper
 
         number = len(self._nodes)
@@ -61,12 +61,12 @@ class Graph:
         return outputs
 
     def weight(self, name: str, array: np.ndarray) -> str:
-        """Add an initializer under a name of its own."""
+        """Add a model weight as an initializer, and return its name in the graph."""
         self._weights[name] = np.ascontiguousarray(array)
         return name
 
     def constant(self, value: object, dtype: type[np.generic] = np.float32) -> str:
-        """Add a small constant, one initializer for all its uses."""
+        """Add a small constant, stored once however often it is used; return its name in the graph."""
         array = np.asarray(value, dtype)
         name = f"constant_{array.dtype}_{'x'.join(map(str, array.shape))}_{array.tobytes().hex()[:64]}"
         while name in self._weights and not np.array_equal(self._weights[name], array):
@@ -74,11 +74,11 @@ class Graph:
         return self.weight(name, array)
 
     def integers(self, *values: int) -> str:
-        """Add a constant vector of int64, such as a shape or axes."""
+        """Add a constant int64 vector, such as a shape or a list of axes; return its name in the graph."""
         return self.constant(values, np.int64)
 
     def save(self, path: Path) -> None:
-        """Check the graph and write it, with large weights in a file of their own beside it."""
+        """Check the graph and write it to a file, with large weights in a separate file beside it."""
         import onnx
         from onnx import helper, numpy_helper
 

@@ -1,4 +1,4 @@
-"""Export to ONNX: one graph for prompts and for further tokens, with past keys and values as inputs.
+"""Export of a model to ONNX, as one graph for prompts and for decoding that takes past keys and values as inputs.
 
 Inputs and outputs have the names that Hugging Face's Optimum gives them, which other programs expect.
 """
@@ -14,17 +14,17 @@ from jaxstack.files import write_json
 
 
 def missing() -> str | None:
-    """Return an error message if the package onnx is not installed, else None."""
+    """Return an error message if the package onnx, which ONNX export needs, is not installed; else None."""
     return None if onnx_installed() else "the package onnx is missing; install it with pip install 'jaxstack[export]'."
 
 
 def problem(source: Source) -> str | None:
-    """Return the feature of the model that ONNX export does not support, or None."""
+    """Return which feature of the model ONNX export does not support; None if it supports all."""
     return dense_softmax_problem(source.model)
 
 
 def write(source: Source, folder: Path) -> str:
-    """Write the graph, the tokenizer and a program that generates text with ONNX Runtime."""
+    """Write an ONNX graph of the model, its tokenizer, and a program that generates text with ONNX Runtime."""
     build_graph(source.model, source.parameters).save(folder / "model.onnx")
     write_json(folder / run_exported.SETTINGS, {"format": "onnx", **source.generation()})
     source.tokenizer.save(folder)

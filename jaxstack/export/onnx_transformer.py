@@ -1,4 +1,4 @@
-"""The ONNX graph of a decoder-only Transformer, written from its configuration.
+"""Builds the ONNX graph of a decoder-only Transformer from its configuration and weights.
 
 Dims: B batch, T new tokens, P past tokens, S = P + T, D model, N heads, K kv heads, G = N / K, H head_dim, F
 feed-forward, V vocabulary.
@@ -20,7 +20,7 @@ _HIDDEN = float(np.finfo(np.float32).min)
 
 
 def build_graph(model: ModelConfig, parameters: Mapping[str, np.ndarray], *, last_only: bool = False) -> Graph:
-    """Return the graph of a model whose attention is softmax and whose layers are dense.
+    """Build the ONNX graph of a Transformer with softmax attention and dense layers (no mixture of experts).
 
     Inputs: `input_ids` [B, T], `attention_mask` [B, S] (0 for padding), `position_ids` [B, T], all int64, and
     `past_key_values.{i}.key` and `.value`, float32 [B, K, P, H]. Outputs: `logits` [B, T, V], and
@@ -30,7 +30,7 @@ def build_graph(model: ModelConfig, parameters: Mapping[str, np.ndarray], *, las
 
 
 class _Writer:
-    """Writes the layers of one model into a graph."""
+    """Adds the layers of one Transformer to an ONNX graph."""
 
     def __init__(self, model: ModelConfig, parameters: Mapping[str, np.ndarray]):
         self.model, self.parameters = model, parameters
@@ -38,7 +38,7 @@ class _Writer:
         self.heads, self.kv_heads, self.width = model.num_heads, model.kv_heads, model.width_per_head
 
     def write(self, last_only: bool) -> Graph:
-        """Write all nodes."""
+        """Add all inputs, layers and outputs of the model to the graph, and return the graph."""
         graph, model = self.graph, self.model
         ids = graph.input("input_ids", "INT64", ["batch", "length"])
         mask = graph.input("attention_mask", "INT64", ["batch", "total"])
@@ -93,7 +93,7 @@ class _Writer:
         return graph.add("Mul", graph.add("Tanh", graph.add("Div", x, graph.constant(cap))), graph.constant(cap))
 
     def _mask_biases(self, ids: str, mask: str) -> dict[int | None, str]:
-        """Return per window what is added to the scores [B, 1, T, S]: 0, or the least float where a key is hidden."""
+        """Add masks [B, 1, T, S] for attention scores to the graph: 0, or the least float for hidden keys."""
         graph = self.graph
         zero, one = graph.constant(0, np.int64), graph.constant(1, np.int64)
         total = graph.add("Gather", graph.add("Shape", mask), one)
@@ -113,7 +113,7 @@ class _Writer:
         return biases
 
     def _all_angles(self, positions: str) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:
-        """Return cosines and sines [B, 1, T, H/2] of layers without and with a window."""
+        """Add cosines and sines of rotary positions, for layers with global and with windowed attention."""
         model = self.model
         if model.positions != "rope":
             return None, None
@@ -152,7 +152,7 @@ class _Writer:
     def _layer(
         self, number: int, x: str, bias: str, angles: tuple[str, str] | None, past: list[str]
     ) -> tuple[str, list[str]]:
-        """Write one layer; return the residual stream and the layer's keys and values."""
+        """Add one Transformer layer to the graph; return the residual stream and the layer's keys and values."""
         model, path = self.model, f"decoder/layers/{number}"
         update, present = self._attention(
             f"{path}/attention", self._norm(f"{path}/attention_norm", x, model.norm), bias, angles, past
@@ -166,7 +166,7 @@ class _Writer:
         return self.graph.add("Add", x, update), present
 
     def _linear(self, x: str, path: str, names: tuple[str, ...], inputs: int) -> str:
-        """Multiply by the kernels of several layers side by side, each [inputs, ...], and add their biases."""
+        """Add one matmul for several dense layers on the same input x, with their biases, to the graph."""
         name = f"{path}/{'_'.join(names)}".replace("/", ".")
         kernels = [self.parameters[f"{path}/{n}/kernel"].reshape(inputs, -1) for n in names]
         x = self.graph.add("MatMul", x, self.graph.weight(f"{name}.kernel", np.concatenate(kernels, axis=1)))
@@ -200,7 +200,7 @@ class _Writer:
         return self._linear(x, path, ("o_proj",), self.heads * self.width)
 
     def _rotate(self, x: str, cos: str, sin: str) -> str:
-        """Rotate [B, N, T, H]; element i of the first half of a head is paired with element i of the second."""
+        """Add rotary position encoding of x [B, N, T, H], which pairs element i with element i + H/2 of a head."""
         graph, half = self.graph, self.width // 2
         first, second = graph.add_many("Split", 2, x, graph.integers(half, half), axis=3)
         real = graph.add("Sub", graph.add("Mul", first, cos), graph.add("Mul", second, sin))
@@ -208,7 +208,7 @@ class _Writer:
         return graph.add("Concat", real, imaginary, axis=3)
 
     def _attend(self, query: str, key: str, value: str, bias: str) -> str:
-        """Return the attention of [B, N, T, H] to [B, K, S, H], as [B, N, T, H]; heads of a group stay together."""
+        """Add softmax attention of queries [B, N, T, H] over keys and values [B, K, S, H]; return its output."""
         graph, n, k, h = self.graph, self.heads, self.kv_heads, self.width
         grouped = n != k
         sizes: str | None = None
@@ -258,6 +258,6 @@ class _Writer:
 
 
 def _offset(norm: str) -> np.float32:
-    """Return what is added to the stored scale of an RMSNorm."""
+    """Return the constant that an RMSNorm adds to its stored scale (0 or 1)."""
     kind = NORMS[norm]
     return np.float32(kind.offset if issubclass(kind, RMSNorm) else 0)

@@ -1,4 +1,4 @@
-"""Tokenizers of the web page: bytes, byte-level BPE (GPT-2, Llama 3, Qwen), BPE of SentencePiece (Llama 2, Gemma)."""
+"""Describes tokenizers for the web page: bytes, byte-level BPE (GPT-2, Llama 3, Qwen), SentencePiece BPE (Gemma)."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ _MARK = "\u2581"
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
-    """Return the tokenizer as plain JSON for `page/tokenizer.js`, which encodes and decodes in the browser.
+    """Describe a tokenizer as plain JSON, from which the web page's JavaScript encodes and decodes text.
 
     Returns:
       `kind` byte or bpe. With bpe: `tokens`, the bytes of each id in hexadecimal; `merges` [left, right, merged] in
@@ -60,7 +60,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _byte_level(tokenizer: Tokenizer, said: dict[str, Any]) -> dict[str, object]:
-    """Return what is particular to byte-level BPE."""
+    """Return the fields that describe a byte-level BPE tokenizer (GPT-2, Llama 3, Qwen) for the web page."""
     return {
         "tokens": [tokenizer.decode_bytes([i]).hex() for i in range(tokenizer.vocab_size)],
         "patterns": [_for_javascript(pattern) for pattern in _patterns(said.get("pre_tokenizer"))],
@@ -69,7 +69,7 @@ def _byte_level(tokenizer: Tokenizer, said: dict[str, Any]) -> dict[str, object]
 
 
 def _sentencepiece(tokenizer: Tokenizer, said: dict[str, Any], added: dict[str, int]) -> dict[str, object]:
-    """Return what is particular to BPE of SentencePiece (Kudo and Richardson 2018), as tokenizer.json has it."""
+    """Return the fields that describe a SentencePiece BPE tokenizer (Kudo and Richardson 2018) for the web page."""
     vocabulary: dict[str, int] = said["model"]["vocab"]
     tokens = [b""] * tokenizer.vocab_size
     for token, i in (vocabulary | added).items():
@@ -92,7 +92,7 @@ def _sentencepiece(tokenizer: Tokenizer, said: dict[str, Any], added: dict[str, 
 
 
 def _spaces(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> tuple[str | None, bool]:
-    """Return (`prefix`, whether words are split at spaces) of a tokenizer that marks spaces.
+    """Return how a tokenizer that marks spaces prefixes a text with one, and whether it splits words at spaces.
 
     Raises:
       ConfigError: it does more than that.
@@ -117,7 +117,7 @@ def _spaces(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | N
 
 
 def _patterns(step: dict[str, Any] | None) -> list[str]:
-    """Return the regular expressions of a pre-tokenizer, in the syntax of the tokenizers library."""
+    """Return the regular expressions by which a tokenizer first splits text, in the tokenizers library's syntax."""
     if step is None:
         return []
     kind = step.get("type")
@@ -132,7 +132,7 @@ def _patterns(step: dict[str, Any] | None) -> list[str]:
 
 
 def _for_javascript(pattern: str) -> str:
-    """Return a pattern for JavaScript: its `\\s` is not Unicode's white space, so it is replaced."""
+    """Convert a regular expression to JavaScript, where `\\s` would not match all Unicode white space."""
     return pattern.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
 
 
@@ -145,7 +145,7 @@ def _normalizer(step: dict[str, Any] | None) -> str | None:
 
 
 def _added(tokens: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the added tokens that text is searched for; special ones are encoded as ordinary characters."""
+    """Return the added tokens that are searched for in text, as token -> id; special ones are treated as plain text."""
     found = [token for token in tokens if not token.get("special")]
     for token in found:
         if wrong := [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]:

@@ -1,4 +1,4 @@
-"""Generates text with a model that jaxstack exported to StableHLO or ONNX.
+"""Generates text with a model that jaxstack has exported to StableHLO or ONNX; part of each export.
 
 This file is copied beside the model and needs nothing of jaxstack: jax (or for ONNX onnxruntime), numpy, and for text
 of a subword tokenizer the package tokenizers.
@@ -18,7 +18,7 @@ SETTINGS = "export.json"
 
 
 class StableHLOModel:
-    """Prefill and decode programs of `jax.export`, with their parameters on jax's default device."""
+    """A model exported to StableHLO: its prefill and decode programs and its parameters, run by JAX."""
 
     def __init__(self, folder: Path):
         import jax
@@ -31,7 +31,7 @@ class StableHLOModel:
         self._parameters = {name: jax.device_put(array) for name, array in read_safetensors(folder / PARAMETERS)}
 
     def start(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Run the prompts; return the logits after each, float32 [rows, V]."""
+        """Run the model on prompts; return the logits after each prompt, float32 [rows, V]."""
         self._lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = np.zeros((len(prompts), self._lengths.max()), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -40,14 +40,14 @@ class StableHLOModel:
         return np.asarray(logits)
 
     def advance(self, token: np.ndarray) -> np.ndarray:
-        """Run one further token of each row; return the logits after it, float32 [rows, V]."""
+        """Run the model on one more token of each sequence; return the logits after it, float32 [rows, V]."""
         logits, self._cache = self._decode(self._parameters, token.astype(np.int32), self._lengths, self._cache)
         self._lengths = self._lengths + 1
         return np.asarray(logits)
 
 
 class OnnxModel:
-    """A graph with past keys and values, run by ONNX Runtime. Shorter prompts are padded at their start."""
+    """A model exported to ONNX, run by ONNX Runtime; shorter prompts of a batch are padded at their start."""
 
     def __init__(self, folder: Path):
         import onnxruntime
@@ -57,7 +57,7 @@ class OnnxModel:
         self._past = {i.name: (i.shape[1], i.shape[3]) for i in past}
 
     def start(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Run the prompts; return the logits after each, float32 [rows, V]."""
+        """Run the model on prompts; return the logits after each prompt, float32 [rows, V]."""
         rows, longest = len(prompts), max(map(len, prompts))
         tokens, self._mask = np.zeros((2, rows, longest), np.int64)
         for row, mask, prompt in zip(tokens, self._mask, prompts, strict=True):
@@ -67,7 +67,7 @@ class OnnxModel:
         return self._run(tokens)
 
     def advance(self, token: np.ndarray) -> np.ndarray:
-        """Run one further token of each row; return the logits after it, float32 [rows, V]."""
+        """Run the model on one more token of each sequence; return the logits after it, float32 [rows, V]."""
         self._mask = np.concatenate([self._mask, np.ones((len(token), 1), np.int64)], axis=1)
         return self._run(token.astype(np.int64)[:, None])
 
@@ -82,7 +82,7 @@ MODELS = {"stablehlo": StableHLOModel, "onnx": OnnxModel}
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and the array of each tensor of a file."""
+    """Yield the name and the array of each tensor in a safetensors file."""
     import ml_dtypes  # comes with jax
 
     dtypes = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
@@ -96,7 +96,7 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class Text:
-    """The tokenizer next to the model: that of tokenizer.json, for the package tokenizers, or else UTF-8 bytes."""
+    """The tokenizer exported with the model: tokenizer.json, read by the package tokenizers, or else UTF-8 bytes."""
 
     def __init__(self, folder: Path):
         self._model: Any = None
@@ -108,11 +108,11 @@ class Text:
             self._model = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+        """Return the token ids of a text."""
         return self._model.encode(text, add_special_tokens=False).ids if self._model else list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+        """Return the text of token ids."""
         if self._model:
             return self._model.decode(list(ids))
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -121,7 +121,7 @@ class Text:
 def generate(
     model: Any, prompts: Sequence[Sequence[int]], count: int, settings: dict[str, Any], *, temperature=0.0, seed=0
 ) -> Iterator[np.ndarray]:
-    """Yield the next token of every prompt, int32 [rows], `count` times."""
+    """Generate text for all prompts together: yield the next token of each, int32 [rows], `count` times."""
     random = np.random.default_rng(seed)
     logits = model.start(prompts)
     for step in range(count):
@@ -135,7 +135,7 @@ def generate(
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the command that generates text with the exported model."""
     parser = argparse.ArgumentParser(description="Generate with an exported model.")
     parser.add_argument("--prompt", help="text to continue (default: a new document)")
     parser.add_argument("--ids", help="token ids to continue instead, such as 5,17,3; prints ids")

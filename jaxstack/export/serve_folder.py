@@ -1,4 +1,4 @@
-"""A server of one folder on this machine, for the page of the target web."""
+"""A local web server of one folder, with which an exported web page is opened."""
 
 import functools
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -8,7 +8,7 @@ from jaxstack.errors import ConfigError
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Serves files with headers that isolate the page, so that the browser gives it high-resolution timers."""
+    """Serves files with the headers that isolate a page, so that browsers allow it high-resolution timers."""
 
     def end_headers(self) -> None:
         self.send_header("Cross-Origin-Opener-Policy", "same-origin")
@@ -17,14 +17,14 @@ class _Handler(SimpleHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing of each request."""
+        """Suppress the log line of each HTTP request."""
 
 
 _Handler.extensions_map = {**SimpleHTTPRequestHandler.extensions_map, ".js": "text/javascript"}
 
 
 def make_server(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Return a server of a folder at 127.0.0.1; port 0 takes a free one.
+    """Return a web server of a folder at 127.0.0.1; port 0 takes any free port.
 
     Raises:
       ConfigError: the port is taken, or not permitted.
@@ -36,7 +36,7 @@ def make_server(folder: Path, port: int) -> ThreadingHTTPServer:
 
 
 def serve_until_interrupted(folder: Path, port: int) -> None:
-    """Serve a folder until Ctrl-C."""
+    """Serve a folder over HTTP on this machine until Ctrl-C."""
     with make_server(folder, port) as server:
         print(f"open http://127.0.0.1:{server.server_address[1]} (Ctrl-C ends)", flush=True)
         try:

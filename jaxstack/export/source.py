@@ -1,4 +1,4 @@
-"""Loads a trained model for export, and has the functions that several export formats share."""
+"""Loads the trained model to export, and contains functions that several export formats share."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _DEFAULT_CONTEXT = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The trained model that is exported, with its tokenizer.
+    """The trained model to export, with its tokenizer.
 
     Attributes:
       model: its configuration, with unrolled layers.
@@ -43,11 +43,11 @@ class Source:
 
     @property
     def vocabulary(self) -> int:
-        """Number of ids that may be generated; the model may have more rows."""
+        """Number of token ids that may be generated; the model's embedding may have more rows."""
         return min(self.tokenizer.vocab_size, self.model.vocab_size or 0)
 
     def generation(self) -> dict[str, object]:
-        """Return the settings for text generation as plain JSON: vocabulary, special ids and context length."""
+        """Return settings for generating text as plain JSON: vocabulary size, special ids and context length."""
         return {
             "vocabulary": self.vocabulary,
             "document_start": self.tokenizer.document_start,
@@ -64,7 +64,7 @@ def load_source(
     context: int | None = None,
     report: Callable[[str], None] = print,
 ) -> Source:
-    """Load a run or a Hugging Face checkpoint for export.
+    """Load a training run or a Hugging Face checkpoint in order to export it.
 
     Args:
       directory: run directory, or directory of a Hugging Face checkpoint.
@@ -91,7 +91,7 @@ def load_source(
 
 
 def nested(flat: dict[str, jax.Array]) -> dict[str, Any]:
-    """Return nested dicts of arrays from a flat dict whose keys are paths joined by `/`."""
+    """Convert a flat dict, whose keys are paths joined by `/`, to nested dicts of arrays."""
     tree: dict[str, Any] = {}
     for path, array in flat.items():
         *folders, name = path.split("/")
@@ -103,14 +103,14 @@ def nested(flat: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def write_parameters(source: Source, folder: Path) -> None:
-    """Write the parameters as safetensors, with the read permissions of the folder."""
+    """Write the model's parameters to a safetensors file in the export folder."""
     arrays = {path: np.ascontiguousarray(array) for path, array in source.parameters.items()}
     save_file(arrays, folder / PARAMETERS)
     (folder / PARAMETERS).chmod((folder.stat().st_mode & 0o666) | 0o600)
 
 
 def dense_softmax_problem(model: ModelConfig) -> str | None:
-    """Return the model's feature that the ONNX and web formats do not support (such as MoE), or None."""
+    """Return which feature of a model the ONNX and web exports do not support (such as MoE); None if none."""
     if model.attention.name != "softmax":
         return f"attention.name: {model.attention.name} (only softmax)"
     if model.moe is not None:

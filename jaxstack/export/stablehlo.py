@@ -1,4 +1,4 @@
-"""Export to StableHLO: prefill and one decoding step as serialized programs with the parameters as arguments.
+"""Export of a model to StableHLO: serialized prefill and decode programs that take the parameters as arguments.
 
 Dims: b rows, t prompt length; both are chosen when a program is called.
 """
@@ -27,7 +27,7 @@ Arrays = dict[str, jax.Array]
 
 
 class Programs(NamedTuple):
-    """The exported prefill and decode programs of a model.
+    """The prefill and decode programs of a model, serialized for export.
 
     `prefill(parameters, tokens int32 [b, t], lengths int32 [b])` and
     `decode(parameters, token int32 [b], position int32 [b], cache)` return (logits float32 [b, V], cache), where the
@@ -39,7 +39,7 @@ class Programs(NamedTuple):
 
 
 def problem(source: Source) -> str | None:
-    """Return the feature of the model that StableHLO export does not support, or None."""
+    """Return which feature of the model StableHLO export does not support; None if it supports all."""
     if source.model.moe is not None:
         return "moe, a mixture of experts, whose kernels need a fixed number of rows"
     if source.model.attention.name not in _KINDS:
@@ -52,7 +52,7 @@ _KINDS = ("softmax",)
 
 
 def write(source: Source, folder: Path) -> str:
-    """Write the programs, the parameters, the tokenizer and a program that generates text with jax alone."""
+    """Write the model's programs, parameters and tokenizer, and a script that generates text with JAX alone."""
     programs = export_programs(source.model, source.parameters, jnp.dtype(source.dtype), source.context)
     for name, program in programs._asdict().items():
         write_file(folder / f"{name}.jax_export", bytes(program.serialize()))
@@ -65,7 +65,7 @@ def write(source: Source, folder: Path) -> str:
 
 
 def export_programs(model: ModelConfig, parameters: dict[str, Any], dtype: jnp.dtype, context: int) -> Programs:
-    """Export prefill and one decoding step for any number of rows.
+    """Export the model's prefill and its single decoding step as programs for any number of sequences.
 
     Args:
       model: configuration of the model.
@@ -93,7 +93,7 @@ def export_programs(model: ModelConfig, parameters: dict[str, Any], dtype: jnp.d
 
 
 def _functions(module: FunctionalModule, context: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return prefill and decode as functions of flat parameters and a flat cache."""
+    """Return prefill and decode as functions of a flat dict of parameters and a flat list of cache arrays."""
     example = module.merge(module.abstract_params, module.abstract_non_params)
     structure = jax.tree.structure(jax.eval_shape(lambda: example.make_cache(1, context).layers))
 

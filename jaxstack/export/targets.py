@@ -1,4 +1,4 @@
-"""The table of export formats. A new format is a file and a row here."""
+"""The table of export formats. To add a format, write its module and add a row here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from jaxstack.export.source import Source
 
 
 class Target(NamedTuple):
-    """An export format: its dtypes, checks of the model and of installed packages, and the function that writes it."""
+    """An export format: its dtypes, the function that writes it, and checks of the model and installed packages."""
 
     summary: str
     """Short description, for the help text."""

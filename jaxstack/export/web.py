@@ -1,4 +1,4 @@
-"""Export to a folder with a web page that runs the model; the page generates and benchmarks its own kernels."""
+"""Export to a folder with a web page that runs the model in the browser, with kernels that the page makes itself."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ _MOST_BYTES = 3_500_000_000
 
 
 def problem(source: Source) -> str | None:
-    """Return the feature of the model or its tokenizer that the web page does not support, or None."""
+    """Return which feature of the model or tokenizer the web page does not support; None if it supports all."""
     if found := dense_softmax_problem(source.model):
         return found
     size = sum(array.nbytes for array in source.parameters.values())
@@ -34,7 +34,7 @@ def problem(source: Source) -> str | None:
 
 
 def write(source: Source, folder: Path) -> str:
-    """Write the page, the weights, the configuration and the tokenizer."""
+    """Write the web page with the model's weights, configuration and tokenizer into a folder."""
     shutil.copytree(PAGE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     write_parameters(source, folder)
     _write_json(folder / "model.json", describe_model(source))
@@ -43,7 +43,7 @@ def write(source: Source, folder: Path) -> str:
 
 
 def describe_model(source: Source) -> dict[str, object]:
-    """Return the model's configuration as plain JSON, under the names that `page/engine.js` uses."""
+    """Describe the model's configuration as plain JSON for the web page's JavaScript."""
     model = source.model
     rope = model.positions == "rope"
     local = model.rope_local_base_freq if rope else None

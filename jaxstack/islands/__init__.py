@@ -1,1 +1,1 @@
-"""Methods of training on islands, which are groups of devices joined by slow links: DiLoCo, gossip and others."""
+"""Training on islands, groups of devices that train their own model copies and communicate rarely: DiLoCo, gossip..."""

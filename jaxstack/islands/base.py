@@ -1,4 +1,4 @@
-"""Interface of the methods that synchronise the parameters of islands.
+"""Interface of methods that synchronise islands: groups of devices that each train a copy of the model.
 
 An island is a group of devices with its own copy of parameters and optimizer state. Functions of this package run
 inside a `shard_map` that is manual over the mesh axis `islands`: trees of parameters are those of the island itself,
@@ -18,7 +18,7 @@ Dict = dict[str, Any]
 
 
 class OuterState(NamedTuple):
-    """State of an island method besides the parameters: arrays equal on all islands, and arrays of each island."""
+    """State of an island method besides the parameters, in arrays that islands share and arrays of each island."""
 
     shared: Dict
     """Arrays that are equal on all islands."""
@@ -27,7 +27,7 @@ class OuterState(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Interface of the communication between islands: when it takes place, and what it does to the parameters.
+    """Interface of the exchange of parameters between islands: after which steps it is due, and what it computes.
 
     A method may have several kinds of exchange, called phases, such as one for each part of the model. Each phase is
     compiled to a program of its own.
@@ -37,21 +37,21 @@ class Exchange(Protocol):
     """Number of phases, which are counted from 0."""
 
     def init(self, params: Dict) -> OuterState:
-        """Return the initial state for trained parameters that are equal on all islands."""
+        """Return the state of the method at the start of training, when all islands have these parameters."""
         ...
 
     def due(self, step: int) -> int | None:
-        """Return the phase of the exchange that follows train step `step`, counted from 1; None if there is none."""
+        """Return the phase of the exchange to run after train step `step` (counted from 1); None if there is none."""
         ...
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the parameters and the state after an exchange of this phase."""
+        """Exchange parameters with other islands; return this island's new parameters and the new state."""
         ...
 
 
 @runtime_checkable
 class OverlappedExchange(Exchange, Protocol):
-    """An exchange whose communication overlaps with the next train step.
+    """Interface of an exchange between islands whose communication runs while the next train step computes.
 
     `send` and `merge` take the place of the call. `send` communicates the parameters from before that step while the
     step computes. `merge` runs `delay` steps after the step for which `due` returned the phase.
@@ -61,11 +61,11 @@ class OverlappedExchange(Exchange, Protocol):
     """Steps from `send` to `merge`, at least 1; with 1, `merge` follows the step that `send` overlaps with."""
 
     def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Start an exchange during a step, from the parameters before that step; return the new state."""
+        """Communicate the parameters from before a step while that step computes; return the new state."""
         ...
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Merge the result of `send` into the parameters, without communication."""
+        """Merge what `send` has received into this island's parameters, without communication."""
         ...
 
 
@@ -79,13 +79,13 @@ class IslandMethod(Component):
     and exchanges begin afterwards (post-local SGD, Lin et al. 2020, arXiv:1808.07217)."""
 
     def problem(self, islands: int) -> str | None:
-        """Return why the method cannot be used with this number of islands, and what helps; None if it can."""
+        """Return why the method cannot be used with this number of islands, and a remedy; None if it can."""
         del islands
         return None
 
     @abstractmethod
     def build(self, islands: int, stacked: Mapping[str, Any]) -> Exchange:
-        """Return the `Exchange` that implements the method for this number of islands.
+        """Return the `Exchange` between this number of islands by which the method synchronises them.
 
         Args:
           islands: number of islands.

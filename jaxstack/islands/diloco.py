@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): an outer optimizer applies the islands' mean change."""
+"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): an outer optimizer applies the mean of the islands' changes."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -20,7 +20,7 @@ class OuterSGD(IslandMethod):
     """Nesterov momentum of the outer optimizer."""
 
     def step(self, anchor: jax.Array, velocity: jax.Array, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Take one Nesterov SGD step on a parameter; return its new value and the new velocity.
+        """Take one Nesterov step along the islands' mean change; return the new parameter and velocity.
 
         Args:
           anchor: the parameter at the last exchange.
@@ -46,7 +46,7 @@ class DiLoCo(OuterSGD):
 
 
 class DiLoCoExchange:
-    """DiLoCo's exchange. The state holds `anchor`, `velocity`, and the entries of the reduction.
+    """DiLoCo's exchange: averages parameter changes over islands, and applies the mean with an outer optimizer.
 
     Args:
       settings: interval and outer optimizer.
@@ -59,23 +59,23 @@ class DiLoCoExchange:
         self._settings, self._reduction = settings, reduction
 
     def init(self, params: Dict) -> OuterState:
-        """Return the initial state: the parameters as anchor, zero velocity, and the state of the reduction."""
+        """Return the initial state: the parameters as anchor, zero velocity, and the state of the averaging."""
         kept = self._reduction.init(params)
         velocity = jax.tree.map(jnp.zeros_like, params)
         return OuterState({"anchor": params, "velocity": velocity, **kept.shared}, kept.own)
 
     def due(self, step: int) -> int | None:
-        """Return phase 0 if an exchange follows this step, otherwise None."""
+        """Return 0, the only phase, if an exchange follows this train step, otherwise None."""
         return None if step % self._settings.every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the new synchronised parameters and the state."""
+        """Average parameter changes over islands; return the new common parameters and the new state."""
         progress = jax.tree.map(jnp.subtract, state.shared["anchor"], params)
         progress, kept = self._reduction(progress, state)
         return self.apply(progress, OuterState({**state.shared, **kept.shared}, kept.own))
 
     def apply(self, progress: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the parameters and the state after the outer optimizer's step along the islands' mean progress."""
+        """Take the outer optimizer's step along the islands' mean change; return parameters and state."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
         stepped = jax.tree.map(self._settings.step, anchor, velocity, progress)
         anchor, velocity = jax.tree.transpose(jax.tree.structure(anchor), jax.tree.structure((0, 0)), stepped)

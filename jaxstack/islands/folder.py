@@ -1,4 +1,4 @@
-"""DiLoCo between islands that are separate runs: they exchange files in a folder that all of them reach.
+"""DiLoCo between separately started runs, one island each, which exchange updates through files in a shared folder.
 
 Nothing connects the islands but these files, so that one can end, fail or fall behind while the others go on. The
 folder of exchange N holds `ISLAND-PROCESS.npz`, the changes that an island's process contributes, and `members.json`,
@@ -33,7 +33,7 @@ Arrays = list[np.ndarray]
 
 
 class FolderDiLoCo(OuterSGD):
-    """DiLoCo between runs of their own, each of which is one island, through files.
+    """DiLoCo between separately started runs, one island each, which exchange updates through a shared folder.
 
     The other sections describe one island: its devices, and `train.global_batch_size` of its part of the batch.
     """
@@ -65,7 +65,7 @@ class FolderDiLoCo(OuterSGD):
 
 
 class FolderExchange(DiLoCoExchange):
-    """The exchange of DiLoCo through files. It runs on the host, between steps; its calls are not traced.
+    """DiLoCo's exchange through files in a shared folder. It runs on the host between steps, not in a JAX program.
 
     Args:
       settings: folder, waiting times and outer optimizer.
@@ -76,7 +76,7 @@ class FolderExchange(DiLoCoExchange):
         super().__init__(settings, self.mean)
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the new synchronised parameters and the state, after every exchange that is over by now."""
+        """Exchange parameter changes; return parameters and state after all exchanges that others have ended."""
         params, state = super().__call__(phase, params, state)
         late = 0
         while self.mean.is_closed(int(state.shared["round"])):
@@ -89,7 +89,9 @@ class FolderExchange(DiLoCoExchange):
 
 
 class FolderMean:
-    """Mean over islands through files. The state holds `round`, the number of exchanges that are done.
+    """Averages parameter changes over islands that are separate runs, through files in a shared folder.
+
+    The state holds `round`, the number of completed exchanges.
 
     Args:
       settings: folder and waiting times.
@@ -104,11 +106,11 @@ class FolderMean:
         """Called now and then while waiting, as a sign of life."""
 
     def init(self, tree: Dict) -> OuterState:
-        """Return the number of exchanges at the start of a run."""
+        """Return the state at the start of a run: the number of completed exchanges, which is 0."""
         return OuterState({"round": jnp.zeros((), jnp.int32)}, {})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Contribute the tree, wait for the others, and return the mean."""
+        """Write this island's parameter changes, wait for those of the others, and return the mean."""
         number = int(state.shared["round"])
         if number == 0:
             self._check_start(state.shared["anchor"])
@@ -127,7 +129,7 @@ class FolderMean:
         return self.read(tree, state)
 
     def read(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean of an exchange that is over, in the layout of the tree, and the state after it.
+        """Read the mean of a completed exchange from its files; return it sharded as `tree`, and the new state.
 
         Raises:
           JaxstackError: its files are deleted or damaged.
@@ -145,7 +147,7 @@ class FolderMean:
         return with_local_arrays(tree, mean), after
 
     def is_closed(self, number: int) -> bool:
-        """Return True if it is settled which islands' changes count in this exchange."""
+        """Return True if it is decided which islands' changes count in the exchange of this number."""
         return (self._folder(number) / "members.json").exists()
 
     def _lost(self, number: int, reason: object) -> JaxstackError:
@@ -156,7 +158,7 @@ class FolderMean:
         )
 
     def _wait(self, number: int) -> None:
-        """Wait until it is settled which islands' changes count, or settle it."""
+        """Wait until all awaited islands have contributed to an exchange or time is up, and decide which count."""
         settings = self._settings
         seconds = settings.wait_seconds * (1 if self._waited_for_all else _FIRST_WAIT)
         deadline = time.monotonic() + seconds
@@ -175,18 +177,18 @@ class FolderMean:
         self._waited_for_all = True
 
     def _awaited(self, number: int) -> set[int]:
-        """Return the islands that an exchange waits for."""
+        """Return the islands for whose contributions an exchange waits."""
         islands = range(self._settings.count)
         if not self._waited_for_all or number == 0:
             return set(islands)
         return {island for island in islands if self._is_present(number - 1, island)} | {self._settings.island}
 
     def _close(self, number: int, members: list[int]) -> None:
-        """Settle whose changes count, unless another process has done so."""
+        """Record which islands' changes count in an exchange, unless another process has done so already."""
         write_once(self._folder(number) / "members.json", json.dumps(members), self._writer)
 
     def _check_start(self, params: Dict) -> None:
-        """Check that the folder belongs to islands that start from the same parameters with the same outer optimizer.
+        """Check that the folder belongs to islands with the same initial parameters and outer optimizer.
 
         Raises:
           ConfigError: it does not.
@@ -213,7 +215,7 @@ class FolderMean:
         return json.loads((self._folder(number) / "members.json").read_text(encoding="utf-8"))
 
     def _newest(self) -> int:
-        """Return the number of the newest exchange; -1: there is none."""
+        """Return the number of the newest exchange in the folder; -1 if there is none."""
         return max((int(path.name.split("-")[1]) for path in self._root.glob("exchange-*")), default=-1)
 
     def _is_present(self, number: int, island: int) -> bool:
@@ -227,13 +229,13 @@ class FolderMean:
 
 
 def read_arrays(path: Path) -> Arrays:
-    """Return the arrays of a file in the order in which `np.savez` was given them."""
+    """Read the arrays of an npz file in the order in which `np.savez` was given them."""
     with np.load(path) as stored:
         return [stored[f"arr_{index}"] for index in range(len(stored.files))]
 
 
 def local_arrays(tree: Dict) -> Arrays:
-    """Return the parts of a tree's arrays on the devices of this process, each once."""
+    """Return the shards of a tree's arrays that this process holds, without copies of the same shard."""
     return [
         np.asarray(shard.data)
         for leaf in jax.tree.leaves(tree)
@@ -242,7 +244,7 @@ def local_arrays(tree: Dict) -> Arrays:
 
 
 def with_local_arrays(tree: Dict, arrays: Arrays) -> Dict:
-    """Return a tree of the layout of `tree` with these parts, in the order of `local_arrays`."""
+    """Return a tree with the layout of `tree`, built from this process's shards as `local_arrays` returns them."""
     rest = iter(arrays)
 
     def rebuild(leaf: jax.Array) -> jax.Array:
@@ -259,7 +261,7 @@ def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
 
 
 def write_once(path: Path, text: str, writer: str) -> None:
-    """Write a file as a whole, unless it is there: of several writers at once, one succeeds.
+    """Write a file atomically unless it exists already; of several processes at once, exactly one succeeds.
 
     Args:
       path: the file.

@@ -1,4 +1,4 @@
-"""Gossip: each island averages its parameters with a few others, and never with all of them at once."""
+"""Gossip: each island (group of devices with a model copy) averages parameters with a few neighbours at a time."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -35,14 +35,14 @@ class Gossip(IslandMethod):
 
 
 def mixing_weights(graph: str, islands: int) -> list[Weights]:
-    """Return the averaging weights of each phase; those of an island and its neighbours sum to 1."""
+    """Return the weights with which an island averages itself and its neighbours, for each phase of the graph."""
     if graph == "ring":
         return [((0, 1 / 3), (1, 1 / 3), (-1, 1 / 3)) if islands > 2 else ((0, 0.5), (1, 0.5))]
     return [((0, 0.5), (1 << turn, 0.5)) for turn in range(islands.bit_length() - 1)]
 
 
 def mixing_matrix(weights: Weights, islands: int) -> np.ndarray:
-    """Return the matrix W of one exchange: island i's parameters become the sum over j of W[i, j] x_j."""
+    """Return the matrix W of one gossip exchange: island i's parameters become the sum over j of W[i, j] x_j."""
     matrix = np.zeros((islands, islands))
     for shift, weight in weights:
         matrix += weight * np.roll(np.eye(islands), shift, axis=1)
@@ -50,7 +50,7 @@ def mixing_matrix(weights: Weights, islands: int) -> np.ndarray:
 
 
 class GossipExchange:
-    """The exchange of gossip: one collective permute of the parameters for each neighbour.
+    """The exchange of gossip averaging: one collective permute of the parameters for each neighbour.
 
     Args:
       every: steps between two exchanges.
@@ -63,15 +63,15 @@ class GossipExchange:
         self.phases = len(weights)
 
     def init(self, params: Dict) -> OuterState:
-        """Return no state."""
+        """Return an empty state, as gossip needs none."""
         return OuterState({}, {})
 
     def due(self, step: int) -> int | None:
-        """Return the index of the weights for the exchange that follows this step; None if none follows."""
+        """Return the index of the averaging weights for an exchange after this step; None if none is due."""
         return None if step % self._every else (step // self._every - 1) % self.phases
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the weighted mean of the island's parameters and its neighbours'."""
+        """Replace the island's parameters by the weighted mean of its own and its neighbours' ones."""
 
         def mix(x: jax.Array) -> jax.Array:
             return sum(
@@ -82,6 +82,6 @@ class GossipExchange:
         return jax.tree.map(mix, params), state
 
     def _from(self, x: jax.Array, shift: int) -> jax.Array:
-        """Return x of the island `shift` places further on, cyclically."""
+        """Receive array x from the island `shift` places further on in the ring of islands."""
         pairs = [(source, (source - shift) % self._islands) for source in range(self._islands)]
         return jax.lax.ppermute(x, ISLANDS, pairs)

@@ -1,4 +1,4 @@
-"""The mean over islands with 8-bit integers on the wire: a reduce-scatter and an all-gather of quantized values."""
+"""The mean over islands with 8-bit communication: a reduce-scatter and an all-gather of quantized values."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ _LARGEST = 127
 
 
 class Int8Mean:
-    """Mean of arrays over islands. Each value crosses the link twice as one byte, however many islands there are.
+    """Averages arrays over islands, sending each value twice as one byte, however many islands there are.
 
     An array is cut along its longest dim, except for the last one, that the number of islands divides; each island
     averages one piece of it. A row (along the last dim) has one float32 scale, so that a value is rounded by at most
@@ -25,11 +25,11 @@ class Int8Mean:
         self._islands = islands
 
     def init(self, tree: Dict) -> OuterState:
-        """Return no state."""
+        """Return an empty state, as this mean needs none."""
         return OuterState({}, {})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean, and the state as it is."""
+        """Return the mean of a tree of arrays over islands, and the unchanged state."""
         return jax.tree.map(self._mean, tree), state
 
     def _mean(self, x: jax.Array) -> jax.Array:
@@ -44,19 +44,19 @@ class Int8Mean:
         return jnp.concatenate(list(gathered), axis=dim)
 
     def cut(self, shape: tuple[int, ...]) -> int | None:
-        """Return the dim along which an array is split over the islands; None: none fits, and it is not quantized."""
+        """Choose the dim along which an array is split over the islands; None if none fits: it is not quantized."""
         # The last dim is that of the scales; the pieces' rows stay whole.
         dims = [d for d in range(len(shape) - 1) if shape[d] % self._islands == 0 and shape[d]]
         return max(dims, key=lambda d: shape[d], default=None)
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return x as int8, and a float32 scale per row (the last dim has size 1)."""
+    """Quantize x to int8; return the values and a float32 scale for each row (the last dim has size 1)."""
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / _LARGEST
     values = jnp.round(x / jnp.where(scale > 0, scale, 1.0))
     return jnp.clip(values, -_LARGEST, _LARGEST).astype(jnp.int8), scale
 
 
 def dequantize(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Undo `quantize`: return values * scale in float32."""
+    """Convert int8 values and row scales back to float32: the inverse of `quantize`."""
     return values.astype(jnp.float32) * scale

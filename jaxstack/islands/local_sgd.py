@@ -1,4 +1,4 @@
-"""Local SGD (Stich 2019, arXiv:1805.09767): the islands' parameters are replaced by their mean."""
+"""Local SGD (Stich 2019, arXiv:1805.09767): islands train separately, and average their parameters now and then."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -19,7 +19,7 @@ class LocalSGD(IslandMethod):
 
 
 class MeanExchange:
-    """The exchange of local SGD: one all-reduce of the parameters.
+    """The exchange of local SGD: one all-reduce, which averages the parameters over islands.
 
     Args:
       every: steps between two exchanges.
@@ -31,13 +31,13 @@ class MeanExchange:
         self._every = every
 
     def init(self, params: Dict) -> OuterState:
-        """Return no state."""
+        """Return an empty state, as local SGD needs none."""
         return OuterState({}, {})
 
     def due(self, step: int) -> int | None:
-        """Return phase 0 if an exchange follows this step, otherwise None."""
+        """Return 0, the only phase, if an exchange follows this train step, otherwise None."""
         return None if step % self._every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean of the islands' parameters."""
+        """Replace the island's parameters by their mean over all islands."""
         return jax.lax.pmean(params, ISLANDS), state

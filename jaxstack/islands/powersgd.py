@@ -1,4 +1,4 @@
-"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): the mean over islands by factors of low rank.
+"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): the mean over islands, communicated as low-rank factors.
 
 Dims: m x n a matrix; leading dims, such as layers and experts, are those of a batch of matrices; r the rank.
 """
@@ -18,7 +18,7 @@ from jaxstack.tree_rules import match
 
 
 class MatrixShape(NamedTuple):
-    """Shape of an array that is viewed as a batch of matrices."""
+    """Shape of a parameter viewed as a batch of matrices, for low-rank compression."""
 
     batch: tuple[int, ...]
     rows: int
@@ -26,16 +26,16 @@ class MatrixShape(NamedTuple):
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape [*batch, m, n]."""
+        """The full shape [*batch, m, n]."""
         return (*self.batch, self.rows, self.columns)
 
     def pays(self, rank: int) -> bool:
-        """Return True if the two factors of this rank are smaller than the matrix, so that compression pays."""
+        """Return True if compression to this rank saves communication: the factors are smaller than the matrix."""
         return rank * (self.rows + self.columns) < self.rows * self.columns
 
 
 class PowerSGD:
-    """Mean of matrices over islands by factors P [m, r] and Q [n, r], with error feedback.
+    """Averages matrices over islands by communicating low-rank factors P [m, r] and Q [n, r], with error feedback.
 
     Each island adds to its matrix what the factors left out last time (`error`). An exchange starts from the
     Q of the last one (`factors`). Vectors, and matrices that are not larger than their factors, are averaged exactly.
@@ -48,7 +48,7 @@ class PowerSGD:
         self._rank = rank
 
     def init(self, tree: Dict) -> OuterState:
-        """Return random factors (equal on all islands) and zero errors for each compressed parameter."""
+        """Return the initial state for each compressed parameter: a random factor, equal on all islands; no error."""
         factors, errors = {}, {}
         for path, x in flatten(tree).items():
             shape = self.matrix_shape("/".join(path), x)
@@ -59,7 +59,7 @@ class PowerSGD:
         return OuterState({"factors": nest(factors.items())}, {"error": nest(errors.items())})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean, and the state with new factors and errors."""
+        """Return the mean of a tree of arrays over islands, and the state with new factors and errors."""
         factors, errors = flatten(state.shared["factors"]), flatten(state.own["error"])
         means = flatten(tree)
         for path, x in means.items():
@@ -73,7 +73,7 @@ class PowerSGD:
         return nest(means.items()), OuterState({**state.shared, **shared}, {**state.own, **own})
 
     def matrix_shape(self, path: str, leaf: jax.Array) -> MatrixShape | None:
-        """Return the array's shape as matrices if it is compressed, or None if it is averaged exactly."""
+        """Return the shape of a parameter viewed as matrices; None if it is averaged without compression."""
         rule: MatrixRule = match(path, [(rule.path, rule) for rule in KNOWN])
         if not is_matrix(path, leaf) or leaf.ndim < rule.inputs + rule.outputs:
             return None
@@ -84,7 +84,7 @@ class PowerSGD:
 
 
 def low_rank_mean(own: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the low-rank mean over islands, the next factor, and this island's approximation error.
+    """Average matrices over islands through low-rank factors; return mean, next factor, and this island's error.
 
     Args:
       own: this island's matrices [..., m, n].
@@ -98,7 +98,7 @@ def low_rank_mean(own: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """Return an orthonormal basis of the columns of x [..., m, r] by QR; zero columns where r exceeds m."""
+    """Return an orthonormal basis of the columns of x [..., m, r] by QR, with zero columns where r exceeds m."""
     flat = x.reshape(-1, *x.shape[-2:])
     # One at a time: a batched QR of large matrices takes many times as long on GPUs.
     columns = jax.lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], flat)

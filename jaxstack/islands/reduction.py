@@ -1,4 +1,4 @@
-"""Means over islands of their parameter changes, exact or compressed."""
+"""Ways to average parameter changes over islands: exact, in 8 bits, or by low-rank factors."""
 
 from typing import Protocol
 
@@ -11,31 +11,31 @@ from jaxstack.parallel.config import ISLANDS
 
 
 class Reduction(Protocol):
-    """Interface of a mean over islands, exact or compressed, which may keep state such as an error feedback."""
+    """Interface of an averaging of arrays over islands, exact or compressed, with state such as error feedback."""
 
     def init(self, tree: Dict) -> OuterState:
-        """Return the initial state of the reduction for trees of arrays with these shapes."""
+        """Return the initial state for averaging trees of arrays with these shapes."""
         ...
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean, equal on all islands, and the state with its entries updated."""
+        """Return the mean of a tree over islands, equal on all of them, and the updated state."""
         ...
 
 
 class ExactMean:
-    """The mean in the arrays' own dtype: one all-reduce."""
+    """Averages arrays over islands in their own dtype, by one all-reduce."""
 
     def init(self, tree: Dict) -> OuterState:
-        """Return no state."""
+        """Return an empty state, as the exact mean needs none."""
         return OuterState({}, {})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean and the state as it is."""
+        """Return the mean of a tree of arrays over islands, and the unchanged state."""
         return jax.lax.pmean(tree, ISLANDS), state
 
 
 def make_reduction(compression: str, rank: int, islands: int) -> Reduction:
-    """Return the reduction named `compression`: none, int8 or powersgd (with this rank)."""
+    """Return the averaging over islands of this name: none (exact), int8 or powersgd (of this rank)."""
     if compression == "powersgd":
         return PowerSGD(rank)
     return Int8Mean(islands) if compression == "int8" else ExactMean()

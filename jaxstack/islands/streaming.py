@@ -1,4 +1,4 @@
-"""Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512): exchanges a few layers at a time, during a step."""
+"""Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512): exchanges parts of the model in turn, during steps."""
 
 import math
 import re
@@ -49,7 +49,9 @@ class StreamingDiLoCo(OuterSGD):
 
 
 class StreamingExchange:
-    """The exchange of streaming DiLoCo; phase p is fragment p. The state is that of DiLoCo.
+    """Streaming DiLoCo's exchange between islands, of one fragment (part of the model's layers) at a time.
+
+    Phase p exchanges fragment p. The state is that of DiLoCo.
 
     Args:
       settings: intervals and outer optimizer.
@@ -62,17 +64,17 @@ class StreamingExchange:
         self.phases, self.delay = settings.fragments, settings.delay
 
     def init(self, params: Dict) -> OuterState:
-        """Return the initial state of a run: the parameters as anchor, and zero velocity."""
+        """Return the state at the start of a run: the parameters as anchor, and zero velocity."""
         return OuterState({"anchor": params, "velocity": jax.tree.map(jnp.zeros_like, params)}, {})
 
     def due(self, step: int) -> int | None:
-        """Return the fragment whose communication overlaps with the next step; None if there is none."""
+        """Return the fragment to communicate during the train step after this one; None if there is none."""
         every, count = self._settings.every, self.phases
         starts = {fragment * every // count: fragment for fragment in range(count)}
         return starts.get(step % every)
 
     def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Communicate one fragment and apply the outer optimizer to it; return the new state."""
+        """Average one fragment's changes over islands and apply the outer optimizer; return the new state."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
         own = self._parts(phase, jax.tree.map(jnp.subtract, anchor, params))
         progress, _ = self._reduction(own, OuterState({}, {}))
@@ -83,18 +85,18 @@ class StreamingExchange:
         return OuterState({"anchor": anchor, "velocity": velocity}, {})
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Return the parameters with fragment `phase` mixed from the island's own and the synchronised values."""
+        """Mix the island's own values of one fragment with the synchronised ones; return the parameters."""
         own, anchors = self._parts(phase, params), self._parts(phase, state.shared["anchor"])
         keep = self._settings.mixing
         return self._replaced(phase, params, {name: keep * x + (1 - keep) * anchors[name] for name, x in own.items()})
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Send and merge at once."""
+        """Communicate one fragment and merge it at once; return the parameters and the state."""
         state = self.send(phase, params, state)
         return self.merge(phase, params, state), state
 
     def _parts(self, phase: int, tree: Dict) -> dict[str, jax.Array]:
-        """Return path -> the fragment's part of each array that has one."""
+        """Return the arrays, or parts of them, that belong to one fragment of the model, by path."""
         parts: dict[str, jax.Array] = {}
 
         def add(path: str, x: jax.Array, stacked: bool, owner: int) -> None:
@@ -107,7 +109,7 @@ class StreamingExchange:
         return parts
 
     def _replaced(self, phase: int, tree: Dict, parts: Mapping[str, jax.Array]) -> Dict:
-        """Return the tree with the fragment's parts replaced."""
+        """Return a tree of parameters with those of one fragment replaced by `parts`."""
 
         def replace(path: str, x: jax.Array, stacked: bool) -> jax.Array:
             if path not in parts:
@@ -117,7 +119,7 @@ class StreamingExchange:
         return map_by_path(replace, tree, self._stacked)
 
     def _owners(self, tree: Dict) -> Dict:
-        """Return the fragment of each array that is not stacked: by its layer, or else the smallest one so far."""
+        """Assign each array outside of layer stacks to a fragment: its layer's, or else the smallest."""
         sizes = [0] * self.phases
         rest: list[tuple[int, str]] = []
         owner: dict[str, int] = {}

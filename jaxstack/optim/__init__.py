@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules as data, built on Optax."""
+"""Optimizers and learning-rate schedules that are chosen by configuration, built on Optax."""

@@ -1,4 +1,4 @@
-"""Base class of all optimizer configurations: shared settings, and the interface of a new optimizer."""
+"""Base class of all optimizer configurations: shared settings, and what a new optimizer has to implement."""
 
 import dataclasses
 from abc import abstractmethod
@@ -18,16 +18,16 @@ from jaxstack.tree_rules import check_patterns
 
 
 class HasShape(Protocol):
-    """Protocol of anything with a shape: an array, a `jax.ShapeDtypeStruct`."""
+    """Protocol of objects with an array shape, such as an array or a `jax.ShapeDtypeStruct`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Size of each dim."""
+        """Size of each dim of the array."""
         ...
 
 
 def is_matrix(path: str, leaf: HasShape) -> bool:
-    """Return True if weight decay applies to the parameter.
+    """Return True if weight decay applies to a parameter by default: not to vectors, biases and scales.
 
     Scales, biases and magnitudes count as vectors even if they have two dims.
     """
@@ -40,7 +40,7 @@ ADAM_WIDTH_POWERS: Mapping[Role, float] = {"input": 0.0, "hidden": -1.0, "output
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """Properties of a run that an optimizer may use: learning rate, number of steps and parameter sharding."""
+    """Properties of a training run that an optimizer may use: learning rate, number of steps, parameter sharding."""
 
     learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] = lambda step: jnp.asarray(1.0)
     """Step -> scheduled learning rate."""
@@ -51,7 +51,7 @@ class RunInfo:
 
 
 class StepOptimizer(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that may also choose where gradients are evaluated, and ask for curvature estimates."""
+    """An Optax optimizer that may also choose where gradients are evaluated, and request curvature estimates."""
 
     gradient_point: Callable[[PyTree, optax.OptState], PyTree] | None = None
     """(trained parameters, state) -> where the step evaluates the gradient; None: at the parameters."""
@@ -93,7 +93,7 @@ class Optimizer(Component):
     """Rules by parameter path; the first one that matches holds."""
 
     def check(self, params: PyTree) -> None:
-        """Check that the settings fit the parameters.
+        """Check that the optimizer's rules by parameter path fit the model's parameters.
 
         Args:
           params: the parameters or their shapes.
@@ -105,7 +105,7 @@ class Optimizer(Component):
 
     @abstractmethod
     def core(self, run: RunInfo) -> optax.GradientTransformation:
-        """Return the transformation of gradients into an update direction, without learning rate and weight decay.
+        """Return the update rule: gradients to update direction, without learning rate and weight decay.
 
         State is sharded as its parameter, dim by dim (`jaxstack.parallel.rules.state_spec`).
 
@@ -114,11 +114,11 @@ class Optimizer(Component):
         """
 
     def wrap(self, chain: optax.GradientTransformation, run: RunInfo) -> optax.GradientTransformation:
-        """Wrap the complete optimizer chain (clipping, core, weight decay, learning rate); by default unchanged."""
+        """Wrap the complete optimizer (clipping, core, weight decay, learning rate); by default unchanged."""
         return chain
 
     def gradient_point(self, params: PyTree, state: optax.OptState) -> PyTree:
-        """Return the parameters at which a step evaluates the gradient; by default the current ones.
+        """Return the parameters at which a train step evaluates the gradient; by default the current ones.
 
         Args:
           params: the trained parameters.
@@ -128,11 +128,11 @@ class Optimizer(Component):
 
     @property
     def curvature_interval(self) -> int:
-        """Number of steps between two curvature estimates (`StepOptimizer.curvature_every`); 0 for none."""
+        """Number of steps from one curvature estimate to the next; 0 if the optimizer needs none."""
         return 0
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
-        """Transform the update direction of `core`, given the whole parameter: for example, scale it by a norm.
+        """Transform a parameter's whole update direction at the end, for example scale it by a norm.
 
         By default it is returned unchanged. Layers that are stacked in one array are passed one at a time.
 

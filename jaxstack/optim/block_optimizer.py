@@ -1,4 +1,4 @@
-"""Base class of the optimizers that precondition a matrix by blocks (Shampoo, SOAP)."""
+"""Base class of optimizers that precondition each matrix in blocks (Shampoo, SOAP)."""
 
 import functools
 from abc import abstractmethod
@@ -21,7 +21,7 @@ exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST
 
 
 class BlockOptimizer(MatrixOptimizer):
-    """Base of optimizers that split each matrix into blocks with a left and a right factor.
+    """Base of optimizers that cut each matrix into blocks, each with a left and a right preconditioner.
 
     The factors of a block with the gradient G are moving averages of G G^T and G^T G. A subclass derives a matrix from
     each factor (a root or a basis), recomputed every `refresh_every` steps on the device that stores the block.
@@ -37,7 +37,7 @@ class BlockOptimizer(MatrixOptimizer):
 
     @abstractmethod
     def init_state(self, params: PyTree) -> Any:
-        """Return the initial state: a NamedTuple of the step count, then trees of the structure of `params`."""
+        """Return the initial optimizer state: a NamedTuple of the step count, then trees shaped like `params`."""
 
     @abstractmethod
     def update_parameter(
@@ -48,7 +48,7 @@ class BlockOptimizer(MatrixOptimizer):
         gradient: Float[Array, "..."],
         *state: Float[Array, "..."],
     ) -> tuple[jax.Array, ...]:
-        """Return the update direction of one parameter, then its new state.
+        """Return the update direction of one parameter, followed by its new optimizer state.
 
         Args:
           run: the layout, among others.
@@ -68,12 +68,12 @@ class BlockOptimizer(MatrixOptimizer):
         return optax.GradientTransformation(self.init_state, update)
 
     def blocks(self, path: str, shape: tuple[int, ...]) -> Blocks:
-        """Return the blocks that the parameter at this path is split into."""
+        """Return how the parameter at this path is cut into blocks, each with its own preconditioner."""
         rule = self.rule(path)
         return choose_blocks(shape, rule.inputs, rule.outputs, self.block_size)
 
     def zeros_by_block(self, params: PyTree, shape: Callable[[int, int], tuple[int, ...]]) -> PyTree:
-        """Return float32 zeros [*grid_shape, *shape(rows, columns of a block)] for each parameter."""
+        """Return zeros for a state array per block: [*grid_shape, *shape(rows, columns)] for each parameter."""
 
         def zeros(path: str, parameter: jax.Array) -> jax.Array:
             blocks = self.blocks(path, parameter.shape)
@@ -82,14 +82,17 @@ class BlockOptimizer(MatrixOptimizer):
         return map_by_path(zeros, params)
 
     def zero_factors(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Return zeros for left factors [*grid_shape, rows, rows] and right ones [*grid_shape, columns, columns]."""
+        """Return zero-initialized left and right gradient statistics for each block of each parameter.
+
+        The left ones have the shape [*grid_shape, rows, rows], the right ones [*grid_shape, columns, columns].
+        """
         left = self.zeros_by_block(params, lambda rows, columns: (rows, rows))
         return left, self.zeros_by_block(params, lambda rows, columns: (columns, columns))
 
     def average_factors(
         self, left: Float[Array, "*grid m m"], right: Float[Array, "*grid n n"], gradient: Float[Array, "*grid m n"]
     ) -> tuple[Float[Array, "*grid m m"], Float[Array, "*grid n n"]]:
-        """Return the factors after the gradient G of each block: averages of G G^T (left) and G^T G (right)."""
+        """Update the moving averages of G G^T (left) and G^T G (right) with the gradient G of each block."""
         new_left = exact_einsum("...ij,...kj->...ik", gradient, gradient)
         new_right = exact_einsum("...ji,...jk->...ik", gradient, gradient)
         decay = self.factor_decay
@@ -106,7 +109,7 @@ class BlockOptimizer(MatrixOptimizer):
         start: Refresh,
         renew: Refresh,
     ) -> tuple[jax.Array, ...]:
-        """Recompute `derived` (e.g. inverse roots) from `factors`, for the blocks that are due at this step.
+        """Recompute preconditioners (such as inverse roots) from gradient statistics, for blocks due at this step.
 
         Args:
           run, count, path: as of `update_parameter`.

@@ -1,4 +1,4 @@
-"""Splits matrices into blocks for Shampoo and SOAP, and refreshes the state of each block.
+"""Cuts parameter matrices into blocks for Shampoo and SOAP, and recomputes the state of blocks in turn.
 
 Blocks depend on the parameter's shape only, not on the layout, so that all layouts give the same result. Where the
 shards of a parameter are multiples of the block, each block is on one device, which refreshes it.
@@ -18,7 +18,7 @@ from jaxstack.parallel.rules import state_spec
 
 
 class Blocks(NamedTuple):
-    """How a parameter's matrix is split into blocks; its last `inputs` + `outputs` dims form the matrix."""
+    """How a parameter's matrix, formed by its last `inputs` + `outputs` dims, is cut into equal blocks."""
 
     shape: tuple[int, ...]
     inputs: int
@@ -30,22 +30,22 @@ class Blocks(NamedTuple):
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
-        """Sizes of the dims before the matrix, such as layers and experts."""
+        """Sizes of the dims in front of the matrix, such as layers and experts."""
         return self.shape[: len(self.shape) - self.inputs - self.outputs]
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Number of rows and columns of the matrix."""
+        """Number of rows and columns of the parameter viewed as a matrix."""
         cut = len(self.shape) - self.outputs
         return math.prod(self.shape[cut - self.inputs : cut]), math.prod(self.shape[cut:])
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
-        """Number of blocks along each dim of the parameter, where a matrix's rows count as its first input dim."""
+        """Number of blocks along each dim of the parameter; all row blocks count under the first input dim."""
         return (*self.batch_dims, self.rows[0], *(1,) * (self.inputs - 1), self.columns[0], *(1,) * (self.outputs - 1))
 
     def split(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return the blocks [*grid_shape, rows, columns] of an array of the parameter's shape, padded with zeros."""
+        """Cut an array of the parameter's shape into blocks [*grid_shape, rows, columns], padded with zeros."""
         (m, rows), (n, columns) = self.rows, self.columns
         height, width = self.matrix_shape
         x = x.reshape(*self.batch_dims, height, width)
@@ -55,14 +55,14 @@ class Blocks(NamedTuple):
         return x.reshape(*self.grid_shape, rows, columns)
 
     def join(self, blocks: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Undo `split`: return an array of the parameter's shape from its blocks, without padding."""
+        """Put blocks back together into an array of the parameter's shape: the inverse of `split`."""
         (m, rows), (n, columns) = self.rows, self.columns
         height, width = self.matrix_shape
         x = jnp.moveaxis(blocks.reshape(*self.batch_dims, m, n, rows, columns), -3, -2)
         return x.reshape(*self.batch_dims, m * rows, n * columns)[..., :height, :width].reshape(self.shape)
 
     def needs_refresh(self, path: str, count: Int[Array, ""], every: int) -> Bool[Array, "..."]:
-        """Return a mask [*grid_shape], True for the blocks that are refreshed at step `count`.
+        """Return which blocks have their state recomputed at step `count`, as a mask [*grid_shape].
 
         Each block is refreshed every `every` steps. Blocks of a matrix, and matrices of a layer, are staggered; layers
         are not, because they may be stored in one array or in several.
@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
 
 
 def choose_blocks(shape: Sequence[int], inputs: int, outputs: int, limit: int) -> Blocks:
-    """Choose the number and size of the blocks of a parameter's matrix.
+    """Choose how a parameter's matrix is cut into blocks of at most `limit` rows and columns.
 
     Args:
       shape: its shape; the last `inputs` + `outputs` dims form its matrix.
@@ -110,7 +110,7 @@ def refresh(
     blocks: Blocks,
     spec: PartitionSpec | None,
 ) -> tuple[jax.Array, ...]:
-    """Recompute the arrays in `renewed` for the blocks that are due, on the devices that store them.
+    """Recompute the state arrays of the blocks that are due, each block on the device that stores it.
 
     Blocks are renewed one after the other: a batched decomposition is slower on a GPU than a loop over single ones.
 
@@ -150,6 +150,6 @@ def refresh(
 
 
 def _grid_spec(mesh: jax.sharding.AbstractMesh, spec: PartitionSpec, blocks: Blocks) -> PartitionSpec:
-    """Return the PartitionSpec of the block grid: that of the stored state, with no block split."""
+    """Return the sharding of an array with one entry per block, such that no block is split over devices."""
     stored = state_spec(mesh, spec, blocks.shape, (*blocks.grid_shape, blocks.rows[1], blocks.rows[1]))
     return PartitionSpec(*stored[: len(blocks.grid_shape)])

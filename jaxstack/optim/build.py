@@ -1,4 +1,4 @@
-"""Builds one Optax transformation from the configuration of an optimizer and a schedule."""
+"""Builds an Optax optimizer from the configurations of an optimizer and a learning-rate schedule."""
 
 import operator
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def build_optimizer(
     width: Width | None = None,
     specs: PyTree = None,
 ) -> StepOptimizer:
-    """Build the chain: clip by global norm, the optimizer's core, decoupled weight decay, learning rate.
+    """Build an Optax optimizer: clipping by global norm, core update rule, weight decay, and learning rate.
 
     Frozen parameters are not updated. A balance bias (`BALANCE`) moves by `balance_rate` against the sign of its load,
     whatever its group.
@@ -89,7 +89,7 @@ def build_optimizer(
 
 
 def _scales_and_decays(optimizer: Optimizer, params: PyTree, width: Width | None) -> tuple[PyTree, PyTree]:
-    """Return the factor of the learning rate, and the weight decay, of each parameter."""
+    """Return the learning-rate factor and the weight decay of each parameter, from groups and muP."""
     rules = [*((group.path, group) for group in optimizer.groups), (".*", GroupRule(path=".*"))]
     groups = map_by_path(lambda path, leaf: match(path, rules), params)
     is_group = lambda x: isinstance(x, GroupRule)  # noqa: E731
@@ -111,7 +111,7 @@ def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
 
 
 def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
-    """Return a predicate on parameter paths that is True for frozen parameters.
+    """Return a function that tells from a parameter's path whether the parameter is frozen (not trained).
 
     A teacher is frozen. For others the first matching group with `frozen` decides. Otherwise, in a model with adapters,
     all but these are frozen.
@@ -129,17 +129,17 @@ def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str
 
 
 def is_load_signal(path: str) -> bool:
-    """Return True if the parameter's "gradient" is the load of experts (`jaxstack.models.moe.router.load_signal`)."""
+    """Return True if a parameter's "gradient" is in fact the load of experts, which is used to balance them."""
     return match(path, ((BALANCE, True), (".*", False)))
 
 
 def gradient_norm(gradients: PyTree) -> jax.Array:
-    """Return the global norm of the gradients, without the loads of experts."""
+    """Return the global norm of the gradients, leaving out the expert loads that are stored among them."""
     return optax.tree.norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
 
 
 def largest_overload(gradients: PyTree) -> jax.Array | None:
-    """Return the largest relative overload of an expert in any layer: 0 is an even load, 1 is twice that.
+    """Return how far the busiest expert of any layer exceeds the mean load: 0 is even, 1 is twice the mean.
 
     None if no gradient is a load of experts.
     """
@@ -155,7 +155,7 @@ def _against_sign(rate: float) -> optax.GradientTransformation:
 def _finished_core(
     optimizer: Optimizer, core: optax.GradientTransformation, stacked: PyTree
 ) -> optax.GradientTransformation:
-    """The core transformation, then `finish`, vmapped over stacked layers. Its state is the core's."""
+    """Return the core update rule followed by the optimizer's `finish`, applied to each layer by itself."""
     core = optax.with_extra_args_support(core)
     by_layer = lambda u, p, stack: (jax.vmap(optimizer.finish) if stack else optimizer.finish)(u, p)  # noqa: E731
     finish = _per_parameter(by_layer, stacked)
@@ -172,7 +172,7 @@ def _finished_core(
 def _per_parameter(
     apply: Callable[[jax.Array, jax.Array, float], jax.Array], constants: PyTree
 ) -> optax.GradientTransformation:
-    """Apply `apply(update, parameter, constant)` to each parameter, with a constant of its own."""
+    """Return an Optax transformation that calls `apply(update, parameter, constant)` for each parameter."""
 
     def update(updates: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731

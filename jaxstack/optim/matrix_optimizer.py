@@ -1,4 +1,4 @@
-"""Rules for viewing parameters as matrices, and the base class of optimizers for matrices (Muon, Shampoo, SOAP)."""
+"""Rules for viewing parameters as matrices, and the base class of optimizers that need them (Muon, Shampoo, SOAP)."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -34,7 +34,7 @@ KNOWN = (
 
 
 class MatrixOptimizer(Optimizer):
-    """Base of optimizers for hidden matrices; embeddings, output head and vectors are updated by AdamW."""
+    """Base of optimizers for the matrices of hidden layers; AdamW updates embeddings, output head and vectors."""
 
     matrix_width_power: ClassVar[float] = -1.0
     """Exponent of the width in muP's learning rate of matrices; `width_powers` has those of AdamW's parameters."""
@@ -46,7 +46,7 @@ class MatrixOptimizer(Optimizer):
 
     @abstractmethod
     def matrix_core(self, run: RunInfo) -> optax.GradientTransformation:
-        """Return the gradient transformation of the matrices; it receives only these."""
+        """Return the update rule of the matrices, as an Optax transformation that receives only these."""
 
     def core(self, run: RunInfo) -> optax.GradientTransformation:
         adamw = optax.scale_by_adam(self.b1, self.b2, self.eps)
@@ -73,9 +73,9 @@ class MatrixOptimizer(Optimizer):
         map_by_path(fits, params)
 
     def rule(self, path: str) -> MatrixRule:
-        """Return the first rule that matches the parameter's path."""
+        """Return the first rule that matches a parameter's path, which says how to view it as a matrix."""
         return match(path, [(rule.path, rule) for rule in (*self.matrices, *KNOWN)])
 
     def updates_as_matrix(self, path: str, leaf: HasShape) -> bool:
-        """Return True if `matrix_core` updates the parameter, False if AdamW does."""
+        """Return True if the matrix update rule applies to a parameter, False if AdamW updates it."""
         return is_matrix(path, leaf) and not self.rule(path).adamw

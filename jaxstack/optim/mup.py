@@ -1,4 +1,4 @@
-"""muP scaling of learning rate, weight decay and epsilon by parameter role (`jaxstack.models.parametrization`)."""
+"""muP scaling of learning rate, weight decay and epsilon by the role of a parameter and the model's width."""
 
 from typing import TypeVar
 
@@ -11,10 +11,10 @@ AnyKind = TypeVar("AnyKind", bound=Optimizer)
 
 
 def check_mup_support(optimizer: Optimizer) -> None:
-    """Check that the optimizer supports muP.
+    """Check that it is known how the learning rate of an optimizer scales with the model's width in muP.
 
     Raises:
-      ConfigError: it has none.
+      ConfigError: it is not known.
     """
     if optimizer.width_powers is None:
         name = getattr(optimizer, "name", type(optimizer).__name__)
@@ -25,7 +25,7 @@ def check_mup_support(optimizer: Optimizer) -> None:
 
 
 def rate_factor(optimizer: Optimizer, width: Width, path: str, leaf: HasShape) -> float:
-    """Return the factor of a parameter's learning rate.
+    """Return the factor by which muP scales a parameter's learning rate at the given model width.
 
     Its weight decay is divided by the factor, so that rate x decay does not depend on the width.
     """
@@ -41,7 +41,7 @@ def rate_factor(optimizer: Optimizer, width: Width, path: str, leaf: HasShape) -
 
 
 def scale_epsilon(optimizer: AnyKind, width: Width) -> AnyKind:
-    """Return the optimizer with epsilon divided by the width ratio, since gradients shrink with the width."""
+    """Return an optimizer configuration with epsilon scaled for muP, as gradients shrink with the model's width."""
     if "eps" not in type(optimizer).model_fields:
         return optimizer
     return optimizer.model_copy(update={"eps": getattr(optimizer, "eps") / width.ratio})  # noqa: B009

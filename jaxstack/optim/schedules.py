@@ -1,4 +1,4 @@
-"""Learning-rate schedules: configurations that make a function from a step to a factor of the peak learning rate.
+"""Learning-rate schedules, which give the fraction of the peak learning rate at each step.
 
 All schedules warm up linearly over `warmup_steps`, from peak / warmup_steps at the first step.
 """
@@ -28,14 +28,14 @@ class Schedule(Component):
 
     @abstractmethod
     def decay(self, steps: int) -> optax.Schedule:
-        """Return a function from the number of steps since warm-up to the learning rate's fraction of the peak.
+        """Return the schedule after warm-up: a function from steps since then to a fraction of the peak rate.
 
         Args:
           steps: number of steps from the end of the warm-up to the end of the run.
         """
 
     def make_multiplier(self, total_steps: int) -> Multiplier:
-        """Return the function from a step to a factor of the peak learning rate, for a run of this length.
+        """Return the function from step to fraction of the peak learning rate, for a run of `total_steps`.
 
         The first step is 0; the factor is float32.
 

@@ -1,1 +1,1 @@
-"""Functions on training runs: build from a configuration, train, load, evaluate, generate, convert."""
+"""Functions on training runs: build from a configuration, train, load, evaluate, generate text, convert."""

@@ -1,4 +1,4 @@
-"""Begin a run with the whole train state of another run's checkpoint: `run.branch_from`."""
+"""Begin a run from another run's checkpoint, with its whole train state: the configuration key `run.branch_from`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ _SAME_RATE = 0.01
 
 
 def branch(config: RunConfig, report: Callable[[str], None]) -> None:
-    """Link the checkpoint that `run.branch_from` and `run.branch_step` name into a run that has none yet.
+    """Give a new run, as its first checkpoint, a link to another run's checkpoint that its configuration names.
 
     Every process of the run calls it; the first one does the work.
 
@@ -55,6 +55,6 @@ def _branch(config: RunConfig, source: Path, report: Callable[[str], None]) -> N
 
 
 def learning_rate_at(config: RunConfig, step: int) -> float:
-    """Return the scheduled learning rate of a step, counted from 0."""
+    """Return the learning rate that a run's configuration schedules for a step, counted from 0."""
     multiplier = config.schedule.make_multiplier(config.train.steps)
     return config.optimizer.learning_rate * float(multiplier(step))

@@ -1,4 +1,4 @@
-"""Build the parts of a language-model run from its configuration: model, mesh, sharding rules and trainer."""
+"""Build the parts of a language-model run from its configuration: model, sharding rules and trainer."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ _VOCABULARY_MULTIPLE = 64
 
 
 def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
-    """Return the model with its vocabulary size filled in.
+    """Return the model configuration, with an unset vocabulary size taken from the tokenizer.
 
     Args:
       model: without `vocab_size` it gets the tokenizer's size, rounded up to a multiple of 64.
@@ -60,12 +60,12 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
 
 
 def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
-    """Return the mapping of logical axes onto the mesh in this run."""
+    """Return the rules that map logical axes of arrays onto the device mesh, for a run's configuration."""
     return make_rules(mesh, sequence=config.parallel.sequence)
 
 
 def step_layout(config: RunConfig, mesh: Mesh) -> StepLayout:
-    """Return the layout of the train step on the mesh in this run."""
+    """Return how the train step is parallelized on the device mesh, from a run's configuration."""
     parallel = config.parallel
     return StepLayout(
         zero=parallel.zero,
@@ -79,7 +79,7 @@ def step_layout(config: RunConfig, mesh: Mesh) -> StepLayout:
 
 
 def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Transformer]:
-    """Return a function that creates the run's model, with its adapters, from `nnx.Rngs`.
+    """Return a function that creates the configured model, with its adapters, from random keys (`nnx.Rngs`).
 
     Args:
       dtype: dtype of the computation.
@@ -95,7 +95,7 @@ def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Tra
 def _with_teacher(
     make: Callable[[nnx.Rngs], Transformer], directory: str, dtype: DTypeLike
 ) -> Callable[[nnx.Rngs], Transformer]:
-    """Return `make` with a teacher of the architecture in `directory`, whose parameters are zeros until they are read.
+    """Extend the function that creates a model by a teacher model, whose parameters are zeros until they are read.
 
     Raises:
       ConfigError: the directory holds no model, or one with another vocabulary.
@@ -112,7 +112,7 @@ def make_trainer(
     devices: Sequence[Any] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Trainer:
-    """Return the trainer of a run whose layout and vocabulary are resolved.
+    """Build the trainer of a run from its configuration, whose layout and vocabulary size must be resolved.
 
     Args:
       data: batches, in any form that `Trainer` takes.

@@ -1,4 +1,4 @@
-"""Runs whose weights are compressed in training: checks at their start, and their description."""
+"""Training with weights kept compressed (quantized, pruned or factorised): checks at the start, and a summary."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jaxstack.trainer import Trainer
 
 
 def check_masks(module: FunctionalModule, params: Dict) -> None:
-    """Check that each weight to which the method `mask` applies has at least one zero.
+    """Check that each weight whose zeros training shall keep (method `mask`) has at least one zero.
 
     Args:
       module: the module of the run.
@@ -31,7 +31,7 @@ def check_masks(module: FunctionalModule, params: Dict) -> None:
 
 
 def describe_compression(trainer: Trainer) -> list[str]:
-    """Return a line for each method with the number of weights, and how many values an export of them stores."""
+    """Summarize compression in training: for each method, the number of weights, and of values to export."""
     module = trainer.module
     if not isinstance(module, CompressedModule):
         return []

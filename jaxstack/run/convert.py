@@ -53,7 +53,7 @@ _SEQUENCE_LENGTH = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ImportedRun:
-    """A run directory made from a Hugging Face checkpoint.
+    """Result of an import: a run directory made from a Hugging Face checkpoint.
 
     Attributes:
       directory: the run directory.
@@ -68,7 +68,7 @@ class ImportedRun:
 
 @dataclasses.dataclass(frozen=True)
 class ExportedCheckpoint:
-    """A Hugging Face checkpoint made from a run.
+    """Result of an export: a Hugging Face checkpoint made from a run.
 
     Attributes:
       directory: the directory of the checkpoint.
@@ -89,7 +89,7 @@ def import_checkpoint(
     ignore: Sequence[str] = (),
     warn: Callable[[str], None] = warnings.warn,
 ) -> ImportedRun:
-    """Make a run directory from a Hugging Face checkpoint; its weights become the checkpoint of step 0.
+    """Make a run directory from a Hugging Face checkpoint, with its weights as the checkpoint of step 0.
 
     Args:
       source: directory of the Hugging Face checkpoint.
@@ -129,7 +129,7 @@ def import_checkpoint(
 def _import_plain(
     source: Path, output: Path, model: ModelConfig, ignore: Sequence[str], warn: Callable[[str], None]
 ) -> None:
-    """Write a checkpoint of step 0."""
+    """Write the weights of a Hugging Face checkpoint as the checkpoint of step 0 in a run directory."""
     rules = make_rules(make_mesh(ParallelConfig(fsdp=start_devices())))
     transformer = from_huggingface(source, mesh=rules, ignore=ignore)
     params, non_params = FunctionalModule(lambda rngs: Transformer(model, rngs)).split(transformer)
@@ -140,7 +140,7 @@ def _import_plain(
 def _import_packed(
     source: Path, output: Path, model: ModelConfig, ignore: Sequence[str], warn: Callable[[str], None]
 ) -> None:
-    """Write the folder of a compressed model; quantized weights stay as they are, as far as there is a format."""
+    """Write a quantized Hugging Face checkpoint as a compressed model, keeping weights quantized where possible."""
     start_devices()
     rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
     specs = FunctionalModule(lambda rngs: Transformer(model, rngs)).parameter_specs(rules)
@@ -152,7 +152,7 @@ def _import_packed(
 
 
 def _smallest(leaf: PackedWeight | jax.Array) -> PackedWeight | jax.Array:
-    """Return a matrix of plain numbers in bfloat16 if they are exact in it."""
+    """Return a matrix in bfloat16 if that loses nothing, otherwise unchanged."""
     if isinstance(leaf, PackedWeight) or leaf.ndim < 2:
         return leaf
     small = leaf.astype(jnp.bfloat16)
@@ -170,7 +170,7 @@ def export_checkpoint(
     max_shard_bytes: int = 5 * 10**9,
     warn: Callable[[str], None] = warnings.warn,
 ) -> ExportedCheckpoint:
-    """Make a Hugging Face checkpoint from a run; parameters are read and written one at a time.
+    """Make a Hugging Face checkpoint from a run, reading and writing one parameter at a time.
 
     Args:
       source: run directory.
@@ -214,13 +214,13 @@ def export_checkpoint(
 
 
 def copy_stop_tokens(source: Path, output: Path) -> None:
-    """Write the ids that end a text, which Hugging Face's files of `source` name, to a file of `output`."""
+    """Write the ids that end a text, as Hugging Face's files in `source` state them, to a file in `output`."""
     if stop_tokens := read_stop_tokens(source):
         write_file(output / GENERATION_FILE, (json.dumps({"eos_token_id": stop_tokens}) + "\n").encode())
 
 
 def _special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return `bos_token_id` and `eos_token_id` for config.json: the chat format's tokens, or the document start."""
+    """Return `bos_token_id` and `eos_token_id` for Hugging Face's config.json, from the tokenizer's chat format."""
     tokens = {} if tokenizer.chat is None else tokenizer.chat.tokens
     return {
         f"{name}_id": tokenizer.special_tokens.get(tokens.get(name, ""), tokenizer.document_start)
@@ -231,7 +231,7 @@ def _special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
 def _open_parameters(
     source: Path, step: int | None, config: RunConfig, warn: Callable[[str], None], format: str | None
 ) -> tuple[Callable[[str], np.ndarray | PackedWeight], int]:
-    """Return a function that reads one parameter by its path, and the step.
+    """Open a run's checkpoint: return a function that reads one parameter by its path, and the step.
 
     Packed weights are unpacked, except those of dense layers that `format` stores.
     """
@@ -257,7 +257,7 @@ def _open_parameters(
 
 
 def _storable(leaves: Mapping[str, Any], source: Path, format: str, warn: Callable[[str], None]) -> set[str]:
-    """Return the paths of the packed weights that a format stores.
+    """Return the paths of those packed (such as quantized) weights that an output format can store as they are.
 
     Other programs multiply with embeddings and heads as plain numbers.
 
@@ -283,7 +283,7 @@ def _storable(leaves: Mapping[str, Any], source: Path, format: str, warn: Callab
 
 
 def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Callable[[str], np.ndarray]:
-    """Return a function that reads one parameter by its path in the model without adapters; adapters are merged."""
+    """Return a function that reads a parameter of a checkpoint by its path, with adapters merged into it."""
     model = build_model(config, jnp.float32)
     module = compress_in_training(model, config.compression.rules)
     shapes, compressed = module.abstract_params, module.chosen if isinstance(module, CompressedModule) else {}
@@ -311,7 +311,7 @@ def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) 
 
 
 def converted_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> RunConfig:
-    """Return the configuration of a run directory that is made from a Hugging Face checkpoint."""
+    """Return the run configuration for a directory that is made from a Hugging Face checkpoint."""
     length = min(_SEQUENCE_LENGTH, model.max_position_embeddings or _SEQUENCE_LENGTH)
     tree: dict[str, object] = {
         "run": {"name": output.name, "dir": str(output.parent)},

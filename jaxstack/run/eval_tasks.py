@@ -1,4 +1,4 @@
-"""Run lm-evaluation-harness tasks while a model trains: `train.eval_tasks`."""
+"""Evaluates lm-evaluation-harness tasks during training, as `train.eval_tasks` configures."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def import_harness() -> ModuleType:
-    """Return the module `jaxstack.decoding.harness`, which needs an optional dependency.
+    """Import the adapter to lm-evaluation-harness, or report that this optional dependency is missing.
 
     Raises:
       ConfigError: the lm-evaluation-harness is not installed.
@@ -40,12 +40,12 @@ def import_harness() -> ModuleType:
 
 
 def default_max_length(config: RunConfig) -> int:
-    """Return the token limit of sequences in tasks: the model's context if bounded, else the training length."""
+    """Return the token limit of evaluation sequences: the model's context, or else the training length."""
     return config.model.max_position_embeddings or config.train.sequence_length
 
 
 class TrainingTasks:
-    """The tasks of `train.eval_tasks`, run on the trainer's current parameters.
+    """The lm-evaluation-harness tasks of `train.eval_tasks`, run on the parameters during training.
 
     Args:
       config: configuration of the run.
@@ -66,7 +66,7 @@ class TrainingTasks:
             self._manager = self._harness.make_task_manager(config.train.eval_tasks)
 
     def run(self, report_alive: Callable[[], None]) -> dict[str, float]:
-        """Run all tasks and return their metrics as `eval_<task>_<metric>`; empty without tasks.
+        """Run all tasks on the current parameters; return metrics named `eval_<task>_<metric>`.
 
         Args:
           report_alive: called after each batch, as a sign of life for the launcher.
@@ -99,6 +99,6 @@ class TrainingTasks:
 
 
 def _exported(trainer: Trainer) -> Params:
-    """Return the trainer's current parameters, with weights that are compressed in training as an export has them."""
+    """Return the trainer's current parameters, with weights compressed in training converted as for an export."""
     module, params = trainer.module, trainer.state.params
     return params if module.used is module else jax.jit(module.export)(params)

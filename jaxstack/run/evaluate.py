@@ -33,7 +33,7 @@ TaskMetrics = Mapping[str, Mapping[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
-    """Held-out text to evaluate on.
+    """Which held-out text to evaluate a model on, and how much of it.
 
     Attributes:
       paths: files, directories or globs; empty: the run's own held-out text.
@@ -48,7 +48,7 @@ class TextOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TaskOptions:
-    """Tasks of the lm-evaluation-harness to run.
+    """Which tasks of the lm-evaluation-harness to evaluate a model on, and how.
 
     Attributes:
       names: task names, or paths of task files.
@@ -71,7 +71,7 @@ class TaskOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TextLoss:
-    """Loss on held-out text.
+    """Result of evaluating a model on held-out text: loss, perplexity and bits per byte.
 
     Attributes:
       loss: mean cross-entropy, nats per token.
@@ -92,7 +92,7 @@ class TextLoss:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Results of an evaluation.
+    """Results of evaluating a model on held-out text and on tasks.
 
     Attributes:
       step: step of the checkpoint; 0 for a Hugging Face checkpoint.
@@ -116,7 +116,7 @@ def evaluate(
     tasks: TaskOptions | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-    """Evaluate a run or a Hugging Face checkpoint.
+    """Evaluate a trained run or a Hugging Face checkpoint on held-out text and on tasks.
 
     Args:
       directory: run directory, or directory of a Hugging Face checkpoint.
@@ -155,7 +155,7 @@ def _text_loss(
     layout_chosen: bool,
     report: Callable[[str], None],
 ) -> tuple[int, TextLoss]:
-    """Return the checkpoint's step and its loss."""
+    """Evaluate a checkpoint on held-out text; return the checkpoint's step and the loss."""
     devices = start_devices(config.parallel.simulate_devices)
     cache_compilations()
     if is_compressed(directory) or is_quantized(directory):
@@ -171,7 +171,7 @@ def _text_loss(
 
 
 def on_one_device(config: RunConfig) -> RunConfig:
-    """Return the configuration with the layout of one device."""
+    """Return a run's configuration with the parallel layout replaced by that of a single device."""
     simulated = config.parallel.simulate_devices
     return config.model_copy(update={"parallel": ParallelConfig(simulate_devices=simulated)})
 
@@ -179,7 +179,7 @@ def on_one_device(config: RunConfig) -> RunConfig:
 def open_evaluation(
     config: RunConfig, directory: Path, text: TextOptions, report: Callable[[str], None]
 ) -> tuple[Trainer, Data]:
-    """Open held-out text; return it with a trainer that evaluates on it.
+    """Open held-out text for a model; return a trainer that can evaluate on it, and the text.
 
     Args:
       config: configuration with a resolved layout.
@@ -204,7 +204,7 @@ def open_evaluation(
 def measure_loss(
     trainer: Trainer, data: Data, params: Params, non_params: Params, max_tokens: int | None = None
 ) -> TextLoss:
-    """Return the loss of parameters on the held-out text of `open_evaluation`.
+    """Compute the loss of model parameters on the held-out text opened by `open_evaluation`.
 
     Raises:
       JaxstackError: there is no held-out text.
@@ -225,7 +225,7 @@ def measure_loss(
 
 
 def _open_text(config: RunConfig, directory: Path, text: TextOptions, report: Callable[[str], None]) -> Data:
-    """Open the run's own data, or the given paths as held-out text with the model's tokenizer."""
+    """Open text to evaluate on: the given paths, tokenized with the model's tokenizer, or the run's own data."""
     section = config.data
     if text.paths:
         read_tokenizer(directory)  # reports a missing tokenizer before any text is prepared

@@ -1,4 +1,4 @@
-"""Generate texts for prompts, several samples each, in batches."""
+"""Generate texts that continue prompts, several samples each, in batches."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ _DEFAULT_TOKENS = 200
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedText:
-    """A generated text.
+    """A generated text, with its prompt, seed, and the reason why it ended.
 
     Attributes:
       prompt: the prompt as given.
@@ -33,7 +33,7 @@ class GeneratedText:
 
 
 class _Row(NamedTuple):
-    """A text to generate, and its place in the request."""
+    """Row of a batch: a text to generate, with the numbers of its prompt and its sample."""
 
     prompt: str
     ids: list[int]
@@ -53,7 +53,7 @@ def generate(
     stop: Sequence[str] = (),
     batch_size: int = 16,
 ) -> Iterator[GeneratedText]:
-    """Generate `samples` texts for each prompt, yielded in order as soon as they are complete.
+    """Generate `samples` texts for each prompt in batches, and yield them in order as soon as they are complete.
 
     Args:
       generator: the model with its tokenizer, from `jaxstack.run.load.Run.text_generator`.
@@ -83,7 +83,7 @@ def stream(
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Generate one text, yielded piece by piece as its tokens come; arguments as of `generate`."""
+    """Generate one text, and yield it piece by piece as its tokens are sampled; arguments as of `generate`."""
     rows = _make_rows(generator, [prompt], 1, seed)
     tokens = _token_limit(generator, rows, max_tokens)
     return (piece.text for piece in generator.stream([rows[0].ids], tokens, sampling, seed=[seed], stop=stop))
@@ -92,7 +92,7 @@ def stream(
 def _generate_batch(
     generator: TextGenerator, rows: Sequence[_Row], tokens: int, sampling: Sampling, stop: Sequence[str]
 ) -> Iterator[GeneratedText]:
-    """Yield the text of each row, in order, as soon as it and those before it are complete."""
+    """Generate the texts of one batch; yield them in order, each once it and those before it are complete."""
     texts: list[str] = [""] * len(rows)
     reasons: list[FinishReason | None] = [None] * len(rows)
     completed = 0
@@ -117,7 +117,7 @@ def _make_rows(generator: TextGenerator, prompts: Sequence[str], samples: int, s
 
 
 def _token_limit(generator: TextGenerator, rows: Sequence[_Row], max_tokens: int | None) -> int:
-    """Return `max_tokens`, or the default limited to what fits the model's context."""
+    """Return the number of tokens to generate: `max_tokens`, or a default that fits the model's context."""
     limit = generator.decoder.context_length
     if max_tokens is not None or limit is None:
         return max_tokens or _DEFAULT_TOKENS

@@ -1,4 +1,4 @@
-"""Read the first parameters of a run from another run's checkpoint or from Hugging Face files: `run.init_from`."""
+"""Read the initial parameters of a run from another run or from Hugging Face files: the key `run.init_from`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ from jaxstack.models.restack import restack, restack_shapes, same_stacking
 def initial_parameters(
     directory: str | Path, model: ModelConfig, abstract: Params, report: Callable[[str], None]
 ) -> Params:
-    """Read the parameters of a run's newest checkpoint (adapters merged), a compressed or a Hugging Face model.
+    """Read the parameters that a run starts from: another run's checkpoint, a compressed or Hugging Face model.
 
     Args:
       directory: run directory (compressed weights are unpacked), or directory of the Hugging Face checkpoint.
@@ -51,7 +51,7 @@ def initial_parameters(
 
 
 def _unpack(directory: Path, model: ModelConfig, abstract: Params, report: Callable[[str], None]) -> Params:
-    """Read the weights that `jaxstack compress` wrote, unpacked."""
+    """Read a compressed model (written by `jaxstack compress`) as ordinary, uncompressed parameters."""
     del model
     params, step = read_compressed(directory)
     report(f"starting from the compressed parameters of {directory}, step {step}")
@@ -61,7 +61,7 @@ def _unpack(directory: Path, model: ModelConfig, abstract: Params, report: Calla
 
 
 def _restore(directory: Path, model: ModelConfig, abstract: Params, report: Callable[[str], None]) -> Params:
-    """Read the newest checkpoint of a run."""
+    """Read the parameters of a run's newest checkpoint."""
     manager = CheckpointManager(directory / "checkpoints", report=report)
     step = manager.latest_step()
     if step is None:
@@ -75,7 +75,7 @@ def _restore(directory: Path, model: ModelConfig, abstract: Params, report: Call
 def _restore_compressed(
     manager: CheckpointManager, step: int, model: ModelConfig, abstract: Params, rules: Sequence[WeightRule]
 ) -> Params:
-    """Read a checkpoint whose weights were compressed in training, and return the weights of its export."""
+    """Read a checkpoint trained with compressed weights; return ordinary parameters, as an export has them."""
     module = compress_in_training(lambda rngs: Transformer(model, rngs), rules)
     layout = jax.tree.map(lambda x: x.sharding, abstract)
     replicated = NamedSharding(jax.tree.leaves(layout)[0].mesh, jax.P())
@@ -91,7 +91,7 @@ def _restore_compressed(
 def _restore_adapted(
     manager: CheckpointManager, step: int, model: ModelConfig, abstract: Params, adapters: Sequence[AdapterRule]
 ) -> Params:
-    """Read a checkpoint's parameters with the shardings of `abstract`, and merge its adapters into them."""
+    """Read a checkpoint's parameters, sharded as `abstract` says, and merge its adapters into them."""
     if not adapters:
         return manager.restore(step, {"params": abstract}, subset=True)[0]["params"]
     module = FunctionalModule(lambda rngs: add_adapters(Transformer(model, rngs), adapters, rngs))

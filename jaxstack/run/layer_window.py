@@ -1,4 +1,4 @@
-"""Opens a Hugging Face checkpoint for generation with a few layers in memory."""
+"""Opens a Hugging Face checkpoint for text generation with only a few layers in memory at a time."""
 
 import math
 import warnings
@@ -27,7 +27,7 @@ def open_window(
     *,
     report: Callable[[str], None] = warnings.warn,
 ) -> Run:
-    """Open a Hugging Face checkpoint whose layers are read when they are needed; only for generation.
+    """Open a Hugging Face checkpoint for text generation; its layers are read from disk when they are needed.
 
     Args:
       directory: directory with config.json, safetensors and a tokenizer.

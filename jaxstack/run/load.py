@@ -1,4 +1,4 @@
-"""Load a trained run or a Hugging Face checkpoint: its configuration, tokenizer and parameters, laid out on a mesh."""
+"""Load a trained run or a Hugging Face checkpoint: configuration, tokenizer, and parameters sharded over devices."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ GENERATION_FILE = "generation_config.json"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A trained run, or a Hugging Face checkpoint, ready to generate and to score text.
+    """A trained run or Hugging Face checkpoint, loaded to generate and to score text.
 
     Attributes:
       directory: run directory, or directory of the Hugging Face checkpoint.
@@ -66,16 +66,16 @@ class Run:
 
     @property
     def module(self) -> FunctionalModule:
-        """The Transformer as pure functions of its arrays; adapters are merged and layers unrolled."""
+        """The loaded Transformer as pure functions of its parameters; adapters are merged and layers unrolled."""
         return self.decoder.module
 
     @property
     def parameters(self) -> Params:
-        """The parameters, nested dicts of arrays."""
+        """The model's parameters as nested dicts of arrays."""
         return self.decoder.params
 
     def text_generator(self, *, document_start: bool = True, chat: bool = False) -> TextGenerator:
-        """Return a generator of text.
+        """Return a generator that continues text prompts, or answers them as chat questions.
 
         Args:
           document_start: begin each text with the tokenizer's document-start id, as in training.
@@ -99,7 +99,7 @@ class Run:
         stop: Sequence[str] = (),
         chat: bool = False,
     ) -> list[GeneratedText]:
-        """Generate `samples` texts for each prompt.
+        """Generate `samples` texts that continue each prompt.
 
         Args:
           prompts: texts to continue; "" starts a new document.
@@ -133,7 +133,7 @@ def load(
     step: int | None = None,
     report: Callable[[str], None] = warnings.warn,
 ) -> Run:
-    """Load a run or a Hugging Face checkpoint for generation and evaluation tasks.
+    """Load a trained run or a Hugging Face checkpoint for text generation and evaluation tasks.
 
     Args:
       directory: run directory, or directory of a Hugging Face checkpoint.
@@ -153,7 +153,7 @@ def load(
 
 
 def read_run_config(directory: str | Path) -> RunConfig:
-    """Return the configuration of a run.
+    """Read the configuration of a run from its directory.
 
     Raises:
       ConfigError: the directory is not a run directory.
@@ -165,7 +165,7 @@ def read_run_config(directory: str | Path) -> RunConfig:
 
 
 def read_config(directory: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of a run, or make one for a Hugging Face checkpoint.
+    """Read a run's configuration, or make one for a Hugging Face checkpoint, and apply overrides.
 
     Args:
       directory: run directory, or directory of a Hugging Face checkpoint.
@@ -204,7 +204,7 @@ def _overridden(
 
 
 def read_tokenizer(directory: str | Path) -> Tokenizer:
-    """Return the tokenizer of a run or a Hugging Face checkpoint.
+    """Read the tokenizer of a run or a Hugging Face checkpoint.
 
     Raises:
       JaxstackError: there is none, or it is damaged.
@@ -217,7 +217,7 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def read_stop_tokens(directory: str | Path) -> list[int]:
-    """Return `eos_token_id` of Hugging Face's files: ids that end a text, in addition to the document start."""
+    """Read the ids that end a text (`eos_token_id`) from Hugging Face's files; [] if they state none."""
     names = (GENERATION_FILE,) if is_run(directory) else (GENERATION_FILE, "config.json")
     for name in names:
         try:
@@ -231,7 +231,7 @@ def read_stop_tokens(directory: str | Path) -> list[int]:
 
 
 def choose_step(manager: CheckpointManager, step: int | None) -> int:
-    """Return `step` if it has a checkpoint; for None, return the step of the newest intact checkpoint.
+    """Return the step of the checkpoint to load: `step`, which must exist, or for None the newest intact one.
 
     Raises:
       ConfigError: there is no checkpoint of `step`.
@@ -250,7 +250,7 @@ def choose_step(manager: CheckpointManager, step: int | None) -> int:
 
 
 def check_tokenizer(folder: Path, step: int, extra: object) -> None:
-    """Check that the tokenizer in `folder` is the one that a checkpoint was trained with.
+    """Check, by its hash, that the tokenizer in `folder` is the one that a checkpoint was trained with.
 
     Args:
       folder: directory of the tokenizer; without one nothing is checked.
@@ -275,7 +275,7 @@ def restore_parameters(
     step: int | None = None,
     report: Callable[[str], None] = warnings.warn,
 ) -> tuple[Params, Params, int]:
-    """Read the parameters of a run's checkpoint or of Hugging Face files, laid out on the mesh of `rules`.
+    """Read the parameters of a run's checkpoint or of Hugging Face files, sharded by `rules`.
 
     The optimizer state is not read. Compressed models and quantized checkpoints keep their packed weights.
 
@@ -320,7 +320,7 @@ def restore_parameters(
 def _read_compressed(
     directory: str | Path, module: FunctionalModule, rules: AxisRules, step: int | None
 ) -> tuple[Params, Params, int]:
-    """Read a compressed model, whose packed weights are split over devices as the plain ones would be."""
+    """Read a compressed model, with packed weights sharded over devices as ordinary ones would be."""
     specs = {path: spec for path, spec in named_leaves(module.parameter_specs(rules)).items()}
     on_one = rules.mesh.size == 1
     params, chosen = read_compressed(directory, None if on_one else lambda path, _: specs[path], rules.mesh)
@@ -339,7 +339,7 @@ def load_decoder(
     master: bool = False,
     report: Callable[[str], None] = warnings.warn,
 ) -> tuple[Decoder, int]:
-    """Load the model of a run or a Hugging Face checkpoint, without its tokenizer.
+    """Load the model of a run or a Hugging Face checkpoint for text generation, without its tokenizer.
 
     Args:
       directory, overrides, step, report: as of `load`.
@@ -381,10 +381,10 @@ def load_decoder(
 def _plain_model(
     model: ModelConfig, precision: PrecisionConfig, dtype: jax.typing.DTypeLike
 ) -> Callable[[nnx.Rngs], Transformer]:
-    """Return a function that creates the model without adapters, with the cache format of `precision`."""
+    """Return a function that creates the model without adapters, with its KV cache in the configured format."""
     return lambda rngs: with_kv_cache(Transformer(model, rngs, dtype=dtype), precision.kv_cache)
 
 
 def sets_layout(overrides: Sequence[str]) -> bool:
-    """Return True if an override sets a key of the section `parallel`."""
+    """Return True if a command-line override sets the parallel layout (a key of the section `parallel`)."""
     return any(override.startswith("parallel.") for override in overrides)

@@ -1,4 +1,4 @@
-"""Check that the train state fits the memory of the devices, before anything is allocated."""
+"""Checks whether weights and optimizer state fit the devices' memory, before anything is allocated."""
 
 import math
 
@@ -24,7 +24,7 @@ _BYTES_PER_PARAMETER = 16
 
 
 class DoesNotFit(ConfigError):
-    """Raised if weights and optimizer state alone exceed the memory of a device.
+    """Raised if weights and optimizer state alone need more than the memory of a device.
 
     Args:
       message: what does not fit, and the ways out.
@@ -38,7 +38,7 @@ class DoesNotFit(ConfigError):
 
 
 def check_state_size(config: RunConfig) -> None:
-    """Check, from the number of parameters alone, that the train state can fit the devices.
+    """Check, from parameter counts alone, that weights and optimizer state can fit the devices' memory.
 
     Nothing is traced, which would take minutes for thousands of layers. The count is a lower bound: an unknown
     vocabulary counts as empty, and every weight as split over all axes that may split it. `check_memory` is exact.
@@ -65,7 +65,7 @@ def check_state_size(config: RunConfig) -> None:
 
 
 def check_memory(trainer: Trainer) -> str | None:
-    """Check that weights, optimizer state and gradients fit the memory of the devices.
+    """Check that weights, optimizer state and gradients fit the devices' memory, given their shardings.
 
     Refuses only what surely does not fit: the shards of weights and optimizer state. One float32 gradient per trained
     parameter is counted for the warning, as XLA may keep gradients in fewer bytes. Activations are not counted.
@@ -99,7 +99,7 @@ def check_memory(trainer: Trainer) -> str | None:
 
 
 def _refuse_state(weights: int, optimizer: int, whole: int, available: int) -> None:
-    """Raise DoesNotFit if the state of a device exceeds `available`; `whole` is that of all devices. All in bytes."""
+    """Raise DoesNotFit if the bytes of weights and optimizer state on one device exceed `available`."""
     if weights + optimizer <= available:
         return
     raise DoesNotFit(
@@ -112,7 +112,7 @@ def _refuse_state(weights: int, optimizer: int, whole: int, available: int) -> N
 
 
 def _state_bytes_per_weight(optimizer: Optimizer) -> int:
-    """Return the bytes of an optimizer's state for each element of a large matrix, rounded down."""
+    """Return how many bytes of state an optimizer keeps for each element of a large matrix, rounded down."""
     matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     state = jax.eval_shape(optimizer.core(RunInfo()).init, {"kernel": matrix})
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // matrix.size

@@ -1,4 +1,4 @@
-"""Read the teacher of a run from its directory: `distill.teacher`."""
+"""Loads the teacher model of distillation from the directory that `distill.teacher` names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from jaxstack.trainer import Trainer
 
 
 def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that the teacher, if there is one, has the vocabulary and the tokenizer of the student.
+    """Check that the teacher model of distillation, if any, has the student's vocabulary and tokenizer.
 
     Raises:
       ConfigError: the directory holds no model, or one with another vocabulary or tokenizer.
@@ -32,7 +32,7 @@ def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], None]) -> None:
-    """Read the teacher's parameters, if there is one, into the trainer.
+    """Read the parameters of the teacher model of distillation, if any, into the trainer.
 
     Args:
       config: configuration of the run.

@@ -51,7 +51,7 @@ _MANY_LAYERS = 200
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """A run that has reached its last step.
+    """Result of training: a run that has reached its last step.
 
     Attributes:
       directory: the run directory; `jaxstack.run.load.load(directory)` opens it.
@@ -65,12 +65,12 @@ class TrainedRun:
 
 
 def print_line(text: str) -> None:
-    """Print a line and flush it, so that it appears at once in a pipe too."""
+    """Print a line and flush the output, so that it appears at once even when piped."""
     print(text, flush=True)
 
 
 def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> TrainedRun:
-    """Train a run, or resume it from its newest checkpoint, as `python -m jaxstack.train` does.
+    """Train the run that a configuration describes, or resume it from its newest checkpoint.
 
     Args:
       config: the run's configuration, from `load_config`. A parallel degree of -1 and a vocabulary of None are filled
@@ -145,7 +145,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
 
 
 def _start_devices(config: RunConfig) -> int:
-    """Initialize the devices, check that those of several processes work together, and return their number."""
+    """Initialize the devices, check that those of all processes can communicate, and return their number."""
     devices = start_devices(config.parallel.simulate_devices)
     if jax.process_count() > 1:
         check_devices(config.resilience.connect_seconds)
@@ -153,7 +153,7 @@ def _start_devices(config: RunConfig) -> int:
 
 
 def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:
-    """Report what will run, and return the model FLOPs per token."""
+    """Report the model, devices and layout that will run; return the model FLOPs per token."""
     frozen = {path: leaf for path, leaf in trainer.frozen_parameters().items() if not TEACHER.search(path)}
     flops = model_flops_per_token(config.model, config.train.sequence_length)
     flops -= flops_saved_per_token(config.model, frozen)
@@ -168,13 +168,13 @@ def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[st
 
 
 def _planned(config: RunConfig) -> dict[str, Any]:
-    """Return what is computed of the run beforehand: its roofline, on devices whose peak rates are known."""
+    """Return the predicted (roofline) performance of the run, on devices whose peak rates are known."""
     peak = find_peak(jax.devices()[0].device_kind)
     return {} if peak is None else {"roofline": describe_roofline(config.one_island, peak)}
 
 
 def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:
-    """Load the parameters of `run.init_from`, if it is set, into the trainer of a new run."""
+    """Load the parameters that `run.init_from` names, if it is set, into the trainer of a new run."""
     source = config.run.init_from
     if source is not None:
         params = initial_parameters(source, config.model, trainer.start_shapes[0], say)
@@ -183,7 +183,7 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
 
 
 def _connect(config: RunConfig) -> list[str]:
-    """Connect the processes of the run, if there are several, and check that they run the same program.
+    """Connect the processes of a distributed run, and check that all run the same program.
 
     Returns:
       Warnings about differences between the processes.
@@ -196,7 +196,7 @@ def _connect(config: RunConfig) -> list[str]:
 
 
 def _write_run_files(config: RunConfig, data: Data) -> None:
-    """Write config.yaml and the tokenizer into the run directory."""
+    """Write the configuration and the tokenizer into the run directory."""
     directory = config.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ def _describe_frozen(total: int, frozen: int) -> str:
 
 
 def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> str:
-    """Return the lines that open a run: model, devices, layout, tokens, and model FLOPs per token."""
+    """Return the lines printed at the start of a run: model, devices, layout, tokens, FLOPs per token."""
     count = count_parameters(config.model)
     degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
     layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
@@ -237,27 +237,27 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
 
 
 class _ByteBaselines:
-    """Bits per byte of the held-out text: the model's, and those of general-purpose compressors."""
+    """Bits per byte of the held-out text under general-purpose compressors, for comparison with the model."""
 
     def __init__(self, data: Data):
         self._data = data
         self._full_text: bytes | None = None
 
     def describe(self, values: Mapping[str, float], max_tokens: int | None) -> dict[str, float]:
-        """Return perplexity, and bits per byte if the held-out text is known, for an evaluation's `values`."""
+        """Return perplexity, and bits per byte if the held-out text is known, from an evaluation's results."""
         raw = self._data.held_out_bytes(max_tokens)
         self._full_text = raw if max_tokens is None else self._full_text
         return bits_per_byte(values, len(raw))
 
     def compressors(self) -> dict[str, float]:
-        """Return bits per byte of `gzip -9` and `xz -9` on the last full evaluation's text; empty without one."""
+        """Compress the last fully evaluated text with `gzip -9` and `xz -9`; return bits per byte ({}: no text)."""
         return compression_baselines(self._full_text) if self._full_text else {}
 
 
 def _summarize(
     config: RunConfig, values: Mapping[str, float], baselines: _ByteBaselines, say: Callable[[str], None]
 ) -> None:
-    """Report bits per byte next to the compressors', and the command to generate text with."""
+    """Report the final bits per byte beside those of compressors, and the command to generate text."""
     bits = values.get("eval_bits_per_byte")
     if bits is not None:
         others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())

@@ -96,7 +96,7 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decoder":
-    """Load a draft model on the mesh of the run.
+    """Load the draft model for speculative decoding onto the device mesh of the served model.
 
     Raises:
       ConfigError: it has another tokenizer.

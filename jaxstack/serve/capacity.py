@@ -1,4 +1,4 @@
-"""Computes the context limit and the number of KV-cache pages from configuration, model and device memory."""
+"""Chooses the context limit and the number of KV-cache pages from configuration, model and device memory."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _DEFAULT_CONTEXT = 4096
 
 
 def choose_context_and_pages(models: Sequence[ModelOnMesh], config: EngineConfig) -> tuple[int, int]:
-    """Return the token limit of a request and the number of KV-cache pages.
+    """Choose the token limit of a request and the number of KV-cache pages that fit into device memory.
 
     Args:
       models: the model and, if there is one, its draft model, whose pages have the same numbers.

@@ -1,4 +1,4 @@
-"""Speculative decoding with a draft model: a smaller model guesses tokens, which one step of the model verifies.
+"""Speculative decoding with a draft model: a small model proposes tokens, which the served model verifies in one step.
 
 Sampled tokens have the distribution of the model alone (Leviathan et al. 2022, arXiv:2211.17192), greedy ones are the
 same tokens. The draft model keeps its keys and values in pages of its own, under the page numbers of the model.
@@ -37,7 +37,7 @@ from jaxstack.serve.step import (
 
 
 class Recent(NamedTuple):
-    """Newest tokens of rows, which the draft model runs exactly before it guesses."""
+    """Newest tokens of each sequence in a batch, which the draft model processes exactly before it proposes tokens."""
 
     tokens: Int[np.ndarray, "R D"]
     """At the end of each row."""
@@ -54,7 +54,7 @@ Guesses = tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]
 
 
 class DraftPrograms:
-    """Device state of a draft model and the compiled programs that guess and verify tokens.
+    """KV cache of a draft model on the device, and the compiled programs that propose and verify tokens.
 
     Args:
       target: programs of the model whose tokens are guessed.
@@ -92,7 +92,7 @@ class DraftPrograms:
         mask: Int[np.ndarray, "all words"] | None = None,
         recent: Recent | None = None,
     ) -> Int[Array, " found"]:
-        """Dispatch one step asynchronously: guess, verify, and sample.
+        """Dispatch one speculative decoding step asynchronously: propose draft tokens, verify them, and sample.
 
         Args:
           rows: from `describe`, of decoded rows; COUNT is the number of drafts and 1.
@@ -124,7 +124,7 @@ class DraftPrograms:
         mode: Int[Array, ""],
         pages: Pages,
     ) -> tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]:
-        """Return newest token and drafts of each row, the draft model's logits after each, and its updated pages."""
+        """Propose draft tokens for each sequence; return them with the draft model's logits and KV-cache pages."""
         self.target.compiled += 1
         lines, first = jnp.arange(len(rows)), self.width - rows[:, Column.COUNT]
         vocabulary = self.target.model.config.vocab_size or 0
@@ -168,7 +168,7 @@ class DraftPrograms:
         tokens: Int[Array, "Q C"],
         pages: Pages,
     ) -> Pages:
-        """Return the draft model's pages with the keys and values of chunks of prompts."""
+        """Write keys and values of chunks of prompts into the draft model's KV-cache pages; return the pages."""
         self.target.compiled += 1
         ids, positions, write, group = pack_rows(chunks, tokens, pages)
         with logical_axis_rules(self.model.rules):
@@ -185,7 +185,7 @@ class DraftPrograms:
         mask: Int[Array, "all words"] | None,
         mode: Int[Array, ""],
     ) -> Int[Array, " found"]:
-        """Return what `run` returns."""
+        """Accept or reject draft tokens by the served model's logits, and sample; return the result of `run`."""
         self.target.compiled += 1
         logits = limit_vocabulary(logits, self.target.vocab_size)
         if mask is not None:
@@ -210,7 +210,7 @@ def accept_drafts(
     sampling: RowSampling,
     mode: Mode,
 ) -> tuple[Int[Array, "R D"], Int[Array, " R"]]:
-    """Accept or replace drafts by rejection sampling, so that tokens have the model's distribution p.
+    """Verify draft tokens by rejection sampling, so that outputs follow the served model's distribution p exactly.
 
     A draft x of the distribution q is accepted with probability min(1, p(x) / q(x)); after the first one that is not,
     the token is sampled from max(0, p - q), normalized.
@@ -245,6 +245,6 @@ def accept_drafts(
 
 
 def _resize(logits: Float[Array, "R W"], vocabulary: int) -> Float[Array, "R V"]:
-    """Return the logits of the ids below `vocabulary`, -inf for those that the draft model lacks."""
+    """Cut or pad the draft model's logits to the served model's vocabulary size, with -inf at ids that it lacks."""
     lacking = max(0, vocabulary - logits.shape[1])
     return jnp.pad(logits[:, :vocabulary], ((0, 0), (0, lacking)), constant_values=-jnp.inf)

@@ -1,4 +1,4 @@
-"""The engine: continuous batching of requests over one model.
+"""The serving engine: generates answers to many requests at once by continuous batching over one model.
 
 `Engine.submit` returns a handle at once; a thread runs steps as long as there are requests. All programs are compiled
 at the start, so that no request waits for a compilation.
@@ -25,15 +25,15 @@ from jaxstack.serve.step import Programs
 
 
 class EngineBusy(JaxstackError):
-    """Raised when the queue of waiting requests is full; try again later."""
+    """Raised when a request is refused because the engine's waiting queue is full; the client may retry later."""
 
 
 class EngineClosed(JaxstackError):
-    """Raised when the engine accepts no more requests, because it is shutting down or has failed."""
+    """Raised when the engine refuses a request because it is shutting down or has failed."""
 
 
 class Engine:
-    """Generates the answers of many requests together. Use it as a context manager, or call `close`.
+    """Generates answers to many requests at once, in a thread. Use it as a context manager, or call `close`.
 
     Args:
       model: the model on its mesh, such as `jaxstack.run.load.load(directory).decoder`.
@@ -113,7 +113,7 @@ class Engine:
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
     ) -> Handle:
-        """Add a request and return its handle, which iterates over the tokens of the answer as they come.
+        """Submit a prompt for generation; return a handle that yields the answer's tokens as they are generated.
 
         Args:
           prompt: token ids.
@@ -142,10 +142,10 @@ class Engine:
         return handle
 
     def check_prompt(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Check that a prompt with `max_tokens` new tokens can be answered.
+        """Check that the engine's limits allow a prompt and `max_tokens` generated tokens.
 
         Raises:
-          ConfigError: it cannot.
+          ConfigError: they do not, or the prompt has unknown ids.
         """
         if not len(prompt):
             raise ConfigError("a prompt must have at least one token.")
@@ -162,22 +162,22 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Number of requests that have a slot."""
+        """Number of requests that are being computed, each of which has a slot of the engine's batch."""
         return len(self.scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a slot."""
+        """Number of requests in the queue, which wait for a slot of the engine's batch."""
         return len(self.scheduler.waiting) + len(self._new)
 
     @property
     def most_requests(self) -> int:
-        """Largest number of requests that run or wait at a time."""
+        """Limit on the number of requests that run or wait at the same time."""
         return self.config.queue + self.config.slots
 
     @property
     def state(self) -> EngineState:
-        """Current request, page and token counts."""
+        """Current numbers of running and waiting requests, KV-cache pages and tokens."""
         scheduler, pool = self.scheduler, self.pool
         return EngineState(
             self.running,
@@ -191,7 +191,7 @@ class Engine:
         )
 
     def step(self) -> bool:
-        """Run one iteration: accept new requests, dispatch a step, read the tokens of an earlier step.
+        """Run one iteration: start waiting requests, dispatch a step to the device, read tokens of an earlier step.
 
         Returns:
           False if there was nothing to do.
@@ -211,12 +211,12 @@ class Engine:
         return True
 
     def warm_up(self) -> None:
-        """Compile all programs now, so that no request waits for a compilation, and measure their durations."""
+        """Compile and time all programs of the engine now, so that no request has to wait for a compilation."""
         seconds = self._runner.warm_up(self.scheduler.shapes)
         self.scheduler.shapes_beside = schedule.shapes_beside(seconds, self.config.chunk_slowdown)
 
     def drain(self, seconds: float) -> bool:
-        """Stop accepting requests and wait for the running ones; return False if some did not finish in `seconds`."""
+        """Stop accepting requests, and wait up to `seconds` for running ones to end; return False if some did not."""
         with self._changed:
             self._closed = True
         until = time.monotonic() + seconds
@@ -227,7 +227,7 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Cancel all requests and stop the thread."""
+        """Cancel all requests and stop the engine's thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -246,7 +246,7 @@ class Engine:
             raise EngineClosed("the engine is shutting down.")
 
     def _run(self) -> None:
-        """Run steps until the engine is closed and idle."""
+        """Main loop of the engine's thread: run steps until the engine is closed and idle."""
         try:
             while True:
                 if self.step():
@@ -276,7 +276,7 @@ class Engine:
             self._changed.notify_all()
 
     def _take_messages(self) -> None:
-        """Queue newly submitted requests and end the cancelled ones."""
+        """Receive what other threads sent: queue newly submitted requests and end cancelled ones."""
         while self._new:
             handle, self._count = self._new[0], self._count + 1
             sequence = schedule.Sequence(handle, self._count)
@@ -289,7 +289,7 @@ class Engine:
                 self._finish(sequence, [], "cancelled")
 
     def _read(self) -> None:
-        """Wait for the tokens of the oldest plan and append them to their answers."""
+        """Wait for the tokens of the oldest step on the device and append them to their answers."""
         for row, tokens in self._runner.read():
             if not row.sequence.finished:
                 self.stats.draft_tokens += len(row.drafts)
@@ -298,7 +298,7 @@ class Engine:
                 self._receive(row.sequence, tokens)
 
     def _receive(self, sequence: schedule.Sequence, tokens: list[int]) -> None:
-        """Append tokens to an answer; finish it at a stop token or at its token limit."""
+        """Append new tokens to the answer of a request; finish it at a stop token or at its token limit."""
         request, added, reason = sequence.handle.request, list[int](), None
         if not sequence.received:
             self.stats.prompt_tokens += len(request.prompt)

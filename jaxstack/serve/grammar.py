@@ -17,7 +17,7 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer.
+    """Compiles JSON schemas, regular expressions and other grammars into token constraints for one tokenizer.
 
     Args:
       tokenizer: the model's tokenizer, whose ids must stand for fixed bytes.
@@ -57,7 +57,7 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """Parser state of a grammar for one answer; implements `jaxstack.serve.requests.Constraint`."""
+    """Constraint of one answer to a grammar: parses the answer, and allows only tokens that keep it valid."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
@@ -70,7 +70,7 @@ class GrammarConstraint:
 
 
 class _TokenTable:
-    """Adapts a tokenizer to the interface that llguidance expects."""
+    """Adapts a tokenizer to the interface that the library llguidance expects."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -88,7 +88,7 @@ class _TokenTable:
 
 
 def _write(library: Any, kind: Kind, value: object) -> str:
-    """Return the grammar in llguidance's text format."""
+    """Convert a JSON schema, regular expression, choices or grammar to llguidance's text format."""
     write = library.LLMatcher
     if kind == "json":
         return write.grammar_from_json_schema(json.dumps({} if value is True else value))

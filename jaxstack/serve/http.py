@@ -38,7 +38,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 class Server:
-    """The HTTP application (`app`, ASGI) in front of an engine.
+    """The HTTP application (`app`, ASGI) that answers requests with a serving engine.
 
     Args:
       engine: generates tokens.
@@ -159,7 +159,7 @@ class Server:
         return [*opening, *self.tokenizer.encode(prompt).tolist()]
 
     async def _parse(self, request: Request, kind: type[R]) -> R:
-        """Read and validate the JSON body of a request.
+        """Parse the JSON body of an HTTP request and validate it as a request of type `kind`.
 
         Raises:
           Refused: the body is too large, is not JSON, or does not describe a request of this kind.
@@ -180,7 +180,7 @@ class Server:
         return body
 
     async def _read_body(self, request: Request) -> bytes:
-        """Return the body of a request.
+        """Read the body of an HTTP request, up to the server's size limit.
 
         Raises:
           Refused: it is too large, does not arrive in time, or the client is gone.
@@ -211,7 +211,7 @@ class Server:
         stop: Sequence[str],
         stop_tokens: frozenset[int],
     ) -> Answers:
-        """Submit every prompt and sample of a request to the engine.
+        """Submit every prompt of an HTTP request to the engine, once for each requested sample.
 
         Raises:
           Refused: a limit is exceeded, or the engine does not accept them.
@@ -249,7 +249,7 @@ class Server:
     async def _answer(
         self, request: Request, body: GenerationRequest, answers: Answers, envelope: Envelope, before: Sequence[str]
     ) -> Response:
-        """Return the HTTP response; `before` is the text that each prompt's answers begin with."""
+        """Return the HTTP response with the answers; each one's text begins with its prompt's entry in `before`."""
         opening = [before[index // (body.n or 1)] for index in range(len(answers.answers))]
         if body.stream:
             options = body.stream_options
@@ -278,7 +278,7 @@ T = TypeVar("T")
 
 
 def _refuse_on_error(make: Callable[[], T]) -> T:
-    """Return `make()`; raise `Refused` with status 400 in place of a ConfigError or ValueError."""
+    """Call `make`, and turn its ConfigError or ValueError into an HTTP error response of status 400."""
     try:
         return make()
     except (ConfigError, ValueError) as error:
@@ -286,7 +286,7 @@ def _refuse_on_error(make: Callable[[], T]) -> T:
 
 
 async def _until_gone(request: Request) -> None:
-    """Wait until the client has closed the connection."""
+    """Wait until the HTTP client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

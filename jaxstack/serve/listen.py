@@ -16,7 +16,7 @@ from jaxstack.serve.replicas import EngineGroup
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address; it does not listen yet.
+    """Bind a socket to this address and return it; it does not listen yet.
 
     Raises:
       ConfigError: the address is in use or does not belong to this machine.
@@ -43,7 +43,7 @@ def serve(
     api_key: str | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Serve requests until SIGTERM or Ctrl-C, then accept no new ones and wait for the running ones.
+    """Serve HTTP requests until SIGTERM or Ctrl-C; then accept no new ones, and wait for the running ones.
 
     Args:
       engine, tokenizer, name, config, api_key: as of `jaxstack.serve.http.Server`.

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server, with vLLM's metric names, so that dashboards made for vLLM work."""
+"""Prometheus metrics of the server, under vLLM's metric names so that dashboards made for vLLM work."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ _DURATION = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0
 
 
 class Metrics:
-    """Prometheus metrics of an engine and of its requests.
+    """Prometheus metrics of a serving engine and of the latencies of its requests.
 
     Args:
       engine: read at each scrape.
@@ -36,7 +36,7 @@ class Metrics:
         self._queue = histogram("request_queue_time_seconds", "Time before a slot was free.", _DURATION)
 
     def observe(self, handle: Handle, tokens: int, before: float | None, now: float) -> None:
-        """Record newly generated tokens of a request.
+        """Record the latency of newly generated tokens of a request.
 
         Args:
           tokens: number of new tokens.
@@ -52,7 +52,7 @@ class Metrics:
             self._between.observe((now - before) / tokens)
 
     def observe_end(self, handle: Handle, now: float) -> None:
-        """Record the duration of a finished request."""
+        """Record the total duration of a finished request."""
         self._whole.observe(now - handle.times.submitted)
 
     def collect(self) -> Iterable[Metric]:

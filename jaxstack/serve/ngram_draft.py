@@ -1,4 +1,4 @@
-"""N-gram drafts for speculative decoding: guessed next tokens that one step of the model verifies together.
+"""N-gram drafts for speculative decoding: next tokens guessed from earlier text, which one model step verifies.
 
 A step computes the newest token and its drafts as one short chunk, and samples after each of them with the random
 numbers of that position. Drafts are accepted up to the first that differs from its sample, so the answer is the same
@@ -12,7 +12,7 @@ _LENGTHS = (3, 2)
 
 
 class NGramDrafter:
-    """Drafts tokens by looking up the newest n-gram earlier in the text (prompt lookup, Saxena 2023).
+    """Guesses next tokens by finding the newest n-gram earlier in the text (prompt lookup, Saxena 2023).
 
     Args:
       tokens: the tokens so far.
@@ -25,11 +25,11 @@ class NGramDrafter:
 
     @property
     def count(self) -> int:
-        """Number of tokens so far."""
+        """Number of tokens of the text so far."""
         return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
+        """Append new tokens of the prompt or answer to the text that drafts are looked up in."""
         for token in tokens:
             end = len(self._tokens)
             for length in _LENGTHS:
@@ -38,7 +38,7 @@ class NGramDrafter:
             self._tokens.append(token)
 
     def guess(self, count: int) -> tuple[int, ...]:
-        """Return up to `count` draft tokens; none if the newest n-gram has not occurred before."""
+        """Return up to `count` draft tokens to follow the text; none if its newest n-gram is new."""
         for length in _LENGTHS:
             place = self._followers.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
             if place is not None:
@@ -47,7 +47,7 @@ class NGramDrafter:
 
 
 def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """Return the answer tokens of a step: the accepted drafts and the sample after them.
+    """Return the tokens that a speculative step adds to an answer: the accepted drafts and the sample after them.
 
     Args:
       drafts: the guesses.

@@ -1,4 +1,4 @@
-"""Allocation of KV-cache pages on the host, with reference counts and a prefix cache.
+"""Allocation of KV-cache pages by the host, with reference counts and a cache of shared prefixes.
 
 A page holds the keys and values of `page_size` consecutive tokens of one sequence, in every layer. A full page is
 identified by a digest of its tokens and of all tokens before them, so that requests with a common prefix share pages
@@ -16,7 +16,7 @@ ROOT = b""
 
 
 def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the digest of a full page.
+    """Return the hash that identifies a full KV-cache page in the prefix cache: of its tokens and all before them.
 
     Args:
       parent: digest of the page before it, `ROOT` for the first page.
@@ -49,15 +49,15 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Number of pages in use by sequences."""
+        """Number of pages that sequences use."""
         return self.count - self.available
 
     def users(self, page: int) -> int:
-        """Return the number of sequences that use a page."""
+        """Return the number of sequences that share a KV-cache page."""
         return self._users[page]
 
     def share_prefix(self, tokens: Sequence[int]) -> tuple[list[int], list[bytes]]:
-        """Return the cached pages of the longest known prefix, and increment their reference counts.
+        """Take the cached pages of the longest known prefix of a prompt, and increment their reference counts.
 
         The page of the last token is never included, because its logits have to be computed.
 
@@ -78,7 +78,7 @@ class PagePool:
         return pages, digests
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocate `count` pages, or return None if too few are left; evicts least recently used cached pages."""
+        """Allocate KV-cache pages, evicting the least recently used cached ones; None if too few are left."""
         if count > self.available:
             return None
         pages = []
@@ -102,7 +102,7 @@ class PagePool:
             self._by_digest[digest] = page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Decrement the reference counts of one sequence's pages, given in order; the last are evicted first."""
+        """Decrement the reference counts of one sequence's pages, in order; the last ones are evicted first."""
         for page in reversed(pages):
             if self._users[page] < 1:
                 raise ValueError(f"page {page} is released more often than it was taken.")

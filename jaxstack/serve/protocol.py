@@ -39,7 +39,7 @@ _IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", 
 
 
 class StreamOptions(Component):
-    """Options of streamed answers."""
+    """OpenAI's `stream_options`: what a streamed response contains besides the text."""
 
     include_usage: bool = False
     """Send the numbers of tokens after the last piece."""
@@ -48,7 +48,7 @@ class StreamOptions(Component):
 
 
 class JsonSchema(Component):
-    """A JSON schema with its name."""
+    """A named JSON schema that the answer must match, as in OpenAI's `response_format`."""
 
     name: str = "schema"
     """Ignored."""
@@ -148,24 +148,24 @@ class GenerationRequest(Component):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer."""
+        """Strings that end an answer when they are generated."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def sampling(self) -> Sampling:
-        """Temperature, top_k, top_p and min_p of the request."""
+        """Sampling settings of the request: temperature, top_k, top_p and min_p."""
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = None if self.top_p == 1 else self.top_p
         return Sampling(temperature, self.top_k if self.top_k and self.top_k > 0 else None, top_p, self.min_p or None)
 
     @property
     def first_seed(self) -> int:
-        """Seed of the first answer: `seed`, or a random number."""
+        """Random seed of the request's first answer: `seed`, or a random number."""
         return secrets.randbits(32) if self.seed is None else self.seed
 
     @property
     def grammar(self) -> tuple[Kind, object] | None:
-        """The grammar that the answer must match; None: any text.
+        """Kind and definition of the grammar that the answer must match; None for unconstrained text.
 
         Raises:
           ValueError: several are given.
@@ -186,7 +186,7 @@ class GenerationRequest(Component):
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    """Return True if a value is among `neutral`; unlike in Python, 0 is not False: `logprobs: 0` asks for something."""
+    """Return True if an option has one of the `neutral` values; 0 does not equal False: `logprobs: 0` is no default."""
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
 
 
@@ -200,13 +200,13 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, each a text or a list of token ids."""
+        """The prompts of the request, each a text or a list of token ids."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
 class TextPart(Component):
-    """A part of a message whose content is a list of parts."""
+    """A text part of a chat message whose content is a list of parts."""
 
     type: Literal["text"]
     """Only texts are supported."""
@@ -215,7 +215,7 @@ class TextPart(Component):
 
 
 class Message(Component):
-    """A message of a chat."""
+    """A message of a chat: its role and its content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks; developer is the same as system."""
@@ -226,7 +226,7 @@ class Message(Component):
 
     @property
     def as_template_input(self) -> dict[str, str]:
-        """Return the message as the dict that chat templates expect."""
+        """Return the chat message as the dict that chat templates expect."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
@@ -243,7 +243,7 @@ class ChatRequest(GenerationRequest):
 
 
 class Envelope:
-    """Builds the JSON responses and stream events of one request, for either route."""
+    """Builds the JSON responses and stream events for one request to the completion or chat route."""
 
     def __init__(self, model: str, *, chat: bool):
         self._model, self._chat = model, chat
@@ -251,7 +251,7 @@ class Envelope:
         self._created = int(time.time())
 
     def whole(self, choices: Sequence[tuple[str, str | None]], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the complete response of a request without streaming, from (text, finish reason) of each choice."""
+        """Return the complete JSON response of a request, from (text, finish reason) of each answer."""
         return {
             **self._head("chat.completion" if self._chat else "text_completion"),
             "choices": [self._choice(i, text, reason) for i, (text, reason) in enumerate(choices)],
@@ -259,21 +259,21 @@ class Envelope:
         }
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the stream event that opens a choice; None for completions, which have no such event."""
+        """Return the stream event that opens an answer; None for completions, which have no such event."""
         if not self._chat:
             return None
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def piece(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """Return the stream event with new text of a choice."""
+        """Return the stream event with new text of an answer."""
         if not self._chat:
             return {**self._head("text_completion"), "choices": [self._choice(index, text, reason)]}
         choice = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": reason}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the last event, which contains the token usage."""
+        """Return the last stream event of a response, which contains the token usage."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head(kind), "choices": [], "usage": usage}
 

@@ -1,4 +1,4 @@
-"""Data-parallel serving: one engine per copy of the model."""
+"""Data-parallel serving: one engine for each replica of the model, and distribution of requests over them."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ from jaxstack.serve.stats import EngineState
 
 
 class EngineGroup:
-    """Several engines, each with a copy of the model; each request goes to the one with the fewest requests.
+    """Serves several replicas of a model, an engine for each; a request goes to the engine with the fewest requests.
 
     Args:
       engines: the engines, of equal configuration.
@@ -44,7 +44,7 @@ class EngineGroup:
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
     ) -> Handle:
-        """Submit a request to the engine with the fewest; arguments, result and errors are those of `Engine.submit`."""
+        """Submit a request to the engine with the fewest requests; arguments and result are as of `Engine.submit`."""
         options = {"seed": seed, "stop_tokens": stop_tokens, "constraint": constraint}
         *others, last = sorted(self.engines, key=lambda engine: engine.running + engine.waiting)
         for engine in others:
@@ -56,12 +56,12 @@ class EngineGroup:
 
     @property
     def failure(self) -> str | None:
-        """Message of the first engine that has failed; None if all work."""
+        """Error message of the first engine that has failed; None if all engines work."""
         return next((engine.failure for engine in self.engines if engine.failure is not None), None)
 
     @property
     def state(self) -> EngineState:
-        """Request, page and token counts, summed over all engines."""
+        """Numbers of requests, KV-cache pages and tokens, summed over all engines."""
         states = [engine.state for engine in self.engines]
         return sum(states[1:], states[0])
 
@@ -80,7 +80,7 @@ def open_engine(
     draft: ModelOnMesh | None = None,
     warm_up: bool = True,
 ) -> Engine | EngineGroup:
-    """Return an `Engine`, or an `EngineGroup` if the mesh axis `data` has several devices; arguments as `Engine`."""
+    """Start serving a model: return an `Engine`, or an `EngineGroup` if the model has data-parallel replicas."""
     models = split_replicas(model)
     drafts = [None] * len(models) if draft is None else split_replicas(draft)
     engines = [
@@ -91,7 +91,7 @@ def open_engine(
 
 
 def split_replicas(model: ModelOnMesh) -> list[ModelOnMesh]:
-    """Split a model into its replicas along the mesh axis `data`, each on its own mesh, without copying arrays."""
+    """Split a model into its data-parallel replicas, each on a mesh of its own, without copying arrays."""
     mesh = model.rules.mesh
     axis = mesh.axis_names.index("data")
     if mesh.devices.shape[axis] == 1:
@@ -107,7 +107,7 @@ def split_replicas(model: ModelOnMesh) -> list[ModelOnMesh]:
 
 
 def _part_on(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Return the array made of the shards of x on the devices of `mesh`."""
+    """Return the replica of an array that lies on the devices of `mesh`, without copying."""
     spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else jax.P()
     devices = set(mesh.devices.flat)
     shards = [shard.data for shard in x.addressable_shards if shard.device in devices]

@@ -1,4 +1,4 @@
-"""Requests to the engine, and handles that return their tokens."""
+"""Generation requests to the serving engine, and handles from which their tokens are read."""
 
 import dataclasses
 import threading
@@ -16,14 +16,14 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Constraint(Protocol):
-    """Restricts which tokens one answer may contain, e.g. by a grammar. Called by the engine's thread only."""
+    """Restricts which tokens an answer may contain, for example by a grammar. For the engine's thread only."""
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Write the allowed next tokens as a bitmask, int32 [words]: bit i of word w is token 32 w + i."""
+        """Write which tokens may follow to a bitmask, int32 [words]: bit i of word w is token 32 w + i."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Advance by a token; return False if it is not allowed, or nothing may follow it."""
+        """Advance by one generated token; return False if it is not allowed, or if the answer is complete."""
         ...
 
 
@@ -50,7 +50,7 @@ class Request:
 
 @dataclasses.dataclass
 class Times:
-    """Timestamps of a request in seconds of `time.perf_counter`; None until they are reached."""
+    """Timestamps of a request's stages in seconds of `time.perf_counter`; None until a stage is reached."""
 
     submitted: float = dataclasses.field(default_factory=time.perf_counter)
     started: float | None = None
@@ -60,7 +60,7 @@ class Times:
 
 
 class Handle:
-    """Returns the tokens of one request as they are generated. All methods are thread-safe.
+    """Handle of a submitted request, from which its tokens are read as they are generated. Thread-safe.
 
     Args:
       request: the request.
@@ -79,7 +79,7 @@ class Handle:
         self._listener: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[int]:
-        """Yield each token once, blocking until the next one is generated.
+        """Yield each token of the answer once, waiting until it is generated.
 
         Raises:
           JaxstackError: the engine failed.
@@ -101,7 +101,7 @@ class Handle:
             return new, self.finish_reason
 
     def result(self) -> list[int]:
-        """Wait for the end and return all tokens.
+        """Wait until the answer is complete and return all of its tokens.
 
         Raises:
           JaxstackError: the engine failed.
@@ -113,20 +113,20 @@ class Handle:
 
     @property
     def count(self) -> int:
-        """Number of tokens so far."""
+        """Number of tokens generated so far."""
         return len(self._tokens)
 
     def cancel(self) -> None:
-        """End the answer early and free its pages."""
+        """End the answer early and free its KV-cache pages."""
         self._cancel(self)
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, from the engine's thread, after each change."""
+        """Register a function that the engine's thread calls whenever the answer gets tokens or ends."""
         self._listener = listener
         listener()
 
     def push(self, tokens: list[int], reason: FinishReason | None = None, error: str | None = None) -> None:
-        """Add generated tokens, and end the answer if there is a finish reason. Only the engine calls it."""
+        """Append generated tokens, and end the answer if a finish reason is given. For the engine only."""
         with self._changed:
             if self.finish_reason is not None:
                 return

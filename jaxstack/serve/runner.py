@@ -1,4 +1,4 @@
-"""Runs the scheduler's plans on the device: arguments of the compiled programs, and the tokens that they return."""
+"""Runs the steps that the scheduler has planned on the device: makes program arguments and reads back the tokens."""
 
 import time
 from collections import deque
@@ -20,7 +20,7 @@ _LONGEST = 0.03
 
 
 class _Arguments(NamedTuple):
-    """Arguments of the programs for one step; see `Programs.run`."""
+    """Arguments of the compiled programs for one step of the engine; see `Programs.run`."""
 
     rows: Int[np.ndarray, "R columns"]
     chunks: Int[np.ndarray, "Q columns"] | None
@@ -30,7 +30,7 @@ class _Arguments(NamedTuple):
 
 
 class Runner:
-    """Dispatches the scheduler's step plans to the device, and reads their tokens back in the same order.
+    """Dispatches the steps planned by the scheduler to the device, and reads their tokens back in the same order.
 
     Args:
       programs: the compiled programs, with the cache.
@@ -46,21 +46,21 @@ class Runner:
 
     @property
     def busy(self) -> bool:
-        """True if a plan has been dispatched and not yet read."""
+        """True if a step has been dispatched to the device whose tokens have not been read yet."""
         return bool(self._in_flight)
 
     @property
     def queued_steps(self) -> int:
-        """Number of decode steps that are dispatched behind the oldest plan that has not been read."""
+        """Number of decode steps that wait on the device behind the oldest dispatched program."""
         return sum(plan.steps for plan, *_ in self._in_flight) - self._in_flight[0][0].steps if self.busy else 0
 
     @property
     def most_steps(self) -> int:
-        """Largest number of decode steps that a plan should have, given how long recent steps took."""
+        """Number of decode steps to run as one program at most, given how long recent steps took."""
         return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
 
     def warm_up(self, shapes: Sequence[ChunkShape]) -> dict[ChunkShape | None, float]:
-        """Compile all programs, those with prompt chunks for these shapes.
+        """Compile the programs for all batch sizes and for prompt chunks of these shapes, and time a step of each.
 
         Returns:
           Seconds of a step of all slots with empty chunks of each shape; those of a step without chunks under None.
@@ -80,7 +80,7 @@ class Runner:
         return seconds
 
     def _time_empty(self, count: int, shape: ChunkShape | None) -> float:
-        """Compile the programs of a step of `count` rows and chunks of this shape; return the seconds that it takes."""
+        """Compile a step of `count` decode rows and prompt chunks of a shape; return its duration in seconds."""
         rows = self.programs.describe([], count)
         chunks = None if shape is None else self.programs.describe([], shape.rows)
         tokens = None if shape is None else pad_chunks([], shape)
@@ -92,17 +92,17 @@ class Runner:
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
     ) -> Int[Array, " samples"]:
-        """Run a step whose rows are all padding."""
+        """Run a step on padding only, to compile or time its programs."""
         return self.programs.run(rows, chunks, tokens, "greedy", drafted=self._newest([], len(rows)))
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Start the program of a plan, without waiting for it."""
+        """Start a planned step on the device without waiting for its result."""
         sampled = self._run_steps(plan) if plan.steps > 1 else self._run_one(plan)
         sampled.copy_to_host_async()
         self._in_flight.append((plan, sampled, time.perf_counter()))
 
     def read(self) -> Iterator[tuple[Row, list[int]]]:
-        """Wait for the oldest plan; return its rows that have new tokens, with these tokens."""
+        """Wait for the oldest dispatched step; return each row of its batch that has new tokens, with these tokens."""
         plan, sampled, dispatched = self._in_flight.popleft()
         tokens, began = np.asarray(sampled), max(dispatched, self._read_at)
         self._read_at = time.perf_counter()
@@ -111,7 +111,7 @@ class Runner:
         return self._read_steps(plan, tokens) if plan.steps > 1 else self._read_one(plan, tokens)
 
     def _row_count(self, plan: StepPlan) -> int:
-        """Return the number of rows that the decoded rows are padded to."""
+        """Return the compiled batch size to which the decoded sequences of a step are padded."""
         if plan.shape is not None:
             return self._slots
         return next(count for count in decode_batch_sizes(self._slots) if count >= len(plan.decoded))
@@ -134,7 +134,7 @@ class Runner:
         return _Arguments(rows, chunks, tokens, choose_mode(plan.rows) if mask is None else "limited", mask)
 
     def _newest(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "rows D"] | None:
-        """Return newest token and drafts of each row, or None without drafts: the device has the newest tokens."""
+        """Return the newest token and the draft tokens of each row of the batch; None without drafts."""
         if self._width == 1:
             return None
         tokens = np.zeros((count, self._width), np.int32)
@@ -143,7 +143,7 @@ class Runner:
         return tokens
 
     def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
-        """Return the bitmask of allowed tokens per sample, the `decoded` rows first; None if no row is constrained."""
+        """Return the bitmask of tokens that grammars allow for each sample; None if no answer is constrained."""
         width = self._width
         places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
         constraints = [
@@ -175,7 +175,7 @@ class Runner:
 
 
 class DraftRunner(Runner):
-    """Dispatches plans whose tokens are guessed by a draft model.
+    """Runs the steps planned by the scheduler with speculative decoding, whose tokens a draft model proposes.
 
     Args:
       programs, config: as of `Runner`.
@@ -187,7 +187,7 @@ class DraftRunner(Runner):
         self._draft = draft
 
     def warm_up(self, shapes: Sequence[ChunkShape]) -> dict[ChunkShape | None, float]:
-        """Compile all programs, with and without constraints; arguments and result as of `Runner.warm_up`."""
+        """Compile the programs with and without grammar constraints; arguments and result as of `Runner.warm_up`."""
         seconds = dict[ChunkShape | None, float]()
         for count in decode_batch_sizes(self._slots):
             seconds[None] = self._time_empty(count, None)
@@ -213,7 +213,7 @@ class DraftRunner(Runner):
         return self._draft.run(rows, newest, chunks, tokens, mode, mask, self._recent(plan.decoded, len(rows)))
 
     def _recent(self, rows: Sequence[Row], count: int) -> Recent | None:
-        """Return the tokens that the draft model runs again; None if it guesses exactly."""
+        """Return the newest tokens, which a draft model with approximate drafts processes again exactly; else None."""
         if self._draft.together == 1:
             return None
         tokens, counts = np.zeros((count, self._width), np.int32), np.zeros(count, np.int32)
@@ -233,7 +233,7 @@ class DraftRunner(Runner):
 
 
 def seconds_of(run: Callable[[], Array]) -> float:
-    """Return the seconds from the call of a program to its result, the least of three calls after the first one."""
+    """Time a compiled program: return the shortest of three calls in seconds, after one call that is not counted."""
     run().block_until_ready()
     seconds = []
     for _ in range(3):

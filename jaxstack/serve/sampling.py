@@ -1,4 +1,4 @@
-"""Sampling with separate settings for every row, passed as arrays, so that new settings do not recompile.
+"""Sampling of next tokens with settings of each request's own, passed as arrays so that no change recompiles.
 
 Dims: R rows, V vocabulary.
 """
@@ -15,7 +15,7 @@ Mode = Literal["greedy", "free", "limited"]
 
 
 class RowSampling(NamedTuple):
-    """Sampling settings of each row as arrays; see `jaxstack.decoding.sampling.Sampling`."""
+    """Sampling settings of each row of a batch as arrays; see `jaxstack.decoding.sampling.Sampling`."""
 
     seed: UInt32[Array, " R"]
     number: Int[Array, " R"]
@@ -31,7 +31,7 @@ class RowSampling(NamedTuple):
 
 
 def sample_rows(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> Int[Array, " R"]:
-    """Sample a token id per row; equals `jaxstack.decoding.sampling.sample` with the row's settings and key."""
+    """Sample the next token of each row of a batch from its logits, with the row's own sampling settings."""
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     if mode == "greedy":
         return greedy
@@ -40,7 +40,7 @@ def sample_rows(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> I
 
 
 def probabilities(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> Float[Array, "R V"]:
-    """Return the distribution that `sample_rows` samples from."""
+    """Return the probabilities of all tokens under each row's sampling settings, from which `sample_rows` draws."""
     greedy = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
     if mode == "greedy":
         return greedy
@@ -48,7 +48,7 @@ def probabilities(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) ->
 
 
 def uniform(rows: RowSampling) -> Float[Array, " R"]:
-    """Return a uniform random number in [0, 1) per row, determined by the row's seed and token number."""
+    """Return a uniform random number in [0, 1) for each row, determined by the row's seed and token number."""
     return jax.vmap(jax.random.uniform)(_keys(rows))
 
 
@@ -57,7 +57,7 @@ def _keys(rows: RowSampling) -> Key[Array, " R"]:
 
 
 def _scaled(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> Float[Array, "R V"]:
-    """Return the logits divided by the temperatures, with -inf at the tokens that the limits exclude."""
+    """Divide logits by each row's temperature, and set tokens outside of its top-k, top-p or min-p limits to -inf."""
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
     return scaled if mode == "free" else keep_likeliest_rows(scaled, rows.top_k, rows.top_p, rows.min_p)
 
@@ -65,7 +65,7 @@ def _scaled(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> Float
 def keep_likeliest_rows(
     logits: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
 ) -> Float[Array, "R V"]:
-    """Apply top-k, top-p and min-p per row: return the logits with -inf at excluded tokens.
+    """Restrict each row's logits to its top-k, top-p and min-p tokens, with -inf at all others.
 
     The threshold logit is found exactly by bisection over the bits of float32, in 32 passes over the logits, without
     sorting the vocabulary.
@@ -80,7 +80,7 @@ def keep_likeliest_rows(
 
 
 def apply_bitmask(logits: Float[Array, "R V"], mask: Int[Array, "R words"]) -> Float[Array, "R V"]:
-    """Return the logits with -inf where the token's mask bit is 0; bit i of word w is token 32 w + i."""
+    """Set logits to -inf where a token's mask bit is 0; bit i of word w is token 32 w + i."""
     bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]] == 1
     allowed = jnp.pad(allowed, ((0, 0), (0, logits.shape[1] - allowed.shape[1])))
@@ -88,14 +88,14 @@ def apply_bitmask(logits: Float[Array, "R V"], mask: Int[Array, "R words"]) -> F
 
 
 def _ordered(x: Float[Array, "R V"]) -> UInt32[Array, "R V"]:
-    """Map floats to unsigned integers that have the same order."""
+    """Map floats to unsigned integers in the same order, so that a threshold can be found by bisection of bits."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _bisect(holds: Callable[[UInt32[Array, " R"]], Bool[Array, " R"]], rows: int) -> UInt32[Array, " R"]:
-    """Return per row the largest integer for which the predicate `holds`, which must be monotone, by bisection."""
+    """Find by bisection, for each row, the largest integer at which the monotone predicate `holds` is true."""
 
     def add_bit(step: jax.Array, found: jax.Array) -> jax.Array:
         candidate = found | (jnp.uint32(1) << (jnp.uint32(31) - step.astype(jnp.uint32)))

@@ -1,4 +1,4 @@
-"""The scheduler of the engine: chooses the tokens that the next step computes. Plain Python, without a device.
+"""The scheduler of the serving engine: chooses which tokens each step computes. Plain Python, without a device.
 
 A step computes the next token of every running request together with chunks of prompts (Agrawal et al. 2023,
 arXiv:2308.16369). Several steps without chunks are planned at once. Requests start in the order of their arrival. When
@@ -21,14 +21,14 @@ _SHORT = 64
 
 
 class ChunkShape(NamedTuple):
-    """Shape of the prompt tokens of a step: `rows` rows of `width` tokens."""
+    """Shape of the prompt tokens that a step computes: `rows` chunks of up to `width` tokens each."""
 
     rows: int
     width: int
 
 
 def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
-    """Return the prompt-chunk shapes to compile, smallest first, up to `tokens` tokens per step.
+    """Return the shapes of prompt-token batches to compile, smallest first, up to `tokens` tokens per step.
 
     There are shapes of `tokens`, half and a quarter of them: one row for a long prompt, and several for short ones.
     """
@@ -41,7 +41,7 @@ def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
 
 
 def shapes_beside(seconds: Mapping[ChunkShape | None, float], slowdown: float) -> tuple[ChunkShape, ...]:
-    """Return the shapes of prompt chunks that a step may have beside running answers, at least the fastest one.
+    """Select prompt-chunk shapes that slow down answers in progress by at most `slowdown`, or the fastest one.
 
     Args:
       seconds: duration of a step with chunks of each shape, and under None of a step without chunks.
@@ -53,7 +53,7 @@ def shapes_beside(seconds: Mapping[ChunkShape | None, float], slowdown: float) -
 
 
 def decode_batch_sizes(slots: int) -> tuple[int, ...]:
-    """Return the decode batch sizes to compile, smallest first: `slots` divided by powers of 4, at least 2.
+    """Return the decode batch sizes to compile, smallest first: `slots`, a quarter of it and so on, down to 2.
 
     A single row is padded to two, which is faster on a GPU; see `Decoder`.
     """
@@ -64,7 +64,7 @@ def decode_batch_sizes(slots: int) -> tuple[int, ...]:
 
 
 class Sequence:
-    """The state of one request in the scheduler: its tokens, progress and pages.
+    """The scheduler's state of one request: its tokens, its progress and its KV-cache pages.
 
     Attributes:
       tokens: the prompt and the answer as far as the host has read it.
@@ -89,11 +89,11 @@ class Sequence:
 
     @property
     def received(self) -> int:
-        """Number of answer tokens that the host has read."""
+        """Number of answer tokens that the host has read from the device."""
         return len(self.tokens) - len(self.handle.request.prompt)
 
     def draft(self, count: int) -> tuple[int, ...]:
-        """Return up to `count` draft tokens from earlier text."""
+        """Guess up to `count` next tokens by looking up the newest n-gram in the earlier text."""
         if self._ngrams is None:
             self._ngrams = NGramDrafter(self.tokens)
         self._ngrams.extend(self.tokens[self._ngrams.count :])
@@ -102,7 +102,7 @@ class Sequence:
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """The tokens of one sequence that a step computes.
+    """Row of a step's batch: the consecutive tokens of one sequence that the step computes.
 
     Attributes:
       start, count: the tokens have the positions from `start` to `start + count - 1`. One step computes all of them;
@@ -122,14 +122,14 @@ class Row:
     again: int = 1
 
     def set_accepted(self, accepted: int) -> None:
-        """Set the sequence's progress to the first `accepted` tokens of this row; the other drafts were rejected."""
+        """Record that a step accepted the first `accepted` tokens of this row and rejected the other drafts."""
         if self.drafts and self.index is not None:
             self.sequence.filled, self.sequence.sampled = self.start + accepted, self.index + accepted
 
 
 @dataclasses.dataclass
 class StepPlan:
-    """The requests that one step of the serving engine computes.
+    """The rows of the batch that one step of the serving engine computes: sequences to decode and chunks of prompts.
 
     Attributes:
       decoded: decode rows.
@@ -145,12 +145,12 @@ class StepPlan:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows: those that decode, then those of prompt chunks."""
+        """All rows of the batch: those that decode, then those with chunks of prompts."""
         return [*self.decoded, *self.chunks]
 
 
 class Scheduler:
-    """Schedules waiting and running requests, and allocates their pages.
+    """Decides which requests each step computes, and allocates their KV-cache pages.
 
     Args:
       slots: requests that may run together.
@@ -183,11 +183,11 @@ class Scheduler:
         """Prompt tokens that were looked up in the prefix cache, and that were found."""
 
     def add(self, sequence: Sequence) -> None:
-        """Add a request to the waiting queue."""
+        """Append a new request to the waiting queue."""
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a request and release its pages.
+        """Remove a request that has ended and release its KV-cache pages.
 
         A step that was dispatched before may still write to them. That is harmless: steps run in order, so that it
         writes before the pages' next owner does.
@@ -200,7 +200,7 @@ class Scheduler:
             self._release_slot(sequence)
 
     def plan(self, in_flight: bool) -> StepPlan | None:
-        """Plan the next step and allocate its pages; None if nothing can run until tokens are read.
+        """Choose the rows of the next step and allocate their pages; None if nothing can run yet.
 
         Args:
           in_flight: True if tokens of dispatched steps have not been read yet; then no request may be preempted.
@@ -227,7 +227,7 @@ class Scheduler:
         return self._make_plan(decoded, chunks, shape) if decoded or chunks else None
 
     def register_pages(self, sequence: Sequence) -> None:
-        """Add the sequence's full pages to the prefix cache, if there is one."""
+        """Add the full KV-cache pages of a sequence to the prefix cache, so that others can share them."""
         if not self.pool.cache_prefixes:
             return
         size, known = self.pool.page_size, min(sequence.filled, len(sequence.tokens))
@@ -240,18 +240,18 @@ class Scheduler:
             sequence.digests.append(digest)
 
     def _decodes(self, sequence: Sequence) -> bool:
-        """Return True if the next token of a running request can be computed now."""
+        """Return True if a running request's prompt is done and its next token can be computed now."""
         stepwise = self.draft_tokens or sequence.handle.request.constraint is not None
         if sequence.filled < sequence.target or (stepwise and sequence.sampled > sequence.received):
             return False
         return sequence.sampled < sequence.handle.request.max_tokens and sequence.filled < self.context
 
     def _room(self, sequence: Sequence) -> int:
-        """Return how many more tokens the request's token limits allow."""
+        """Return how many more tokens a request may generate within its own limit and the context length."""
         return min(sequence.handle.request.max_tokens - sequence.sampled, self.context - sequence.filled)
 
     def _guess(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the drafts of a request; none for one with a constraint, which would have to check each."""
+        """Return draft tokens for a request; none if a grammar constrains it, as each would need a check."""
         count = min(self.draft_tokens, self._room(sequence) - 1)
         if count < 1 or sequence.handle.request.constraint is not None:
             return ()
@@ -261,7 +261,7 @@ class Scheduler:
         return drafts if self._take_pages(sequence, sequence.filled + 1 + len(drafts)) else ()
 
     def _add_steps(self, decoded: Rows[Row]) -> None:
-        """Extend the rows of a plan without chunks to several steps, as far as limits and pages allow for each."""
+        """Let a decode-only step generate several tokens per row, as far as limits and pages allow."""
         if self.draft_tokens or any(row.sequence.handle.request.constraint is not None for row in decoded):
             return
         steps = self.decode_steps
@@ -273,7 +273,7 @@ class Scheduler:
                 row.count = min(row.count, len(row.sequence.pages) * self.pool.page_size - row.start)
 
     def _take_pages(self, sequence: Sequence, tokens: int) -> bool:
-        """Allocate pages so that a sequence can hold `tokens` tokens; return False if too few are left."""
+        """Allocate pages so that a sequence can hold `tokens` tokens; return False if too few are free."""
         lacking = -(-tokens // self.pool.page_size) - len(sequence.pages)
         if lacking <= 0:
             return True
@@ -282,7 +282,7 @@ class Scheduler:
         return pages is not None
 
     def _make_room(self, sequence: Sequence, count: int, decoded: list[Row]) -> bool:
-        """Preempt the newest requests until `sequence` has pages for `count` more tokens; False if it was itself."""
+        """Preempt the newest requests until `sequence` has enough pages; return False if it was preempted itself."""
         while not self._take_pages(sequence, sequence.filled + count):
             last = max(self.running, key=lambda other: other.number)
             decoded[:] = [row for row in decoded if row.sequence is not last]
@@ -301,7 +301,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release_slot(self, sequence: Sequence) -> None:
-        """Free the slot and the pages of a request that no longer runs."""
+        """Free the batch slot and the pages of a request that no longer runs."""
         assert sequence.slot is not None
         self.register_pages(sequence)
         self.pool.release(sequence.pages)
@@ -310,7 +310,7 @@ class Scheduler:
         sequence.slot = None
 
     def _admit(self) -> None:
-        """Start waiting requests while there are slots, and pages for their tokens plus one page each."""
+        """Start waiting requests while batch slots are free, and pages for their tokens and a page more."""
         while self.waiting and self._free_slots:
             sequence, size = self.waiting[0], self.pool.page_size
             sequence.pages, sequence.digests = self.pool.share_prefix(sequence.tokens)
@@ -333,7 +333,7 @@ class Scheduler:
             self.running.append(sequence)
 
     def _chunk_prompts(self, pending: Rows[Sequence]) -> tuple[list[Row], ChunkShape | None]:
-        """Split prompts into rows of the chunk shape that computes most of their tokens, with the least padding."""
+        """Split prompts into chunks of the compiled shape that computes most tokens with the least padding."""
         if not pending:
             return [], None
         answers = any(sequence.filled >= sequence.target for sequence in self.running)
@@ -353,7 +353,7 @@ class Scheduler:
         return rows, shape
 
     def _make_plan(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None) -> StepPlan:
-        """Return the plan of these rows, and advance their sequences to the state after the step."""
+        """Build the plan of a step from its rows, and advance their sequences to the state after the step."""
         for row in (*decoded, *chunks):
             row.sequence.filled = row.start + row.count
         for row in decoded:
@@ -368,7 +368,7 @@ class Scheduler:
 
 
 def _covered(shape: ChunkShape, left: Rows[int]) -> int:
-    """Return how many prompt tokens chunks of this shape compute, of prompts with `left` tokens each."""
+    """Return the number of prompt tokens that a step computes with a chunk shape, given each prompt's tokens `left`."""
     rows, covered = shape.rows, 0
     for tokens in left:
         taken = min(-(-tokens // shape.width), rows)

@@ -6,7 +6,7 @@ from collections import Counter
 
 @dataclasses.dataclass
 class EngineStats:
-    """Counters since the start of the engine.
+    """Totals counted since the serving engine was started, such as requests and tokens.
 
     Attributes:
       prompt_tokens: tokens of the prompts that have started.
@@ -32,7 +32,7 @@ class EngineStats:
 
 @dataclasses.dataclass
 class EngineState:
-    """Current state of one engine, or the sum over several.
+    """Current load of one serving engine, or the sum over several: requests, pages and tokens.
 
     Attributes:
       running, waiting: requests that have a slot, and that wait for one.

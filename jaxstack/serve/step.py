@@ -1,4 +1,4 @@
-"""The compiled programs of the engine: the forward pass over packed tokens and pages, and the sampling of its logits.
+"""The engine's compiled programs: the forward pass over packed tokens with a paged KV cache, and sampling.
 
 Dims: S slots, R rows, C width of a chunk, V vocabulary.
 """
@@ -31,7 +31,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 class Column(IntEnum):
-    """Columns of the int32 array that describes the rows of a step; each row's page numbers follow them."""
+    """Columns of the int32 array that describes each row of a step's batch; the row's page numbers follow them."""
 
     SLOT = 0
     START = 1
@@ -49,7 +49,7 @@ class Column(IntEnum):
 
 
 class Programs:
-    """Device state of the engine (KV pages, newest tokens) and the compiled programs that update it.
+    """Device state of the engine (KV-cache pages, newest tokens) and the compiled programs that update it.
 
     Args:
       model: the model on its mesh.
@@ -95,7 +95,7 @@ class Programs:
         )
 
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
-        """Return the int32 array that describes the rows of a step, padded with empty rows to `count`."""
+        """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
         for row in rows:
             if row.sequence.described_pages != len(row.sequence.pages):
                 self._describe_sequence(row.sequence)
@@ -112,7 +112,7 @@ class Programs:
         return plan
 
     def _describe_sequence(self, sequence: schedule.Sequence) -> None:
-        """Write what is constant between steps: settings when a slot is assigned, then each new page number."""
+        """Write a sequence's sampling settings and new page numbers into the table that `describe` copies from."""
         line, known = self._described[sequence.slot], sequence.described_pages
         if known < 0:
             request, known = sequence.handle.request, 0
@@ -137,7 +137,7 @@ class Programs:
         mask: Int[np.ndarray, "all words"] | None = None,
         drafted: Int[np.ndarray, "R D"] | None = None,
     ) -> Int[Array, " all"]:
-        """Dispatch one step asynchronously; return the sampled tokens, those of decoded rows first.
+        """Dispatch one step asynchronously; return a sampled token for each decoded row, then for each prompt chunk.
 
         Args:
           rows: from `describe`, of decoded rows.
@@ -162,7 +162,7 @@ class Programs:
         tokens: Int[np.ndarray, "Q C"] | None,
         drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
     ) -> Float[Array, "all V"]:
-        """Dispatch the forward pass of a step, under the mesh; return the logits of its samples. Arguments as `run`."""
+        """Dispatch the forward pass of a step; return the logits to sample from. Arguments as of `run`."""
         model = self.model
         logits, self._pages = self._forward(
             model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
@@ -170,7 +170,7 @@ class Programs:
         return logits
 
     def run_steps(self, rows: Int[np.ndarray, "R columns"], steps: int, most: int, mode: Mode) -> Int[Array, "most R"]:
-        """Dispatch several decode steps asynchronously as one program; return the sampled tokens of each step.
+        """Dispatch several decode steps as one program, asynchronously; return the sampled tokens of each step.
 
         Args:
           rows: from `describe`; COUNT is the number of steps of each row, from the first on.
@@ -186,14 +186,14 @@ class Programs:
         return tokens
 
     def _repeat(self, rows: Int[np.ndarray, "R columns"], width: int) -> Int[np.ndarray, "all columns"]:
-        """Repeat each row's description for the samples after each of its `width` tokens."""
+        """Repeat the description of each row, so that a token can be sampled after each of its `width` tokens."""
         index = rows[:, Column.INDEX, None] + np.arange(width) - width + rows[:, Column.COUNT, None]
         repeated = np.repeat(rows, width, axis=0)
         repeated[:, Column.INDEX], repeated[:, Column.STORE] = np.maximum(index, 0).ravel(), self.slots
         return repeated
 
     def compile_sampling(self, totals: Iterable[int]) -> None:
-        """Compile the sampling program for these row counts in every mode."""
+        """Compile the sampling program for these batch sizes, with each way of sampling."""
         with jax.set_mesh(self.model.rules.mesh):
             for total in sorted(totals):
                 rows = self.describe([], total)[:, : Column.PAGES]
@@ -215,7 +215,7 @@ class Programs:
         tokens: Int[Array, "Q C"] | None,
         pages: Pages,
     ) -> tuple[Float[Array, "all V"], Pages]:
-        """Return the logits of each decoded token and of the last token of each chunk, and the updated pages."""
+        """Return the logits of each decoded token and of the last token of each prompt chunk, and the new pages."""
         self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
         count = newest.size
@@ -241,7 +241,7 @@ class Programs:
         *,
         mode: Mode,
     ) -> tuple[Int[Array, " all"], Int[Array, " S"]]:
-        """Return the sampled tokens, and the newest token of each slot."""
+        """Sample a token for each row; return the tokens, and the newest token of each slot of the batch."""
         self.compiled += 1
         tokens = self._sample_tokens(logits, rows, mask, mode)
         return tokens, last.at[rows[:, Column.STORE]].set(tokens, mode="drop")
@@ -249,7 +249,7 @@ class Programs:
     def _sample_tokens(
         self, logits: Float[Array, "R V"], rows: Int[Array, "R columns"], mask: Int[Array, "R words"] | None, mode: Mode
     ) -> Int[Array, " R"]:
-        """Return a token per row, sampled by the settings that the row describes."""
+        """Sample a token for each row, with the sampling settings in the row's description."""
         logits = limit_vocabulary(logits, self.vocab_size)
         if mask is not None:
             logits = apply_bitmask(logits, mask)
@@ -267,7 +267,7 @@ class Programs:
         *,
         most: int,
     ) -> tuple[Int[Array, "most R"], Int[Array, " S"], Pages]:
-        """Return the sampled tokens of each step, the newest token of each slot, and the updated pages.
+        """Run several decode steps; return the tokens of each, the newest token of each slot, and the new pages.
 
         The number of steps and the sampling mode are arguments of the program, so that one is compiled per row count.
         """
@@ -289,12 +289,12 @@ class Programs:
 
 
 def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Array, "*R V"]:
-    """Return the logits with -inf at ids of `size` and above; None: unchanged."""
+    """Set the logits of ids from `size` on, which no token of the tokenizer has, to -inf; None: unchanged."""
     return logits if size is None else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
 
 
 def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
-    """Decode the sampling settings from the int32 array that describes the rows of a step."""
+    """Decode each row's sampling settings from the int32 array that describes the rows of a step."""
     floats = jax.lax.bitcast_convert_type(rows, jnp.float32)
     return RowSampling(
         jax.lax.bitcast_convert_type(rows[:, Column.SEED], jnp.uint32),
@@ -307,7 +307,7 @@ def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
 
 
 def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "R columns"]:
-    """Return the description of the rows in one of several decode steps: one token for each unfinished row."""
+    """Return the row descriptions for one of several decode steps run as one program; finished rows have no token."""
     now = rows.at[:, Column.START].add(step).at[:, Column.INDEX].add(step)
     return now.at[:, Column.COUNT].set((step < rows[:, Column.COUNT]).astype(jnp.int32))
 
@@ -315,7 +315,7 @@ def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "
 def decode_rows(
     model: Transformer, rows: Int[Array, "R columns"], newest: Int[Array, "R C"], pages: Pages, together: int = 1
 ) -> tuple[Float[Array, "R V"], Pages]:
-    """Run the newest tokens of each row; return the logits after the last, and the pages with them.
+    """Run the model on the newest tokens of each row; return the logits after the last token, and the new pages.
 
     Args:
       newest: the rows' COUNT tokens, at the end.
@@ -328,7 +328,7 @@ def decode_rows(
 
 
 def choose_mode(rows: Sequence[Row]) -> Mode:
-    """Return the cheapest sampling mode that supports the settings of these rows."""
+    """Return the cheapest way of sampling (greedy, free or limited) that supports these rows' settings."""
     settings = [row.sequence.handle.request.sampling for row in rows]
     if all(s.temperature == 0 for s in settings):
         return "greedy"
@@ -337,7 +337,7 @@ def choose_mode(rows: Sequence[Row]) -> Mode:
 
 
 def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]:
-    """Return the prompt tokens of the rows, int32, left-padded to `shape`."""
+    """Return the prompt tokens of the rows as one int32 array, left-padded to `shape`."""
     tokens = np.zeros(shape, np.int32)
     for line, row in zip(tokens, rows, strict=False):
         line[shape.width - row.count :] = row.sequence.tokens[row.start : row.start + row.count]
@@ -345,7 +345,7 @@ def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]
 
 
 def page_bytes(model: ModelOnMesh, page_size: int) -> int:
-    """Return the bytes of one KV-cache page, over all layers."""
+    """Return the size in bytes of one KV-cache page, summed over all layers."""
 
     def total(pages: int) -> int:
         def make(params: Params, non_params: Params) -> Pages:
@@ -358,7 +358,7 @@ def page_bytes(model: ModelOnMesh, page_size: int) -> int:
 
 
 def make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: int, page_size: int) -> Pages:
-    """Return empty pages for all layers of a model, in a jitted function.
+    """Return an empty paged KV cache for all layers of a model. To be called in a jitted function.
 
     Raises:
       ValueError: the model's attention kind does not keep its cache in pages.
@@ -370,7 +370,7 @@ def make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: in
 def pack_rows(
     rows: Int[Array, "R columns"], tokens: Int[Array, "R C"], pages: Pages
 ) -> tuple[Int[Array, " all"], Int[Array, " all"], Int[Array, " all"], PageGroup]:
-    """Flatten rows of tokens: return ids, positions and page slots of all tokens, and the page group of the rows."""
+    """Flatten rows of tokens for the model: return ids, positions and KV-cache slots of all tokens, and their pages."""
     *_, number, page_size, _, _ = jax.tree.leaves(pages)[0].shape
     total = number * page_size
     width, start, count = tokens.shape[1], rows[:, Column.START, None], rows[:, Column.COUNT, None]

@@ -12,7 +12,7 @@ from jaxstack.serve.requests import Handle
 
 
 class ChatFormatter:
-    """Encodes chats as prompts with a chat template.
+    """Encodes chats as token ids of a prompt, using a chat template.
 
     Args:
       tokenizer: the model's tokenizer.
@@ -40,7 +40,7 @@ class ChatFormatter:
         self.stop = (end,) if end and special is None else ()
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a chat, up to the start of the next answer.
+        """Return the token ids of a chat, up to where the next answer begins.
 
         Raises:
           JaxstackError: the template refuses the chat.
@@ -49,7 +49,7 @@ class ChatFormatter:
 
 
 class TextAnswer:
-    """Decodes the answer of one request to text.
+    """Decodes the answer to one request to text, as its tokens are generated.
 
     Args:
       handle: the request in the engine.
@@ -67,11 +67,11 @@ class TextAnswer:
 
     @property
     def ended(self) -> bool:
-        """True if the answer has ended and all of its text was returned."""
+        """True if the answer has ended and all of its text has been returned."""
         return self.finish_reason is not None or self.handle.finish_reason == "cancelled"
 
     def take(self) -> str:
-        """Return the text that came since the last call, without waiting.
+        """Return the text that was generated since the last call, without waiting.
 
         Raises:
           JaxstackError: the engine failed.

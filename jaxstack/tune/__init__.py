@@ -1,1 +1,1 @@
-"""Hyperparameter tuning: Bayesian search over configuration values, learning-rate finder, coordinate check of muP."""
+"""Hyperparameter tuning: Bayesian search, a learning-rate finder, and a check of muP (width-independent rates)."""

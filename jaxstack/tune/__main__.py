@@ -1,4 +1,4 @@
-"""The command `python -m jaxstack.tune`: a hyperparameter study, the learning-rate finder, or the check of muP."""
+"""The command `python -m jaxstack.tune`: hyperparameter search, learning-rate finder, or check of muP."""
 
 import argparse
 import importlib.util
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Subcommand(NamedTuple):
-    """A subcommand of `jaxstack tune`.
+    """A subcommand of `jaxstack tune`, such as the learning-rate finder.
 
     Attributes:
       make_parser: returns the parser of its arguments.

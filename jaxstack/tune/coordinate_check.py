@@ -1,4 +1,4 @@
-"""The coordinate check of muP: magnitudes of activations after a few steps as a function of model width.
+"""The coordinate check of muP: sizes of activations after a few training steps, compared over model widths.
 
 With muP they stay as they are at the base width; in the standard parametrization they grow (Yang et al. 2022,
 arXiv:2203.03466, appendix D.1).
@@ -36,7 +36,7 @@ QUANTITIES = ("embedding", "residual", "logits")
 
 @dataclasses.dataclass(frozen=True)
 class CoordinateCheckResult:
-    """Result of a coordinate check of muP: activation magnitudes by model width.
+    """Result of a coordinate check of muP: magnitudes of activations at each model width.
 
     Attributes:
       widths: hidden sizes.
@@ -49,13 +49,13 @@ class CoordinateCheckResult:
     values: Mapping[tuple[str, str], tuple[float, ...]]
 
     def growth(self, parametrization: str, quantity: str) -> float:
-        """Return a quantity's magnitude at the largest width divided by that at the smallest."""
+        """Return by what factor a quantity's magnitude grows from the smallest to the largest width."""
         found = self.values[parametrization, quantity]
         return found[-1] / found[0]
 
 
 def widen(model: ModelConfig, width: int) -> ModelConfig:
-    """Return the model scaled to another width: number of heads and MLP width in proportion, head_dim unchanged.
+    """Scale a model configuration to another width, with heads and MLP size in proportion and the same head_dim.
 
     Args:
       model: the model at the base width.
@@ -87,7 +87,7 @@ def widen(model: ModelConfig, width: int) -> ModelConfig:
 
 
 def parametrize(config: RunConfig, width: int, parametrization: str) -> RunConfig:
-    """Return the configuration at another width; with muP, `model.hidden_size` becomes the base width.
+    """Return a run's configuration with the model at another width; with muP, the original is the base width.
 
     Raises:
       ConfigError: the model or the optimizer has no rule for muP.
@@ -102,7 +102,7 @@ def parametrize(config: RunConfig, width: int, parametrization: str) -> RunConfi
 def check_coordinates(
     config: RunConfig, widths: Sequence[int] | None = None, steps: int = 5, *, report: Callable[[str], None] = print
 ) -> CoordinateCheckResult:
-    """Train the model for some steps at each width in both parametrizations, and measure its activations.
+    """Train the model for a few steps at several widths, with and without muP, and measure its activations.
 
     Args:
       config: the run at its base width, `model.hidden_size`. Its schedule is not used: the learning rate is constant.
@@ -163,7 +163,7 @@ _COLOURS = ("#4269d0", "#efb118", "#ff725c")
 
 
 def draw(found: CoordinateCheckResult) -> str:
-    """Draw the check as an SVG: a log-log panel of magnitude over width for each parametrization."""
+    """Draw the result of the check as an SVG: activation magnitude over width, with and without muP."""
     values = [value for series in found.values.values() for value in series if value > 0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     width, height = 2 * (_PANEL + _MARGIN) + _MARGIN, _PANEL + 2 * _MARGIN
@@ -228,7 +228,7 @@ def _widths(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the subcommand with its parsed arguments."""
+    """Run the coordinate check of muP with the parsed command-line arguments."""
     config = load_config(arguments.config, arguments.overrides).one_island
     path = Path(arguments.output) if arguments.output else config.directory / "coordinates.svg"
     found = check_coordinates(config, arguments.widths, arguments.steps, report=lambda line: print(line, flush=True))

@@ -1,4 +1,4 @@
-"""The learning-rate finder: the loss while the learning rate rises exponentially from step to step."""
+"""The learning-rate finder: trains while the learning rate rises exponentially, and reads a good one off the losses."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ _LEAST_STEPS = 10
 
 @dataclasses.dataclass(frozen=True)
 class RateRange:
-    """Geometrically spaced learning rates from `low` to `high`, one per step.
+    """Geometrically spaced learning rates from `low` to `high`, one for each step of the learning-rate finder.
 
     Raises:
       ConfigError: the range is empty, or has too few steps.
@@ -53,12 +53,12 @@ class RateRange:
             raise ConfigError(f"--steps must be from {_LEAST_STEPS} to 100,000; found {self.steps}.")
 
     def rates(self) -> np.ndarray:
-        """Return the learning rate of each step, float64 [steps]."""
+        """Return the learning rate of each step as float64 [steps]."""
         return np.geomspace(self.low, self.high, self.steps)
 
 
 class ExponentialRise(Schedule):
-    """Exponential schedule from `initial_fraction` x peak to the peak."""
+    """Learning-rate schedule that rises exponentially from `initial_fraction` x peak to the peak."""
 
     name: Literal["exponential_rise"] = "exponential_rise"
     initial_fraction: float
@@ -70,7 +70,7 @@ class ExponentialRise(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class LearningRateResult:
-    """Losses and suggested rates of the learning-rate finder.
+    """Result of the learning-rate finder: the loss at each learning rate, and suggested rates.
 
     Attributes:
       rates: learning rate of each step that was taken, float64 [steps].
@@ -97,7 +97,7 @@ class LearningRateResult:
 def find_learning_rate(
     config: RunConfig, rates: RateRange | None = None, *, report: Callable[[str], None] = print
 ) -> LearningRateResult:
-    """Train a fresh model with an exponentially rising learning rate, and suggest a rate from the losses.
+    """Suggest a learning rate: train a fresh model while the rate rises exponentially, and look at the losses.
 
     The warm-up and the schedule of the configuration are not used, its optimizer, batch and data are; checkpoints and
     metrics of the run are not touched. Writes `learning_rate.html` into the run directory.
@@ -128,7 +128,7 @@ def find_learning_rate(
 
 
 def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> LearningRateResult:
-    """Suggest learning rates from the losses of a search; losses after it diverges are ignored.
+    """Suggest learning rates from the losses at rising rates, up to the rate at which training diverges.
 
     Args:
       rates: learning rate of each step, rising.
@@ -155,7 +155,7 @@ def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] |
 
 
 def average(losses: np.ndarray, decay: float = _DECAY) -> np.ndarray:
-    """Return the exponential moving average with bias correction, float64 [steps]; NaN from the first NaN on."""
+    """Smooth losses by an exponential moving average with bias correction; NaN from the first NaN on."""
     mean, averages = 0.0, []
     for count, loss in enumerate(losses, start=1):
         mean = decay * mean + (1 - decay) * float(loss)
@@ -164,7 +164,7 @@ def average(losses: np.ndarray, decay: float = _DECAY) -> np.ndarray:
 
 
 def diverged_at(averages: np.ndarray) -> int:
-    """Return the number of steps before the average is not finite or `_DIVERGED` times its smallest value so far."""
+    """Return the number of steps before the averaged loss is not finite or far above its smallest value so far."""
     for index, value in enumerate(averages):
         if not math.isfinite(value) or (index and value > _DIVERGED * np.min(averages[:index])):
             return index
@@ -172,7 +172,7 @@ def diverged_at(averages: np.ndarray) -> int:
 
 
 def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], None]) -> tuple[Trainer, RunConfig]:
-    """Return a trainer of a fresh model with the rising schedule, and its resolved configuration."""
+    """Return a trainer of a fresh model with a rising learning rate, and the complete configuration."""
     config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
     length, seed = config.train.sequence_length, config.run.seed
@@ -193,7 +193,7 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
 
 
 def _losses(trainer: Trainer, steps: int) -> list[float]:
-    """Run the steps and return their losses, up to the first that diverges."""
+    """Train with rising learning rates; return the losses up to the first step that diverges."""
     losses: list[float] = []
     with contextlib.closing(trainer.batches(0)) as batches:
         for _ in range(steps):
@@ -207,7 +207,7 @@ def _losses(trainer: Trainer, steps: int) -> list[float]:
 
 
 def _render(config: RunConfig, finding: LearningRateResult) -> str:
-    """Return the page: the averaged loss over the learning rate, with the suggestions marked."""
+    """Return the HTML page of the result: averaged loss over learning rate, with the suggestions marked."""
     name = f"Learning rates of {config.run.name}"
     marked = {int(np.searchsorted(finding.rates, at)) for at in (finding.steepest, finding.suggestion)}
     points = [

@@ -1,4 +1,4 @@
-"""A study in Optuna: its storage, sampler and pruner, the state of its trials, and the order in which they start.
+"""A hyperparameter study stored by Optuna: which values trials try, how they end, and which are stopped early.
 
 This is the only module that knows how Optuna represents a search space, constraints and failed trials.
 """
@@ -34,7 +34,7 @@ _WORST = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a trial: the state in which it ended, and its value.
+    """Result of a trial: how it ended (complete, pruned, failed, ...), and its metric's value.
 
     Attributes:
       state: "complete", "pruned", "memory" (it does not fit), "configuration" (its values do not fit together) or
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class TrialRecord:
-    """Number, state, values and losses of a trial, for the report and the command's output.
+    """What is known of a trial, for report and output: number, state, hyperparameter values and losses.
 
     Attributes:
       number: number of the trial, from 0.
@@ -74,7 +74,7 @@ class TrialRecord:
 
 
 class OptunaStudy:
-    """A study in shared storage; several processes and hosts may use it at the same time.
+    """A hyperparameter study in storage that several processes and hosts may share.
 
     Args:
       config: the study.
@@ -127,11 +127,11 @@ class OptunaStudy:
             )
 
     def started(self) -> int:
-        """Return the number of trials that were started, on all hosts."""
+        """Return the number of trials started so far, on all hosts."""
         return sum(trial.state != TrialState.WAITING for trial in self._trials())
 
     def ask(self) -> tuple[int, dict[str, Any]]:
-        """Start a trial: return its number and its values."""
+        """Start a trial: return its number and the hyperparameter values that it should try."""
         number = self.started()
         self._study.sampler = make_sampler(self.config, number)
         with _quiet():
@@ -139,23 +139,23 @@ class OptunaStudy:
         return trial.number, self.values(trial.number)
 
     def values(self, number: int) -> dict[str, Any]:
-        """Return the values of a trial."""
+        """Return the hyperparameter values of a trial."""
         params = self._frozen_trial(number).params
         return {key: _decode(self.space.dimensions[key], value) for key, value in params.items()}
 
     def running(self) -> list[int]:
-        """Return the numbers of the trials that run, or ran when their process was killed."""
+        """Return the numbers of trials that run now, or were running when their process was killed."""
         return [trial.number for trial in self._trials() if trial.state == TrialState.RUNNING]
 
     def report(self, number: int, step: int, loss: float) -> bool:
-        """Record the held-out loss of a running trial; return True if the pruner stops it."""
+        """Record the held-out loss of a running trial; return True if the pruner decides to stop it."""
         trial = self._trial(number)
         if step not in self._frozen_trial(number).intermediate_values:
             trial.report(loss, step)
         return not math.isfinite(loss) or trial.should_prune()
 
     def tell(self, number: int, outcome: Outcome) -> None:
-        """Record the end of a trial; infeasible ones get the worst loss so far, so that the sampler avoids them."""
+        """Record how a trial ended; trials that fail get the worst loss so far, so that the sampler avoids them."""
         trial = self._trial(number)
         fits = outcome.state != "memory"
         excess = outcome.memory_excess
@@ -175,7 +175,7 @@ class OptunaStudy:
         return max((value for value in known if value is not None and math.isfinite(value)), default=_WORST)
 
     def records(self) -> list[TrialRecord]:
-        """Return all trials that were started, in their order."""
+        """Return all trials started so far, in the order of their start."""
         return [self._record(trial) for trial in self._trials() if trial.state != TrialState.WAITING]
 
     def _record(self, trial: FrozenTrial) -> TrialRecord:
@@ -191,7 +191,10 @@ class OptunaStudy:
         )
 
     def importance(self) -> dict[str, float]:
-        """Return `section.key` -> share of the variation of the loss (PED-ANOVA); empty with few or equal trials."""
+        """Return how much of the loss's variation each hyperparameter explains (PED-ANOVA), as key -> share.
+
+        The result is empty if there are few trials, or their losses are equal.
+        """
         feasible = [t for t in self._trials() if t.state == TrialState.COMPLETE and max(t.constraints.values()) <= 0]
         if len(feasible) < 4 or len(self._distributions) < 2:
             return {}
@@ -208,22 +211,22 @@ class OptunaStudy:
         return self._study.get_trials(deepcopy=False)
 
     def _frozen_trial(self, number: int) -> FrozenTrial:
-        """Return the stored state of a trial."""
+        """Return the stored data of a trial."""
         return next(trial for trial in self._trials() if trial.number == number)
 
     def _trial(self, number: int) -> optuna.Trial:
-        """Return the handle of a trial, also of one that another process started."""
+        """Return Optuna's handle of a trial, even if another process started it."""
         return optuna.Trial(self._study, self._frozen_trial(number)._trial_id)
 
 
 def best_of(records: list[TrialRecord]) -> TrialRecord | None:
-    """Return the trial with the smallest value; None if no trial is complete."""
+    """Return the complete trial with the smallest metric; None if no trial is complete."""
     complete = [record for record in records if record.value is not None and math.isfinite(record.value)]
     return min(complete, key=lambda record: (record.value, record.number), default=None)
 
 
 def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSampler:
-    """Return the Optuna sampler that proposes the values of trial `number`.
+    """Return the Optuna sampler that proposes the hyperparameter values of trial `number`.
 
     Its seed depends on the study's seed and the number alone: a resumed study goes on as if it had not stopped, and
     workers that start at the same time do not propose the same values.
@@ -239,7 +242,7 @@ def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSample
 
 
 def make_pruner(config: StudyConfig, steps: int) -> optuna.pruners.BasePruner:
-    """Return the Optuna pruner for trials of `steps` steps; it stops no trial in the first fifth of them."""
+    """Return the Optuna pruner, which stops bad trials early, but not in the first fifth of their `steps`."""
     if config.pruner == "median":
         return optuna.pruners.MedianPruner(config.pruner_startup_trials, n_warmup_steps=steps // 5)
     if config.pruner == "hyperband":
@@ -248,7 +251,7 @@ def make_pruner(config: StudyConfig, steps: int) -> optuna.pruners.BasePruner:
 
 
 def to_distribution(dimension: Dimension) -> BaseDistribution:
-    """Convert a range or choice to an Optuna distribution."""
+    """Convert a range or choice of the search space to Optuna's form."""
     if not isinstance(dimension, Range):
         return CategoricalDistribution([_encode(dimension, value) for value in dimension.values])
     if dimension.whole:
@@ -258,7 +261,7 @@ def to_distribution(dimension: Dimension) -> BaseDistribution:
 
 
 def _encode(dimension: Dimension, value: Any) -> Any:
-    """Encode a value for Optuna: choices as JSON (Optuna has no list or dict choices), numbers of a range unchanged."""
+    """Encode a hyperparameter value for Optuna: choices as JSON text, since they may be lists; numbers unchanged."""
     return value if isinstance(dimension, Range) else json.dumps(value)
 
 
@@ -267,7 +270,7 @@ def _decode(dimension: Dimension, value: Any) -> Any:
 
 
 def check_packages(config: StudyConfig) -> None:
-    """Raise ConfigError if a package of the sampler is missing; Optuna would only fail after the random trials."""
+    """Raise ConfigError if a package that the sampler needs is missing, before any trial has run."""
     missing = [name for name in ("torch", "scipy") if importlib.util.find_spec(name) is None]
     if config.sampler == "gp" and missing:
         raise ConfigError(
@@ -286,7 +289,7 @@ def _open_storage(place: str) -> optuna.storages.BaseStorage:
 
 @contextlib.contextmanager
 def _storage_errors(place: str) -> Iterator[None]:
-    """Convert errors of a database (no driver, wrong URL, no connection) or a journal file to a ConfigError."""
+    """Context that turns errors of the study's database or journal file into a ConfigError."""
     try:
         with _quiet():
             yield
@@ -306,7 +309,7 @@ def _storage_errors(place: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Optuna's warnings about experimental features."""
+    """Context that suppresses Optuna's warnings about experimental features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""`report.html` of a study: the best trial so far, the trials' curves, the importance of each key, the best YAML."""
+"""The HTML report of a study: best trial so far, curves of all trials, importance of each hyperparameter."""
 
 import html
 import json
@@ -36,7 +36,7 @@ def write_report(
     space: SearchSpace,
     best_yaml: str,
 ) -> Path:
-    """Write `report.html` into a study's directory, and return its path.
+    """Write the report of a hyperparameter study to `report.html` in its directory; return the path.
 
     Args:
       directory: directory of the study.

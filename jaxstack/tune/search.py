@@ -1,4 +1,4 @@
-"""Runs the trials of a study as processes on this host, prunes them, and resumes interrupted ones."""
+"""Runs the trials of a hyperparameter study as processes on this host, stops bad ones, and resumes interrupted ones."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ _OTHER_RUNS = ("SLURM_", "JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID
 
 @dataclasses.dataclass(frozen=True)
 class StudyResult:
-    """The result of a finished study.
+    """Result of a finished hyperparameter study.
 
     Attributes:
       directory: directory of the study.
@@ -58,7 +58,7 @@ class StudyResult:
 def run_study(
     config: str | Path, study: str | Path, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print
 ) -> StudyResult:
-    """Run a hyperparameter study, as `python -m jaxstack.tune --config FILE --study STUDY.yaml` does.
+    """Run a hyperparameter study: search for the configuration values with the smallest loss.
 
     Resumes a study that was stopped. Several hosts may run one study if they share its storage.
 
@@ -91,7 +91,7 @@ def run_study(
 
 
 def study_identity(base: RunConfig, settings: StudyConfig) -> dict[str, Any]:
-    """Return the settings that trials must share to be comparable, as plain data."""
+    """Return the settings in which all trials of a study must agree to be comparable, as plain data."""
     tree = base.model_dump(mode="json", by_alias=True)
     chosen = {name: tree[name] for name in ("model", "train", "optimizer", "schedule", "precision", "adapters")}
     data = {key: value for key, value in tree["data"].items() if key not in ("cache_dir", "read_ahead")}
@@ -105,7 +105,7 @@ def study_identity(base: RunConfig, settings: StudyConfig) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Running:
-    """A trial that runs on this host."""
+    """A trial whose process is running on this host."""
 
     number: int
     directory: Path
@@ -120,7 +120,7 @@ class _Running:
 
 
 class Search:
-    """Scheduler of one study's trials on this host: starts, watches, prunes and resumes their processes.
+    """Starts, watches, prunes and resumes the processes of a hyperparameter study's trials on this host.
 
     Args:
       study: the study.
@@ -135,7 +135,7 @@ class Search:
         self._gpus = self._split_gpus()
 
     def _split_gpus(self) -> list[str] | None:
-        """Return the CUDA_VISIBLE_DEVICES of each worker; None if the host has no GPU."""
+        """Divide the host's GPUs among workers: return CUDA_VISIBLE_DEVICES of each; None without GPUs."""
         count, workers = count_gpus(), self._workers
         if count == 0:
             return None
@@ -147,7 +147,7 @@ class Search:
         return [",".join(names[i * each : (i + 1) * each]) for i in range(workers)]
 
     def run(self, stop: StopRequest) -> None:
-        """Start and watch trials until the study has all of them, or a signal arrives."""
+        """Start and watch trials until the study has as many as configured, or a signal arrives."""
         self._announce()
         while True:
             for trial in list(self._running):
@@ -170,7 +170,7 @@ class Search:
         self._update_report()
 
     def close(self) -> None:
-        """Ask running trials to save a checkpoint and exit, and wait for them; the next start resumes them."""
+        """Ask running trials to save a checkpoint and exit, and wait for them; they can be resumed later."""
         deadline = time.monotonic() + _SAVE_SECONDS
         for trial in self._running:
             trial.child.send(signal.SIGTERM)
@@ -183,7 +183,7 @@ class Search:
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _start_next(self) -> bool:
-        """Resume an interrupted trial or start a new one; return False if there is none."""
+        """Resume an interrupted trial or start a new one; return False if none is left to start."""
         with exclusive(self.directory / ".lock", on_wait=lambda: None):
             for number in self.study.running():
                 if any(trial.number == number for trial in self._running) or not self._directory_of(number).is_dir():
@@ -231,7 +231,7 @@ class Search:
         return True
 
     def _trial_config(self, number: int, values: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration of a trial, which has its own run directory and evaluates for the pruner."""
+        """Return the configuration of a trial: its values, run directory, and evaluations for the pruner."""
         tree = self.study.space.configuration(values).model_dump(mode="json", by_alias=True)
         tree["run"] |= {"dir": str(self.directory / "trials"), "name": f"{number:04d}"}
         tree["observe"]["trackers"] = ["jsonl"]
@@ -247,7 +247,7 @@ class Search:
     # --- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self, trial: _Running) -> None:
-        """Pass new held-out losses to the pruner, and record the trial's end."""
+        """Pass new held-out losses of a running trial to the pruner, and handle the trial's end."""
         code = trial.child.poll()
         self._read_curve(trial)
         if trial.pruned_at is not None:
@@ -262,7 +262,7 @@ class Search:
         trial.lock.release()
 
     def _read_curve(self, trial: _Running) -> None:
-        """Report the held-out losses that were added to the metrics file since the last read."""
+        """Pass the held-out losses added to a trial's metrics file since the last read to the pruner."""
         path = trial.directory / "metrics.jsonl"
         size = path.stat().st_size if path.exists() else 0
         if size == trial.seen:
@@ -276,7 +276,7 @@ class Search:
                 return
 
     def _outcome(self, trial: _Running, code: int) -> Outcome:
-        """Return the outcome of a trial whose process has exited with `code`."""
+        """Return how a trial ended, given its outcome file and its process's exit code."""
         try:
             found = json.loads((trial.directory / OUTCOME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -314,7 +314,7 @@ class Search:
             )
 
     def _drop_checkpoints(self, ended: int, before: TrialRecord | None, best: TrialRecord | None) -> None:
-        """Apply `keep_checkpoints`: delete the checkpoints of the ended trial or of the previous best one."""
+        """Delete the checkpoints of the ended or the previous best trial, as `keep_checkpoints` says."""
         keep = self.study.config.keep_checkpoints
         doomed = {ended} | ({before.number} if before is not None else set())
         if keep == "best" and best is not None:
@@ -323,7 +323,7 @@ class Search:
             shutil.rmtree(self._directory_of(number) / "checkpoints", ignore_errors=True)
 
     def _update_report(self) -> None:
-        """Write report.html, and best.yaml if a trial is complete."""
+        """Write the study's report.html, and best.yaml if a trial is complete."""
         records = self.study.records()
         best = best_of(records)
         text = ""
@@ -336,18 +336,18 @@ class Search:
 
 
 def trial_command(directory: Path) -> list[str]:
-    """Return the command of a trial's process, which leaves `outcome.json` in the trial's directory."""
+    """Return the command that runs a trial in its directory, and writes `outcome.json` there."""
     return [sys.executable, "-m", "jaxstack.tune.trial", str(directory)]
 
 
 def _kill(child: Child) -> None:
-    """End a process and everything that it started at once."""
+    """Kill a process and everything that it started at once."""
     child.send(signal.SIGKILL)
     child.wait(30)
 
 
 def describe_values(values: Mapping[str, Any]) -> str:
-    """Return the values of a trial on one line."""
+    """Format the hyperparameter values of a trial as one line of text."""
     return ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
     )

@@ -1,4 +1,4 @@
-"""The search space of a study: ranges and choices for `section.key` values, validated against the configuration."""
+"""The search space of a hyperparameter study: ranges and choices for configuration values, checked for validity."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ _RANGE_KEYS = ("low", "high", "log", "step")
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included.
+    """A range of numbers to search, from `low` to `high`, both included.
 
     Attributes:
       low: smallest value.
@@ -43,11 +43,11 @@ class Range:
     whole: bool = False
 
     def samples(self) -> list[Any]:
-        """Return `low` and `high`, which the configuration must accept."""
+        """Return the ends of the range, which the run configuration must accept as values."""
         return [self.low, self.high]
 
     def contains(self, value: object) -> bool:
-        """Return True if the value is in the range (and on its grid)."""
+        """Return True if a value is in the range, and on its grid if it has one."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
             return False
         steps = (value - self.low) / self.step if self.step is not None else 0.0
@@ -56,16 +56,16 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """An unordered list of values of any type."""
+    """A list of values to choose from, of any type and without order."""
 
     values: tuple[Any, ...]
 
     def samples(self) -> list[Any]:
-        """Return all values."""
+        """Return all values, which the run configuration must accept."""
         return list(self.values)
 
     def contains(self, value: object) -> bool:
-        """Return True if the value is one of the list."""
+        """Return True if a value is one of the choices."""
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
 
 
@@ -74,7 +74,7 @@ Dimension: TypeAlias = Range | Choice
 
 @dataclasses.dataclass(frozen=True)
 class SearchSpace:
-    """The dimensions of a study over one configuration.
+    """The hyperparameters that a study searches, each with a range or choices, over one base configuration.
 
     Attributes:
       dimensions: `section.key` -> its range or choices.
@@ -87,7 +87,7 @@ class SearchSpace:
     origin: str
 
     def configuration(self, values: Values) -> RunConfig:
-        """Return the configuration with the values of a trial.
+        """Return the run configuration with a trial's hyperparameter values.
 
         A key that the trial's optimizer, schedule or attention kind (chosen by a `name` in the space) does not have is
         left out.
@@ -98,7 +98,7 @@ class SearchSpace:
         return _with_values(self.tree, values, self.origin)
 
     def base_values(self) -> dict[str, Any] | None:
-        """Return the base configuration's values for all dimensions; None if one is outside of the space."""
+        """Return the base configuration's values of all hyperparameters; None if one is outside the space."""
         base = config_from_tree(self.tree, self.origin)
         values = {key: _value_at(base, key) for key in self.dimensions}
         inside = all(dimension.contains(values[key]) for key, dimension in self.dimensions.items())
@@ -106,7 +106,7 @@ class SearchSpace:
 
 
 def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence[str], study: str) -> SearchSpace:
-    """Parse a study's search space and validate it against a configuration.
+    """Parse the search space of a study file, and check that the run configuration accepts its values.
 
     Args:
       space: `section.key` -> `{low, high, log, step}` or a list, from the study file.
@@ -166,7 +166,7 @@ def _number(text: Mapping[str, object], name: str, where: str) -> float:
 
 
 def _validate_dimension(key: str, dimensions: Mapping[str, Dimension], tree: Tree, where: str) -> Dimension:
-    """Check that the configuration accepts the ends or choices of a dimension; return it, `whole` for an integer key.
+    """Check that the run configuration accepts the values of a range or choice; return it, with integer type set.
 
     A value is accepted if it fits together with the configuration, or with a value of one of the other dimensions.
     """
@@ -196,7 +196,7 @@ def _validate_dimension(key: str, dimensions: Mapping[str, Dimension], tree: Tre
 
 
 def _with_values(tree: Tree, values: Values, origin: str, strict: bool = False) -> RunConfig:
-    """Build the configuration with values in place of the tree's; `strict` refuses a key that a `name` lacks."""
+    """Return the configuration with hyperparameter values replaced; `strict` rejects keys that do not exist."""
     given = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     names = [f"{key}={value}" for key, value in values.items() if key.endswith(".name") and isinstance(value, str)]
     named = {name.partition("=")[0] for name in names}
@@ -211,7 +211,7 @@ def _with_values(tree: Tree, values: Values, origin: str, strict: bool = False) 
 
 
 def _value_at(config: RunConfig, key: str) -> Any:
-    """Return the configuration's value of `section.key`, as plain data; None if there is no such key."""
+    """Look up `section.key` in a configuration; return its value as plain data, or None if there is none."""
     found: Any = config
     for part in key.split("."):
         if isinstance(found, BaseModel):

@@ -1,4 +1,4 @@
-"""The study file: how many trials search which values of a configuration, and how."""
+"""The study file: which configuration values a hyperparameter search varies, in how many trials, and how."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ class StudyConfig(Component):
 
     @property
     def random_trials(self) -> int:
-        """Number of trials with random values, which come first: `startup_trials`, or its default."""
+        """Number of trials with random values at the start of the study: `startup_trials`, or its default."""
         return self.startup_trials or min(max(self.trials // 5, 5), 10)
 
     @field_validator("space")
@@ -64,7 +64,7 @@ class StudyConfig(Component):
 
 
 def load_study(path: str | Path) -> StudyConfig:
-    """Read a study file.
+    """Read and validate the YAML file of a hyperparameter study.
 
     Raises:
       ConfigError: the file is missing or no YAML, or has an unknown key or a wrong value.

@@ -1,4 +1,4 @@
-"""The process of one trial: `python -m jaxstack.tune.trial DIR` trains DIR/config.yaml and writes DIR/outcome.json."""
+"""Process of one trial of a study: `python -m jaxstack.tune.trial DIR` trains DIR/config.yaml, writes outcome.json."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ OUTCOME, LOG = "outcome.json", "log.txt"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the trial in a directory; resume it if it has a checkpoint.
+    """Train the trial in the given directory; resume it if it has a checkpoint.
 
     Returns:
       0 if the outcome is written, whatever it is; 128 + number if a signal stopped the trial, which can go on.
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(directory: Path) -> dict[str, Any]:
-    """Train, and return the outcome as plain data: `state`, and `metrics` or `reason`."""
+    """Train the trial in a directory; return its outcome (state, metrics or reason) as plain data."""
     from jaxstack.distributed.device_setup import memory_per_device
     from jaxstack.resilience.stop_request import Interrupted
     from jaxstack.run.memory_check import DoesNotFit

@@ -1,4 +1,4 @@
-"""The registry of optimizers. Each optimizer is one file, listed here."""
+"""The registry of optimizers: each is implemented in a file of its own and listed here."""
 
 import functools
 import operator

@@ -1,4 +1,4 @@
-"""Adafactor."""
+"""The Adafactor optimizer, with second moments factored into rows and columns."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Adam-mini."""
+"""The Adam-mini optimizer: Adam with one second moment for each group of weights."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ the neuron of other outputs. Other matrices are averaged over their inputs, othe
 
 
 class AdamMiniState(NamedTuple):
-    """Optimizer state of Adam-mini: moments, with one second moment per group of weights."""
+    """Optimizer state of Adam-mini: first moments, and one second moment for each group of weights."""
 
     steps: jax.Array
     """[] int32: steps taken."""
@@ -67,6 +67,6 @@ def _averaged(path: str, x: jax.Array) -> jax.Array:
 
 
 def averaged_dims(path: str, leaf: HasShape) -> tuple[int, ...]:
-    """Return the dims of a parameter, counted from the last, that share a second moment."""
+    """Return the dims of a parameter, counted from the last, over which Adam-mini shares a second moment."""
     default = (-2,) if is_matrix(path, leaf) else (-1,) if leaf.shape else ()
     return match(path, [*AVERAGED, (".*", default)])

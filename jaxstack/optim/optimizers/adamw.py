@@ -1,4 +1,4 @@
-"""AdamW."""
+"""The AdamW optimizer."""
 
 from typing import Literal
 

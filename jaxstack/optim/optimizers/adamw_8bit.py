@@ -1,4 +1,4 @@
-"""AdamW with 8-bit state."""
+"""The AdamW optimizer with moments stored in 8 bits."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ BLOCK = 256
 
 
 class Quantized(NamedTuple):
-    """An array quantized to 8 bits, with a scale per block."""
+    """An array quantized to 8 bits, with one scale for each block of values."""
 
     codes: PyTree
     """Indices into the table of the dynamic code, uint8, of the parameter's shape."""
@@ -28,7 +28,7 @@ class Quantized(NamedTuple):
 
 
 class AdamW8bitState(NamedTuple):
-    """Optimizer state of 8-bit AdamW: quantized moments."""
+    """Optimizer state of 8-bit AdamW: first and second moments, quantized to 8 bits."""
 
     steps: jax.Array
     """[] int32: steps taken."""
@@ -77,7 +77,7 @@ class AdamW8bit(MatrixOptimizer):
 
 @functools.cache
 def dynamic_code(signed: bool) -> np.ndarray:
-    """Return the 256 values of the dynamic code in ascending order, from -1 (signed) or 0 to 1 (arXiv:1511.04561).
+    """Return the 256 values that an 8-bit code of the dynamic data type stands for (arXiv:1511.04561), ascending.
 
     The values span 7 decades; higher decades use more of the 7 bits for the fraction.
     """
@@ -90,7 +90,7 @@ def dynamic_code(signed: bool) -> np.ndarray:
 
 
 def quantize(x: Float[Array, "..."], signed: bool) -> tuple[UInt8[Array, "..."], Float[Array, "..."]]:
-    """Quantize x to the dynamic code, relative to the largest magnitude of each block.
+    """Quantize x to 8 bits with the dynamic code, scaled by the largest magnitude of each block.
 
     Blocks are up to 256 consecutive values of the last dim, or of the last two where the last is shorter than that and
     divides 256.
@@ -106,14 +106,14 @@ def quantize(x: Float[Array, "..."], signed: bool) -> tuple[UInt8[Array, "..."],
 
 
 def dequantize(codes: UInt8[Array, "..."], scales: Float[Array, "..."], signed: bool) -> Float[Array, "..."]:
-    """Inverse of `quantize`: return the values in float32."""
+    """Convert 8-bit codes and block scales back to float32 values: the inverse of `quantize`."""
     blocks, _ = _blocks(codes, codes.shape)
     values = jnp.asarray(dynamic_code(signed))[blocks] * scales.reshape(*blocks.shape[:-1], 1)
     return _joined(values, codes.shape)
 
 
 def _blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Return x cut into blocks along a new last dim, padded with zeros, and the shape of one scale per block."""
+    """Cut x into blocks along a new last dim, padded with zeros; return them and the shape of the scales."""
     *before, rows, last = shape
     if last < BLOCK and BLOCK % last == 0 and rows % (BLOCK // last) == 0:
         count = rows * last // BLOCK
@@ -124,7 +124,7 @@ def _blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int,
 
 
 def _joined(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of `_blocks`: join blocks to an array of this shape and remove the padding."""
+    """Join blocks to an array of this shape and remove the padding: the inverse of `_blocks`."""
     *before, rows, last = shape
     if blocks.ndim == len(shape):
         return blocks.reshape(shape)

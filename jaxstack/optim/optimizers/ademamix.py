@@ -1,4 +1,4 @@
-"""AdEMAMix."""
+"""The AdEMAMix optimizer: AdamW with a second, slow momentum."""
 
 import math
 from typing import Literal
@@ -41,7 +41,7 @@ class AdEMAMix(Optimizer):
         return self.alpha * jnp.minimum(progress, 1.0)
 
     def _b3(self, progress: jax.typing.ArrayLike) -> jax.Array:
-        """Interpolate so that the half-life of the slow momentum rises linearly, from that of `b1`."""
+        """Return the decay rate of the slow momentum, whose half-life rises linearly from that of `b1`."""
         start, end = math.log(self.b1), math.log(self.b3)
         share = jnp.minimum(progress, 1.0)
         return jnp.minimum(jnp.exp(start * end / ((1 - share) * end + share * start)), self.b3)

@@ -1,4 +1,4 @@
-"""Lion."""
+"""The Lion optimizer, which updates by the sign of a momentum."""
 
 from typing import Literal
 

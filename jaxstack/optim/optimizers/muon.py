@@ -1,4 +1,4 @@
-"""Muon for the matrices of hidden layers, AdamW for all other parameters."""
+"""The Muon optimizer for the matrices of hidden layers, with AdamW for all other parameters."""
 
 import functools
 import math
@@ -62,7 +62,7 @@ class Muon(MatrixOptimizer):
 def orthogonalise(
     x: Float[Array, "*stack m n"], iterations: int = 5, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, "*stack m n"]:
-    """Return approximately U V^T for every matrix U S V^T in x: its singular values lie between 0.7 and 1.2.
+    """Make every matrix U S V^T in x approximately orthogonal, as U V^T, with singular values from 0.7 to 1.2.
 
     The quintic Newton-Schulz iteration of Jordan 2024. The longer side is sharded over devices, so that an iteration
     sums a matrix [m, m] over them and needs no all-gather.

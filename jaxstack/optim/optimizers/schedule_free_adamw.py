@@ -1,4 +1,4 @@
-"""Schedule-free AdamW."""
+"""The schedule-free AdamW optimizer, which averages iterates instead of decaying the learning rate."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from jaxstack.optim.base import Optimizer, RunInfo
 
 
 class ScheduleFreeState(NamedTuple):
-    """Optimizer state of schedule-free AdamW: the point before averaging, and the weights of the average."""
+    """Optimizer state of schedule-free AdamW: the parameters before averaging, and the weights of the average."""
 
     z: PyTree
     """The point that AdamW's steps move."""

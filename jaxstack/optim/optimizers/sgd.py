@@ -1,4 +1,4 @@
-"""Stochastic gradient descent."""
+"""The SGD optimizer (stochastic gradient descent), optionally with momentum."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Shampoo with Adam grafting."""
+"""The Shampoo optimizer, whose update sizes are those of Adam (grafting)."""
 
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from jaxstack.optim.block_optimizer import BlockOptimizer, exact_einsum
 
 
 class ShampooState(NamedTuple):
-    """Optimizer state of Shampoo: moments and preconditioners."""
+    """Optimizer state of Shampoo: moments, gradient statistics and preconditioners."""
 
     steps: jax.Array
     """[] int32: steps taken."""
@@ -72,7 +72,10 @@ class Shampoo(BlockOptimizer):
 
 
 def inverse_fourth_root(factor: Float[Array, "n n"], eps: float) -> Float[Array, "n n"]:
-    """Return (factor + eps x its largest eigenvalue x identity)^(-1/4); zeros for a factor of zero."""
+    """Return the inverse fourth root of a Shampoo factor, damped by `eps` x its largest eigenvalue; 0 for zeros.
+
+    It is (factor + eps x its largest eigenvalue x identity)^(-1/4).
+    """
     values, vectors = jnp.linalg.eigh(factor)
     values = jnp.maximum(values, 0) + eps * values[-1]
     roots = jnp.where(values > 0, jnp.where(values > 0, values, 1) ** -0.25, 0)

@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+"""The SOAP optimizer: Adam in the eigenbasis of Shampoo's preconditioner."""
 
 import functools
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ from jaxstack.optim.block_optimizer import BlockOptimizer, exact_einsum
 
 
 class SoapState(NamedTuple):
-    """Optimizer state of SOAP: moments, and the bases that they are kept in."""
+    """Optimizer state of SOAP: Adam's moments, and the eigenbases in which they are kept."""
 
     steps: jax.Array
     """[] int32: steps taken."""
@@ -76,7 +76,7 @@ class Soap(BlockOptimizer):
 
 
 def _start(left: jax.Array, right: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the eigenbases of the first factors, by power iterations from the identity."""
+    """Return initial eigenbases of the first left and right factors, by power iterations from the identity."""
     bases = jnp.eye(left.shape[0]), jnp.eye(right.shape[0])
     return jax.lax.fori_loop(0, _FIRST_ITERATIONS, lambda _, bases: _renew(left, right, *bases), bases)
 
@@ -88,7 +88,7 @@ def _renew(
 
 
 def renew_basis(factor: Float[Array, "n n"], basis: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """Return the basis after one power iteration with QR, which puts the largest eigenvalues first.
+    """Improve the eigenbasis of a factor by a power iteration with QR, sorted by descending eigenvalue.
 
     A tenth of the mean eigenvalue is added to all of them: without it, some vectors of a rank-deficient factor (as in
     the first steps) would be rounding errors, which differ between layouts.

@@ -1,4 +1,4 @@
-"""Sophia-G."""
+"""The Sophia-G optimizer, which divides momentum by an estimate of the diagonal curvature."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from jaxstack.optim.base import Optimizer, RunInfo
 
 
 class SophiaState(NamedTuple):
-    """Optimizer state of Sophia: momentum and diagonal curvature."""
+    """Optimizer state of Sophia: momentum, and an estimate of the diagonal curvature."""
 
     mu: PyTree
     """First moments."""
