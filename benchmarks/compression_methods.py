@@ -50,8 +50,8 @@ from jaxstack.run.load import read_run_config, restore_parameters
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 from jaxstack.tree_rules import map_by_path
-from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import PackedWeight
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 QUICKSTART = (
     "model.preset=tiny", "train.global_batch_size=4", "train.sequence_length=128", "optimizer.learning_rate=3.0e-3",

@@ -39,8 +39,8 @@ from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.distributed.xla_options import packed_weight_options
 from jaxstack.models import preset_config
 from pallas_kernels import PackedWeight, packed_matmul
-from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import pack_nearest
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 FORMATS: Mapping[str, Grid | None] = {
     "bf16": None,

@@ -18,9 +18,9 @@ from benchmarks.rows import SCRATCH, append_rows, print_table
 from jaxstack.distributed.xla_options import packed_weight_options
 from pallas_kernels import PackedWeight
 from pallas_kernels.weight_only import triton, xla
-from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import pack_integers
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 GRIDS = {"int8": Grid(8), "int4": Grid(4, 128)}
 COLUMNS = ("weight", "out", "in", "rows", "variant", "microseconds", "speedup", "bandwidth", "error", "problem")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxstack.compress.prune import Pattern
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 BLOCK = 128
 """Columns of a block; also the columns over which SparseGPT compares weights."""

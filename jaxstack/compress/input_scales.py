@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from jaxstack.models.attention import SoftmaxAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.norm import NORMS
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 POINTS = 20
 """Exponents between 0 and 1 that AWQ tries."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from pydantic import Field
 
-from jaxstack.compressed_training.divergence import DivergenceOptions, divergence_sum
+from jaxstack.compressed_training.teacher_divergence import DivergenceOptions, divergence_sum
 from jaxstack.config.base import Component
 from jaxstack.errors import ConfigError
 from jaxstack.loss import (

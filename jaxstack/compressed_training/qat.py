@@ -13,8 +13,8 @@ from pydantic import Field
 from jaxstack.compressed_training.base import Stored, WeightRule
 from jaxstack.compressed_training.compressible_weights import Weight
 from jaxstack.errors import ConfigError
-from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import PackedWeight, pack_nearest
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 
 class QatRule(WeightRule):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.low_bits.block_float import block_exponents, round_to_steps
 from pallas_kernels.weight_only.formats import powers_of_two
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 Parts = tuple[jax.Array, ...]
 """The arrays that store one array: each has its leading dims, and a last dim of its own."""

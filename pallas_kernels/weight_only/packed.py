@@ -18,7 +18,7 @@ from pallas_kernels.weight_only.formats import (
     index_dtype,
     integer_dtype,
 )
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 
 @jax.tree_util.register_dataclass

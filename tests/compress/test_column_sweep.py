@@ -9,7 +9,7 @@ from benchmarks.synthetic_layer import SyntheticLayer, make_layer
 from jaxstack.compress.column_sweep import Rounded, factorize, gptq, sparsegpt
 from jaxstack.compress.input_scales import candidate_scales, round_scaled, rounding_errors
 from jaxstack.compress.prune import Pattern, magnitude, wanda
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 PRUNING = {
     "50%": (Pattern(), {"magnitude": 0.071, "wanda": 0.017, "sparsegpt": 0.013}),

@@ -9,7 +9,7 @@ from jaxstack.compress.methods.rtn import Rtn
 from jaxstack.compressed_training.compressible_weights import MatrixLayout, Weight
 from jaxstack.compressed_training.qat import QatRule, round_straight_through
 from jaxstack.errors import ConfigError
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 W = jax.random.normal(jax.random.key(0), (24, 32)) * 0.02
 

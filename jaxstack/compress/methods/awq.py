@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from jaxstack.compress.input_scales import Fold, apply_fold, candidate_scales, find_folds, round_scaled, rounding_errors
 from jaxstack.compress.methods.base import CalibrationBlock, Compressed, InputStatistics, Statistic
 from jaxstack.compress.methods.rounding_base import RoundingMethod
-from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import pack_nearest
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 
 class Awq(RoundingMethod):

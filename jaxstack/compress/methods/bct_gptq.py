@@ -11,8 +11,8 @@ from jaxstack.compress.methods.base import Compressed, InputStatistics
 from jaxstack.compress.methods.bct import Bct, round_tiles
 from jaxstack.compress.methods.column_sweep_base import ColumnSweepMethod
 from pallas_kernels.weight_only.formats import TileFloatFormat
-from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import pack_tile_float
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 
 class BctGptq(ColumnSweepMethod, Bct):

@@ -9,8 +9,8 @@ from pydantic import Field
 from jaxstack.compress.methods.base import Compressed, InputStatistics, Method
 from jaxstack.compress.methods.rounding_base import group_size_problem
 from pallas_kernels.weight_only.formats import powers_of_two
-from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import pack_block_float
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 
 class BlockFloat(Method):

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from jaxstack.compress.methods.base import Method
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 
 class RoundingMethod(Method):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxstack.parallel import shard
 from pallas_kernels.low_bits.codecs import BlockFloatCodec, Codec, Fp8Codec, IntegerCodec
 from pallas_kernels.low_bits.encoded import Encoded, Stored, round_trip
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, PyTree
 from pydantic import Field
 
 from jaxstack.optim.base import RunInfo
-from jaxstack.optim.block_optimizer import BlockOptimizer, exact_einsum
+from jaxstack.optim.block_preconditioning import BlockOptimizer, exact_einsum
 
 
 class ShampooState(NamedTuple):

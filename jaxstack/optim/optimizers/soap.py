@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 from pydantic import Field
 
 from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunInfo
-from jaxstack.optim.block_optimizer import BlockOptimizer, exact_einsum
+from jaxstack.optim.block_preconditioning import BlockOptimizer, exact_einsum
 
 
 class SoapState(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.low_bits.codecs import BlockFloatCodec, Fp8Codec, IntegerCodec, pack_nibbles, unpack_nibbles
 from pallas_kernels.low_bits.encoded import Encoded, decode, encode_like, round_trip, sort_channels, sort_queries
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 
 def test_every_pair_of_4_bit_integers_survives_packing():

@@ -14,7 +14,7 @@ from pallas_kernels.low_bits.mixed_blocks import (
     quantize_activations,
     quantize_weights,
 )
-from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.rounding_grid import Grid
 
 
 @pytest.fixture(scope="module")

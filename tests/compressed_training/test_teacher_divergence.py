@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.compressed_training.divergence import DivergenceOptions, divergence_sum
+from jaxstack.compressed_training.teacher_divergence import DivergenceOptions, divergence_sum
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 HIDDEN, WEIGHT = jax.random.normal(KEYS[0], (7, 6)), jax.random.normal(KEYS[1], (6, 29))
