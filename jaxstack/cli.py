@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
 def fill_option_from_overrides(
     parser: CommandParser, arguments: argparse.Namespace, name: str, accepts: Callable[[str], bool], hint: str = ""
 ) -> argparse.Namespace:
-    """Fill in a required option that was left out, if one of the positional arguments is a value for it.
+    """Fill in a missing required option from the positional arguments, if one of them is a value that it accepts.
 
     Args:
       parser: the parser, which exits if the value is missing.

@@ -1,4 +1,4 @@
-"""Reads and writes dictionaries from names to arrays with Orbax, with its settings chosen for training."""
+"""Reads and writes dicts of named arrays with Orbax, whose settings are chosen for training."""
 
 import math
 import os

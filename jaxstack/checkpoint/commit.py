@@ -19,7 +19,7 @@ _PART = ".hashes-"
 
 @dataclasses.dataclass
 class SaveJob:
-    """A checkpoint that is being written in the background: its step, folder and index, and the time it took."""
+    """A checkpoint being written in the background: step, temporary folder, content of checkpoint.json, and timings."""
 
     step: int
     staging: Path
@@ -33,7 +33,7 @@ class SaveJob:
 def commit(
     staging: Path, final: Path, index: dict[str, Any], timeout_seconds: int, failure: Exception | None = None
 ) -> Path | None:
-    """Turn the folder `staging` of written arrays into the checkpoint `final`: hashes, manifest, rename.
+    """Turn the written folder `staging` into the checkpoint `final`: hash its files, write the manifest, rename it.
 
     Every process calls it, even if its write failed.
 

@@ -79,7 +79,7 @@ def read_compressed(
     mesh: jax.sharding.Mesh | None = None,
     wanted: Callable[[str], bool] = lambda path: True,
 ) -> tuple[Params, int]:
-    """Read the parameters of a compressed model and the step that they are from.
+    """Read the parameters of a compressed model, and the training step that they were saved at.
 
     Vectors are returned as plain arrays.
 
@@ -122,7 +122,7 @@ def dense_parameter(path: str, leaf: PackedWeight | jax.Array) -> jax.Array:
 
 
 def unpack_vectors(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters by path with compressed vectors turned into plain arrays, as the model needs them."""
+    """Return parameters by path, with compressed vectors (1-D parameters) decompressed, as the model needs them."""
     return {path: leaf.dense() if is_packed(leaf) and leaf.ndim == 1 else leaf for path, leaf in leaves.items()}
 
 

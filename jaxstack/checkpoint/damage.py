@@ -80,7 +80,7 @@ class DeletionCheck:
 
 
 def has_right_sizes(path: Path, step: int) -> bool:
-    """Return True if all files of a checkpoint have the sizes in its index; contents are not read."""
+    """Return True if a checkpoint's files have the sizes recorded in checkpoint.json; their contents are not read."""
     try:
         manifest.check(path, step, hashes=False)
     except manifest.Damaged:

@@ -33,7 +33,7 @@ State: TypeAlias = Any
 
 
 class Rule(Protocol):
-    """Interface of a rule that chooses a matrix's new columns, pruned or rounded; hashable, as static under `jit`."""
+    """Interface of a rule that prunes or rounds the columns of a matrix; hashable, to be a static argument of `jit`."""
 
     def start_block(
         self, data: Any, w: Float[Array, "out block"], diagonal: Float[Array, " block"], start: Int[Array, ""] | int
@@ -143,7 +143,7 @@ def _sweep_block(
 
 @dataclasses.dataclass(frozen=True)
 class Prune:
-    """Rule of SparseGPT: zeros where w^2 / U_ii^2, the error that a zero causes, is smallest.
+    """SparseGPT's rule: prunes the weights whose w^2 / U_ii^2, the error that a zero causes, is smallest.
 
     Attributes:
       pattern: share of zeros, chosen in each block over all rows; or n:m, chosen at every m-th column.
@@ -154,7 +154,7 @@ class Prune:
     def start_block(
         self, data: None, w: Float[Array, "out block"], diagonal: Float[Array, " block"], start: Int[Array, ""] | int
     ) -> Bool[Array, "out block"]:
-        """Return the mask of the block's weights to set to zero; for n:m patterns it is still empty."""
+        """Return the mask of the block's weights to set to zero; for n:m patterns none, as `column` adds them."""
         if self.pattern.keep_of is not None:
             return jnp.zeros(w.shape, bool)
         return self.pattern.zeros(jnp.square(w / diagonal))
@@ -166,7 +166,7 @@ class Prune:
         diagonal: Float[Array, " block"],
         i: Int[Array, ""] | int,
     ) -> tuple[Float[Array, " out"], Bool[Array, "out block"]]:
-        """Return column i with its zeros, and the mask, in which n:m patterns choose zeros group by group."""
+        """Return column i after pruning, and the mask; n:m patterns set a group's mask at the group's first column."""
         if self.pattern.keep_of is not None:
             size = self.pattern.keep_of[1]
 
@@ -182,7 +182,7 @@ class Prune:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Rule of GPTQ: each weight becomes the nearest value of an integer grid with given scales [out, in]."""
+    """GPTQ's rule: rounds each weight to the nearest value of an integer grid with given scales [out, in]."""
 
     grid: Grid
 

@@ -31,7 +31,7 @@ Sublayer: TypeAlias = Literal["attention", "mlp"]
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """A norm or dense layer, and the dense layers that read its output, whose input scales it can absorb.
+    """A norm or dense layer that can absorb the input scales of the dense layers that read its output.
 
     Attributes:
       source: the layer whose outputs are divided: a norm, or a dense layer.
@@ -45,7 +45,7 @@ class Fold:
 
 
 def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
-    """Find the layers in a Transformer layer that can absorb input scales of the next ones, in forward order.
+    """Find the norms and dense layers of a Transformer layer that can absorb the input scales of their readers.
 
     Queries, keys and values are left out where heads are normalized: there AWQ has been found to be worse than plain
     rounding. The output projection is left out where several query heads share the channels of one value head.
@@ -71,7 +71,7 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
 def apply_fold(
     weights: Mapping[str, jax.Array], fold: Fold, scales: Float[Array, " in"], norm: str
 ) -> dict[str, jax.Array]:
-    """Return the changed weights by path: a layer's outputs divided by scales, its readers' inputs multiplied.
+    """Divide a layer's outputs by scales and multiply its readers' inputs by them; return the changed weights by path.
 
     Args:
       weights: the layer's weights by path; kernels are [*in, *out].
@@ -101,7 +101,7 @@ def scale_inputs(kernel: Float[Array, "..."], scales: Float[Array, " in"]) -> Fl
 def candidate_scales(
     mean_abs: Float[Array, " in"], matrices: Sequence[Float[Array, "_ in"]], group_size: int | None
 ) -> Float[Array, "n in"]:
-    """Return the candidates for input scales among which AWQ chooses, one per row; the last is 1, plain rounding.
+    """Return the input scales among which AWQ chooses, one candidate per row; the last row is all ones (no scaling).
 
     They are x^r / (w^(1-r) + 1e-4), divided by the root of the product of their extremes, for `POINTS` exponents r; x
     is the mean magnitude of an input, w that of its weights, relative to the largest one in their groups.
@@ -130,7 +130,7 @@ def round_scaled(w: Float[Array, "out in"], scales: Float[Array, " in"], grid: G
 def rounding_errors(
     w: Float[Array, "out in"], candidates: Float[Array, "n in"], hessian: Float[Array, "in in"], grid: Grid
 ) -> Float[Array, " n"]:
-    """Return how much rounding W with each candidate's input scales changes W x: squared errors up to a factor.
+    """Return the squared error of W x, up to a common factor, after rounding W with each candidate's input scales.
 
     Args:
       w: weights.

@@ -108,7 +108,7 @@ class _Run:
         self.model, self.runner, self.report, self.result = model, runner, report, LayerwiseResult()
 
     def kernel_paths(self) -> list[str]:
-        """Return the paths in the model of the dense kernels of all Transformer layers."""
+        """Return the model's parameter paths of the dense kernels in all Transformer layers."""
         stack = self.model.decoder
         return [
             f"decoder/layers/{number}/{name}"
@@ -120,7 +120,7 @@ class _Run:
     def compress_block(
         self, block: Block, streams: Sequence[Batch], methods: Mapping[str, Method], prefix: str
     ) -> Block:
-        """Compress the weights of a Transformer layer, add them to the result, and return the layer with them.
+        """Compress the weights of a Transformer layer, record them in the result, and return the compressed layer.
 
         Args:
           streams: inputs of the block.
@@ -153,7 +153,7 @@ class _Run:
         statistics: InputStatistics | None,
         contracted: int = 1,
     ) -> Compressed:
-        """Compress one weight, add it and its output error to the result, and return it in its own shape.
+        """Compress one weight, record it and its output error in the result, and return it in its original shape.
 
         Args:
           path: path of the weight in the model.

@@ -278,7 +278,7 @@ def layer_name(path: str) -> str:
 
 
 def as_stored(leaf: Any, recipe: Recipe) -> Any:
-    """Convert a parameter that is not packed to the format in which the recipe stores matrices or vectors."""
+    """Convert a parameter that no method has packed to the recipe's storage format for matrices or for vectors."""
     if isinstance(leaf, PackedWeight) or leaf.ndim == 0:
         return leaf
     if leaf.ndim > 1:

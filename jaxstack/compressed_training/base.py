@@ -58,12 +58,12 @@ class WeightRule(PathRule):
         return w
 
     def choices(self, layout: MatrixLayout) -> int:
-        """Return how many random choices `use` has for this weight, such as where to truncate its rank; 0: none."""
+        """Return how many values the random `choice` in `use` can have, such as ranks to truncate to; 0: none drawn."""
         del layout
         return 0
 
     def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, ""] | None) -> jax.Array:
-        """Compute the compressed weight of a train step's forward pass from the stored one. Differentiable.
+        """Compute the compressed weight for a training forward pass from the stored weight or factors. Differentiable.
 
         Args:
           stored: what the train state holds.

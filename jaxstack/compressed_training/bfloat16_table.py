@@ -63,7 +63,7 @@ class ValueTable:
         return jnp.where((magnitudes >= low) & (magnitudes < high), place, 0)
 
     def counts(self, places: Int[Array, "*dims"]) -> Float[Array, " table"]:
-        """Count how many weights have each value of the table, float32, given the indices of the weights."""
+        """Count how many weights have each value of the table, float32, given their indices from `places`."""
         return jnp.bincount(places.ravel(), length=len(self.values)).astype(jnp.float32)
 
 

@@ -128,7 +128,7 @@ def _tabulate(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def start_centroids(counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
-    """Return k-means' initial centroids, quantiles of the weights, and the temperature in their squared units."""
+    """Return k-means' initial centroids (weight quantiles), and the temperature times the weights' mean square."""
     k = 2**settings.bits
     centroids = quantiles(_TABLE.values, counts, (jnp.arange(k) + 0.5) / k)
     mean_square = jnp.sum(counts / jnp.sum(counts) * jnp.square(_TABLE.values))

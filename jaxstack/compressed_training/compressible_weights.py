@@ -37,12 +37,12 @@ class MatrixLayout:
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
-        """Sizes of the weight's leading dims, which count layers and experts."""
+        """Sizes of the weight's leading dims, along which the matrices of layers and experts are stacked."""
         return self.shape[: self.stack]
 
     @property
     def has_layers(self) -> bool:
-        """True if the weight's first dim counts layers."""
+        """True if the weight's first dim stacks layers."""
         return bool(self.axes) and self.axes[0] == "layers"
 
     @property
@@ -53,7 +53,7 @@ class MatrixLayout:
 
     @property
     def matrix_axes(self) -> tuple[tuple[str | None, ...], str | None, str | None]:
-        """Logical axes of the stack's dims, of outputs and of inputs; merged dims have their first one's axis."""
+        """Logical axes of the stack, output and input dims; dims merged into one have the logical axis of the first."""
         axes = self.axes or (None,) * len(self.shape)
         first, second = axes[self.stack], axes[self._cut]
         return axes[: self.stack], *((first, second) if self.outputs_first else (second, first))

@@ -1,4 +1,4 @@
-"""Training of low-rank factors, W = U V: random truncation orders the ranks, and ranks that fade are dropped.
+"""Training of low-rank factors W = U V: random truncation sorts ranks by importance, and unneeded ones are dropped.
 
 Maestro (Horvath et al. 2023, arXiv:2308.14929): the factors begin as the singular value decomposition of the weight,
 with the square root of the singular values in each. A train step draws one pair (layer, rank b) uniformly, and that
@@ -112,7 +112,7 @@ def split_by_svd(
 
 
 def leading_rank_mask(choice: Int[Array, ""], stack: tuple[int, ...], rank: int) -> Float[Array, "*stack rank"]:
-    """Return a train step's 0/1 mask of ranks: one randomly drawn matrix of the stack keeps only its first b.
+    """Return a 0/1 mask of ranks, which truncates one randomly drawn matrix of a stack to its first b ranks.
 
     Args:
       choice: matrix * rank + b - 1, with the matrices of the stack counted in row-major order; a number outside of
@@ -128,7 +128,7 @@ def leading_rank_mask(choice: Int[Array, ""], stack: tuple[int, ...], rank: int)
 def trim(
     u: Float[Array, "out rank"], v: Float[Array, "rank in"]
 ) -> tuple[Float[Array, "out kept"], Float[Array, "kept in"]]:
-    """Drop the ranks whose factors are zero. Not for traced arrays, as the number of ranks left is a shape."""
+    """Drop the ranks whose factors are zero. Not traceable, as the output shapes depend on the values."""
     alive = _products({"u": u, "v": v}) > 0
     return u[:, alive], v[alive]
 

@@ -1,4 +1,4 @@
-"""Read configuration from YAML files and `section.key=value` overrides, with errors that suggest corrections."""
+"""Reads configuration from YAML files and `section.key=value` overrides, with errors that suggest corrections."""
 
 import json
 import re
@@ -160,7 +160,7 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
 
 
 def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
-    """Drop a file's keys of a component (such as an optimizer) that an override replaces by another kind.
+    """Drop a file's keys that do not apply to the kind of component (such as an optimizer) chosen by an override.
 
     `optimizer.name=sgd` on a file with `optimizer: {name: adamw, b2: 0.95}` removes `b2`, which SGD does not have. Keys
     that the new component also has stay.

@@ -69,7 +69,7 @@ class BatchSizes:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Batch sizes as plain JSON, to check on resume that step numbers mean the same place in the data."""
+        """Batch-size settings as plain JSON, compared on resume, so that step numbers mean the same data position."""
         ramp = self._train.batch_ramp
         return {"global_batch_size": self.full} | ({"batch_ramp": list(ramp.double_at_tokens)} if ramp else {})
 
@@ -87,13 +87,13 @@ class BatchSizes:
         return phase.first_row + (step - phase.first_step) * phase.rows
 
     def steps_left(self, done: int) -> float:
-        """Return how many steps remain after `done` steps, counted in steps of the current batch size."""
+        """Return how much training remains after `done` steps, as a number of steps of the current batch size."""
         if done >= self._train.steps:
             return 0.0
         return (self.rows_before(self._train.steps) - self.rows_before(done)) / self.rows(max(done - 1, 0))
 
     def smaller(self, start: int) -> list[int]:
-        """Return the batch sizes below the final one that are still used from step `start` on."""
+        """Return the batch sizes, smaller than the final one, that the steps from `start` on still use."""
         steps = self._train.steps
         ends = [phase.first_step for phase in self.phases[1:]] + [steps]
         used = [
@@ -102,7 +102,7 @@ class BatchSizes:
         return [rows for rows in used if rows != self.full]
 
     def microbatches(self, rows: int, shards: int) -> int:
-        """Return the fewest microbatches for a batch of `rows` rows that are no larger than those of the full batch.
+        """Return the fewest microbatches to split `rows` rows into, none larger than a microbatch of the full batch.
 
         Args:
           rows: rows of the batch.
@@ -114,7 +114,7 @@ class BatchSizes:
         return count
 
     def schedule_position(self, step: jax.typing.ArrayLike) -> jax.Array:
-        """Return a step's position in the learning-rate schedule: tokens before it, over the mean tokens per step.
+        """Return a step's position in the learning-rate schedule: tokens before it / mean tokens per step of the run.
 
         Traceable. Without a ramp it is the step itself.
         """
@@ -161,7 +161,7 @@ class SlicedBatches:
         self._source, self._full = source, full
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
-        """Yield the given rows of each batch of `global_batch_size` rows, from batch number `start` on."""
+        """Yield the rows at indices `rows` of each batch of `global_batch_size` rows, from batch number `start` on."""
         parts, everything = self._full // global_batch_size, np.arange(self._full)
         first, skip = divmod(start, parts)
         for whole in self._source.batches(global_batch_size=self._full, rows=everything, start=first):
@@ -171,7 +171,7 @@ class SlicedBatches:
 
 
 def sliceable(source: BatchSource, sizes: BatchSizes) -> BatchSource:
-    """Return a batch source that can give batches of every size of a batch-size ramp.
+    """Wrap a user's batches, if needed, so that batches of every size of a batch-size ramp can be read.
 
     Raises:
       ConfigError: the source is an iterator, which cannot go back to the rest of a batch that was read ahead.

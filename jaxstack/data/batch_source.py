@@ -22,7 +22,7 @@ class BatchSource(Protocol):
     """Interface of data sources that can yield batches from any step on, such as `jaxstack.data.loader.Data`."""
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
-        """Yield the given rows of each global batch, from batch number `start` on."""
+        """Yield the rows at indices `rows` of each global batch, from batch number `start` on."""
         ...
 
 
@@ -31,7 +31,7 @@ class IndexedSource(Protocol):
     """Interface of batch sources that can also read one batch, without starting reader threads or processes."""
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> HostBatch:
-        """Return the given rows of global batch number `number`."""
+        """Return the rows at indices `rows` of global batch number `number`."""
         ...
 
 
@@ -56,7 +56,7 @@ class UserBatches:
         return isinstance(self._source, Iterator)
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
-        """Yield the given rows of the user's global batches from number `start` on, after checking each batch.
+        """Yield the rows at indices `rows` of the user's global batches from number `start` on, and check each batch.
 
         Raises:
           JaxstackError: a batch is no dict of arrays with `global_batch_size` rows, or differs in shape from the first.
@@ -249,7 +249,7 @@ def items_in_batch(batch: Mapping[str, _Shaped]) -> int:
 
 
 def numpy_batches(rows: HostBatch, batch_size: int, seed: int = 0) -> Callable[[int], HostBatch]:
-    """Return a function from the step to a random batch of in-memory arrays, as data for `Trainer`.
+    """Return a function from the step to a batch of random rows of in-memory arrays, as data for `Trainer`.
 
     Batch `step` depends on (seed, step) alone, so that a resumed run sees the same batches.
 

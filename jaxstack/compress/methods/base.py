@@ -82,12 +82,12 @@ class Method(PathRule):
     """Statistics of the layer's inputs that `compress` reads; without any the method needs no calibration text."""
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
-        """Return why the method cannot compress a matrix [out, in], with the values and what helps; None if it can."""
+        """Return why the method cannot compress a matrix [out, in], and a remedy; None if it can."""
         del outputs, inputs
         return None
 
     def rescale(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
-        """Return rescaled weights, by path, that replace a Transformer layer's own before its matrices are compressed.
+        """Return rescaled weights by path, to replace those of a Transformer layer before its matrices are compressed.
 
         Called once for each distinct method in the layer if `needs` is not empty. The replaced weights must compute
         the same function together, such as a scale moved from a kernel into the norm before it.

@@ -18,7 +18,7 @@ from jaxstack.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Ids of the tokenizer that text augmentations need: the document start, and the number of ids."""
+    """The tokenizer's document-start id and its number of ids, which text augmentations need."""
 
     document_start: int
     size: int
@@ -38,7 +38,7 @@ class TextAugmentation(Component):
 
     @property
     def sentinel_count(self) -> int:
-        """Number of sentinel tokens without configured ids, which must be assigned unused ids."""
+        """Number of sentinel tokens that need ids from `with_sentinels`, as the configuration does not set them."""
         return 0
 
     def with_sentinels(self, first: int) -> Self:
@@ -76,7 +76,7 @@ class Augmenter:
     def make(
         cls, chosen: Sequence[TextAugmentation], vocabulary: Vocabulary, seed: int, *, packing: bool, chats: bool
     ) -> "Augmenter":
-        """Return the augmenter of a run; sentinel tokens without configured ids get the ids after the tokenizer's.
+        """Create the augmenter of a run; sentinel tokens without configured ids get ids that follow the tokenizer's.
 
         Args:
           chosen: the configured augmentations, in their order.

@@ -1,4 +1,4 @@
-"""Random crops and flips of images, for image batches that a function of the step returns.
+"""Random crops and flips of images in batches, for data that is a function from the step to its batch.
 
 Dimensions: H height, W width, C channels.
 """
@@ -60,7 +60,7 @@ def augment_images(
     seed: int = 0,
     name: str = "image",
 ) -> Callable[[int], HostBatch]:
-    """Wrap a function that returns the batch of a step, so that the images in its batches are randomly augmented.
+    """Wrap a function from the step to its batch, so that the images in each batch are randomly augmented.
 
     The changes depend on (seed, step, row) alone, so that a resumed run sees the same images.
 

@@ -15,7 +15,7 @@ Document = tuple[np.ndarray, np.ndarray]
 
 
 def split_row(row: Row, document_start: int) -> list[Document]:
-    """Split a training row into its documents, in order; padding comes as documents without labels."""
+    """Split a training row into its documents, in order; padding is returned as documents without labels."""
     tokens, labels = row["tokens"], row["labels"]
     if "segment_ids" in row:
         begins = np.flatnonzero(np.diff(row["segment_ids"])) + 1
@@ -25,7 +25,7 @@ def split_row(row: Row, document_start: int) -> list[Document]:
 
 
 def join_documents(documents: Sequence[Document], like: Row, document_start: int) -> Row:
-    """Concatenate documents into a training row with the length and the arrays of `like`, cut or padded to fit."""
+    """Concatenate documents into a training row, cut or padded to the length of the row `like`, with the same keys."""
     length = len(like["tokens"])
     room = length - sum(len(tokens) for tokens, _ in documents)
     if room > 0:
