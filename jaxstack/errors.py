@@ -18,7 +18,7 @@ class ConfigError(JaxstackError):
 
 
 def cannot_write(place: object, error: OSError) -> JaxstackError:
-    """Return the error for a failure to write a file: exit code 1 for a full disk, else 2."""
+    """Make the error to raise if a file cannot be written: exit code 1 if the disk is full, else 2."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     limit = "; raise the limit on file sizes (ulimit -f)" if error.errno == errno.EFBIG else ""
     return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}{limit}")

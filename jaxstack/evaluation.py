@@ -30,7 +30,7 @@ class HeldOutData(Protocol):
     def held_out_batches(
         self, *, batch_size: int, rows: Sequence[int] | np.ndarray, max_tokens: int | None
     ) -> Iterator[HostBatch]:
-        """Yield these rows of each held-out batch; `max_tokens` limits the tokens of all batches together."""
+        """Yield the given rows of each held-out batch; `max_tokens` limits the predicted tokens of all batches."""
         ...
 
 

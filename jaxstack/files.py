@@ -66,7 +66,7 @@ def sync_directory(folder: Path) -> None:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Create `folder`, and turn each OSError of the block (such as a full disk) into an error with one message.
+    """Create `folder`, and turn an OSError inside the `with` block (such as a full disk) into a JaxstackError.
 
     Raises:
       JaxstackError: the folder or a file in it could not be written.

@@ -20,16 +20,16 @@ from jaxstack.trainer import Trainer
 
 
 class FolderSteps(StepFunctions):
-    """Train and eval steps of one island, whose train state also holds what it exchanges with other islands."""
+    """Train and eval steps of one island (a run with its own model copy); the train state includes exchange state."""
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one optimizer step, leaving the exchange state unchanged; see `StepFunctions.train_step`."""
+        """Take one optimizer step, without changing the state of the exchange; see `StepFunctions.train_step`."""
         new, metrics = super().train_step(state, batch)
         return new._replace(outer=state.outer), metrics
 
 
 class FolderTrainer(Trainer):
-    """A `Trainer` of one island, which exchanges parameter changes with other runs through a shared folder.
+    """A `Trainer` of one island: a run that exchanges parameter changes with other runs through a shared folder.
 
     Args:
       islands: folder and outer optimizer.
@@ -58,7 +58,7 @@ class FolderTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> FolderExchange:
-        """The exchange of parameter changes with the other islands."""
+        """Object that exchanges parameter changes with the other islands."""
         return self._method.build(self._method.count, {})
 
     def _run_state(self, state: TrainState) -> TrainState:
@@ -76,7 +76,7 @@ class FolderTrainer(Trainer):
 
     @property
     def state(self) -> TrainState:
-        """The train state; `outer.shared` has the parameters and outer momentum of the last exchange."""
+        """The train state; `outer.shared` holds the parameters and outer momentum as of the last exchange."""
         return super().state
 
     @state.setter
@@ -85,7 +85,7 @@ class FolderTrainer(Trainer):
 
     @property
     def stored_state(self) -> TrainState:
-        """The train state in the form that checkpoints have, which is here the state itself."""
+        """The train state as checkpoints store it, which here is the train state itself."""
         return self.state
 
     @stored_state.setter
@@ -110,7 +110,7 @@ class FolderTrainer(Trainer):
         return self.placement.local_rows(size) + self._method.island * size
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
-        """Take one step, and exchange parameters with the other islands if that is due after it."""
+        """Take one training step, then exchange parameters with the other islands if an exchange is due."""
         taken = int(jax.device_get(self.state.step)) if self._taken is None else self._taken
         metrics = super().train_step(batch)
         self._taken = taken + 1

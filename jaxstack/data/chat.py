@@ -1,4 +1,4 @@
-"""Tokenizes chats, and prompts with completions, with a mask of the answers, which alone are trained on.
+"""Tokenizes chats and prompt-completion pairs, and marks the tokens of answers, the only ones to be trained on.
 
 Each is tokenized once, as one text, and cached: its ids, and for each id whether it is part of an answer.
 """
@@ -33,7 +33,7 @@ _ARRAYS = ("ids", "answers", "ends")
 
 @dataclass(frozen=True)
 class Examples:
-    """Tokenized chats of one source and split, concatenated into arrays, with a mask of the answers.
+    """Tokenized chats of one source and split, concatenated into arrays, with a mask of the answer tokens.
 
     Dimensions: E examples, N tokens.
     """
@@ -49,7 +49,7 @@ class Examples:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all examples, N."""
+        """Total number of tokens in all examples, N."""
         return self.ids.size
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Chats:
-    """Settings for encoding chats: tokenizer, template (None: plain prompts with completions) and configuration."""
+    """Settings for encoding chats: tokenizer, chat template (None: prompt-completion pairs) and configuration."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -66,14 +66,14 @@ class Chats:
 
     @property
     def format(self) -> ChatFormat | None:
-        """Chat template and special tokens, which are saved in the run's directory with the tokenizer."""
+        """Chat template and special tokens, to be saved with the tokenizer in the run's directory."""
         if self.template is None:
             return self.tokenizer.chat
         return ChatFormat(self.template.source, self.template.tokens)
 
     @property
     def warning(self) -> str | None:
-        """A warning if the template writes tokens that this tokenizer does not know as special; else None."""
+        """Warning that the template writes texts that are not special tokens of this tokenizer, or None."""
         written = [] if self.template is None else self.template.written_tokens
         lacking = [text for text in written if text not in self.tokenizer.special_tokens]
         if not lacking:
@@ -86,7 +86,7 @@ class Chats:
 
     @property
     def identity(self) -> str:
-        """String of everything that determines the token ids of a chat, for the key of the cache."""
+        """All settings that determine the token ids of chats, as a string for the cache key."""
         template = self.template and [self.template.source, self.template.tokens]
         return json.dumps([_VERSION, self.tokenizer.hash, template, self.config.answers, self.config.date])
 

@@ -1,4 +1,4 @@
-"""The chat format in a tokenizer's directory: the chat template, and the special tokens that it writes."""
+"""Reads the chat template of a tokenizer's directory, and the special tokens that the template uses."""
 
 import json
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Turns chats into text by Jinja templates, as they are published with models, rendered in Jinja's sandbox.
+"""Turns chats into text with Jinja chat templates, like those published with models, rendered in Jinja's sandbox.
 
 A template sees the messages and the same names as in `transformers`. It has no access to files, modules or the clock,
 so that a chat gives the same text on every day.
@@ -56,7 +56,7 @@ def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 class ChatTemplate:
-    """A chat template in Jinja, compiled, which turns a list of messages into text.
+    """A compiled Jinja chat template, which turns a list of messages into text.
 
     Args:
       source: the text of the template.
@@ -94,7 +94,7 @@ class ChatTemplate:
         return sorted(set(re.findall(r"<\|?\w+\|?>", text)))
 
     def render(self, messages: Messages, tools: Tools = None, *, prompt: bool = False) -> str:
-        """Return the text of a chat; with `prompt`, up to where the model's next answer begins.
+        """Return the text of a chat; with `prompt`, it ends where the model's next answer should begin.
 
         Raises:
           ChatError: the template refuses the chat, or fails.
@@ -164,7 +164,7 @@ def template_names() -> list[str]:
 
 
 def choose_template(wanted: str, own: ChatFormat | None, date: datetime.date) -> ChatTemplate:
-    """Return the chat template that a setting names: auto (the tokenizer's own), a built-in one, or a file.
+    """Return the chat template named by a setting: `auto` (the tokenizer's own), a built-in name, or a file.
 
     Raises:
       ConfigError: it does not exist.

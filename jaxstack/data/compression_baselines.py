@@ -1,11 +1,11 @@
-"""Bits per byte that general-purpose compressors reach on a text: the baseline for those of a language model."""
+"""Bits per byte that general-purpose compressors reach on a text, as a baseline for those of a language model."""
 
 import gzip
 import lzma
 
 
 def compression_baselines(raw: bytes) -> dict[str, float]:
-    """Return the bits per byte of `gzip -9` and `xz -9` on `raw` as one stream.
+    """Return the bits per byte that `gzip -9` and `xz -9` need for `raw`, compressed as one stream.
 
     A model compresses the text better if its negative log-likelihood in bits, summed over the same bytes and divided
     by their number, is lower.

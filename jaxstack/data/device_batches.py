@@ -28,7 +28,7 @@ class BatchPlacement:
         self.rules = rules
 
     def local_rows(self, rows: int) -> np.ndarray:
-        """Return which rows of a global batch of `rows` rows the devices of this process hold, sorted."""
+        """Return the sorted indices of the rows that this process's devices hold of a global batch of `rows` rows."""
         return local_rows(self.rules.sharding(self.rules.batch_spec((rows,))), (rows,))
 
     def stream(
@@ -51,7 +51,7 @@ class BatchPlacement:
 
 
 class BatchShardings(dict[str, NamedSharding]):
-    """Dict from the name of a batch's array to its sharding, filled on demand, for batches of `rows` rows."""
+    """Shardings of a batch's arrays by name (such as `tokens`), made on access, for batches of `rows` rows."""
 
     def __init__(self, rules: AxisRules, rows: int):
         super().__init__()
@@ -114,7 +114,7 @@ def check_rows(rows: int, rules: AxisRules, what: str) -> None:
 
 
 def local_rows(sharding: Sharding, global_shape: Sequence[int]) -> np.ndarray:
-    """Return the rows (dim 0) of an array of `global_shape` that the devices of this process hold, sorted."""
+    """Return the sorted indices of the rows (dim 0) that this process's devices hold of an array of `global_shape`."""
     global_shape = tuple(global_shape)
     size = global_shape[0]
     rows = np.zeros(size, bool)

@@ -38,7 +38,7 @@ class Piece:
 
 @dataclass
 class Document:
-    """The text of a document, or of a part of a long one; `opens` is True for the first part."""
+    """Text of a document, or of one part of a long document; `opens` is True for the first part."""
 
     text: str
     opens: bool = True
@@ -51,7 +51,7 @@ class Document:
 
 
 def read_documents(piece: Piece) -> Iterator[Document]:
-    """Yield the documents of a piece of a source in order; those without text too, so that they can be counted.
+    """Yield the documents of a piece of a source in order, including those without text, so that they can be counted.
 
     Raises:
       ConfigError: a jsonl line or a parquet file without `text_key`, or a value there that is not a string.

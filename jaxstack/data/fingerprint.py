@@ -15,7 +15,7 @@ _FOLLOWS_SHARDS = (*_SHARDS, "order")
 
 
 def list_sources(sources: Sequence[tuple[str, Sequence[SourceFile]]]) -> list[dict[str, Any]]:
-    """List the files of each data source as plain JSON, for messages about changed data; not in the fingerprint.
+    """List the files of each data source as plain JSON, for messages that name the files changed since a checkpoint.
 
     Args:
       sources: path of each source as configured, with its files.
@@ -89,7 +89,7 @@ def _file_differences(path: str, before: Mapping[str, Any], now: Mapping[str, An
 
 
 def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    """Return a line on the first difference of two data fingerprints (`seed was 0, is 1`), or None."""
+    """Return a line that describes the first difference of two data fingerprints (`seed was 0, is 1`), or None."""
     lines = list(_differences(saved, found, ""))
     if not lines:
         return None

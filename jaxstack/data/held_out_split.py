@@ -15,7 +15,7 @@ def split_score(content: bytes) -> float:
 
 
 def documents_needed(fraction: float) -> int:
-    """Return how many documents make it almost certain that a random share `fraction` of them is not empty.
+    """Return how many documents a source needs so that holding out a random `fraction` almost certainly selects some.
 
     With an expectation of 8 held-out documents there are none with probability e^-8, about 3 in 10,000.
     """

@@ -1,4 +1,4 @@
-"""Reads tokenizers from directories that `Tokenizer.save` wrote, and from tokenizer.json files of others."""
+"""Reads tokenizers from directories that `Tokenizer.save` wrote, or from any tokenizer.json file."""
 
 import json
 import os

@@ -124,7 +124,7 @@ class Data:
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size that batches need: the tokenizer's ids, and sentinel tokens of augmentations."""
+        """Vocabulary size that the batches need: the tokenizer's ids plus the sentinel tokens of augmentations."""
         return self._augment.vocab_size
 
     @property
@@ -139,7 +139,7 @@ class Data:
 
     @property
     def fingerprint(self) -> dict:
-        """Describe the data as plain JSON that is equal if and only if the batches are; compare it when resuming."""
+        """Description of the data as plain JSON, equal if and only if the batches are; compared when resuming."""
         # Causes before effects: other tokens give other shards, and only the first difference is shown in full.
         chats = any(isinstance(rows, ExampleRows) for rows in (*self._rows, *self._held_out_rows))
         return {
@@ -158,11 +158,11 @@ class Data:
 
     @property
     def source_listing(self) -> list[dict[str, Any]]:
-        """The files of each source, as plain JSON for messages; see `list_sources`."""
+        """The files of each source as plain JSON, for messages about changed data; see `list_sources`."""
         return self._source_listing
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
-        """Yield the given rows of the global training batches from number `start` on, without end.
+        """Yield the given rows of the global training batches, endlessly, beginning with batch number `start`.
 
         Grain's workers read ahead; they stop when the iterator is closed.
 
@@ -212,7 +212,7 @@ class Data:
         return read_batches(HeldOutBatches(places, wanted, batch_size), self._workers)
 
     def held_out_bytes(self, max_tokens: int | None = None) -> bytes:
-        """Return the text, as bytes, that `held_out_batches` has as labels, in order, to compute bits per byte.
+        """Return the text of all labels of `held_out_batches`, in order, as bytes; used to compute bits per byte.
 
         The sum of the losses in bits over these batches, divided by this number of bytes, is the bits per byte.
         Document-start labels are predicted too but are no bytes, so that a model pays for predicting where texts end.

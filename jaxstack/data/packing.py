@@ -31,7 +31,7 @@ def row_count(tokens: int, sequence_length: int) -> int:
 
 
 def read_row(stream: Stream, row: int, sequence_length: int, limit: int) -> np.ndarray:
-    """Read the T+1 token ids of a row (inputs and labels), int32; -1 after position `limit` or the stream's end."""
+    """Read the T+1 token ids of a row (inputs and labels), int32; -1 from stream position `limit` or the end on."""
     start = row * sequence_length
     ids = stream.read(start, min(sequence_length + 1, max(limit - start, 0)))
     if ids.size == sequence_length + 1:

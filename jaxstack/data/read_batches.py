@@ -42,7 +42,7 @@ class IndexedBatches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatches:
-    """Training batches by number, as Grain reads them: this process's rows of each global batch, without end.
+    """Endless training batches for Grain to read by number: this process's rows of each global batch.
 
     Attributes:
       order: global sample -> (source, row).
@@ -77,7 +77,7 @@ class TrainingBatches:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutBatches:
-    """Held-out batches by number, as Grain reads them: this process's rows of each global batch.
+    """Held-out batches for Grain to read by number: this process's rows of each global batch.
 
     Attributes:
       places: (rows, number of the row, limit of their labels) of each sample.
@@ -134,7 +134,7 @@ def read_batches(batches: IndexedBatches, workers: WorkerOptions) -> Iterator[Ba
 
 
 class ParallelBatches:
-    """Batches for `Trainer` from a user's function of the step, called in parallel threads many steps ahead.
+    """Batches for `Trainer` from a user's function step -> batch, called in parallel threads many steps ahead.
 
     Example: `Trainer(module, loss, ParallelBatches(read_batch, threads=32))`.
 
@@ -149,7 +149,7 @@ class ParallelBatches:
         self._function, self._workers = function, WorkerOptions(threads, 0, ahead)
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
-        """Yield the given rows of the function's batches from number `start` on, without end."""
+        """Yield the given rows of the function's batches, endlessly, beginning with batch number `start`."""
         return read_batches(_FunctionBatches(self._function, rows, global_batch_size, start), self._workers)
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:

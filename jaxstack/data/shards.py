@@ -255,7 +255,7 @@ _RECORDS = {
 
 
 def describe_altered_inputs(index: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each kind of input that was changed or left out when the shards were made."""
+    """Return a sentence for each kind of input (such as invalid UTF-8) that was changed or left out of the shards."""
     empty = "without text (null or empty)"
     rows = (
         ("replaced_characters", "invalid UTF-8 sequence", "invalid UTF-8 sequences", "became U+FFFD"),

@@ -19,7 +19,7 @@ COMPRESSED = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a data source, with its size and version, by which changes of its content are detected."""
+    """A file of a data source, with its size and version (such as modification time) to detect changed content."""
 
     path: str
     """An absolute local path, or a URL."""
@@ -33,7 +33,7 @@ class SourceFile:
 
     @property
     def suffix(self) -> str:
-        """File name extension, ignoring that of a compression: `.jsonl` for `a.jsonl.gz`."""
+        """File name extension without a compression suffix: `.jsonl` for `a.jsonl.gz`."""
         base = self.name.lower()
         for c in COMPRESSED:
             base = base.removesuffix(c)
@@ -48,7 +48,7 @@ class SourceFile:
 
 
 def find_files(path: str) -> list[SourceFile]:
-    """Find the files that `path` names: a file, all files in a directory, a glob, or a URL of these.
+    """Find the files that `path` names: a file, all files in a directory, or a glob; a local path or a URL.
 
     Returns:
       The files, sorted by relative path.
@@ -75,7 +75,7 @@ def find_files(path: str) -> list[SourceFile]:
 
 
 def walk(root: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield all files below `root`, except hidden ones, caches, and those in directories named in `skipped`."""
+    """Yield all files below `root`, except hidden ones and those in `__pycache__` or directories named in `skipped`."""
     for folder, folders, names in os.walk(root):
         folders[:] = [d for d in folders if not d.startswith(".") and d != "__pycache__" and d not in skipped]
         yield from (os.path.join(folder, n) for n in names if not n.startswith("."))

@@ -189,7 +189,7 @@ class _Opener:
         return LocalFolder(ensure_tokens(plan, self.tokenizer, self.folder, self.options))
 
     def files(self, source: SourceConfig, whole: bool) -> Sequence[SourceFile]:
-        """Return the files of a source, for messages; for token shards, with their hashes as versions."""
+        """Return a source's files, for messages about changed data; token shards have their hashes as versions."""
         if source.path == "synthetic":
             return ()
         if is_chat(source):

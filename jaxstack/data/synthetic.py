@@ -1,4 +1,4 @@
-"""Random ids from a seed, for benchmarks: uniform over the vocabulary except the document-start id."""
+"""Random token ids from a seed, for benchmarks: uniform over the vocabulary except the document-start id."""
 
 import numpy as np
 

@@ -43,15 +43,15 @@ class Rows(Protocol):
     """Number of ids that are predicted, in all rows together."""
 
     def read(self, row: int, limit: int | None = None) -> Row:
-        """Return a row as int32 arrays [T], in which only the first `limit` labels of all rows are to be predicted."""
+        """Return a row as int32 arrays [T]; labels after the first `limit`, counted over all rows, become -100."""
         ...
 
     def count_for(self, limit: int) -> int:
-        """Return the number of rows that contain the first `limit` labels."""
+        """Return the number of rows that contain the first `limit` labels, counted over all rows in order."""
         ...
 
     def label_ids(self, limit: int) -> np.ndarray:
-        """Return the token ids of the first `limit` labels of all rows."""
+        """Return the token ids of the first `limit` labels, counted over all rows in order."""
         ...
 
 

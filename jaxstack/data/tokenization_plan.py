@@ -32,7 +32,7 @@ STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """A unit of tokenization work: pieces of files that are read together, and how documents are held out."""
+    """A unit of tokenization work: pieces of files to read together, and the rule by which documents are held out."""
 
     pieces: tuple[Piece, ...]
     fraction: float
@@ -98,7 +98,7 @@ def source_is_stdlib(sources: Sequence[SourceConfig]) -> bool:
 
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
-    """Return the files of a source of raw text by relative path; Python's standard library ends with help topics."""
+    """Return a text source's files, sorted by relative path; for Python's standard library, help topics come last."""
     if source.path == "synthetic":
         raise ConfigError("the source 'synthetic' has no text: it needs no preparation, train on it as it is")
     if source.path != "stdlib":

@@ -49,7 +49,7 @@ class UnitResult:
 
 
 def read_split_documents(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[Split, str, bool, float]]:
-    """Read and split a work unit's documents; yield (split, text, opens a document, score), and count them."""
+    """Yield (split, text, whether it opens a document, split score) of a work unit's documents; update `counts`."""
     for piece in unit.pieces:
         for document in read_documents(piece):
             counts.replaced += document.replaced
@@ -82,7 +82,7 @@ class _TokenFile:
 
 
 def tokenize_unit(unit: WorkUnit, tokenizer: Tokenizer, key: str, base: Path) -> UnitResult:
-    """Tokenize a work unit into `base`.train.bin and `base`.held_out.bin; `base`.json, written last, marks the end."""
+    """Tokenize a work unit into `base`.train.bin and `base`.held_out.bin; `base`.json, written last, marks success."""
     result = UnitResult(key)
     counts = {"train": result.train, "held_out": result.held_out}
     files = {split: _TokenFile(token_file(base, split), tokenizer.dtype) for split in counts}
@@ -147,7 +147,7 @@ _worker_tokenizer: Tokenizer | None = None
 
 
 def initialize_worker(tokenizer_folder: str) -> None:
-    """Prepare a tokenizing process: one thread for the tokenizer, and an exit as soon as the parent is gone."""
+    """Prepare a tokenizing worker process: use one tokenizer thread, and exit as soon as the parent process dies."""
     global _worker_tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent stops a run
@@ -170,7 +170,7 @@ def tokenize_in_worker(unit: WorkUnit, key: str, base: str) -> UnitResult:
 
 
 def sample_texts(units: tuple[WorkUnit, ...], budget: int) -> Iterator[str]:
-    """Yield training texts of about `budget` characters in all, equally from work units spread over the sources."""
+    """Yield training texts of about `budget` characters in total, equally from work units spread over the sources."""
     quota = max(budget // max(len(units), 1), 2**16)
     step = max(1, len(units) * quota // budget)
     counts = UnitResult("")

@@ -1,4 +1,4 @@
-"""Generation of answers to questions, which are formatted by the tokenizer's chat template."""
+"""Generation of answers to questions, each formatted as a chat by the tokenizer's chat template."""
 
 from collections.abc import Iterator, Sequence
 

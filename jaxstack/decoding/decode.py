@@ -1,4 +1,4 @@
-"""Autoregressive decoding with a KV cache: one prefill over a batch of prompts, then one token of each per step."""
+"""Autoregressive decoding with a KV cache: one prefill of a batch of prompts, then one token per sequence and step."""
 
 import itertools
 import math
@@ -79,7 +79,7 @@ class ModelOnMesh:
         return self.config.max_position_embeddings
 
     def padded_length(self, longest: int) -> int:
-        """Return the length to which a batch is padded so that few shapes are compiled, given its longest row."""
+        """Return the length to pad a batch to, given its longest row; few lengths occur, to limit compilations."""
         length = _BLOCK
         while length < longest:
             length *= 2

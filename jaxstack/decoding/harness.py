@@ -78,7 +78,7 @@ class HarnessModel(TemplateLM):
         return self.generator.tokenizer.hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Return the token ids of a text, without those that begin a document."""
+        """Return the token ids of a text, without adding a document-start id."""
         return list(map(int, self.generator.tokenizer.encode(string)))
 
     def _loglikelihood_tokens(

@@ -33,16 +33,16 @@ class StoredWeights(Protocol):
     """Interface of model weights on disk, such as `jaxstack.models.huggingface.partial_load.ModelParts`."""
 
     def read(self, path: str, dtypes: PyTree) -> PyTree:
-        """Read the parameters at or below a path, in the dtypes that the tree `dtypes` has."""
+        """Read the parameters at or below a path in the parameter tree, in the dtypes given by the tree `dtypes`."""
         ...
 
     def rows(self, path: str, numbers: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N D"]:
-        """Read single rows of a table, such as the embeddings of some tokens."""
+        """Read the given rows of a weight matrix, such as the embeddings of some tokens."""
         ...
 
 
 class WeightWindow:
-    """Reads a model's layers ahead of their use, again and again, and keeps only a few of them in device memory.
+    """Loads a model's layers in an endless cycle, ahead of their use, keeping only a few of them in device memory.
 
     Args:
       count: number of parts; after the last comes the first again.
@@ -144,7 +144,7 @@ class WindowDecoder(Decoder):
         self._leave = jax.jit(self._leave_step)
 
     def load(self, params: Params, non_params: Params) -> None:
-        """Set the shapes and dtypes of the parameters, which stay on disk, and the values of other variables."""
+        """Set the parameters' shapes and dtypes (their values stay on disk) and the values of the other variables."""
         self.params = jax.eval_shape(lambda params: cast_matrices(self.module, params, self.rules), params)
         self.non_params = non_params
 

@@ -28,7 +28,7 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """Computes the log-probabilities of given continuations under a model, in batches of few shapes.
+    """Computes the log-probabilities of given continuations under a model, in batches padded to few shapes.
 
     Args:
       model: the model on its mesh.
@@ -43,7 +43,7 @@ class Scorer:
     def score(
         self, rows: Sequence[tuple[Sequence[int], int]], report: Callable[[int], object] = lambda done: None
     ) -> list[Score]:
-        """Score the continuation ids[first:] of ids[:first] for each row, which is a pair (ids, first).
+        """Score each row (ids, first): how likely the model finds ids[first:] as the continuation of ids[:first].
 
         Args:
           rows: ids of a row, and the index of its first scored token, at least 1.

@@ -26,7 +26,7 @@ class _TokenText(Protocol):
         ...
 
     def flush(self) -> str:
-        """Return the text at the end that is still incomplete."""
+        """End the decoding, and return the text that was held back because it was incomplete."""
         ...
 
 
@@ -106,7 +106,7 @@ class TextStream:
         return self._release(self._text.push(token)) if token < self._vocab_size else ""
 
     def finish(self, reason: FinishReason = "length") -> str:
-        """End the text, and return the rest of it that was withheld until now."""
+        """End the text, and return the part of it that was withheld until now."""
         piece = self._release(self._text.flush())
         if self.finish_reason is None:
             self.finish_reason, piece = reason, piece + self._withheld
@@ -130,7 +130,7 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A piece of a text that is being generated.
+    """A newly generated piece of one of several texts.
 
     Attributes:
       row: index of the text among those of the call.
@@ -160,7 +160,7 @@ class TextGenerator:
         self.opening, self.stop_tokens = tuple(opening), frozenset(stop_tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, after those with which every prompt begins."""
+        """Return a prompt's token ids, beginning with the ids that open every text, such as the document-start id."""
         return [*self.opening, *map(int, self.tokenizer.encode(text))]
 
     def stream(

@@ -111,7 +111,7 @@ def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
 
 
 def slurm_coordinator(environ: Mapping[str, str]) -> str:
-    """Return an address for the coordinator: the first host of a Slurm step, with a port from the job's id.
+    """Return an address for the coordinator: the first host of a Slurm step, with a port derived from the job's id.
 
     Raises:
       ConfigError: the list of nodes cannot be read.
@@ -150,7 +150,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_tls_files(coordinator: str, environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """Return the certificate, key and CA files of mutual TLS between the processes, or None if it is not used.
+    """Return the certificate, key and CA files of mutual TLS between the processes, or None if TLS is not used.
 
     Args:
       coordinator: HOST:PORT of the coordinator.
@@ -195,7 +195,7 @@ def tls_variables(args: argparse.Namespace) -> dict[str, str]:
 
 
 def split_devices(devices: int, parts: int, part: int) -> tuple[int, ...]:
-    """Return the indices of the GPUs that process `part` uses, if `parts` processes share those of a host evenly.
+    """Return the indices of a host's GPUs that process `part` uses, if `parts` processes share them evenly.
 
     Raises:
       ConfigError: the devices cannot be split evenly.

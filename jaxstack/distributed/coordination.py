@@ -249,7 +249,7 @@ _LOST_PEER = re.compile(r"gloo|nccl|unavailable|coordination|connection|deadline
 
 
 def as_lost_peer(error: Exception) -> JaxstackError | None:
-    """Convert a collective's error to a JaxstackError if it means that another process died; otherwise None."""
+    """Return a JaxstackError if `error`, raised by JAX, means that another process of the run died; otherwise None."""
     first = str(error).splitlines()[0] if str(error) else ""
     if (
         coordination_state().client is None
@@ -261,7 +261,7 @@ def as_lost_peer(error: Exception) -> JaxstackError | None:
 
 
 def exit_at_once_on_failure(code: int) -> int:
-    """Return exit code `code`; but if it is an error in one of several processes, exit without cleanup.
+    """Return the exit code `code`; if it is an error and the run has other processes, exit at once without cleanup.
 
     At a normal exit jax waits for the other processes, which may be waiting for this one in a collective.
     """

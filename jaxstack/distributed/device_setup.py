@@ -56,7 +56,7 @@ HOST_MEMORY = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def use_whole_memory() -> None:
-    """Let XLA use nearly all memory of the GPUs and all of the host's, unless the user has set its limits.
+    """Let XLA use nearly all GPU memory and all host memory, unless the user has set these limits.
 
     Their defaults are three quarters of a GPU's memory and 64 GiB of the host's. `model.remat: offload` at a million
     tokens needs more of the host's for each device.

@@ -100,7 +100,7 @@ def step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[s
 
 
 def low_precision_cpu_options() -> dict[str, OptionValue]:
-    """Return the XLA options for a CPU step in less than 32 bits that the installed jaxlib supports."""
+    """Return the supported XLA options for CPU training steps that compute in fewer than 32 bits."""
     return {option.name: option.value for option in NARROW_ON_CPU if is_supported(option.name, option.value)}
 
 

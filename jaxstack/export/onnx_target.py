@@ -1,4 +1,4 @@
-"""Export of a model to ONNX, as one graph for prompts and for decoding that takes past keys and values as inputs.
+"""Export of a model to ONNX: one graph for both prefill and decoding, which takes past keys and values as inputs.
 
 Inputs and outputs have the names that Hugging Face's Optimum gives them, which other programs expect.
 """
@@ -19,7 +19,7 @@ def missing() -> str | None:
 
 
 def problem(source: Source) -> str | None:
-    """Return which feature of the model ONNX export does not support; None if it supports all."""
+    """Return the first feature of the model that ONNX export does not support, as text; None if none."""
     return dense_softmax_problem(source.model)
 
 

@@ -1,4 +1,4 @@
-"""Describes tokenizers for the web page: bytes, byte-level BPE (GPT-2, Llama 3, Qwen), SentencePiece BPE (Gemma)."""
+"""Tokenizers as JSON for the web page: bytes, byte-level BPE (GPT-2, Llama 3, Qwen), SentencePiece BPE (Gemma)."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ _MARK = "\u2581"
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
-    """Describe a tokenizer as plain JSON, from which the web page's JavaScript encodes and decodes text.
+    """Describe a tokenizer as plain JSON, with which the exported web page's JavaScript encodes and decodes text.
 
     Returns:
       `kind` byte or bpe. With bpe: `tokens`, the bytes of each id in hexadecimal; `merges` [left, right, merged] in

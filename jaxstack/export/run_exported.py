@@ -1,4 +1,4 @@
-"""Generates text with a model that jaxstack has exported to StableHLO or ONNX; part of each export.
+"""Generates text with a model exported to StableHLO or ONNX by jaxstack, which copies this script into the export.
 
 This file is copied beside the model and needs nothing of jaxstack: jax (or for ONNX onnxruntime), numpy, and for text
 of a subword tokenizer the package tokenizers.
@@ -31,7 +31,7 @@ class StableHLOModel:
         self._parameters = {name: jax.device_put(array) for name, array in read_safetensors(folder / PARAMETERS)}
 
     def start(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Run the model on prompts; return the logits after each prompt, float32 [rows, V]."""
+        """Run the model on prompts; return each prompt's next-token logits, float32 [rows, V]."""
         self._lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = np.zeros((len(prompts), self._lengths.max()), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -40,7 +40,7 @@ class StableHLOModel:
         return np.asarray(logits)
 
     def advance(self, token: np.ndarray) -> np.ndarray:
-        """Run the model on one more token of each sequence; return the logits after it, float32 [rows, V]."""
+        """Run the model on one more token of each sequence; return the next-token logits, float32 [rows, V]."""
         logits, self._cache = self._decode(self._parameters, token.astype(np.int32), self._lengths, self._cache)
         self._lengths = self._lengths + 1
         return np.asarray(logits)
@@ -57,7 +57,7 @@ class OnnxModel:
         self._past = {i.name: (i.shape[1], i.shape[3]) for i in past}
 
     def start(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Run the model on prompts; return the logits after each prompt, float32 [rows, V]."""
+        """Run the model on prompts; return each prompt's next-token logits, float32 [rows, V]."""
         rows, longest = len(prompts), max(map(len, prompts))
         tokens, self._mask = np.zeros((2, rows, longest), np.int64)
         for row, mask, prompt in zip(tokens, self._mask, prompts, strict=True):
@@ -67,7 +67,7 @@ class OnnxModel:
         return self._run(tokens)
 
     def advance(self, token: np.ndarray) -> np.ndarray:
-        """Run the model on one more token of each sequence; return the logits after it, float32 [rows, V]."""
+        """Run the model on one more token of each sequence; return the next-token logits, float32 [rows, V]."""
         self._mask = np.concatenate([self._mask, np.ones((len(token), 1), np.int64)], axis=1)
         return self._run(token.astype(np.int64)[:, None])
 

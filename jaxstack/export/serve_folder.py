@@ -1,4 +1,4 @@
-"""A local web server of one folder, with which an exported web page is opened."""
+"""Local web server of one folder, for opening an exported web page in a browser."""
 
 import functools
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer

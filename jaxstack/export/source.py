@@ -110,7 +110,7 @@ def write_parameters(source: Source, folder: Path) -> None:
 
 
 def dense_softmax_problem(model: ModelConfig) -> str | None:
-    """Return which feature of a model the ONNX and web exports do not support (such as MoE); None if none."""
+    """Return the first feature of a model that the ONNX and web exports do not support (such as MoE), or None."""
     if model.attention.name != "softmax":
         return f"attention.name: {model.attention.name} (only softmax)"
     if model.moe is not None:

@@ -39,7 +39,7 @@ class Programs(NamedTuple):
 
 
 def problem(source: Source) -> str | None:
-    """Return which feature of the model StableHLO export does not support; None if it supports all."""
+    """Return the first feature of the model that StableHLO export does not support, as text; None if none."""
     if source.model.moe is not None:
         return "moe, a mixture of experts, whose kernels need a fixed number of rows"
     if source.model.attention.name not in _KINDS:

@@ -1,4 +1,4 @@
-"""Export to a folder with a web page that runs the model in the browser, with kernels that the page makes itself."""
+"""Export of a model to a folder with a web page that runs it in the browser, in WebAssembly that the page generates."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ _MOST_BYTES = 3_500_000_000
 
 
 def problem(source: Source) -> str | None:
-    """Return which feature of the model or tokenizer the web page does not support; None if it supports all."""
+    """Return the first feature of the model or tokenizer that the web page does not support, as text; None if none."""
     if found := dense_softmax_problem(source.model):
         return found
     size = sum(array.nbytes for array in source.parameters.values())
