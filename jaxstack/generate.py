@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def make_parser() -> CommandParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser of `python -m jaxstack.generate`."""
     parser = CommandParser(
         prog="jaxstack generate",
         description="Sample text from a trained run or a Hugging Face checkpoint. A single text is streamed.",
@@ -71,7 +71,7 @@ def make_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Sample text for the given command-line arguments, and return the exit code."""
     parser = make_parser()
     hint = " (the text to continue is --prompt)"
     args = fill_option_from_overrides(parser, parser.parse_intermixed_args(argv), "run", os.path.isdir, hint)

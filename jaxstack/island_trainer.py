@@ -1,4 +1,4 @@
-"""Trains on islands: groups of devices joined by slow links, each of which trains its own copy of the model.
+"""Trains on islands, groups of devices joined by slow links: each island trains its own copy of the model.
 
 The train state has a leading dim [islands], split over the mesh axis of that name. A step runs in a `shard_map` that
 is manual over this axis alone, so that no collective of it connects two islands. The exchanges between islands are
@@ -40,7 +40,7 @@ _SPECS = TrainState(_WHOLE, _OWN, _OWN, _OWN, _WHOLE, _OWN, _OWN, OuterState(_WH
 
 
 class IslandSteps(StepFunctions):
-    """Train and eval steps of all islands at once, each on its own part of the batch with its own model copy."""
+    """Train and eval steps on all islands (device groups that each train a model copy on their part of the batch)."""
 
     metrics_spec = _OWN
     _beside: tuple[OverlappedExchange, int] | None = None
@@ -57,7 +57,7 @@ class IslandSteps(StepFunctions):
         return _map_own(one, state)
 
     def beside(self, exchange: OverlappedExchange, phase: int) -> "IslandSteps":
-        """Return a copy whose train step runs communication between islands while it computes gradients."""
+        """Return a copy whose train step runs a phase of `exchange` between islands while it computes gradients."""
         other = copy.copy(self)
         other._beside = exchange, phase
         return other
@@ -99,7 +99,7 @@ class IslandSteps(StepFunctions):
         return new._replace(params=params, outer=outer), metrics
 
     def exchange(self, communicate: Communicate, state: TrainState) -> TrainState:
-        """Apply the communication of an exchange to each island's parameters; return the new train state."""
+        """Exchange parameters between islands by the function `communicate`; return the new train state."""
 
         def own(state: TrainState) -> TrainState:
             state = _map_own(lambda x: x[0], state)
@@ -168,7 +168,7 @@ class IslandTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """The communication between islands of the configured method, built for this number of islands.
+        """The configured method's parameter exchange between islands, built for this number of islands.
 
         Raises:
           ConfigError: the method does not suit the number of islands.
@@ -276,7 +276,7 @@ class IslandTrainer(Trainer):
         return lowered.compile(compiler_options=self.compiler_options)
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
-        """Take one step on each island, and exchange parameters between islands if that is due after it."""
+        """Take one step on each island, with the parameter exchange between islands if one is due at this step."""
         if self.program.compiled is None:
             self.compile({k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()})
         taken = int(jax.device_get(self.state.step)) if self._taken is None else self._taken

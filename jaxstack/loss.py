@@ -134,7 +134,7 @@ class Loss:
 
 
 def as_loss(function: "LossFunction | Loss") -> Loss:
-    """Wrap a user's loss function as a `Loss`, unless it is one.
+    """Wrap a user's loss function as a `Loss`, unless it already is one.
 
     Raises:
       TypeError: as `Loss`.

@@ -1,1 +1,1 @@
-"""Flax modules, NNX or Linen, as pure functions of nested dicts of arrays, and where these arrays are stored."""
+"""Flax modules (NNX or Linen) as pure functions of nested dicts of arrays, and how these arrays are sharded."""

@@ -63,11 +63,11 @@ class CompressedModule(FunctionalModule):
         return self.params_from_plain(params), non_params
 
     def params_from_plain(self, params: Dict) -> Dict:
-        """Convert plain parameters to the form that the train state stores, at the start of a run. Traceable."""
+        """Convert uncompressed parameters to what the train state stores (weights, or their factors). Traceable."""
         return self._mapped(lambda rule, weight, w: rule.store(w, weight.layout), params)
 
     def merge(self, params: Dict, non_params: Dict) -> Any:
-        """Build the module with its weights compressed, as they are evaluated and exported."""
+        """Build the module with compressed weights from stored parameters, for evaluation and export."""
         return self._used.merge(self.export(params), non_params)
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
@@ -106,7 +106,7 @@ class CompressedModule(FunctionalModule):
         return self._mapped(lambda rule, weight, stored: rule.keep(self._get(old, weight.path), stored), new)
 
     def kept(self, params: Dict) -> dict[str, jax.Array]:
-        """Count the values that an export must store of each compressed weight, keyed by path. Traceable."""
+        """Count the values that an export stores for each compressed weight: {path: count}. Traceable."""
         return {path: rule.kept(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()}
 
     def pack(self, params: Dict) -> dict[str, PackedWeight | jax.Array]:
@@ -122,7 +122,7 @@ class CompressedModule(FunctionalModule):
         return packed
 
     def kept_of(self, params: Dict, path: str) -> jax.Array:
-        """Count the values that an export would store of the weight at `path`, given uncompressed parameters."""
+        """Count the values that an export would store for the weight at `path`, given uncompressed parameters."""
         rule, weight = self.chosen[path]
         return rule.kept(rule.store(self._get(params, path), weight.layout), weight.layout)
 

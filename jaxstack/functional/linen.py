@@ -1,4 +1,4 @@
-"""Wrapper with which the trainer can use Flax Linen modules as NNX modules."""
+"""Wraps Flax Linen modules as NNX modules, so that the trainer can use them."""
 
 from typing import Any, cast
 
@@ -9,5 +9,5 @@ from jaxstack.functional.module import NNXFactory
 
 
 def from_linen(module: nn.Module, *inputs: Any) -> NNXFactory:
-    """Wrap a Linen module as a function `rngs -> NNX module`; `inputs` are examples, from which it learns shapes."""
+    """Wrap a Linen module as a function `rngs -> NNX module`; `inputs` are example inputs, for shape inference."""
     return lambda rngs: cast(nnx.Module, nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), *inputs))

@@ -67,7 +67,7 @@ class FunctionalModule:
 
     @property
     def plain(self) -> "FunctionalModule":
-        """The same module with layers in the model's order, as in checkpoints; differs only in a pipeline."""
+        """This module with layers in the order of the model and its checkpoints; `self`, except in a pipeline."""
         return self
 
     @property
@@ -76,7 +76,7 @@ class FunctionalModule:
         return True
 
     def params_from_plain(self, params: Dict) -> Dict:
-        """Convert parameters from the form that checkpoints have to the one that this module trains. Traceable."""
+        """Convert uncompressed parameters in the model's layer order to the form that this module trains. Traceable."""
         return params
 
     @property
@@ -157,7 +157,7 @@ class FunctionalModule:
         return nest(flat.items()), nest(frozen.items())
 
     def join(self, *parts: Dict) -> Dict:
-        """Merge the parts of a tree split by `split_frozen`, `split_adapters` or `split_scaling` into one again."""
+        """Merge the parts that `split_frozen`, `split_adapters` or `split_scaling` returned into one tree."""
         return nest(item for part in parts for item in flatten(part).items())
 
     def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:
@@ -220,7 +220,7 @@ class FunctionalModule:
 
 
 def make_functional(module: object) -> FunctionalModule:
-    """Convert an NNX module (with its values as initial ones), or a function of `nnx.Rngs`, to a FunctionalModule.
+    """Convert an NNX module (its values become the initial ones) or a function of `nnx.Rngs` to a FunctionalModule.
 
     A FunctionalModule is returned as it is.
 

@@ -1,4 +1,4 @@
-"""Description of how parameters and train state are sharded over the mesh, which needs no device."""
+"""Describes how parameters and train state are sharded over the mesh, without needing any device."""
 
 import math
 import re

@@ -56,7 +56,7 @@ class Gradients(Protocol):
 
 
 class Microbatches:
-    """Runs a module and its loss on one microbatch of a batch after another, summing gradients in float32.
+    """Runs a module and its loss on the microbatches of a batch in turn, summing gradients in float32.
 
     Args:
       module: the module.

@@ -22,7 +22,7 @@ from jaxstack.tree_rules import map_by_path
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Group:
-    """Mesh axes that split and sum a microbatch's gradient; parameters with equal ones are estimated together.
+    """Mesh axes over which a parameter's gradient is sharded and summed; parameters with equal axes form a group.
 
     Attributes:
       split: manual axes that split the gradient of a microbatch.
@@ -77,9 +77,10 @@ def estimate_noise(
     large_count: Float[Array, ""],
     axes: tuple[str, ...] = (),
 ) -> dict[str, Float[Array, ""]]:
-    """Estimate |G|² and S, unbiased, from one step; return them as metrics `gradient_signal` and `gradient_noise`.
+    """Estimate the true gradient's |G|² and its noise S in one step: metrics `gradient_signal` and `gradient_noise`.
 
-    Their means over many steps give the noise scale S / |G|², in items. Either may be negative in a single step.
+    Both are unbiased: their means over many steps give the noise scale S / |G|², in items. Either may be negative in a
+    single step.
 
     Args:
       small: sums of squares of the gradient sums of this device's microbatches, each [M].

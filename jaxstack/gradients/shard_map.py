@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class ParameterLayout:
-    """Sharding of a parameter during and between steps, and whether the module sums its gradient itself."""
+    """Sharding of a parameter during and between steps, and whether the module sums its gradient over devices."""
 
     spec: PartitionSpec
     """Its layout during a step: `AxisRules.parameter_spec`."""

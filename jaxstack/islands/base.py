@@ -18,7 +18,7 @@ Dict = dict[str, Any]
 
 
 class OuterState(NamedTuple):
-    """State of an island method besides the parameters, in arrays that islands share and arrays of each island."""
+    """State of a method that synchronises islands, such as momentum: arrays common to all islands, and each one's."""
 
     shared: Dict
     """Arrays that are equal on all islands."""
@@ -27,7 +27,7 @@ class OuterState(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Interface of the exchange of parameters between islands: after which steps it is due, and what it computes.
+    """Interface of a parameter exchange between islands (device groups that train separately): when and how it runs.
 
     A method may have several kinds of exchange, called phases, such as one for each part of the model. Each phase is
     compiled to a program of its own.
@@ -37,11 +37,11 @@ class Exchange(Protocol):
     """Number of phases, which are counted from 0."""
 
     def init(self, params: Dict) -> OuterState:
-        """Return the state of the method at the start of training, when all islands have these parameters."""
+        """Return the method's initial state, given the parameters with which all islands start."""
         ...
 
     def due(self, step: int) -> int | None:
-        """Return the phase of the exchange to run after train step `step` (counted from 1); None if there is none."""
+        """Return which exchange (its phase) to run after train step `step`, counted from 1; None if there is none."""
         ...
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
@@ -61,7 +61,7 @@ class OverlappedExchange(Exchange, Protocol):
     """Steps from `send` to `merge`, at least 1; with 1, `merge` follows the step that `send` overlaps with."""
 
     def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Communicate the parameters from before a step while that step computes; return the new state."""
+        """Send the parameters from before a step to other islands while the step computes; return the new state."""
         ...
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
@@ -85,7 +85,7 @@ class IslandMethod(Component):
 
     @abstractmethod
     def build(self, islands: int, stacked: Mapping[str, Any]) -> Exchange:
-        """Return the `Exchange` between this number of islands by which the method synchronises them.
+        """Return this method's parameter exchange for a number of islands.
 
         Args:
           islands: number of islands.

@@ -59,13 +59,13 @@ class DiLoCoExchange:
         self._settings, self._reduction = settings, reduction
 
     def init(self, params: Dict) -> OuterState:
-        """Return the initial state: the parameters as anchor, zero velocity, and the state of the averaging."""
+        """Return the initial state: the parameters as anchor, zero velocity, and the averaging method's own state."""
         kept = self._reduction.init(params)
         velocity = jax.tree.map(jnp.zeros_like, params)
         return OuterState({"anchor": params, "velocity": velocity, **kept.shared}, kept.own)
 
     def due(self, step: int) -> int | None:
-        """Return 0, the only phase, if an exchange follows this train step, otherwise None."""
+        """Return 0, the exchange's only phase, if it runs after this train step, otherwise None."""
         return None if step % self._settings.every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:

@@ -129,7 +129,7 @@ class FolderMean:
         return self.read(tree, state)
 
     def read(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Read the mean of a completed exchange from its files; return it sharded as `tree`, and the new state.
+        """Average the islands' files of a completed exchange; return the mean, sharded as `tree`, and the new state.
 
         Raises:
           JaxstackError: its files are deleted or damaged.
@@ -147,7 +147,7 @@ class FolderMean:
         return with_local_arrays(tree, mean), after
 
     def is_closed(self, number: int) -> bool:
-        """Return True if it is decided which islands' changes count in the exchange of this number."""
+        """Return True if it is settled which islands take part in exchange `number`, so that its mean can be read."""
         return (self._folder(number) / "members.json").exists()
 
     def _lost(self, number: int, reason: object) -> JaxstackError:
@@ -235,7 +235,7 @@ def read_arrays(path: Path) -> Arrays:
 
 
 def local_arrays(tree: Dict) -> Arrays:
-    """Return the shards of a tree's arrays that this process holds, without copies of the same shard."""
+    """Return the shards of a tree's arrays that this process holds, each once even if several devices have it."""
     return [
         np.asarray(shard.data)
         for leaf in jax.tree.leaves(tree)
@@ -244,7 +244,7 @@ def local_arrays(tree: Dict) -> Arrays:
 
 
 def with_local_arrays(tree: Dict, arrays: Arrays) -> Dict:
-    """Return a tree with the layout of `tree`, built from this process's shards as `local_arrays` returns them."""
+    """Build a tree with the shapes and shardings of `tree` from this process's shards, in `local_arrays` order."""
     rest = iter(arrays)
 
     def rebuild(leaf: jax.Array) -> jax.Array:
@@ -261,7 +261,7 @@ def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
 
 
 def write_once(path: Path, text: str, writer: str) -> None:
-    """Write a file atomically unless it exists already; of several processes at once, exactly one succeeds.
+    """Write a file atomically unless it exists already; if several processes try at once, exactly one succeeds.
 
     Args:
       path: the file.

@@ -50,7 +50,7 @@ def mixing_matrix(weights: Weights, islands: int) -> np.ndarray:
 
 
 class GossipExchange:
-    """The exchange of gossip averaging: one collective permute of the parameters for each neighbour.
+    """Gossip averaging between islands: one collective permute of the parameters for each neighbour.
 
     Args:
       every: steps between two exchanges.
@@ -67,7 +67,7 @@ class GossipExchange:
         return OuterState({}, {})
 
     def due(self, step: int) -> int | None:
-        """Return the index of the averaging weights for an exchange after this step; None if none is due."""
+        """Return which phase of the graph (set of neighbours) to average over after this step; None if none is due."""
         return None if step % self._every else (step // self._every - 1) % self.phases
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:

@@ -11,7 +11,7 @@ _LARGEST = 127
 
 
 class Int8Mean:
-    """Averages arrays over islands, sending each value twice as one byte, however many islands there are.
+    """Averages arrays over islands, sending each value only twice, in int8, for any number of islands.
 
     An array is cut along its longest dim, except for the last one, that the number of islands divides; each island
     averages one piece of it. A row (along the last dim) has one float32 scale, so that a value is rounded by at most
@@ -44,14 +44,14 @@ class Int8Mean:
         return jnp.concatenate(list(gathered), axis=dim)
 
     def cut(self, shape: tuple[int, ...]) -> int | None:
-        """Choose the dim along which an array is split over the islands; None if none fits: it is not quantized."""
+        """Choose the dim along which to split an array over islands; None if none fits (it is averaged unquantized)."""
         # The last dim is that of the scales; the pieces' rows stay whole.
         dims = [d for d in range(len(shape) - 1) if shape[d] % self._islands == 0 and shape[d]]
         return max(dims, key=lambda d: shape[d], default=None)
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantize x to int8; return the values and a float32 scale for each row (the last dim has size 1)."""
+    """Quantize x to int8 with a float32 scale for each row (last dim); return the values, and the scales [..., 1]."""
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / _LARGEST
     values = jnp.round(x / jnp.where(scale > 0, scale, 1.0))
     return jnp.clip(values, -_LARGEST, _LARGEST).astype(jnp.int8), scale

@@ -19,7 +19,7 @@ class LocalSGD(IslandMethod):
 
 
 class MeanExchange:
-    """The exchange of local SGD: one all-reduce, which averages the parameters over islands.
+    """Local SGD's parameter exchange: one all-reduce, which averages the parameters over islands.
 
     Args:
       every: steps between two exchanges.
@@ -35,7 +35,7 @@ class MeanExchange:
         return OuterState({}, {})
 
     def due(self, step: int) -> int | None:
-        """Return 0, the only phase, if an exchange follows this train step, otherwise None."""
+        """Return 0, the exchange's only phase, if it runs after this train step, otherwise None."""
         return None if step % self._every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:

@@ -48,7 +48,7 @@ class PowerSGD:
         self._rank = rank
 
     def init(self, tree: Dict) -> OuterState:
-        """Return the initial state for each compressed parameter: a random factor, equal on all islands; no error."""
+        """Return the initial state: per compressed parameter a random Q, equal on all islands, and a zero error."""
         factors, errors = {}, {}
         for path, x in flatten(tree).items():
             shape = self.matrix_shape("/".join(path), x)

@@ -11,10 +11,10 @@ from jaxstack.parallel.config import ISLANDS
 
 
 class Reduction(Protocol):
-    """Interface of an averaging of arrays over islands, exact or compressed, with state such as error feedback."""
+    """Interface of methods that average arrays over islands, exact or compressed; their state is passed in and out."""
 
     def init(self, tree: Dict) -> OuterState:
-        """Return the initial state for averaging trees of arrays with these shapes."""
+        """Return the initial state for averaging trees of arrays with the shapes of `tree`."""
         ...
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
@@ -35,7 +35,7 @@ class ExactMean:
 
 
 def make_reduction(compression: str, rank: int, islands: int) -> Reduction:
-    """Return the averaging over islands of this name: none (exact), int8 or powersgd (of this rank)."""
+    """Return the method that averages over islands: "none" (exact), "int8", or "powersgd" (low-rank, of this rank)."""
     if compression == "powersgd":
         return PowerSGD(rank)
     return Int8Mean(islands) if compression == "int8" else ExactMean()

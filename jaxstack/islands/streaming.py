@@ -68,7 +68,7 @@ class StreamingExchange:
         return OuterState({"anchor": params, "velocity": jax.tree.map(jnp.zeros_like, params)}, {})
 
     def due(self, step: int) -> int | None:
-        """Return the fragment to communicate during the train step after this one; None if there is none."""
+        """Return the fragment (part of the model) to communicate during the next train step; None if there is none."""
         every, count = self._settings.every, self.phases
         starts = {fragment * every // count: fragment for fragment in range(count)}
         return starts.get(step % every)

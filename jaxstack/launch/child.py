@@ -75,7 +75,7 @@ class Child:
         return any(line.startswith("State:") and line.split()[1] in ("T", "t") for line in status.splitlines())
 
     def stacks(self, seconds: float = 5.0) -> str:
-        """Return the Python stacks of the process's threads: from py-spy if installed, else on SIGUSR1.
+        """Return the Python stacks of the process's threads: from py-spy, or else written by the process on SIGUSR1.
 
         Needs no GIL. Resumes a suspended process.
         """

@@ -19,7 +19,7 @@ _ROUNDS, _ROUND_SECONDS = 50, 0.1
 
 
 class CleanupProcess:
-    """Helper process that kills what is left of a run's processes, once the launcher is gone or has closed it.
+    """Helper process that kills a run's remaining processes when the launcher dies or calls `close`.
 
     The processes of the run are those with `folder` in their environment.
 
@@ -37,7 +37,7 @@ class CleanupProcess:
         self._first.wait()
 
     def close(self) -> None:
-        """End the helper process, as the run has ended; it kills any process of the run that is left."""
+        """Tell the helper process that the run has ended: it kills any process of the run that is left, and exits."""
         if self._first.stdin is not None:
             self._first.stdin.close()
 

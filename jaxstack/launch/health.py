@@ -1,4 +1,4 @@
-"""Finds stuck and slow processes of a run from the progress records that they write. Plain functions of records."""
+"""Finds stuck and slow processes of a run from the progress records that they write."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def find_stuck(
     since: float = -math.inf,
     suspended: Mapping[int, Callable[[], bool]] = MappingProxyType({}),
 ) -> int | None:
-    """Return the rank of the stuck process, the one longest without progress beyond its timeout; None if none.
+    """Return the rank that has been stuck longest, without progress for more than its timeout; None if none is.
 
     In a collective the other ranks wait for it, and fall silent after it.
 

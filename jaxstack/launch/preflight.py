@@ -21,7 +21,7 @@ _SECONDS = 120
 
 
 def check() -> None:
-    """Check that all processes match, and time an all-reduce over all devices; the first process prints the results.
+    """Check that versions, commit and devices match on all processes, and time an all-reduce; process 0 prints results.
 
     Raises:
       JaxstackError: the processes differ, or one of them does not answer in two minutes.

@@ -50,7 +50,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of starting the processes once: exit code (0: done), reason in words, and the newest checkpoint."""
+    """Result of running the processes once, until they end: exit code (0: done), reason, and newest checkpoint."""
 
     code: int
     reason: str

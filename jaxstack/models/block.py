@@ -77,7 +77,7 @@ class Block(nnx.Module):
             return self.attention(normalize(self.attention_norm, x)[0], context, cache)
 
     def finish(self, x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Complete the layer after `attend`: add its output to the residual stream, then apply the feed-forward one."""
+        """Complete the layer after `attend`: add its output to the residual stream; run the feed-forward sublayer."""
         with jax.named_scope("mlp"):
             x = self._add(x, update, self.attention_post_norm, None)
             update, x, _ = self._feed_forward(x, decoding=True)

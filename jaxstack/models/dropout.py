@@ -24,7 +24,7 @@ def token_keys(key: Key[Array, ""], rows: int, tokens: Int[Array, " T"]) -> Key[
 
 
 def fold_key(key: Key[Array, "..."] | None, index: int | jax.Array) -> Key[Array, "..."] | None:
-    """Derive the dropout key (or keys per token) of one part of the model, by its index; None stays None."""
+    """Derive the dropout key (or keys per token) of one part of the model from the part's index; None stays None."""
     return None if key is None else _map_keys(lambda k: jax.random.fold_in(k, index), key)
 
 

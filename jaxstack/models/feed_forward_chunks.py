@@ -35,7 +35,7 @@ Function = Callable[[Arrays, Arrays, jax.Array], jax.Array]
 
 
 def count_chunks(modules: PyTree, x: Float[Array, "B T D"], width: int, max_bytes: int | None = None) -> int:
-    """Choose into how many chunks of the sequence x is cut, so that activations fit in `max_bytes` each.
+    """Choose the number of chunks to cut the sequence x into, so that each one's activations fit in `max_bytes`.
 
     It is one for modules with states other than parameters and FP8 scaling, such as random states, which chunks would
     share.

@@ -57,7 +57,7 @@ class ScoreOptions:
 
 
 class PageGroup(NamedTuple):
-    """Sequences with equal numbers of new tokens in one decoding call, and their pages of the KV cache."""
+    """Group of sequences with the same number of new tokens in a decoding call, and their pages in the KV cache."""
 
     table: Int[Array, "R pages"]
     """Pages of each sequence, in order; entries after its last page are any valid ones."""
@@ -68,7 +68,7 @@ class PageGroup(NamedTuple):
 
 
 class PageSlots(NamedTuple):
-    """Places in the paged KV cache where one decoding call stores and finds its tokens, for all layers."""
+    """Places in the paged KV cache that one decoding call writes and reads; the same for all layers."""
 
     write: Int[Array, " T"]
     """Number of each token's slot, page * page size + offset; a number past the last slot is not written."""
@@ -77,7 +77,7 @@ class PageSlots(NamedTuple):
 
 
 class CacheSlots(NamedTuple):
-    """Positions of one decoding call's tokens, and how many each row has cached; shared by all layers."""
+    """Positions of one decoding call's new tokens, and how many tokens each row has cached; the same for all layers."""
 
     queries: Int[Array, "B T"]
     """Position of each of this call's tokens, -1 for padding."""
@@ -95,7 +95,7 @@ class CacheSlots(NamedTuple):
 
 
 def context_method() -> str | None:
-    """Return the method of context parallelism that is configured; None if it is to be chosen by shape."""
+    """Return the configured method of context parallelism; None to choose it by the shapes of the inputs."""
     context = current_context()
     return context.layout.context_method if context else None
 
@@ -129,7 +129,7 @@ class AttentionKind(Component):
         segment_ids: SegmentIds,
         heads: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
-        """Compute attention in a `shard_map` whose devices hold parts of the sequence along a mesh axis.
+        """Compute attention inside a `shard_map` over a mesh axis whose devices each hold a part of the sequence.
 
         The default gives each device whole sequences of a part of its heads, by an all-to-all.
 
@@ -168,7 +168,7 @@ class AttentionKind(Component):
         return None
 
     def with_weight(self, *weight: jax.Array) -> "AttentionKind":
-        """Return a copy of this kind that uses the given array as its additional parameter, if it has one."""
+        """Return a copy of this kind that uses the given array as its additional parameter; `self` if it has none."""
         return self
 
     def count_weight(self) -> int:
@@ -213,7 +213,7 @@ class AttentionKind(Component):
         slots: CacheSlots,
         heads: AttentionSpec,
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
-        """Add T tokens to the cache, and compute their attention to all tokens so far; return both."""
+        """Add T tokens to the cache; return their attention to all tokens so far, and the cache."""
 
     @abstractmethod
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:

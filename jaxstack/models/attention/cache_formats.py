@@ -1,4 +1,4 @@
-"""Low-bit formats of the cache of keys and values: the values of `precision.kv_cache`.
+"""Low-bit formats of the KV cache: the choices of `precision.kv_cache`.
 
 Every query sees the stored keys and values, its own included, in evaluations without a cache too: their loss is that of
 decoding with it.
@@ -77,7 +77,7 @@ def as_stored(
     format: CacheFormat | None,
     order: Int[Array, "K H"] | None,
 ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """Encode and decode keys and values in a cache format, to apply its rounding errors without a cache.
+    """Round keys and values as storing them in a cache format would, by encoding and decoding them.
 
     Args:
       order: order of the channels in which keys are stored, see `magnitude_order`.

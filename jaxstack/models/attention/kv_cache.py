@@ -1,4 +1,4 @@
-"""The KV cache for decoding, whole or as a ring buffer. The slot of a token depends only on its position.
+"""KV cache for decoding: one slot per token, or a ring buffer for a window; a token's position gives its slot.
 
 A layer that sees every key has one slot per token. A layer with a window has a ring buffer: a token overwrites the one
 that left the window, so memory is bounded by the window. In front of the ring the first `pinned` tokens may have slots
@@ -41,7 +41,7 @@ def empty_cache(heads: AttentionSpec, batch: int, slots: int, dtype: jax.typing.
 
 
 def slot_positions(seen: Int[Array, " B"], slots: int, pinned: int = 0) -> Int[Array, "B S"]:
-    """Return which position's token is in each slot once a row has `seen` tokens; -1 for an empty slot."""
+    """Return the position of the token in each slot, once a row has `seen` tokens; -1 for an empty slot."""
     pinned = _pinned(slots, pinned)
     newest, slot = seen[:, None] - 1, jnp.arange(slots, dtype=jnp.int32)[None]
     position = newest - jnp.mod(newest - slot, slots - pinned)

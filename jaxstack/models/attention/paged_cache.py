@@ -1,4 +1,4 @@
-"""Paged KV cache shared by many sequences, and attention of tokens packed in one row to it.
+"""Paged KV cache shared by many sequences, and attention to it of new tokens, which are packed in one row.
 
 The tokens of one step, of any number of sequences, are packed in one row [1, T] without padding between them (as in
 EnergonAI, Du et al. 2022, arXiv:2209.02341).
@@ -52,7 +52,7 @@ def attend_pages(
     slots: PageSlots,
     heads: AttentionSpec,
 ) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
-    """Write the keys and values of packed tokens to their pages, and compute the tokens' attention; return both."""
+    """Write packed tokens' keys and values to their pages; return the tokens' attention, and the updated cache."""
     cache = PagedKeys(_write(cache.key, k, slots.write), _write(cache.value, v, slots.write))
     outputs, start = [], 0
     for group in slots.groups:
@@ -120,7 +120,7 @@ def _attend_chunks(
 
 
 def copied_widths(pages: int, least: int) -> tuple[int, ...]:
-    """Return the array sizes, in pages, that sequences may be copied to: `pages` / 4^i, at least `least`."""
+    """Return the sizes, in pages, of arrays to copy a sequence's pages to: `pages` / 4^i, at least `least`."""
     widths = [pages]
     while widths[0] > least:
         widths.insert(0, max(least, -(-widths[0] // 4)))

@@ -32,7 +32,7 @@ class Recurrent(AttentionKind):
 
     @abstractmethod
     def feature_count(self, heads: AttentionSpec) -> int:
-        """Return the number of features to which the feature map turns a head's query or key."""
+        """Return the number of features that the feature map makes of a head's query or key."""
 
     @abstractmethod
     def operation(self, heads: AttentionSpec) -> LinearOperation:

@@ -56,7 +56,7 @@ def fixed(key: str, *allowed: Any) -> Row:
 
 
 def always(**fields: Any) -> Row:
-    """Create the conversion that sets `ModelConfig` fields which are constant in a family, not in its config.json."""
+    """Create the conversion that sets `ModelConfig` fields that are constant in a family and not in config.json."""
     return Row((), lambda config: fields, lambda model: {})
 
 
