@@ -29,7 +29,7 @@ def make_initializer(config: ModelConfig, *, residual: bool = False) -> Initiali
 
 
 def embedding_initializer(config: ModelConfig) -> Initializer:
-    """Create the initializer of embedding tables, with std `initializer_range`: tied heads start with small logits."""
+    """Create the initializer of embedding tables: std `initializer_range`, so that tied heads give small logits."""
 
     def initialize(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
         return jax.random.normal(key, shape, jnp.float32) * config.initializer_range

@@ -1,4 +1,4 @@
-"""Matching of path rules to dense layers by the layers' numbers in the model, even if stacked for a scan."""
+"""Matching of rules by weight path (such as FP8 rules) to dense layers, even if a scan stacks several in one array."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar, runtime_checkable
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 def weight_paths(model: _Model, path: Sequence[str | int]) -> list[str]:
-    """List the paths of a dense layer's weights by their layer in the model: several if layers are stacked.
+    """List the weight paths (`decoder/layers/3/.../kernel`) of a dense layer: one for each layer that it stacks.
 
     Args:
       path: path of the dense layer in the module, which may be part of a stack of layers.
@@ -34,7 +34,7 @@ def weight_paths(model: _Model, path: Sequence[str | int]) -> list[str]:
 
 
 def match_common_value(names: Sequence[str], rules: Rules[Value], section: str, what: str) -> Value:
-    """Return the value that path rules give to all weights of one stack of layers; raise if they differ.
+    """Return the value that path rules give to these weights, which one scan runs together; raise if the values differ.
 
     Args:
       section: key of the configuration, for the message.

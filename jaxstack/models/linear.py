@@ -166,7 +166,7 @@ def add(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "...
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fan_out(x: Float[Array, "..."], count: int) -> tuple[Float[Array, "..."], ...]:
-    """Return x `count` times, one for each matmul; XLA can then fuse the sum of gradients into backward matmuls.
+    """Return x `count` times, one per matmul, so that XLA can fuse the sum of its gradients into the backward matmuls.
 
     In the backward pass each matmul then adds to the running sum: the sum is the second operand of the addition (in
     JAX's own order it is the first), because XLA fuses only an addition whose first operand is the matmul.

@@ -61,7 +61,7 @@ class _Loop:
         Set when the forward pass is traced."""
 
     def forward(self, x: jax.Array, stacks: Arrays, shared: Arrays, *, save: bool) -> tuple[Any, Any]:
-        """Run the layers; return (x, summed losses), and with `save` what the backward pass needs."""
+        """Run the layers; return (x, summed losses), and the inputs of `backward`, complete only if `save` is true."""
         with self._in_context():
             apply = self._apply if save else lambda *arguments: (self._run(*arguments), [])
             weights = self._weights(stacks, 0)

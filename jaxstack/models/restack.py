@@ -1,4 +1,4 @@
-"""Conversion of parameters between layouts of layers: all stacked, unrolled, or stacked but for some at the ends."""
+"""Conversion of parameters between layouts: layers stacked, unrolled, or stacked except the first and last few."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -38,7 +38,7 @@ def unroll_layers(config: ModelConfig, params: Params) -> Params:
 
 
 def restack_shapes(abstract: Params, source: ModelConfig, target: ModelConfig) -> Params:
-    """Convert abstract parameters, with their shardings, as `restack` converts arrays."""
+    """Convert the shapes and shardings of parameters in the same way as `restack` converts the arrays."""
     return _restack(abstract, source, target, _take_shape, _stack_shapes)
 
 

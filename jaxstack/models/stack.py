@@ -93,7 +93,7 @@ class Stack(nnx.Module):
         self.remat = config.remat
 
     def layer_numbers(self, index: int) -> range:
-        """Return the numbers, in the model, of the layers that the entry `layers[index]` holds."""
+        """Return the position in the model, counted from 0, of each layer that the entry `layers[index]` holds."""
         if index in self.scanned:
             return range(index, self.start + self.period * self.repeats, self.period)
         number = index if index < self.start + self.period else index + self.period * (self.repeats - 1)
@@ -150,7 +150,7 @@ class Stack(nnx.Module):
         key: Key[Array, "..."] | None,
         step: int | jax.Array,
     ) -> tuple[Float[Array, "B T D"], tuple[list[LayerCache], list[RouterLoss]]]:
-        """Run one repetition of the layer pattern that the scan repeats.
+        """Run the layers of one repetition of the model's layer pattern, which is one iteration of the scan.
 
         Args:
           weights: gathered weights of the pattern's layers, from `gather_layers`.

@@ -1,4 +1,4 @@
-"""Parts of a Transformer for a pipeline: before the scanned layers, one repetition of them, and after them.
+"""Parts of a Transformer for pipeline parallelism: before the scanned layers, one iteration of the scan, after them.
 
 The first and last part run the user's own loss function on a model in which a stand-in replaces the layers. The
 stand-in stops with the residual stream that enters the scanned layers, or continues from one that left them.
@@ -90,7 +90,7 @@ class _ZeroEmbedding(nnx.Module):
 
 
 def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[Float[Array, "B T D"], RouterLoss]:
-    """Run the part before the scanned layers: return their input, and the router losses up to there."""
+    """Run the model up to the scanned layers; return their input, and the router losses of the layers before them."""
     reached = _run_to_layers(model, run, _StopBeforeScan(model.decoder))
     return reached.x, reached.loss
 

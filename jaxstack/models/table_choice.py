@@ -1,4 +1,4 @@
-"""A configuration field that accepts the names in a table, so that a new entry needs no second edit."""
+"""A type for configuration fields whose allowed values are the keys of a table, such as `NORMS`."""
 
 import dataclasses
 from collections.abc import Mapping

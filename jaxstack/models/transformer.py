@@ -82,7 +82,7 @@ class Transformer(nnx.Module):
 
     @property
     def drops_tokens(self) -> bool:
-        """True if the model uses dropout, so that a train step must pass it a key for every token."""
+        """True if the model uses dropout, so that a train step must pass it a random key for every token."""
         return self.config.dropout > 0 or any(layer.adapter.dropout for layer in adapted_layers(self).values())
 
     def __call__(
@@ -162,7 +162,7 @@ class Transformer(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], room: int
     ) -> tuple[Float[Array, "B V"], Cache]:
-        """Run the prompts; return the float32 logits after each prompt's last token, and the filled cache.
+        """Run the model on the prompts; return the float32 logits after each prompt's last token, and the filled cache.
 
         Args:
           tokens: int32 token ids, each row padded at its end.
@@ -178,7 +178,7 @@ class Transformer(nnx.Module):
     def decode(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: Cache
     ) -> tuple[Float[Array, "B T V"], Cache]:
-        """Run T further tokens of each row; return their float32 logits, and the cache with them added.
+        """Run the model on the next T tokens of each row; return their float32 logits and the updated cache.
 
         Args:
           tokens: int32 token ids.
@@ -223,7 +223,7 @@ class Transformer(nnx.Module):
         *,
         layers_together: int = 1,
     ) -> tuple[Float[Array, "T D"], list[LayerCache]]:
-        """Run further tokens of many sequences, packed in one row; return hidden states and the updated pages.
+        """Run the next tokens of many sequences, packed in one row; return hidden states and the updated cache pages.
 
         Args:
           tokens: int32 token ids.
@@ -270,7 +270,7 @@ class Transformer(nnx.Module):
         return gather_parameter(self.stored_output_weight(), self.dtype)
 
     def stored_output_weight(self) -> nnx.Variable:
-        """Return the output head's stored matrix [D, V], unpacked; if tied, the embedding's transpose."""
+        """Return the output head's stored matrix [D, V], dequantized if packed; if tied, the embedding's transpose."""
         stored = self.embedding.table if self.head is None else self.head
         if isinstance(packed := stored.get_raw_value(), PackedWeight):
             return stored.copy(packed.dense(self.dtype), logical_axes=HEAD_AXES, whole_shape=packed.shape)

@@ -130,7 +130,7 @@ def _is_asynchronous(execution: Execution) -> bool:
 
 
 def summarise(rows: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Summarise collectives as a table, grouped by kind, dtype, axes, loop and mode, most wire bytes first.
+    """Summarise collectives in a table, grouped by kind, dtype, mesh axes, loop and asynchrony; most wire bytes first.
 
     Each row has `kind, dtype, axes` ("data+fsdp", or "n devices" without a mesh), `in_loop, asynchronous,
     instructions, calls, payload_bytes, wire_bytes` (both over all calls of one run of the program, per device) and
@@ -154,7 +154,7 @@ def summarise(rows: Iterable[Collective]) -> list[dict[str, Any]]:
 
 
 def matmuls(text: str | Module) -> int:
-    """Return the number of matmuls that one run of a compiled module executes: dots and cuBLAS calls, times loops.
+    """Return the number of matmuls in one run of a compiled module: dots and cuBLAS calls, times loop iterations.
 
     Of the kernels only the FP8 one counts: the matmuls inside other kernels are not visible.
     """

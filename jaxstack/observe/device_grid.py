@@ -41,7 +41,7 @@ def _index(places: Sequence[tuple[int, int]]) -> int:
 
 
 def split_panels(row: Mapping[str, Any], mesh: Mesh) -> np.ndarray:
-    """Return the devices that hold each part of a sharded array as [panels, rows, columns] of a picture.
+    """Arrange the devices that hold each part of a sharded array as [panels, rows, columns] of a picture.
 
     `row` is one of those of `describe_shardings`.
 
@@ -77,7 +77,7 @@ def describe_dims(row: Mapping[str, Any]) -> str:
 
 
 def distinct_layouts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Return one array for each distinct sharding, the largest, with the number of others that are sharded alike."""
+    """Return the largest array of each distinct sharding, with the number of other arrays that are sharded alike."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(str([axes for axes in row["mesh_axes"] if axes]), []).append(row)

@@ -79,7 +79,7 @@ def _local_number(device: Any) -> int:
 
 
 def nvml_names(numbers: Sequence[int], visible: str | None = None) -> list[int | str]:
-    """Return NVML's names (indices or UUIDs) of the GPUs that this process numbers as `numbers`.
+    """Return NVML's names (indices or UUIDs) of this process's GPUs `numbers`, following CUDA_VISIBLE_DEVICES.
 
     Args:
       numbers: the process's own numbers, which count visible GPUs.
@@ -169,7 +169,7 @@ class EnergyMeter:
             self._thread.start()
 
     def sample(self) -> None:
-        """Measure up to now: read the counters, add up the sums of all processes, and write `energy.json`."""
+        """Take a measurement: read the counters, sum usage over all processes, and write `energy.json`."""
         with self._lock:
             now, joules = self._clock(), self._read_counters()
             seconds, self._last_time = self._gpus * max(0.0, now - self._last_time), now
@@ -265,7 +265,7 @@ class EnergyMeter:
 
 
 def read_usage(path: Path | None) -> Usage:
-    """Read the energy and GPU time of a run's earlier starts from `energy.json`; zero if it is missing or damaged."""
+    """Read the energy and GPU time that a run used before a restart from `energy.json`; zero if missing or damaged."""
     try:
         return Usage.from_plain(json.loads(path.read_text(encoding="utf-8"))) if path is not None else Usage()
     except (OSError, ValueError, RecursionError):

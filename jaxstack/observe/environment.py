@@ -80,7 +80,7 @@ def write_environment(run_dir: str | Path, **sections: Any) -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, jaxstack and those of `PACKAGES` that are installed, by name."""
+    """Return the versions, by name, of Python, jaxstack and the installed packages among `PACKAGES`."""
     versions = {"jaxstack": jaxstack.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

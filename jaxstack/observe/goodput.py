@@ -1,4 +1,4 @@
-"""Goodput: the fraction of a run's wall time, over all its starts, that was spent on training steps that count."""
+"""Goodput: the fraction of a run's wall time, restarts included, spent on training steps that were not lost later."""
 
 import json
 import time
@@ -12,7 +12,7 @@ FILE = "sessions.json"
 
 
 class Goodput:
-    """Measures a run's goodput: records its starts in `sessions.json`, and adds up the time of its steps.
+    """Measures a run's goodput: records each start and restart in `sessions.json`, and adds up the time of its steps.
 
     Wall time runs from the first start to now. It includes compiling, saving, evaluating, steps that were repeated
     after a crash, and the time between a crash or a stop and the next start, but not the time after a run had all its
@@ -45,7 +45,7 @@ class Goodput:
         return {"train_seconds": self._train_seconds, "goodput": min(1.0, self._train_seconds / max(wall, 1e-9))}
 
     def close(self, finished: bool) -> None:
-        """Record the end of this start of the run, and whether all steps of the run are done."""
+        """Record when this process stopped training the run, and whether all steps of the run are done."""
         self._sessions[-1] |= {"ended": self._clock(), "finished": finished}
         self._write()
 
@@ -62,7 +62,7 @@ def steady_clock() -> Callable[[], float]:
 
 
 def wall_seconds(sessions: list[dict[str, Any]], now: float) -> float:
-    """Return a run's wall time from its first start to `now`, except pauses after starts that finished it.
+    """Return a run's wall time from its first start to `now`, without pauses between finishing and being resumed.
 
     If the clock was set back between two starts, the time between them is unknown and counts as 0.
     """
@@ -74,7 +74,7 @@ def wall_seconds(sessions: list[dict[str, Any]], now: float) -> float:
 
 
 def read_sessions(path: Path | None) -> list[dict[str, Any]]:
-    """Read the records of a run's starts so far; none if the file is missing or damaged."""
+    """Read the records of a run's starts and restarts so far; none if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path is not None else []
         return [one for one in found if _is_session(one)]

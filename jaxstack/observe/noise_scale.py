@@ -11,7 +11,7 @@ _MEMORY = 100
 
 
 class NoiseScale:
-    """Gradient noise scale of a run, in items of a batch: the running mean of the noise S over that of the signal |G|².
+    """Gradient noise scale of a run, as a batch size: the running mean of the noise S over that of the signal |G|².
 
     A single step's estimates are too noisy for a ratio, so each is averaged first: over all steps while there are few,
     exponentially with a factor of 0.99 later.
@@ -28,7 +28,7 @@ class NoiseScale:
         self._steps = steps if known else 0
 
     def update(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Add a step's estimates to the running means; return its metrics with these means, and with `noise_scale`.
+        """Add a step's noise and signal estimates to running means; return its metrics with these and `noise_scale`.
 
         Args:
           values: metrics of the next step; those without estimates are returned as they are.
@@ -46,7 +46,7 @@ class NoiseScale:
 
 
 def noise_problem(microbatches: int, axes: Mapping[str, int]) -> str | None:
-    """Return why the gradient noise scale cannot be measured with this layout, and what to change; None if it can.
+    """Return why this mesh or microbatch count cannot measure the noise scale, and what to change; None if it can.
 
     Args:
       microbatches: number of microbatches of a step.

@@ -14,7 +14,7 @@ def short_number(value: float, digits: int = 3) -> str:
 
 
 def si_number(value: float, digits: int = 3) -> str:
-    """Format a number with an SI prefix, for a unit that follows at once: `11.3 m`, `2.5 `, `1.2 k`, `40 µ`."""
+    """Format a number with an SI prefix, ready for a unit to be appended: `11.3 m`, `2.5 `, `1.2 k`, `40 µ`."""
     if not math.isfinite(value) or value == 0 or abs(value) < 1e-9 or abs(value) >= 1e18:
         return f"{value:.{digits}g} "
     power = min(5, max(-3, math.floor(math.log10(abs(value)) / 3 + 1e-9)))

@@ -14,7 +14,7 @@ _SPELLINGS = re.compile(r"replica_groups=(mesh\[.*?\].*?\{.*?\}|\[.*?\]<=\[[\d,]
 
 
 def replica_groups(attributes: str, num_devices: int) -> Groups:
-    """Parse the groups of device ids that a collective connects from its attributes; one group of all if it names none.
+    """Parse a collective's attributes for the groups of device ids that it connects; all in one group if it names none.
 
     There are four spellings: `{{0,1},{2,3}}`, `[2,2]<=[4]T(1,0)` (an iota, reshaped and transposed), `mesh['a'=2,'b'=2]
     {'a'}` (mesh axes, or pieces of them as `'a':(offset)size`) and `{}`. For the `source_target_pairs` of a permute, a
@@ -34,7 +34,7 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
 
 
 def permute_pairs(attributes: str) -> list[tuple[int, int]]:
-    """Return the (source, target) device ids of a permute or send, without copies from a device to itself."""
+    """Return the (source, target) device ids of a collective-permute or send, without pairs of equal ids."""
     found = re.search(r'source_target_pairs="?\{(.*?)\}\}', attributes)
     pairs = re.findall(r"(\d+),(\d+)", found[1]) if found else []
     return [(int(a), int(b)) for a, b in pairs if a != b]

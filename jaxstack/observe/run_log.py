@@ -51,12 +51,12 @@ class RunLog:
             say(text)
 
     def show_progress(self, stack: contextlib.ExitStack, start: int) -> None:
-        """Open the progress display on screen, to be closed with `stack`, for a run of which `start` steps are done."""
+        """Open the progress display, which the exit stack `stack` closes, for a run that has done `start` steps."""
         enabled = self._config.progress and self.first
         self._progress = stack.enter_context(Progress(self._total_steps, start, enabled=enabled))
 
     def open_trackers(self, stack: contextlib.ExitStack, start: int, settings: Mapping[str, Any]) -> None:
-        """Open the metrics trackers that the configuration names, to be closed with `stack`.
+        """Open the metrics trackers that the configuration names, which the exit stack `stack` closes.
 
         Args:
           stack: closes them.
@@ -100,7 +100,7 @@ class RunLog:
     def log_step(
         self, step: int, values: Mapping[str, float], tokens: int, skipped_steps: int, steps_left: float | None = None
     ) -> None:
-        """Log a step's metrics with speed, memory and goodput, every `log_every` steps, the first and the last one.
+        """Log a step's metrics, speed, memory and goodput, at the first step, the last, and every `log_every` steps.
 
         Must be called for every step, in their order.
 

@@ -116,7 +116,7 @@ class Meter:
         self._excluded += seconds
 
     def read(self) -> dict[str, float | None]:
-        """Return throughput and the fraction of time spent waiting for data since the last read, and begin anew.
+        """Return throughput and the fraction of time spent waiting for data since the last read, and reset the meter.
 
         Empty if no step was added.
         """

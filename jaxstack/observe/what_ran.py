@@ -44,7 +44,7 @@ def describe_program(
 
 
 def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Return the compiler's bytes per device: arguments (state and batch), temporaries, their total; host memory."""
+    """Return the compiler's memory estimate in bytes per device: arguments (state, batch), temporaries, total, host."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}

@@ -73,7 +73,7 @@ class BlockOptimizer(MatrixOptimizer):
         return choose_blocks(shape, rule.inputs, rule.outputs, self.block_size)
 
     def zeros_by_block(self, params: PyTree, shape: Callable[[int, int], tuple[int, ...]]) -> PyTree:
-        """Return zeros for a state array per block: [*grid_shape, *shape(rows, columns)] for each parameter."""
+        """Create zero-initialized state of each parameter's blocks: an array [*grid_shape, *shape(rows, columns)]."""
 
         def zeros(path: str, parameter: jax.Array) -> jax.Array:
             blocks = self.blocks(path, parameter.shape)

@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team 2024) and the text models of Gemma 3 (2025): norms around each sublayer, windows in a pattern."""
+"""Gemma 2 (Gemma Team 2024) and 3 (2025, text only): norms before and after sublayers, windows in some layers."""
 
 from collections.abc import Sequence
 

@@ -40,7 +40,7 @@ class Leaf:
 
     @property
     def is_table(self) -> bool:
-        """True for the token embedding, whose packed weight is stored transposed."""
+        """True for the token embedding, whose packed (quantized) weight is stored transposed."""
         return self.path == "embedding/table"
 
     @property
@@ -50,7 +50,7 @@ class Leaf:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the parameter is exactly one [out, in] tensor, so that it may be stored as a packed weight."""
+        """True if one whole [out, in] tensor stores the parameter, so that it may be loaded as a packed weight."""
         order = [dim for dims in reversed(self.row.order) for dim in dims]
         whole = self.leading_dims == 0 and self.row.part == (0, 1) and len(self.row.order) == 2
         return whole and (self.is_table or order == sorted(order))

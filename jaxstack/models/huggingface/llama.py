@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al. 2023, Llama Team 2024), Mistral (Jiang et al. 2023), and tables other families use.
+"""Llama 2, 3 (Touvron et al. 2023, Llama Team 2024), Mistral (Jiang et al. 2023); tables that other families reuse.
 
 Queries and keys need no permutation: both sides pair the halves of a head for rotary positions.
 """
@@ -39,7 +39,7 @@ TENSORS = (*ENDS, *ATTENTION, *NORMS, *MLP)
 
 
 def max_positions(default: int) -> Row:
-    """Create the conversion of `max_position_embeddings`; `default` is written for a model without a bound."""
+    """Create the conversion of config.json's `max_position_embeddings`; writes `default` for models without a limit."""
     key = "max_position_embeddings"
     return same(key, key, default, lambda model: model.max_position_embeddings or default)
 
@@ -47,7 +47,7 @@ def max_positions(default: int) -> Row:
 def shape(
     kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False, norm_eps: float = 1e-6
 ) -> tuple[Row, ...]:
-    """Create the conversions that families like Llama share, such as sizes; arguments are defaults of missing keys."""
+    """Create conversions of config.json keys that families like Llama use; arguments are defaults of missing keys."""
     return (
         same("vocab_size", "vocab_size"),
         same("hidden_size", "hidden_size"),
@@ -64,7 +64,7 @@ def shape(
 
 
 def attention_bias(default: bool = False) -> Row:
-    """Create the conversion of `attention_bias`: whether attention's four projections have biases."""
+    """Create the conversion of config.json's `attention_bias`: whether attention's four projections have biases."""
     return Row(
         ("attention_bias",),
         lambda config: dict.fromkeys(("qkv_bias", "output_bias"), config.get("attention_bias", default)),

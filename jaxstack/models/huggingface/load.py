@@ -199,7 +199,7 @@ def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: A
 
 
 def read_chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:
-    """Yield a slice of a parameter, read from the files as float32; in chunks if it stacks layers or experts."""
+    """Read a slice of a parameter as float32; yield it whole, or in chunks if it stacks layers or experts."""
     shape = [cut.stop - cut.start for cut in index]
     row = 4 * math.prod(shape[1:])
     step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.leading_dims else shape[0]

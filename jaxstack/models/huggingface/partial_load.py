@@ -51,7 +51,7 @@ class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     def rows(self, path: str, numbers: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N D"]:
-        """Read some rows of a table such as `embedding/table`, as float32."""
+        """Read the rows `numbers` of a table such as `embedding/table`, as float32."""
         leaf = self._leaves[path]
         columns = slice(0, leaf.shape[1])
         found = [next(read_chunks(self._files, leaf, (slice(n, n + 1), columns))) for n in numbers.tolist()]

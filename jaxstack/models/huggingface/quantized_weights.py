@@ -95,7 +95,7 @@ class QuantizedTensor:
     def pack(
         self, inputs: tuple[int, ...], outputs: tuple[int, ...], sharding: jax.sharding.Sharding | None, table: bool
     ) -> PackedWeight | None:
-        """Return the weight still quantized, as a `PackedWeight`; None if no packed format stores the same.
+        """Return the weight, still quantized, as a `PackedWeight`; None if no packed format represents it exactly.
 
         Args:
           inputs, outputs: the dims that the matrix flattens.
@@ -201,7 +201,7 @@ class QuantizedTensor:
 
 
 def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, QuantizedTensor]:
-    """Let each quantized weight in the files appear as one tensor, `M.weight`; return these tensors by name.
+    """Replace the stored tensors of each quantized weight in `files` by one, `MODULE.weight`; return these by name.
 
     Raises:
       ConfigError: config.json has no scheme for a quantized weight, or its tensors do not fit.
@@ -223,7 +223,7 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
 def describe_quantization_differences(
     quantization: Quantization, found: dict[str, QuantizedTensor], dense: int
 ) -> list[str]:
-    """List how jaxstack computes differently from the program that a quantized checkpoint was made for.
+    """List how jaxstack's computation differs from that of the program that a quantized checkpoint was made for.
 
     Args:
       dense: number of the weights that are read as plain numbers.

@@ -1,4 +1,4 @@
-"""Qwen 2.5 (Qwen Team 2024): biases on queries, keys and values. Qwen 3 (2025): normalised heads instead."""
+"""Qwen 2.5 (Qwen Team 2024): biases on queries, keys and values. Qwen 3 (2025): normalized queries and keys instead."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -27,11 +27,11 @@ class Tensor(NamedTuple):
 
     @property
     def leading(self) -> int:
-        """1 if the checkpoint has a separate tensor for each expert, otherwise 0."""
+        """Number of leading dims of the piece: 1 if each expert has its own tensor in the checkpoint, else 0."""
         return int("{expert}" in self.name)
 
     def shape(self, piece: Sequence[int]) -> tuple[int, ...]:
-        """Return the checkpoint tensor's shape, given that of the parameter (of one layer and expert)."""
+        """Return the shape of the checkpoint's tensor, given the parameter's shape for one layer and expert."""
         dims = [math.prod(piece[d] for d in group) for group in self.order]
         return (*dims[:-1], dims[-1] * self.part[1])
 
@@ -71,5 +71,5 @@ def whole(shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def bounded(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices with an explicit start and stop in every dim."""
+    """Return `index` with an explicit start and stop in every dim, for an array of the given shape."""
     return tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))

@@ -45,7 +45,7 @@ def sort_by_group(groups: Int[Array, " N"], count: int) -> Order:
 
 
 def arrange(assigned: Int[Array, "t k"], count: int, alignment: int) -> tuple[Rows, Int[Array, " G"]]:
-    """Assign (token, expert) pairs to rows, sorted by group and with each group's start aligned.
+    """Assign (token, expert) pairs to rows of an array, sorted by group (expert), with each group's start aligned.
 
     Args:
       assigned: group of each assignment; `count` and above mean no group.

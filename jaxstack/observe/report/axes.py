@@ -71,7 +71,7 @@ def step_axis(low: float, high: float) -> Axis:
 
 
 def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
-    """Return about `count` round ticks between `low` and `high`, 1, 2, 2.5 or 5 times a power of ten apart."""
+    """Return about `count` round ticks between `low` and `high`, spaced by 1, 2, 2.5 or 5 times a power of ten."""
     raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)

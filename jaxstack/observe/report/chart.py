@@ -25,7 +25,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one or more curves with a title, over steps or another quantity that `over` names."""
+    """A titled chart of one or more curves over training steps, or over the quantity that the field `over` names."""
 
     title: str
     curves: Sequence[Curve]

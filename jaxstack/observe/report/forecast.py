@@ -1,4 +1,4 @@
-"""Shows the planner's forecast beside what a run measured, with a warning where they differ much."""
+"""Shows the predicted speed and memory of a run beside the measured ones, with a warning where they differ much."""
 
 import html
 from collections.abc import Mapping

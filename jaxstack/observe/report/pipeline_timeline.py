@@ -13,7 +13,7 @@ _LOOKS = {"F": ("forward", "f"), "B": ("backward", "b"), "W": ("weight gradients
 
 
 def render_timeline(pipeline: Mapping[str, Any]) -> str:
-    """Render a run's pipeline schedule as HTML: its figures, and a picture if the tasks' times are known.
+    """Render a run's pipeline schedule as HTML: a table of its properties, and a picture if the tasks' times are known.
 
     `pipeline` is the result of `describe_schedule`.
 

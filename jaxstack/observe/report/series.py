@@ -95,7 +95,7 @@ def downsample(series: Series, buckets: int = 400) -> Series:
 
 
 def smooth(series: Series, parts: int = 40) -> Series:
-    """Smooth a series by a centred moving average over 1/`parts` of it, in which gaps are kept and not counted.
+    """Smooth a series by a centred moving average over 1/`parts` of its points; gaps stay and are not counted.
 
     Towards the ends the window narrows on both sides alike, so that the curve neither lags nor leads.
     """

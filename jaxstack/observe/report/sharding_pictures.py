@@ -73,7 +73,7 @@ def picture_layouts(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) 
 
 
 def draw_panels(panels: np.ndarray, name: str, by_part: bool = True) -> str:
-    """Draw boxes of device numbers, arranged as [panels, rows, columns], as SVG; coloured by box, or by panel."""
+    """Draw boxes of device numbers, arranged as [panels, rows, columns], as SVG; one colour per box, or per panel."""
     shown = panels[:_MOST, :_MOST, :_MOST]
     count, down, across = shown.shape
     longest = max(len(format_number_ranges(cell)) for cell in shown.flat)
