@@ -1,4 +1,4 @@
-"""Cuts parameter matrices into blocks for Shampoo and SOAP, and recomputes the state of blocks in turn.
+"""Cuts parameter matrices into blocks for Shampoo and SOAP, and periodically recomputes each block's preconditioner.
 
 Blocks depend on the parameter's shape only, not on the layout, so that all layouts give the same result. Where the
 shards of a parameter are multiples of the block, each block is on one device, which refreshes it.
@@ -18,7 +18,7 @@ from jaxstack.parallel.rules import state_spec
 
 
 class Blocks(NamedTuple):
-    """How a parameter's matrix, formed by its last `inputs` + `outputs` dims, is cut into equal blocks."""
+    """Division of a parameter, viewed as a matrix of its last `inputs` + `outputs` dims, into blocks of equal size."""
 
     shape: tuple[int, ...]
     inputs: int
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
-        """Number of blocks along each dim of the parameter; all row blocks count under the first input dim."""
+        """Shape of the grid of blocks: batch dims, row blocks, column blocks; 1s keep the parameter's rank."""
         return (*self.batch_dims, self.rows[0], *(1,) * (self.inputs - 1), self.columns[0], *(1,) * (self.outputs - 1))
 
     def split(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
         return x.reshape(*self.batch_dims, m * rows, n * columns)[..., :height, :width].reshape(self.shape)
 
     def needs_refresh(self, path: str, count: Int[Array, ""], every: int) -> Bool[Array, "..."]:
-        """Return which blocks have their state recomputed at step `count`, as a mask [*grid_shape].
+        """Return a mask [*grid_shape]: True for the blocks whose preconditioner is recomputed at step `count`.
 
         Each block is refreshed every `every` steps. Blocks of a matrix, and matrices of a layer, are staggered; layers
         are not, because they may be stored in one array or in several.

@@ -129,7 +129,7 @@ def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str
 
 
 def is_load_signal(path: str) -> bool:
-    """Return True if a parameter's "gradient" is in fact the load of experts, which is used to balance them."""
+    """Return True if a parameter's gradient entry holds expert loads, used for load balancing, and no gradient."""
     return match(path, ((BALANCE, True), (".*", False)))
 
 

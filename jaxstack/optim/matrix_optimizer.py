@@ -46,7 +46,7 @@ class MatrixOptimizer(Optimizer):
 
     @abstractmethod
     def matrix_core(self, run: RunInfo) -> optax.GradientTransformation:
-        """Return the update rule of the matrices, as an Optax transformation that receives only these."""
+        """Return the update rule for matrix parameters, as an Optax transformation that is applied to these alone."""
 
     def core(self, run: RunInfo) -> optax.GradientTransformation:
         adamw = optax.scale_by_adam(self.b1, self.b2, self.eps)

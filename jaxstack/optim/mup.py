@@ -11,7 +11,7 @@ AnyKind = TypeVar("AnyKind", bound=Optimizer)
 
 
 def check_mup_support(optimizer: Optimizer) -> None:
-    """Check that it is known how the learning rate of an optimizer scales with the model's width in muP.
+    """Check that an optimizer supports muP: that its learning-rate scaling with the model's width is known.
 
     Raises:
       ConfigError: it is not known.

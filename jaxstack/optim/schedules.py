@@ -28,7 +28,7 @@ class Schedule(Component):
 
     @abstractmethod
     def decay(self, steps: int) -> optax.Schedule:
-        """Return the schedule after warm-up: a function from steps since then to a fraction of the peak rate.
+        """Return the schedule after warm-up: a function from steps since the warm-up to a fraction of the peak rate.
 
         Args:
           steps: number of steps from the end of the warm-up to the end of the run.

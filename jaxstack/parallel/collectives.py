@@ -19,7 +19,7 @@ MOST_COPIED = 8
 
 
 def in_one_process(mesh: Mesh | AbstractMesh) -> bool:
-    """Return True if the mesh is a few GPUs (at most `MOST_COPIED`) of one process, which can copy peer to peer."""
+    """Return True if the mesh has 2 to `MOST_COPIED` GPUs, all of one process, so that they can copy peer to peer."""
     if isinstance(mesh, AbstractMesh) or not 1 < mesh.size <= MOST_COPIED:
         return False
     devices = mesh.devices.flat

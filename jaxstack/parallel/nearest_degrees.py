@@ -13,7 +13,7 @@ _MAX_TRIES = 1000
 def nearest_degrees(
     wanted: Mapping[str, int], devices: int, fits: Callable[[dict[str, int]], bool] = lambda _: True
 ) -> str | None:
-    """Return as text the degrees that multiply to `devices`, satisfy `fits`, and differ least from `wanted`.
+    """Return as text the parallel degrees nearest to `wanted` whose product is `devices` and that satisfy `fits`.
 
     Args:
       wanted: axis -> degree; -1 accepts any degree.

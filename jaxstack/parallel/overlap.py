@@ -127,7 +127,7 @@ def gather_project_scatter(
     last: jax.Array,
     unsuitable: str | None = None,
 ) -> jax.Array | None:
-    """Return an MLP, between(x @ kernel + bias, ...) @ last, overlapped with its all-gather and reduce-scatter.
+    """Compute the MLP between(x @ kernel + bias, ...) @ last, overlapped with its all-gather and reduce-scatter.
 
     The result is None if XLA's separate operations are better.
 

@@ -167,7 +167,7 @@ class AxisRules:
         return PartitionSpec(*spec)
 
     def lacking(self, spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return those of the given mesh axes over which `spec` shards no dim."""
+        """Return the mesh axes among `axes` that shard no dim in `spec`."""
         used = {axis for part in spec for axis in axes_of(part)}
         return tuple(axis for axis in axes if axis not in used)
 
@@ -178,7 +178,7 @@ class AxisRules:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes of more than one device along which devices hold different items of the batch."""
+        """Mesh axes of more than one device over which a batch is split, by rows or (`context`) along sequences."""
         return tuple(a for a in ("data", "fsdp", "expert", "context") if self.mesh.shape[a] > 1)
 
     def batch_spec(self, shape: Sequence[int], name: str = "") -> PartitionSpec:
@@ -212,7 +212,7 @@ def axes_of(part: Part) -> tuple[str, ...]:
 
 
 def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Return the PartitionSpec with only those of its mesh axes that are among `axes`."""
+    """Return `spec` without the mesh axes that are not in `axes`."""
     kept = (tuple(a for a in axes_of(part) if a in axes) for part in spec)
     return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in kept))
 

@@ -34,7 +34,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Partial:
-    """Sharding type of a tensor that is the sum of one term of its full shape per device of a mesh axis."""
+    """Sharding type of a tensor that is the sum of full-shape terms, one on each device of a mesh axis."""
 
 
 ShardingType = Split | Broadcast | Partial
@@ -54,7 +54,7 @@ def split(dim: int) -> Split:
 
 
 def explicit_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh with explicit axes, on which the type of an array includes its sharding.
+    """Return the mesh with all axes in JAX's explicit sharding mode, where an array's type includes its sharding.
 
     Args:
       mesh: as `make_mesh` returns, whose axes XLA partitions by itself.

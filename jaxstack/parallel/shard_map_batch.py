@@ -1,4 +1,4 @@
-"""Embedding lookup and vocabulary loss inside a `shard_map`, because XLA's partitioner lays them out badly.
+"""Embedding lookup and vocabulary loss inside a `shard_map`, which communicates less than XLA's own partitioning.
 
 Each device computes its own rows of the batch with a weight that is gathered once, in the compute dtype. XLA alone
 would all-reduce the head's float32 gradient, and all-gather tokens for the embedding's gradient.

@@ -14,7 +14,7 @@ from jaxstack.parallel.rules import AxisRules, Names, make_rules, restrict
 
 @dataclasses.dataclass(frozen=True)
 class TracedParameters:
-    """Mesh axes over which parameters of the traced function are gathered already, and their gradients summed."""
+    """Mesh axes over which a traced function's parameters are already gathered, and over which it sums gradients."""
 
     gathered: frozenset[str] = frozenset()
     """Mesh axes over which the parameters have been gathered already, although they are stored sharded over them."""
@@ -45,7 +45,7 @@ class ShardingContext:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the current sharding context. Enter it inside the traced function."""
+        """Make this the current sharding context for a `with` block, which must be inside the traced function."""
         token = _current.set(self)
         try:
             yield
@@ -58,7 +58,7 @@ _current: ContextVar[ShardingContext | None] = ContextVar("sharding_context", de
 
 @contextlib.contextmanager
 def logical_axis_rules(rules: AxisRules | Mesh, layout: StepLayout | None = None) -> Iterator[AxisRules]:
-    """Make these the sharding rules of activations and weights of models. Enter it inside the traced function.
+    """Shard activations and weights by these rules in a `with` block, which must be inside the traced function.
 
     Args:
       rules: as `make_rules` returns; a mesh stands for the standard rules on it.
@@ -70,7 +70,7 @@ def logical_axis_rules(rules: AxisRules | Mesh, layout: StepLayout | None = None
 
 
 def current_context() -> ShardingContext | None:
-    """Return the sharding context that was entered last, or None if there is none."""
+    """Return the innermost active sharding context, or None if there is none."""
     return _current.get()
 
 
@@ -107,6 +107,6 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def placed(rules: AxisRules, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
-    """Return what `jax.lax.with_sharding_constraint` takes: the spec alone in a `shard_map`, else with the mesh."""
+    """Return `spec` for `jax.lax.with_sharding_constraint`: unchanged in a `shard_map`, else as a NamedSharding."""
     # Inside a shard_map the ambient mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
     return spec if rules.manual else NamedSharding(rules.mesh, spec)

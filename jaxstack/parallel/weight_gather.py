@@ -75,7 +75,7 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
 
 
 def gathers_shards() -> bool:
-    """Return True if weights are all-gathered inside a `shard_map`, where rematerialisation must not save copies."""
+    """Return True if weights are all-gathered inside a `shard_map`: the backward pass must then gather them again."""
     return _gathers_shards(current_context())
 
 

@@ -84,7 +84,7 @@ def _present_cluster(devices: int) -> Cluster:
 
 
 def with_evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> RunConfig:
-    """Return the configuration for measuring the held-out loss on `devices` devices: a layout, and batch sizes to fit.
+    """Return the configuration with a layout and batch sizes for measuring the held-out loss on `devices` devices.
 
     The loss does not depend on the layout. So a run that was trained on another number of devices is evaluated with
     `fsdp` over all devices, unless the user chose a layout.

@@ -109,7 +109,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def cluster_of_devices(device_kind: str, devices: int, *, one_host: bool) -> Cluster | None:
-    """Return the shipped cluster description for jax's name of a device, with this number of devices.
+    """Return the shipped cluster description that matches JAX's `device_kind`, resized to `devices` devices.
 
     Args:
       device_kind: jax's name of the device.
@@ -125,7 +125,7 @@ def cluster_of_devices(device_kind: str, devices: int, *, one_host: bool) -> Clu
 
 
 def resized(cluster: Cluster, devices: int, *, one_host: bool = False) -> Cluster:
-    """Return the cluster with another number of devices, on hosts of the same size where that divides it."""
+    """Return the cluster with `devices` devices in all, on hosts of the same size if that divides the number."""
     per_host = devices if one_host else math.gcd(devices, cluster.gpus_per_host)
     return cluster.model_copy(update={"hosts": devices // per_host, "gpus_per_host": per_host})
 

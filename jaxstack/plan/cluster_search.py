@@ -52,7 +52,7 @@ class SearchOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSearch:
-    """Result of a layout search on a cluster, with the memory that the compiler reports for the first layouts.
+    """Result of a layout search on a cluster, with the compiler-reported memory of the top-ranked layouts.
 
     Attributes:
       found: the ranked layouts.
@@ -91,7 +91,7 @@ class ClusterSearch:
 
 
 def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
-    """Search the fastest parallel layouts of a configuration on a cluster, as `jaxstack plan --cluster` does.
+    """Search for the fastest parallel layouts of a configuration on a cluster, as `jaxstack plan --cluster` does.
 
     Raises:
       ConfigError: an option, the cluster or the budget is wrong, or no layout fits.
@@ -189,7 +189,7 @@ def _check_budget(best: Forecast, tokens: float | None, options: SearchOptions) 
 
 
 def write_configuration(best: Forecast, config: RunConfig, path: str) -> None:
-    """Write a configuration file with the layout of a forecast, but with the vocabulary as `config` gives it.
+    """Write a configuration file with the layout of a forecast; the vocabulary size stays as in `config`, set or not.
 
     `parallel.simulate_devices` is left out, because the layout is that of the cluster's devices.
 

@@ -152,7 +152,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def draw_layouts(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) -> list[str]:
-    """Draw one array for each distinct sharding: its shards as boxes with the numbers of their devices."""
+    """Draw one parameter for each distinct sharding: its shards as boxes that list the devices holding them."""
     lines = []
     for row, others in distinct_layouts(rows):
         alike = f", and {others} split alike" if others else ""
@@ -179,7 +179,7 @@ def _boxes(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def draw_pipeline(pipeline: Mapping[str, Any]) -> list[str]:
-    """Draw a pipeline schedule, one line per stage, with time to the right: F, B and W with the microbatch's number."""
+    """Draw a pipeline schedule, one line per stage over time: F forward, B backward, W weight gradients; microbatch."""
     found = (
         f"pipeline: {pipeline['schedule']}, {pipeline['stages']} stages, {pipeline['microbatches']} microbatches; "
         f"{100 * pipeline['bubble_of_work']:.1f} % bubble relative to the work, activations of up to "

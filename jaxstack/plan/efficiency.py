@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("efficiency.json")
 
 
 class Efficiency(Component):
-    """Measured efficiencies of training: achieved over nominal rates of the devices, and fixed times.
+    """Measured efficiencies of training: achieved rates as fractions of peak rates, and fixed overheads in seconds.
 
     All were measured on H200s; other GPUs use the same fractions.
     """

@@ -149,7 +149,7 @@ class LayoutModel:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of device memory that a predicted layout may use."""
+        """Device memory in bytes that a layout's predicted memory must not exceed."""
         return MARGIN * DEVICE_FRACTION * self.cluster.memory_bytes
 
     def memory(self, layouts: LayoutTable) -> dict[str, Floats]:

@@ -1,4 +1,4 @@
-"""Tables of parallel layouts: one NumPy column per choice, so that formulas evaluate thousands of layouts at once."""
+"""Tables of parallel layouts: one NumPy column per setting, so that formulas evaluate thousands of layouts at once."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ _COLUMNS = (*AXES, "sequence", "zero", "schedule", "chunks", "microbatches", "re
 
 @dataclasses.dataclass(frozen=True)
 class LayoutTable:
-    """Table of the possible parallel layouts of a model and batch: a row for each layout, a column for each choice.
+    """Table of parallel layouts: a row for each layout, a column for each setting (degrees, ZeRO stage, remat, ...).
 
     Attributes:
       columns: choice -> values, [layouts]; the keys are the mesh axes, `sequence` (0 or 1), `zero`, `schedule` and

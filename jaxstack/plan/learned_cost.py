@@ -45,7 +45,7 @@ class MeasuredProgram:
 
     @property
     def roofline_seconds(self) -> float:
-        """Time of the program on the roofline, in seconds."""
+        """Roofline time of the program, in seconds."""
         return self.features.roofline_seconds(self.peak_flops, self.bandwidth)
 
 
@@ -77,7 +77,7 @@ def feature_vector(features: ProgramFeatures, peak_flops: float, bandwidth: floa
 
 @dataclasses.dataclass(frozen=True)
 class LearnedCost:
-    """Learned cost model: a linear correction of log(measured time / roofline time) of a program.
+    """Learned cost model: predicts log(run time / roofline time) of a program as a linear function of its features.
 
     Attributes:
       weights: of the entries of `feature_vector`.
@@ -88,7 +88,7 @@ class LearnedCost:
     bounds: tuple[float, float]
 
     def predict(self, features: ProgramFeatures, peak_flops: float, bandwidth: float) -> float:
-        """Return the predicted seconds of a run of a program.
+        """Return the predicted run time of a program, in seconds.
 
         Args:
           features: of the compiled program.
@@ -99,13 +99,13 @@ class LearnedCost:
         return features.roofline_seconds(peak_flops, bandwidth) * math.exp(float(np.clip(correction, *self.bounds)))
 
     def save(self, path: str | Path) -> None:
-        """Write the learned correction as JSON."""
+        """Write the learned cost model to a JSON file."""
         text = json.dumps({"weights": self.weights.tolist(), "bounds": list(self.bounds)})
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "LearnedCost":
-        """Read a learned correction that `save` wrote.
+        """Read a learned cost model that `save` wrote.
 
         Raises:
           ConfigError: the file is missing or of another form.
@@ -124,7 +124,7 @@ class LearnedCost:
 
 
 def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 1.0) -> LearnedCost:
-    """Fit a correction of the roofline's times to measured programs, with equal weight for each family of programs.
+    """Fit a cost model to measured programs; every family (kind of program) has the same total weight.
 
     Args:
       programs: programs of one device or of several.
@@ -149,7 +149,7 @@ def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 1.0) -> Learn
 def held_out_predictions(
     programs: Sequence[MeasuredProgram], fit: Callable[[Sequence[MeasuredProgram]], LearnedCost] = fit_cost
 ) -> Iterator[tuple[MeasuredProgram, float]]:
-    """Yield each program with its seconds predicted from the other families (leave-one-family-out cross-validation).
+    """Yield each program with its predicted seconds, by a model fitted to the other families (cross-validation).
 
     Args:
       programs: programs of at least two families.

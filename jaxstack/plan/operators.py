@@ -28,7 +28,7 @@ class Operator:
         return self.flops / self.bytes
 
     def seconds(self, peak_flops: float, bandwidth: float) -> float:
-        """Return the time of all calls on the roofline, in seconds: calls x max(flops / peak_flops, bytes / bandwidth).
+        """Return the roofline time of all calls, in seconds: calls x max(flops / peak_flops, bytes / bandwidth).
 
         Roofline model: Williams et al. 2009.
 

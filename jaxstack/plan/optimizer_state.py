@@ -34,7 +34,7 @@ def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
 
 
 def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelShape) -> float:
-    """Return the number of trained parameters, with those of adapters, as a fraction of the model's own parameters.
+    """Return the number of trained parameters, including adapters, as a fraction of the base model's parameters.
 
     Vectors are left out, and routed experts count as trained if the model has no adapters.
 

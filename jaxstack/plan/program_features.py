@@ -44,7 +44,7 @@ class ProgramFeatures:
     work: tuple[tuple[float, float, int], ...]
 
     def roofline_seconds(self, peak_flops: float, bandwidth: float) -> float:
-        """Return the time of a run on the roofline in seconds, as the sum over its kernels.
+        """Return the roofline time of a run, in seconds: the sum over its kernels of max(compute time, memory time).
 
         Args:
           peak_flops: FLOP/s of the device.

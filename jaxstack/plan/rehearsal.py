@@ -1,4 +1,4 @@
-"""Compiles the train step of a run for GPUs that need not be present (`plan --rehearse`), to see if it fits."""
+"""Compiles the train step of a run for GPUs that need not be present (`plan --rehearse`), to check its memory."""
 
 import math
 import time

@@ -45,7 +45,7 @@ def _device_count(config: RunConfig) -> int:
 
 
 def resolve_vocabulary(config: RunConfig) -> tuple[ModelConfig, bool]:
-    """Return the model with an unset vocabulary size taken from the tokenizer, and True if that is not trained yet.
+    """Return the model with an unset vocabulary size taken from the tokenizer, and True if the tokenizer is untrained.
 
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the tokenizer's file cannot be read.

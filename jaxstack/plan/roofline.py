@@ -239,7 +239,7 @@ def workload_of(config: RunConfig) -> Workload:
 
 
 def describe_roofline(config: RunConfig, peak: DevicePeak) -> dict[str, Any]:
-    """Describe a run's operators on the roofline of a device, as plain JSON for the report's picture.
+    """Describe where a run's operators lie on a device's roofline, as plain JSON for the plot in the run's report.
 
     With a pipeline the operators are those of all stages, on one device of each.
     """

@@ -1,4 +1,4 @@
-"""Searches the fastest layout of a configuration on a cluster: list layouts, drop invalid ones, predict, rank."""
+"""Searches for the fastest layout of a configuration on a cluster: list layouts, drop invalid ones, predict, rank."""
 
 import collections
 import dataclasses
@@ -50,7 +50,7 @@ class SearchResult:
 def search_layouts(
     config: RunConfig, cluster: Cluster, *, top: int = 10, recipes: Sequence[str] | None = None
 ) -> SearchResult:
-    """Return the fastest layouts of a configuration that fit a cluster.
+    """Return the layouts of a configuration with the fastest predicted steps, among those that fit a cluster's memory.
 
     Tries all degrees of parallelism, ZeRO stages, pipeline schedules, numbers of microbatches and rematerialisation
     policies. The global batch, the model and everything else stay those of the configuration.

@@ -94,7 +94,7 @@ class GptJob:
 
 
 def tensor_first_layout(config: RunConfig, cluster: Cluster) -> Forecast:
-    """Return the fastest layout with the smallest tensor and pipeline degrees that fit; the other devices are `data`.
+    """Return the fastest layout with the smallest tensor and pipeline degrees that fit; remaining devices use `data`.
 
     Raises:
       ConfigError: no such layout fits the cluster.

@@ -67,6 +67,6 @@ def _averaged(path: str, x: jax.Array) -> jax.Array:
 
 
 def averaged_dims(path: str, leaf: HasShape) -> tuple[int, ...]:
-    """Return the dims of a parameter, counted from the last, over which Adam-mini shares a second moment."""
+    """Return the dims of a parameter, as negative indices, over which Adam-mini shares one second moment."""
     default = (-2,) if is_matrix(path, leaf) else (-1,) if leaf.shape else ()
     return match(path, [*AVERAGED, (".*", default)])

@@ -77,7 +77,7 @@ class AdamW8bit(MatrixOptimizer):
 
 @functools.cache
 def dynamic_code(signed: bool) -> np.ndarray:
-    """Return the 256 values that an 8-bit code of the dynamic data type stands for (arXiv:1511.04561), ascending.
+    """Return the 256 values that the codes of the dynamic 8-bit data type (arXiv:1511.04561) represent, ascending.
 
     The values span 7 decades; higher decades use more of the 7 bits for the fraction.
     """
@@ -90,7 +90,7 @@ def dynamic_code(signed: bool) -> np.ndarray:
 
 
 def quantize(x: Float[Array, "..."], signed: bool) -> tuple[UInt8[Array, "..."], Float[Array, "..."]]:
-    """Quantize x to 8 bits with the dynamic code, scaled by the largest magnitude of each block.
+    """Quantize x to the dynamic 8-bit data type, with one scale per block: the block's largest magnitude.
 
     Blocks are up to 256 consecutive values of the last dim, or of the last two where the last is shorter than that and
     divides 256.

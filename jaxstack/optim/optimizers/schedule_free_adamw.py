@@ -12,7 +12,7 @@ from jaxstack.optim.base import Optimizer, RunInfo
 
 
 class ScheduleFreeState(NamedTuple):
-    """Optimizer state of schedule-free AdamW: the parameters before averaging, and the weights of the average."""
+    """Optimizer state of schedule-free AdamW: the unaveraged iterate z, the sum of averaging weights, AdamW's state."""
 
     z: PyTree
     """The point that AdamW's steps move."""

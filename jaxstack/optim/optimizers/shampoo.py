@@ -72,7 +72,7 @@ class Shampoo(BlockOptimizer):
 
 
 def inverse_fourth_root(factor: Float[Array, "n n"], eps: float) -> Float[Array, "n n"]:
-    """Return the inverse fourth root of a Shampoo factor, damped by `eps` x its largest eigenvalue; 0 for zeros.
+    """Return the damped inverse fourth root of a Shampoo factor (L or R); a zero matrix for a zero factor.
 
     It is (factor + eps x its largest eigenvalue x identity)^(-1/4).
     """

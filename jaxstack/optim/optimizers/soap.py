@@ -13,7 +13,7 @@ from jaxstack.optim.block_preconditioning import BlockOptimizer, exact_einsum
 
 
 class SoapState(NamedTuple):
-    """Optimizer state of SOAP: Adam's moments, and the eigenbases in which they are kept."""
+    """Optimizer state of SOAP: Adam's moments, Shampoo's factors, and the eigenbases that rotate the gradients."""
 
     steps: jax.Array
     """[] int32: steps taken."""
@@ -88,7 +88,7 @@ def _renew(
 
 
 def renew_basis(factor: Float[Array, "n n"], basis: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """Improve the eigenbasis of a factor by a power iteration with QR, sorted by descending eigenvalue.
+    """Refine an approximate eigenbasis of a SOAP factor (left or right) by one step of power iteration with QR.
 
     A tenth of the mean eigenvalue is added to all of them: without it, some vectors of a rank-deficient factor (as in
     the first steps) would be rounding errors, which differ between layouts.

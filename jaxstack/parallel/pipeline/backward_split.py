@@ -32,13 +32,13 @@ class SplitBackward:
     def backward(
         self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """Run the first half: return (gradient of x, weight gradients or None, values for the second half)."""
+        """Run the first half: return (gradient of x, weight gradients with None for later ones, values to keep)."""
         dx, *rest = self.first(*jax.tree.leaves((saved, gradient, weights, shared, index)))
         done = dict(zip(self.early, rest[: len(self.early)], strict=True))
         return dx, self._tree(done), rest[len(self.early) :]
 
     def weights(self, kept: list[jax.Array]) -> Any:
-        """Run the second half on values kept by the first: return its weight gradients, with None for the others."""
+        """Run the second half on values kept by the first: return the remaining weight gradients, None for others."""
         return self._tree(dict(zip(self.late, self.second(*kept), strict=True)))
 
     def _tree(self, found: dict[int, Any]) -> Any:
@@ -48,7 +48,7 @@ class SplitBackward:
 def split_backward(
     layer: SplitLayer, weights: Any, x: Any, shared: Any, index: Any, at_once: Any = None
 ) -> SplitBackward:
-    """Split a layer's backward pass in two: gradients of its input and vectors first, those of weight matrices later.
+    """Split a layer's backward pass in two: gradients of input and weight vectors first, of weight matrices later.
 
     `weights`, `x`, `shared` and `index` are arguments of the layer, or their shapes.
 

@@ -15,7 +15,7 @@ HEAD, EMBEDDING = 1, 2
 
 
 def colour_intervals(intervals: Iterable[tuple[int, int, Hashable]]) -> tuple[dict[Hashable, int], int]:
-    """Assign values to the fewest buffer entries such that no two values that are in use at one tick share an entry.
+    """Assign values to as few buffer entries as possible; values in use at the same tick get different entries.
 
     Args:
       intervals: (first tick, last tick, name) of each value.
@@ -37,7 +37,7 @@ def colour_intervals(intervals: Iterable[tuple[int, int, Hashable]]) -> tuple[di
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A pipeline schedule as the compiled loop reads it: int32 arrays [ticks, stages], and the sizes of the buffers.
+    """A pipeline schedule as input of the compiled loop: int32 arrays [ticks, stages], and the sizes of the buffers.
 
     There is an array for each column of `make_program`; the last tick only finishes the one before it.
 

@@ -11,7 +11,7 @@ VIEWS = (*SAME_SIZE_VIEWS, "convert_element_type")
 
 
 def needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list[bool]:
-    """Return for each operation of a jaxpr if the outputs depend on it, not looking past operations named `stop`."""
+    """Return, per operation of a jaxpr, whether the outputs depend on it; inputs of `stop` operations do not count."""
     wanted, flags = {v for v in outputs if not isinstance(v, core.Literal)}, []
     for eqn in reversed(eqns):
         flags.append(any(v in wanted for v in eqn.outvars))
@@ -21,7 +21,7 @@ def needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list
 
 
 def function_of(eqns: list[Any], inputs: list[Any], outputs: list[Any], values: dict[Any, Any]) -> Any:
-    """Return a function of `inputs` that evaluates these operations of a jaxpr one by one, and returns `outputs`."""
+    """Return a function that evaluates the jaxpr operations `eqns` one by one, from `inputs` to `outputs`."""
 
     def run(*arguments: Any) -> list[Any]:
         known = {**values, **dict(zip(inputs, arguments, strict=True))}

@@ -40,7 +40,7 @@ class SplitLayer:
     has_loss: bool
 
     def forward(self, weights: Any, x: jax.Array, shared: Any, index: jax.Array) -> tuple[jax.Array, Any, list[Any]]:
-        """Run the layer: return (its output, its own loss or None, the values to save for the backward pass)."""
+        """Run the layer: return (its output, its auxiliary loss or None, the values to save for the backward pass)."""
         (y, loss), pullback = jax.vjp(self.layer, weights, x, shared, index)
         leaves = jax.tree.leaves(pullback)
         return y, loss, [leaves[i] for i in self.kept]

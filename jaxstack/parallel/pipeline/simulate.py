@@ -41,7 +41,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Simulate a pipeline schedule with these costs of its tasks; a slot lasts as long as its longest task."""
+    """Simulate a pipeline schedule, given the time of each kind of task; a slot lasts as long as its longest task."""
     costs = costs or (SPLIT_COSTS if schedule.splits_backward else COSTS)
     cost = {kind: value / schedule.chunks for kind, value in costs.items()}
     clock, spans = 0.0, []
@@ -64,7 +64,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def describe_schedule(schedule: Schedule) -> dict[str, Any]:
-    """Describe a pipeline schedule as plain JSON for a run's files: bubble, memory, and the `spans` of its picture."""
+    """Describe a pipeline schedule as plain JSON for a run's files: bubble, memory, and the time span of each task."""
     found = simulate(schedule)
     return {
         "schedule": schedule.name,

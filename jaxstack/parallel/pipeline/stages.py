@@ -48,7 +48,7 @@ class StageLayout:
 
     @property
     def order(self) -> np.ndarray:
-        """The layer group in each row of each stage's storage, int32 [stages, chunks x rows]; -1 for an empty row."""
+        """Index of the layer group in each storage row of each stage, int32 [stages, chunks x rows]; -1: empty row."""
         found = np.full((self.stages, self.chunks, self.rows), -1, np.int32)
         ends = np.cumsum(self.counts.T.reshape(-1))
         for virtual, end in enumerate(ends):
@@ -63,7 +63,7 @@ class StageLayout:
 
     @property
     def places(self) -> np.ndarray:
-        """The row in the storage of all stages that holds each layer group, int32 [groups]."""
+        """Storage row of each layer group, counted over all stages, int32 [groups]: the inverse of `order`."""
         flat = self.order.reshape(-1)
         rows = np.flatnonzero(flat >= 0)
         found = np.empty(self.groups, np.int32)
