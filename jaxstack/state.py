@@ -58,7 +58,7 @@ def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
 
 
 def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> tuple[Any, Any]:
-    """Return shapes, dtypes and shardings of the parameters that a run starts from, and of its teacher's.
+    """Return shapes, dtypes and shardings of a run's initial parameters, and of its distillation teacher's parameters.
 
     The first are those that a step computes with, in the order of checkpoints, without adapters; the second are {}
     without a teacher. Arguments as of `state_shardings`.
@@ -82,7 +82,7 @@ def without_teacher(state: TrainState) -> TrainState:
 
 
 def replace_teacher(state: TrainState, teacher: Mapping[str, Any]) -> TrainState:
-    """Return a train state with other teacher parameters, given as by `split_teacher`; {} changes nothing."""
+    """Return a train state with its teacher's parameters replaced by `teacher` (of `split_teacher`; {}: unchanged)."""
     return state._replace(params={**state.params, **teacher})
 
 

@@ -105,7 +105,7 @@ class StepFunctions:
         return self.rules
 
     def one_model(self, state: TrainState) -> TrainState:
-        """Return the abstract train state of one copy of the model, given that of all copies."""
+        """Return the abstract train state of one copy of the model, given that of all copies that train separately."""
         return state
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -207,11 +207,11 @@ class Trainer:
 
     @functools.cached_property
     def start_shapes(self) -> tuple[Dict, Dict]:
-        """Shapes, dtypes and shardings of the parameters that `start_from` and `set_teacher` take ({}: no teacher)."""
+        """Shapes, dtypes and shardings of the parameters for `start_from` and `set_teacher` ({} without a teacher)."""
         return start_shapes(self.module, self.rules, self.steps.layout.zero)
 
     def set_teacher(self, params: Dict) -> None:
-        """Set the parameters of the teacher model to distill from, as in `start_shapes`; no checkpoint holds them."""
+        """Set the distillation teacher's parameters, shaped as in `start_shapes`; checkpoints do not contain them."""
         self._teacher = {"teacher": params}
         if self._state is not None:
             self.state = self._state
@@ -276,7 +276,7 @@ class Trainer:
         return self.program.compile(lowered)
 
     def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None:
-        """Compile the train step for the smaller batches at the start of a run, from step `start` on.
+        """Compile the train step for the smaller batches of a batch-size ramp that are used from step `start` on.
 
         Raises:
           ConfigError: the devices do not divide a smaller batch.

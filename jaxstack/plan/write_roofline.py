@@ -12,7 +12,7 @@ from jaxstack.run_config import RunConfig
 
 
 def write_roofline(config: RunConfig, devices: int | None, device: str, path: str | Path) -> dict[str, Any]:
-    """Draw the operators of a step on the roofline of a device as an SVG file, and return them as plain JSON.
+    """Draw the operators of a train step on a device's roofline into an SVG file; return them as plain JSON.
 
     Args:
       config: configuration of the run.

@@ -23,9 +23,9 @@ from pallas_kernels import (
 
 
 class ScalingState(nnx.Variable):
-    """State of delayed FP8 scaling: largest magnitudes of the last steps, float32 [..., 3, history].
+    """State of delayed FP8 scaling: past largest magnitudes of input, weight and gradient, float32 [..., 3, history].
 
-    Its cotangent is this step's magnitudes.
+    `history` is the number of steps, the newest first. The cotangent of the state is this step's magnitudes.
 
     The step combines the magnitudes over microbatches and devices by maximum and replaces the state
     (`update_scaling`); no optimizer sees it.
@@ -56,7 +56,10 @@ class Fp8Matmul:
         contracted: int,
         states: Sequence[jax.Array | None],
     ) -> tuple[jax.Array, ...]:
-        """Multiply x [rows, in] by several kernels [in, out], and quantize x once; `in` is `contracted` dims."""
+        """Multiply x [rows, in] by several kernels [in, out] in FP8, quantizing x once for all of them.
+
+        `in` stands for the last `contracted` dims of x, and the first ones of each kernel.
+        """
         return fp8_multiply(
             x, kernels, contracted=contracted, recipe=self.recipe, gradients=self.gradients, states=states
         )
@@ -67,18 +70,18 @@ class Fp8Matmul:
         kernels: Sequence[jax.Array | QuantizedWeight],
         states: Sequence[jax.Array | None],
     ) -> jax.Array:
-        """Return an MLP in FP8, swiglu(x @ gate, x @ up) @ down, for x [rows, in] and kernels (gate, up, down)."""
+        """Compute the MLP swiglu(x @ gate, x @ up) @ down in FP8, for x [rows, in] and kernels (gate, up, down)."""
         return fp8_swiglu_mlp(x, *kernels, recipe=self.recipe, gradients=self.gradients, states=states)
 
     def gather(self, parameter: nnx.Variable, dtype: jax.typing.DTypeLike) -> jax.Array | QuantizedWeight:
-        """Return a stored weight as the operand of this matmul; one sharded over `fsdp` is all-gathered in FP8."""
+        """Return a stored weight as an operand of this matmul; a weight sharded over `fsdp` is all-gathered in FP8."""
         return gather_quantized(parameter, dtype, blockwise=self.recipe == "blockwise")
 
 
 def use_fp8(
     module: nnx.Module, choose: Callable[[tuple[Any, ...]], Fp8Matmul | None], *, history: int = 16
 ) -> nnx.Module:
-    """Replace the matmuls of a module's dense layers by FP8 matmuls; any layer with a `dot_general` attribute counts.
+    """Replace the matmuls of chosen dense layers (layers with a `dot_general` attribute) by FP8 matmuls.
 
     Args:
       module: changed in place, and returned.

@@ -57,7 +57,7 @@ def check_devices(timeout_seconds: float = 300) -> None:
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:
-    """Compare facts that processes report; return a line for each that differs, with the processes of each value."""
+    """Return one line for each fact on which processes disagree, with the processes that reported each value."""
     lines = []
     for name in facts[0]:
         holders: dict[Any, list[int]] = defaultdict(list)

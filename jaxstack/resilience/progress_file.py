@@ -1,4 +1,4 @@
-"""Progress record of a process, in a small file that its supervisor reads; a write takes microseconds. No jax."""
+"""Progress record of a process, in a small file that its supervisor reads; writes take microseconds. Imports no jax."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Detects silent data corruption: compares checksums of the training state between devices with replicas of it.
+"""Detects silent data corruption: compares checksums of the training state's replicas between devices.
 
 A device that computes or stores wrong values reports no error. If data parallelism replicates a parameter, its replicas
 then differ. A state without replicas (fully sharded over all devices) cannot be checked this way.

@@ -20,7 +20,7 @@ class Restored(NamedTuple):
 
 
 class RunCheckpoints:
-    """Saves and restores the train state of one run, and checks that its data is the same as at the save.
+    """Saves and restores the train state of one run; checks on restoring that its training data is unchanged.
 
     Args:
       manager: writes and reads the checkpoints.
@@ -101,7 +101,7 @@ class RunCheckpoints:
         self.saved_step = step
 
     def roll_back(self, step: int) -> str:
-        """Delete checkpoints newer than `step` if an older one exists; return a phrase on what is left."""
+        """Delete checkpoints newer than `step`, if an older one exists; return a phrase naming the newest one left."""
         newest = self.manager.latest_step()
         if newest is not None and newest > step and any(saved <= step for saved in self.manager.all_steps()):
             self.manager.discard_newer(step)

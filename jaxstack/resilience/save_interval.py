@@ -1,4 +1,4 @@
-"""Advice on the interval between checkpoints, from the time that a save takes and that a failure loses."""
+"""Advice on how often to save checkpoints, from the time that a save takes and the rate of failures."""
 
 import math
 
@@ -8,11 +8,13 @@ arXiv:2407.21783)."""
 
 
 def young_daly_seconds(save_seconds: float, failure_seconds: float) -> float:
-    """Return the interval between saves that loses the least time, sqrt(2 C M) (Young 1974; Daly 2006), in seconds.
+    """Return the interval in seconds between saves that loses the least time: sqrt(2 save_seconds failure_seconds).
+
+    See Young 1974 and Daly 2006.
 
     Args:
-      save_seconds: C, time that a save delays training.
-      failure_seconds: M, mean time between failures of the whole run.
+      save_seconds: time that a save delays training.
+      failure_seconds: mean time between failures of the whole run.
     """
     return math.sqrt(2 * save_seconds * failure_seconds)
 

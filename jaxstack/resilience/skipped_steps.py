@@ -50,7 +50,7 @@ class SkippedSteps:
         )
 
     def excess(self, step: int, in_a_row: int) -> tuple[int, str, str] | None:
-        """Check the limits on skipped steps; if one is exceeded, return what to go back to, why, and advice.
+        """Check the limits on skipped steps; if one is exceeded, return the step to go back to, the reason and advice.
 
         None if no limit is exceeded; otherwise (last step before the skipped ones, the limit that is exceeded,
         advice).

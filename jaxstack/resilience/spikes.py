@@ -35,7 +35,7 @@ class StepHistory(NamedTuple):
         return StepHistory(values, self.count + 1)
 
     def limits(self, threshold: float) -> jax.Array:
-        """Return the limits [2] of loss and gradient norm: median + threshold x 1.4826 x median absolute deviation.
+        """Return spike limits [2] of loss and gradient norm: median + threshold x 1.4826 x median absolute deviation.
 
         The factor 1.4826 gives the standard deviation of a normal distribution. Infinite before FEWEST steps.
         """

@@ -32,7 +32,7 @@ class StateCheck:
         self._finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})
 
     def check(self, step: int, state: PyTree, before_save: bool) -> None:
-        """Run the checks of the training state that are due at a step.
+        """Check that replicas are equal, if due at this step, and before a save that parameters are finite.
 
         Args:
           step: number of steps done.

@@ -67,7 +67,7 @@ class StopRequest:
                 coordination.publish(f"{self._name}/at/{self._index}", _NEVER)
 
     def reached(self) -> bool:
-        """Return True if the run stops at this point, which all processes reach after the same pieces of work.
+        """Return True if the run must stop now; every process calls it at the same points of its work.
 
         Each call counts one tick.
 
@@ -86,7 +86,7 @@ class StopRequest:
         return here == self._agreed
 
     def heard(self) -> bool:
-        """Return True if any process has received a stop signal; all processes call it once, after the last tick.
+        """Return True if any process received a stop signal; all call it once, after their last call of `reached`.
 
         Raises:
           JaxstackError: another process does not answer for two minutes.

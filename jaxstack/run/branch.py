@@ -15,7 +15,7 @@ _SAME_RATE = 0.01
 
 
 def branch(config: RunConfig, report: Callable[[str], None]) -> None:
-    """Give a new run, as its first checkpoint, a link to another run's checkpoint that its configuration names.
+    """Start a new run from another run's checkpoint, named in the configuration, by linking it as the first checkpoint.
 
     Every process of the run calls it; the first one does the work.
 

@@ -11,7 +11,7 @@ from jaxstack.trainer import Trainer
 
 
 def check_masks(module: FunctionalModule, params: Dict) -> None:
-    """Check that each weight whose zeros training shall keep (method `mask`) has at least one zero.
+    """Check that each weight that is trained with its zeros fixed (method `mask`) has at least one zero.
 
     Args:
       module: the module of the run.
@@ -31,7 +31,7 @@ def check_masks(module: FunctionalModule, params: Dict) -> None:
 
 
 def describe_compression(trainer: Trainer) -> list[str]:
-    """Summarize compression in training: for each method, the number of weights, and of values to export."""
+    """Return one line for each compression method in training: how many weight values it covers and stores."""
     module = trainer.module
     if not isinstance(module, CompressedModule):
         return []

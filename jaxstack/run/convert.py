@@ -214,7 +214,7 @@ def export_checkpoint(
 
 
 def copy_stop_tokens(source: Path, output: Path) -> None:
-    """Write the ids that end a text, as Hugging Face's files in `source` state them, to a file in `output`."""
+    """Copy the ids that end a text (`eos_token_id`) from the Hugging Face files in `source` to a file in `output`."""
     if stop_tokens := read_stop_tokens(source):
         write_file(output / GENERATION_FILE, (json.dumps({"eos_token_id": stop_tokens}) + "\n").encode())
 
@@ -311,7 +311,7 @@ def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) 
 
 
 def converted_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> RunConfig:
-    """Return the run configuration for a directory that is made from a Hugging Face checkpoint."""
+    """Return the run configuration of a run directory that is converted from a Hugging Face checkpoint."""
     length = min(_SEQUENCE_LENGTH, model.max_position_embeddings or _SEQUENCE_LENGTH)
     tree: dict[str, object] = {
         "run": {"name": output.name, "dir": str(output.parent)},

@@ -40,7 +40,7 @@ def import_harness() -> ModuleType:
 
 
 def default_max_length(config: RunConfig) -> int:
-    """Return the token limit of evaluation sequences: the model's context, or else the training length."""
+    """Return the token limit of evaluation sequences: the model's context length, or else that of training."""
     return config.model.max_position_embeddings or config.train.sequence_length
 
 

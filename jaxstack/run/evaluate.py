@@ -179,7 +179,7 @@ def on_one_device(config: RunConfig) -> RunConfig:
 def open_evaluation(
     config: RunConfig, directory: Path, text: TextOptions, report: Callable[[str], None]
 ) -> tuple[Trainer, Data]:
-    """Open held-out text for a model; return a trainer that can evaluate on it, and the text.
+    """Open the held-out text to evaluate a model on; return a trainer for the evaluation, and the text.
 
     Args:
       config: configuration with a resolved layout.

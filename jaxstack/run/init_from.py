@@ -25,7 +25,7 @@ from jaxstack.models.restack import restack, restack_shapes, same_stacking
 def initial_parameters(
     directory: str | Path, model: ModelConfig, abstract: Params, report: Callable[[str], None]
 ) -> Params:
-    """Read the parameters that a run starts from: another run's checkpoint, a compressed or Hugging Face model.
+    """Read a run's initial parameters from another run's checkpoint, a compressed model or a Hugging Face checkpoint.
 
     Args:
       directory: run directory (compressed weights are unpacked), or directory of the Hugging Face checkpoint.

@@ -217,7 +217,7 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def read_stop_tokens(directory: str | Path) -> list[int]:
-    """Read the ids that end a text (`eos_token_id`) from Hugging Face's files; [] if they state none."""
+    """Read the ids that end a text (`eos_token_id`) from a Hugging Face checkpoint's files; [] if there are none."""
     names = (GENERATION_FILE,) if is_run(directory) else (GENERATION_FILE, "config.json")
     for name in names:
         try:
@@ -231,7 +231,7 @@ def read_stop_tokens(directory: str | Path) -> list[int]:
 
 
 def choose_step(manager: CheckpointManager, step: int | None) -> int:
-    """Return the step of the checkpoint to load: `step`, which must exist, or for None the newest intact one.
+    """Return the step of the checkpoint to load: `step`, which must exist, or the newest intact one if it is None.
 
     Raises:
       ConfigError: there is no checkpoint of `step`.

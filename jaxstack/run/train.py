@@ -250,7 +250,7 @@ class _ByteBaselines:
         return bits_per_byte(values, len(raw))
 
     def compressors(self) -> dict[str, float]:
-        """Compress the last fully evaluated text with `gzip -9` and `xz -9`; return bits per byte ({}: no text)."""
+        """Return the bits per byte of `gzip -9` and `xz -9` on the last fully evaluated text; {} if there is none."""
         return compression_baselines(self._full_text) if self._full_text else {}
 
 

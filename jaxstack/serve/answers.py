@@ -144,7 +144,7 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def usage_of(answers: Answers, samples: int) -> dict[str, Any]:
-    """Return the numbers of tokens of a response; a prompt with several samples counts once."""
+    """Return the token counts of a response (OpenAI's `usage`); a prompt with several samples counts once."""
     prompts = [answer.handle for answer in answers.answers[::samples]]
     prompt = sum(len(handle.request.prompt) for handle in prompts)
     completion = sum(answer.tokens for answer in answers.answers)

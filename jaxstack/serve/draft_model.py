@@ -37,7 +37,7 @@ from jaxstack.serve.step import (
 
 
 class Recent(NamedTuple):
-    """Newest tokens of each sequence in a batch, which the draft model processes exactly before it proposes tokens."""
+    """Newest tokens of each sequence, which the draft model recomputes without approximation before it drafts."""
 
     tokens: Int[np.ndarray, "R D"]
     """At the end of each row."""

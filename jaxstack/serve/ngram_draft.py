@@ -12,7 +12,7 @@ _LENGTHS = (3, 2)
 
 
 class NGramDrafter:
-    """Guesses next tokens by finding the newest n-gram earlier in the text (prompt lookup, Saxena 2023).
+    """Guesses next tokens by finding the text's last n-gram earlier in the text (prompt lookup, Saxena 2023).
 
     Args:
       tokens: the tokens so far.
@@ -38,7 +38,7 @@ class NGramDrafter:
             self._tokens.append(token)
 
     def guess(self, count: int) -> tuple[int, ...]:
-        """Return up to `count` draft tokens to follow the text; none if its newest n-gram is new."""
+        """Return up to `count` draft tokens to follow the text; none if its last n-gram has not occurred before."""
         for length in _LENGTHS:
             place = self._followers.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
             if place is not None:

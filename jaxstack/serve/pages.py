@@ -57,7 +57,7 @@ class PagePool:
         return self._users[page]
 
     def share_prefix(self, tokens: Sequence[int]) -> tuple[list[int], list[bytes]]:
-        """Take the cached pages of the longest known prefix of a prompt, and increment their reference counts.
+        """Return the pages of a prompt's longest cached prefix, and increment their reference counts.
 
         The page of the last token is never included, because its logits have to be computed.
 
@@ -102,7 +102,7 @@ class PagePool:
             self._by_digest[digest] = page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Decrement the reference counts of one sequence's pages, in order; the last ones are evicted first."""
+        """Decrement the reference counts of a sequence's pages; among cached ones, the last are evicted first."""
         for page in reversed(pages):
             if self._users[page] < 1:
                 raise ValueError(f"page {page} is released more often than it was taken.")

@@ -19,11 +19,11 @@ class Constraint(Protocol):
     """Restricts which tokens an answer may contain, for example by a grammar. For the engine's thread only."""
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Write which tokens may follow to a bitmask, int32 [words]: bit i of word w is token 32 w + i."""
+        """Write the tokens that may come next into a bitmask, int32 [words]: bit i of word w is token 32 w + i."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Advance by one generated token; return False if it is not allowed, or if the answer is complete."""
+        """Advance the constraint by one generated token; return False if it is invalid or the answer is complete."""
         ...
 
 

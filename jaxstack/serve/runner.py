@@ -1,4 +1,4 @@
-"""Runs the steps that the scheduler has planned on the device: makes program arguments and reads back the tokens."""
+"""Runs the scheduler's planned steps on the device: prepares the programs' arguments and reads back the tokens."""
 
 import time
 from collections import deque
@@ -46,7 +46,7 @@ class Runner:
 
     @property
     def busy(self) -> bool:
-        """True if a step has been dispatched to the device whose tokens have not been read yet."""
+        """True while the tokens of a dispatched step have not been read yet."""
         return bool(self._in_flight)
 
     @property
@@ -56,7 +56,7 @@ class Runner:
 
     @property
     def most_steps(self) -> int:
-        """Number of decode steps to run as one program at most, given how long recent steps took."""
+        """Maximum number of decode steps to run as one program, given how long recent steps took."""
         return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
 
     def warm_up(self, shapes: Sequence[ChunkShape]) -> dict[ChunkShape | None, float]:
@@ -175,7 +175,7 @@ class Runner:
 
 
 class DraftRunner(Runner):
-    """Runs the steps planned by the scheduler with speculative decoding, whose tokens a draft model proposes.
+    """Runs the scheduler's planned steps with speculative decoding, in which a draft model proposes tokens.
 
     Args:
       programs, config: as of `Runner`.

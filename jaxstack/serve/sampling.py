@@ -1,4 +1,4 @@
-"""Sampling of next tokens with settings of each request's own, passed as arrays so that no change recompiles.
+"""Sampling of next tokens with per-request settings, passed as arrays so that new settings need no recompilation.
 
 Dims: R rows, V vocabulary.
 """

@@ -41,7 +41,7 @@ def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
 
 
 def shapes_beside(seconds: Mapping[ChunkShape | None, float], slowdown: float) -> tuple[ChunkShape, ...]:
-    """Select prompt-chunk shapes that slow down answers in progress by at most `slowdown`, or the fastest one.
+    """Select prompt-chunk shapes that lengthen a decode step by at most the factor `slowdown`; at least the fastest.
 
     Args:
       seconds: duration of a step with chunks of each shape, and under None of a step without chunks.
@@ -93,7 +93,7 @@ class Sequence:
         return len(self.tokens) - len(self.handle.request.prompt)
 
     def draft(self, count: int) -> tuple[int, ...]:
-        """Guess up to `count` next tokens by looking up the newest n-gram in the earlier text."""
+        """Guess up to `count` next tokens by finding the sequence's last n-gram earlier in its text."""
         if self._ngrams is None:
             self._ngrams = NGramDrafter(self.tokens)
         self._ngrams.extend(self.tokens[self._ngrams.count :])

@@ -193,7 +193,7 @@ class Programs:
         return repeated
 
     def compile_sampling(self, totals: Iterable[int]) -> None:
-        """Compile the sampling program for these batch sizes, with each way of sampling."""
+        """Compile the sampling program for these batch sizes in each sampling mode (greedy, free, limited)."""
         with jax.set_mesh(self.model.rules.mesh):
             for total in sorted(totals):
                 rows = self.describe([], total)[:, : Column.PAGES]
@@ -289,7 +289,7 @@ class Programs:
 
 
 def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Array, "*R V"]:
-    """Set the logits of ids from `size` on, which no token of the tokenizer has, to -inf; None: unchanged."""
+    """Set the logits of ids >= `size`, which the tokenizer does not use, to -inf; a `size` of None changes nothing."""
     return logits if size is None else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
 
 
@@ -307,7 +307,7 @@ def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
 
 
 def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "R columns"]:
-    """Return the row descriptions for one of several decode steps run as one program; finished rows have no token."""
+    """Return the row descriptions for one of several decode steps run as one program; finished rows get COUNT 0."""
     now = rows.at[:, Column.START].add(step).at[:, Column.INDEX].add(step)
     return now.at[:, Column.COUNT].set((step < rows[:, Column.COUNT]).astype(jnp.int32))
 
@@ -315,7 +315,7 @@ def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "
 def decode_rows(
     model: Transformer, rows: Int[Array, "R columns"], newest: Int[Array, "R C"], pages: Pages, together: int = 1
 ) -> tuple[Float[Array, "R V"], Pages]:
-    """Run the model on the newest tokens of each row; return the logits after the last token, and the new pages.
+    """Run the model on each row's newest tokens; return the logits after its last token, and the updated KV cache.
 
     Args:
       newest: the rows' COUNT tokens, at the end.
@@ -328,7 +328,7 @@ def decode_rows(
 
 
 def choose_mode(rows: Sequence[Row]) -> Mode:
-    """Return the cheapest way of sampling (greedy, free or limited) that supports these rows' settings."""
+    """Return the rows' cheapest sampling mode: greedy, free (temperature only) or limited (top-k, top-p, min-p)."""
     settings = [row.sequence.handle.request.sampling for row in rows]
     if all(s.temperature == 0 for s in settings):
         return "greedy"

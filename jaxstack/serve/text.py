@@ -49,7 +49,7 @@ class ChatFormatter:
 
 
 class TextAnswer:
-    """Decodes the answer to one request to text, as its tokens are generated.
+    """Decodes the answer to one request into text, as its tokens are generated.
 
     Args:
       handle: the request in the engine.

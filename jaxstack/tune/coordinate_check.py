@@ -87,7 +87,7 @@ def widen(model: ModelConfig, width: int) -> ModelConfig:
 
 
 def parametrize(config: RunConfig, width: int, parametrization: str) -> RunConfig:
-    """Return a run's configuration with the model at another width; with muP, the original is the base width.
+    """Return a run's configuration with its model at another width; for muP, the original width is the base width.
 
     Raises:
       ConfigError: the model or the optimizer has no rule for muP.
