@@ -105,7 +105,7 @@ def chunked_loss_sum(request: CrossEntropyRequest, capability: int | None, *, ex
 
 
 def chunk_token_counts(request: CrossEntropyRequest) -> list[int]:
-    """Return the sizes, in tokens, of the chunks into which a call's tokens are divided, each different size once."""
+    """Return the distinct sizes, in tokens, of the chunks into which a call's tokens are divided."""
     plan, (batch, pieces, _) = _plan(request, None)
     return [batch * pieces * size for _, size in plan.sizes]
 
