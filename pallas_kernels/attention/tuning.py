@@ -52,7 +52,7 @@ class Work:
         return f"{self.batch}, {self.length}, {self.heads}/{self.kv_heads}, {self.head_dim} {self.kind} bfloat16"
 
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return random inputs to measure with: q [B, T, N, H], k and v [B, T, K, H], normal, in bfloat16."""
+        """Return normally distributed bfloat16 inputs to measure with: q [B, T, N, H], k and v [B, T, K, H]."""
         keys = jax.random.split(jax.random.key(0), 3)
         heads = (self.heads, self.kv_heads, self.kv_heads)
         shapes = [(self.batch, self.length, n, self.head_dim) for n in heads]
