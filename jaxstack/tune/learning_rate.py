@@ -1,4 +1,4 @@
-"""The learning-rate finder: trains while the learning rate rises exponentially, and reads a good one off the losses."""
+"""The learning-rate finder: trains while the learning rate rises exponentially, and picks a rate from the losses."""
 
 import contextlib
 import dataclasses
@@ -90,14 +90,14 @@ class LearningRateResult:
 
     @property
     def suggestion(self) -> float:
-        """The suggested learning rate: geometric mean of `steepest` and `tenth_of_minimum`."""
+        """The suggested learning rate: geometric mean of the two candidates, `steepest` and `tenth_of_minimum`."""
         return math.sqrt(self.steepest * self.tenth_of_minimum)
 
 
 def find_learning_rate(
     config: RunConfig, rates: RateRange | None = None, *, report: Callable[[str], None] = print
 ) -> LearningRateResult:
-    """Suggest a learning rate: train a fresh model while the rate rises exponentially, and look at the losses.
+    """Train a fresh model while the learning rate rises exponentially, and suggest a rate from the losses.
 
     The warm-up and the schedule of the configuration are not used, its optimizer, batch and data are; checkpoints and
     metrics of the run are not touched. Writes `learning_rate.html` into the run directory.
@@ -128,7 +128,7 @@ def find_learning_rate(
 
 
 def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> LearningRateResult:
-    """Suggest learning rates from the losses at rising rates, up to the rate at which training diverges.
+    """Suggest learning rates from the losses of a run with rising rate; steps after it diverges are ignored.
 
     Args:
       rates: learning rate of each step, rising.
@@ -155,7 +155,7 @@ def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] |
 
 
 def average(losses: np.ndarray, decay: float = _DECAY) -> np.ndarray:
-    """Smooth losses by an exponential moving average with bias correction; NaN from the first NaN on."""
+    """Smooth losses by an exponential moving average with bias correction; NaN from the first NaN loss on."""
     mean, averages = 0.0, []
     for count, loss in enumerate(losses, start=1):
         mean = decay * mean + (1 - decay) * float(loss)
@@ -164,7 +164,7 @@ def average(losses: np.ndarray, decay: float = _DECAY) -> np.ndarray:
 
 
 def diverged_at(averages: np.ndarray) -> int:
-    """Return the number of steps before the averaged loss is not finite or far above its smallest value so far."""
+    """Return the number of steps before training diverges: the averaged loss is not finite or far above its minimum."""
     for index, value in enumerate(averages):
         if not math.isfinite(value) or (index and value > _DIVERGED * np.min(averages[:index])):
             return index

@@ -1,4 +1,4 @@
-"""A hyperparameter study stored by Optuna: which values trials try, how they end, and which are stopped early.
+"""A hyperparameter study stored by Optuna: proposes trials' values, records their results, and prunes bad trials.
 
 This is the only module that knows how Optuna represents a search space, constraints and failed trials.
 """
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class TrialRecord:
-    """What is known of a trial, for report and output: number, state, hyperparameter values and losses.
+    """Data of a trial for reports: its number, state, hyperparameter values and losses.
 
     Attributes:
       number: number of the trial, from 0.
@@ -155,7 +155,7 @@ class OptunaStudy:
         return not math.isfinite(loss) or trial.should_prune()
 
     def tell(self, number: int, outcome: Outcome) -> None:
-        """Record how a trial ended; trials that fail get the worst loss so far, so that the sampler avoids them."""
+        """Record how a trial ended; failed trials get the worst loss so far, so the sampler avoids their values."""
         trial = self._trial(number)
         fits = outcome.state != "memory"
         excess = outcome.memory_excess

@@ -43,7 +43,7 @@ class Range:
     whole: bool = False
 
     def samples(self) -> list[Any]:
-        """Return the ends of the range, which the run configuration must accept as values."""
+        """Return both ends of the range, to check that the run configuration accepts them as values."""
         return [self.low, self.high]
 
     def contains(self, value: object) -> bool:
@@ -61,7 +61,7 @@ class Choice:
     values: tuple[Any, ...]
 
     def samples(self) -> list[Any]:
-        """Return all values, which the run configuration must accept."""
+        """Return all values, to check that the run configuration accepts them."""
         return list(self.values)
 
     def contains(self, value: object) -> bool:
@@ -98,7 +98,7 @@ class SearchSpace:
         return _with_values(self.tree, values, self.origin)
 
     def base_values(self) -> dict[str, Any] | None:
-        """Return the base configuration's values of all hyperparameters; None if one is outside the space."""
+        """Return the base configuration's values of all hyperparameters; None if any is outside the search space."""
         base = config_from_tree(self.tree, self.origin)
         values = {key: _value_at(base, key) for key in self.dimensions}
         inside = all(dimension.contains(values[key]) for key, dimension in self.dimensions.items())

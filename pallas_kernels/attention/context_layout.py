@@ -20,7 +20,7 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 def chunks_per_device(layout: str) -> int:
-    """Return how many chunks of the sequence each device holds: two in the zigzag layout, one in the contiguous.
+    """Return how many chunks of the sequence each device holds: two in the zigzag layout, one in the contiguous one.
 
     Raises:
         ValueError: the layout is unknown.
@@ -61,18 +61,18 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> Int[np.
 
 
 def own_chunks(axis_name: str, layout: str) -> list[jax.Array]:
-    """Return which chunks of the sequence this device holds: traced indices, in the order of its shard."""
+    """Return the (traced) indices of the sequence's chunks that this device holds, in the order of its shard."""
     index, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
     return [index, 2 * devices - 1 - index][: chunks_per_device(layout)]
 
 
 def split(x: jax.Array, layout: str, dim: int = 1) -> list[jax.Array]:
-    """Split this device's shard of a sequence into the chunks that it consists of."""
+    """Split this device's shard of a sequence into its chunks: two in the zigzag layout, else one."""
     return jnp.split(x, chunks_per_device(layout), axis=dim)
 
 
 def permute(x: jax.Array, axis_name: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Send x from device to device along (source, destination) pairs; a device without a source gets zeros. Linear.
+    """Send x between devices by (source, destination) pairs, like `lax.ppermute`; devices without a source get zeros.
 
     On XLA's CPU backend a collective permute waits for devices that took another branch of a conditional, as pipeline
     stages do, and hangs or mixes up messages. There an all-gather replaces it, and each device selects its part.

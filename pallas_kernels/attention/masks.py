@@ -1,4 +1,4 @@
-"""Attention masks as hashable data: rules for which keys a query sees, as far as known while tracing.
+"""Attention masks as hashable data: which keys a query sees, as far as known while tracing (without segment ids).
 
 Query t has position t + S - T, the keys have 0..S-1: the last query is aligned with the last key.
 """

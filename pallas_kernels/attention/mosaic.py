@@ -47,7 +47,7 @@ def lower_priority_reason(request: AttentionRequest) -> str | None:
 
 
 def attend_deterministic(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
-    """Compute attention whose gradients are bitwise reproducible: dQ comes from a kernel of its own."""
+    """Compute attention whose gradients are bitwise reproducible: a separate kernel computes dQ."""
     return attend(request, dataclasses.replace(_tiling(request), fused_queries=0))
 
 
@@ -69,7 +69,7 @@ def gradients(request: AttentionRequest, *rows: jax.Array, tiling: Tiling | None
 
 
 def gradients_deterministic(request: AttentionRequest, *rows: jax.Array) -> tuple:
-    """Compute the same as `gradients`, bitwise reproducibly: dQ comes from a kernel of its own."""
+    """Compute the same as `gradients`, but bitwise reproducibly: a separate kernel computes dQ."""
     return gradients(request, *rows, tiling=dataclasses.replace(_tiling(request), fused_queries=0))
 
 

@@ -41,7 +41,7 @@ Weighed = tuple[jax.Array, jax.Array | None]
 
 
 class Residuals(NamedTuple):
-    """Inputs of the attention backward kernels, from the forward and the output's gradient, padded to whole blocks.
+    """Inputs of the attention backward kernels (q, k, v, dO, log-sum-exp, delta), padded to whole blocks.
 
     Attributes:
         q: [B, T, N, H].
@@ -107,7 +107,7 @@ class _QueryBuffers(NamedTuple):
 def query_gradient(
     config: KernelConfig, residuals: Residuals, schedule: tuple[jax.Array, ...], segments: Segments | None
 ) -> Float[Array, "B T N H"]:
-    """Compute the gradient dQ [B, T, N, H] of attention in a kernel of its own.
+    """Compute only the gradient dQ [B, T, N, H] of attention, in a separate kernel.
 
     `schedule` lists the key blocks of each query block (`tiles.key_schedule`).
     """
@@ -272,7 +272,7 @@ def key_value_gradient(
     wanted: tuple[str, ...] = ("d_k", "d_v"),
     d_q: jax.Ref | None = None,
 ) -> tuple[Float[Array, "B S K H"], ...]:
-    """Compute the gradients dK and dV of attention, or one of them; if `d_q` is given, also add dQ to it.
+    """Compute the gradients dK and dV of attention, or one of them; if `d_q` is given, also accumulate dQ into it.
 
     Args:
         config: Static description of the kernel.
@@ -328,7 +328,7 @@ def key_value_gradient(
 
 
 def copies_of_query_gradient(config: KernelConfig) -> int:
-    """Return how many float32 buffers the kernel for all gradients adds dQ to; the caller sums them.
+    """Return into how many float32 buffers the fused backward kernel accumulates dQ; the caller sums them.
 
     Interpret mode cannot add to global memory: there each block of keys stores to an array of its own.
     """

@@ -1,4 +1,4 @@
-"""Compile-time configuration of the Hopper attention kernels, and iteration over the tiles that a block visits."""
+"""Compile-time configuration of the Hopper attention kernels, and their loop over the visible tiles of a block."""
 
 import functools
 from collections.abc import Callable
@@ -107,7 +107,7 @@ class Visits(NamedTuple):
     tile: Callable[[Index], Index]
 
     def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
-        """Loop over the tiles from the `start`-th on with state = step(masked, count, state); return the last state."""
+        """Loop over the tiles from `start` on with state = step(needs_mask, index, state); return the last state."""
         whole, end_whole = jnp.maximum(self.whole, start), jnp.maximum(self.end_whole, start)
         state = lax.fori_loop(start, whole, functools.partial(step, True), state)
         state = lax.fori_loop(whole, end_whole, functools.partial(step, False), state)
@@ -115,7 +115,7 @@ class Visits(NamedTuple):
 
 
 def read_visits(schedule: tuple[Ref, ...], batch: Index, block: Index, descending: bool = False) -> Visits:
-    """Read which tiles a block of queries or keys visits from the precomputed lists in global memory.
+    """Read from precomputed lists in global memory which tiles a block of queries or keys visits.
 
     Args:
         schedule: `tiles.key_schedule` or `tiles.query_schedule`, in global memory.

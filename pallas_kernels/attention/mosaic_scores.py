@@ -1,4 +1,4 @@
-"""Scores of attention inside the Hopper kernels: scaled for powers of two, soft-capped and masked.
+"""Scores of attention inside the Hopper kernels: scaled for a softmax with exp2, soft-capped and masked.
 
 The kernels work in powers of two: exp(x) is exp2(x * log2(e)), and that factor is folded into the scale.
 """
@@ -17,7 +17,7 @@ LOG2E = math.log2(math.e)
 
 
 def base2_factor(config: KernelConfig) -> float:
-    """Return the factor by which products q.k (or their tanh, with a soft cap) become exponents of 2 in the softmax."""
+    """Return the factor that turns products q.k (their tanh, with a soft cap) into the softmax's arguments of exp2."""
     cap = config.options.soft_cap
     return (config.options.scale if cap is None else cap) * LOG2E
 
@@ -30,7 +30,7 @@ def cap(config: KernelConfig, products: jax.Array) -> jax.Array:
 
 
 def late_factor(config: KernelConfig) -> float:
-    """Return the factor of the scores that is applied after the row maximum is taken; 1 if it were not positive.
+    """Return the factor applied to scores after taking the row maximum: `base2_factor`, or 1 if that is not positive.
 
     A negative or zero one is applied to the scores at once, as it does not commute with the maximum of a row.
     """
@@ -38,7 +38,7 @@ def late_factor(config: KernelConfig) -> float:
 
 
 def fill(config: KernelConfig) -> float:
-    """Return the large negative value that replaces masked scores: times the factor of the scores, about -1e30.
+    """Return the large negative value that replaces masked scores: multiplied by `late_factor` it is about -1e30.
 
     It is a power of two, so that the product is exact: rows that see nothing of a tile subtract it from itself.
     """
@@ -46,7 +46,7 @@ def fill(config: KernelConfig) -> float:
 
 
 def empty_row_threshold(config: KernelConfig) -> float:
-    """Return the row maximum (in base 2) below which a query is taken to have no visible key."""
+    """Return the threshold (in base 2) for a row's maximum score, below which the query has no visible key."""
     return 0.5 * fill(config) * late_factor(config)
 
 

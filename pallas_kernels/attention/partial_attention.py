@@ -53,7 +53,7 @@ def attend_part(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair)
 
 
 def part_gradients(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair, rows: QKV) -> QKV:
-    """Compute dQ, dK and dV of attention to one part of the keys, given row statistics over all keys.
+    """Compute dQ, dK and dV of attention to one part of the keys, given the log-sum-exp and delta over all keys.
 
     `rows` are d_out [B, T, N, H], and lse and delta [B, N, T] over all keys.
     """

@@ -11,7 +11,7 @@ BlockPattern = Bool[np.ndarray, "blocks blocks"]
 
 
 def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> BlockPattern:
-    """Return the strided pattern: nearest blocks and every `stride`-th block (Child et al., arXiv:1904.10509).
+    """Return the strided pattern: the nearest and every `stride`-th key block (Child et al., arXiv:1904.10509).
 
     Without `causal` the pattern extends to both sides.
     """
@@ -20,7 +20,7 @@ def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> Blo
 
 
 def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> BlockPattern:
-    """Return the fixed pattern: own stripe and the end of every stripe (Child et al., arXiv:1904.10509).
+    """Return the fixed pattern: a query's own stripe and the end of every stripe (Child et al., arXiv:1904.10509).
 
     A query sees all blocks of its own stripe of `stride` blocks, and the last `summary` blocks of every stripe.
     """

@@ -17,7 +17,7 @@ def name_outputs(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def save_attention(primitive: Primitive, *args: Any, **parameters: Any) -> bool:
-    """Decide, as a policy of `jax.checkpoint`, to save what attention's backward needs, whichever backend runs.
+    """Return True, as a `jax.checkpoint` policy, for values that attention's backward needs, whichever backend runs.
 
     Our own backends name their output and log-sum-exp. cuDNN's log-sum-exp has no name: it is the second output of
     jax's primitive, which is recognised by the primitive's name.

@@ -1,4 +1,4 @@
-"""Checked arguments of an attention call, from which every backend says whether it supports the call.
+"""Checked arguments of an attention call, by which backends decide whether they support it.
 
 Dims: B batch, T query length, S key length, N query heads, K key and value heads, H head dim.
 """
@@ -33,7 +33,7 @@ class Segments(NamedTuple):
     key: jax.Array  # [B, S]
 
     def global_tokens(self, mask: Mask) -> tuple[Bool[Array, "B T"], Bool[Array, "B S"]] | None:
-        """Return which tokens are global, the first ones of each document: booleans [B, T] of queries, [B, S] of keys.
+        """Return which tokens are global (the first ones of each document): bool [B, T] for queries, [B, S] for keys.
 
         These are the first `mask.global_tokens` tokens of each document. None if the mask has no global tokens.
         """
@@ -138,7 +138,7 @@ def make_request(
 
 
 def check_window(window: int) -> int:
-    """Check that an attention window is an integer from 1 on, known while tracing; return it as a Python integer.
+    """Check that an attention window is a positive integer known while tracing; return it as a Python integer.
 
     Raises:
         ValueError: it is not an integer known while tracing, or is below 1.

@@ -61,7 +61,7 @@ def row_delta(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
 
 
 def needs_delta_correction(dtype: jnp.dtype) -> bool:
-    """Return True if the backward must correct rounding errors of the softmax gradient's row sums.
+    """Return True if the backward must correct rounding errors of delta, the row sums in the softmax gradient.
 
     That is so for float32 and float64 inputs.
 
@@ -113,7 +113,7 @@ class SoftmaxState(NamedTuple):
 
 
 def absorb(state: SoftmaxState, scores: jax.Array, v: jax.Array) -> SoftmaxState:
-    """Update the online softmax by further keys: masked `scores` [B, K, G, T, S] and values v [B, S, K, H]."""
+    """Update the online softmax with further keys: their masked scores [B, K, G, T, S] and values v [B, S, K, H]."""
     maximum = jnp.maximum(state.maximum, scores.max(axis=-1))
     shift = finite_or_zero(maximum)
     weights = jnp.exp(scores - shift[..., None])

@@ -50,9 +50,9 @@ def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Arr
 
 
 def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
-    """Return the contiguous range of query blocks that see each key block, int32 [B or 1, key blocks, 4].
+    """Return the contiguous range of query blocks that see each key block, for causal masks and sliding windows.
 
-    The four numbers are as in `key_ranges`.
+    The result is int32 [B or 1, key blocks, 4], whose four numbers are as in `key_ranges`.
     """
     some, every = visible_tiles(mask, blocks, segments)
     return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2))
@@ -105,7 +105,7 @@ def possible_tiles(mask: Mask, blocks: Blocks, segmented: bool) -> np.ndarray:
 
 
 def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[Visible, Visible]:
-    """Return which tiles have some and which only visible pairs, each bool [B or 1, query blocks, key blocks].
+    """Return which tiles are at least partly and which are fully visible, each bool [B or 1, query blocks, key blocks].
 
     Exact without segments (numpy). With them (jax) a tile may be called cut that is whole or hides everything.
     """

@@ -49,7 +49,7 @@ class Row:
 
     @property
     def key(self) -> tuple:
-        """What identifies the row: in a merge a new row replaces an old one with the same key."""
+        """Key that identifies the row: when tables are merged, a new row replaces an old row with the same key."""
         return self.device, self.kernel, self.head_dim, self.mask or "", self.length or 0
 
 
@@ -62,7 +62,7 @@ def user_table_path() -> Path:
 
 
 def read_tables(known: Known) -> tuple[tuple[Row, ...], ...]:
-    """Read the user's and the shipped table of tuned block sizes, each file again only when it has changed.
+    """Return the user's and the shipped table of tuned block sizes; files are read again only after they change.
 
     Rows of kernels or blocks that this version does not have are skipped: a table may be older or newer.
 

@@ -91,7 +91,7 @@ def shared_memory_kib(capability: tuple[int, int]) -> int:
 
 
 def tiling_for(head_dim: int, capability: tuple[int, int]) -> Tiling:
-    """Return tile sizes for a head dim of at most 256 that fit into the shared memory of GPUs of a capability."""
+    """Return tile sizes for a head dim of at most 256 that fit into the shared memory at a compute capability."""
     return _TILINGS[shared_memory_kib(capability)][_width(head_dim)]
 
 
@@ -203,12 +203,12 @@ class AttentionKernelPlan:
 
     @property
     def query_load_bound(self) -> int | None:
-        """Number of queries, if the last block extends past it and loads must be masked; None if blocks fit exactly."""
+        """Number of queries if loads must be masked because the last block is partial; None if all blocks are whole."""
         return self.length if self.length % self.query_block else None
 
     @property
     def key_load_bound(self) -> int | None:
-        """Number of keys, if the last block extends past it and loads must be masked; None if blocks fit exactly."""
+        """Number of keys if loads must be masked because the last block is partial; None if all blocks are whole."""
         return self.key_length if self.key_length % self.key_block else None
 
     @property

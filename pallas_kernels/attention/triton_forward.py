@@ -39,7 +39,7 @@ def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, len
 
 @triton.jit
 def load_block_range(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
-    """Load which blocks a block visits: (first, first unmasked, end of the unmasked, end)."""
+    """Load the range of blocks that a block visits: (first, first that needs no mask, end of those, end)."""
     row = block
     if plan.packed:
         row += batch * blocks
@@ -49,7 +49,7 @@ def load_block_range(ranges, batch, block, blocks: tl.constexpr, plan: tl.conste
 
 @triton.jit
 def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
-    """Return the index of the `number`-th block to visit, among those that need a mask or among the others."""
+    """Return the index of the `number`-th block that needs a mask (if `masked`) or that needs none (otherwise)."""
     if masked:
         tile = first + number
         tile += tl.where(tile >= first_whole, end_whole - first_whole, 0)
@@ -60,7 +60,7 @@ def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
 
 @triton.jit
 def score(products, plan: tl.constexpr):
-    """Return the attention scores of the products q.k, except for the last factor, `plan.output_scale`.
+    """Return the attention scores from the products q.k, before multiplication by the last factor, `plan.output_scale`.
 
     With a soft cap it is the tanh instead, computed from exp2(products * plan.input_scale).
     """

@@ -52,7 +52,7 @@ class Work:
         return f"{self.batch}, {self.length}, {self.heads}/{self.kv_heads}, {self.head_dim} {self.kind} bfloat16"
 
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return random inputs to measure with: q [B, T, N, H], k and v [B, T, K, H], normal, in bfloat16."""
+        """Return normally distributed bfloat16 inputs to measure with: q [B, T, N, H], k and v [B, T, K, H]."""
         keys = jax.random.split(jax.random.key(0), 3)
         heads = (self.heads, self.kv_heads, self.kv_heads)
         shapes = [(self.batch, self.length, n, self.head_dim) for n in heads]
@@ -88,7 +88,7 @@ class Work:
 
 
 def candidates(kernel: str, start: Tiling) -> list[Tiling]:
-    """Return the block sizes to try for one kernel: `start`, then all others, those with the fewest changes first."""
+    """Return the block sizes to try for one kernel: `start`, then all others, those that differ least from it first."""
     values = kernels()[kernel]
     start = dataclasses.replace(start, **RUNS_WITH.get(kernel, {}))
     found = [start]
@@ -122,7 +122,7 @@ def kernels_in_tuning_order() -> list[str]:
 
 
 class Limit:
-    """Time budget of a tuning run: each of its `parts` parts in turn gets an equal share of what is left."""
+    """Time budget of a tuning run of `parts` parts: as each part starts, it gets an equal share of the time left."""
 
     def __init__(self, minutes: float | None, parts: int):
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -145,7 +145,7 @@ def tune(
     save: Callable[[str, dict[str, int | bool], str], None],
     report: Callable[[str], None] = print,
 ) -> int:
-    """Find the fastest block sizes of one kernel after the other, each given the best so far for those before.
+    """Find the fastest block sizes of each kernel in turn, keeping the best ones found for the kernels before it.
 
     Return how many of the kernels ran.
 

@@ -177,7 +177,7 @@ class _Backward(NamedTuple):
         return cls(options, tiling, grouped, k, v, segments, d_grouped, lse, delta)
 
     def corrected(self, d_lse: jax.Array) -> "_Backward":
-        """Return the same inputs with rounding errors of delta corrected, in one more pass over all tiles.
+        """Return these inputs with delta's rounding errors corrected, which takes one more pass over all tiles.
 
         `self.delta` must not contain d_lse yet; the result does.
         """
@@ -195,7 +195,7 @@ class _Backward(NamedTuple):
         return shifted._replace(total=total, delta=products / total - d_lse.reshape(self.lse.shape))
 
     def softmax_weights(self, tile: "_Tile") -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return a tile's softmax weights, their gradient (minus the shift, if there is one), and its scores.
+        """Return a tile's softmax weights, their gradient (minus `self.shift`, if set), and its scores.
 
         All are [B, K, G, rows, keys].
         """

@@ -1,4 +1,4 @@
-"""Gradients of the collective matmuls: the backward of the one with an all-gather is the one with a reduce-scatter."""
+"""Gradients of collective matmuls: the backward of all-gather + matmul is matmul + reduce-scatter, and vice versa."""
 
 import functools
 from typing import TypeVar

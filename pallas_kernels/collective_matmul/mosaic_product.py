@@ -48,11 +48,11 @@ class CollectiveProduct(TiledProduct):
         return {self.axis_name: place}
 
     def claim_scratch(self) -> scheduler.ClaimedTiles | None:
-        """Return the types of the shared memory for tiles claimed at run time; None on one device: it claims none."""
+        """Return the shared-memory types for claiming tiles at run time; None on one device, where none are claimed."""
         return scheduler.claim_scratch(self.tiling.stages) if self.devices > 1 else None
 
     def claim_counters(self) -> tuple[Ref, Ref] | tuple[None, None]:
-        """Return this device's global counters of claimed tiles and of sent blocks; None on one device."""
+        """Return this device's global counters of claimed tiles and of sent blocks; (None, None) on one device."""
         if self.devices == 1:
             return None, None
         counters = pl.get_global(plgpu.SemaphoreType.REGULAR((2,)))

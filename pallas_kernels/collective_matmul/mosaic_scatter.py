@@ -41,7 +41,7 @@ class _Arrays(NamedTuple):
 def multiply_scatter(
     product: CollectiveProduct, xs: tuple[Array, ...], weights: tuple[Array, ...]
 ) -> Float[Array, "rows columns"]:
-    """Sum x @ w over the devices and over the pairs (x, w), and scatter the rows of the sum: [rows, columns] each.
+    """Sum x @ w over all pairs (x, w) and all devices, and return this device's rows of the sum, [rows, columns].
 
     Partial sums travel in the dtype of x and are added in float32.
 

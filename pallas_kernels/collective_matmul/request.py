@@ -13,7 +13,7 @@ from pallas_kernels.target import Target, current_target
 
 
 class Multiplier(Protocol):
-    """Interface of a backend of collective matmuls: one with an all-gather, one with a reduce-scatter.
+    """Interface of a collective-matmul backend: all-gather then matmul, and matmul then reduce-scatter.
 
     The backward of each uses the other. It is hashable, for use as a static argument.
     """
@@ -34,7 +34,7 @@ class Multiplier(Protocol):
     def multiply_scatter(
         self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> jax.Array:
-        """Return this device's rows [T/n, columns] of x @ w, summed over all devices and over the pairs (x, w).
+        """Return this device's rows [T/n, columns] of the sum of x @ w over all devices and all pairs (x, w).
 
         Args:
             xs: Each [T, depth].

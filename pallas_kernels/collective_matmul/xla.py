@@ -12,7 +12,7 @@ from pallas_kernels.collective_matmul.request import CollectiveRequest
 
 @dataclass(frozen=True)
 class SequentialMultiplier:
-    """Collective matmuls without overlap: first communicate, then multiply, or the other way round."""
+    """Collective matmuls without overlap: all-gather and then multiply, or multiply and then reduce-scatter."""
 
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool

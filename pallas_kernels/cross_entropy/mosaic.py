@@ -1,4 +1,4 @@
-"""Backend for Hopper GPUs: head and loss in chunks of tokens, with exponentials computed instead of logits.
+"""Backend for Hopper GPUs: head and loss in chunks of tokens; its matmul stores exponentials of logits, not logits.
 
 The product and the pass over the logits are one kernel. If the exponentials overflow (`mosaic_chunk`), everything is
 computed once more from logits.

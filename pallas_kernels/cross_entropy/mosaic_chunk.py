@@ -65,7 +65,7 @@ def loss_and_gradient(
     labels: Int[Array, "*tokens"],
     d_losses: Float[Array, "*tokens"],
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens V"], Float[Array, "*tokens"]]:
-    """Compute each token's loss and the gradient of its logits, as an array [..., V] times a factor per token.
+    """Compute each token's loss, and its logits' gradient in two factors: an array [..., V] and a scalar per token.
 
     Args:
         options: Options of the loss.

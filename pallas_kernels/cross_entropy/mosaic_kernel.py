@@ -66,7 +66,7 @@ def exponentials(
     labels: Int[Array, " R"],
     shift: Float[Array, " R"],
 ) -> Exponentials:
-    """Compute exp(hidden @ weight - shift), its row sums within each tile, and each token's logit of its label.
+    """Compute exp(hidden @ weight - shift), its row sums within each tile, and the logit of each token's label.
 
     Args:
         product: Static description of the product, [R, D] times [D, V].

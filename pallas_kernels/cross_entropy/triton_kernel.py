@@ -1,4 +1,4 @@
-"""Triton kernel that turns a row of logits into its gradient in place: the second read is from the cache."""
+"""Triton kernel that turns a row of logits into its gradient in place, in two passes: the second reads from cache."""
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false

@@ -10,7 +10,7 @@ import jax
 
 
 def axis_size(axis_name: str | None) -> int:
-    """Return over how many devices the vocabulary is sharded: those along the mesh axis, or 1 without an axis.
+    """Return how many devices the vocabulary is sharded over: the size of the mesh axis, or 1 if there is none.
 
     Raises:
         ValueError: no surrounding shard_map has this axis.
@@ -28,7 +28,7 @@ def axis_size(axis_name: str | None) -> int:
 
 
 def first_vocabulary_id(axis_name: str | None, vocabulary: int) -> int | jax.Array:
-    """Return the id of the first entry in this device's shard of the vocabulary, `vocabulary` entries long."""
+    """Return the id of the first entry in this device's vocabulary shard; each shard has `vocabulary` entries."""
     return 0 if axis_name is None else jax.lax.axis_index(axis_name) * vocabulary
 
 
@@ -38,7 +38,7 @@ def mask_to_first_device(axis_name: str | None, x: jax.Array) -> jax.Array:
 
 
 def match_varying_axes(axis_name: str | None, *arrays: jax.Array | None) -> list[Any]:
-    """Mark arrays as varying over the same mesh axes, in the types by which `jax.shard_map` checks replication.
+    """Mark arrays as varying over the same mesh axes (`jax.lax.pcast`), for the replication check of `jax.shard_map`.
 
     With `check_vma` JAX then sums a gradient over the axes along which its array is replicated, and a loop's carry
     keeps its type. Without `check_vma`, and outside of shard_map, the arrays are returned as they are.

@@ -80,13 +80,13 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
-    """Compute each token's loss [...] in float32, or this device's share of it with a sharded vocabulary."""
+    """Compute each token's loss [...] in float32; with a sharded vocabulary, the part that this device adds to it."""
     plan, hidden, labels, _ = _cut(request)
     return _differentiable_losses(plan, hidden, request.weight, labels).reshape(request.labels.shape)
 
 
 def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
-    """Compute the sum of the tokens' losses in float32, or this device's share of it with a sharded vocabulary."""
+    """Compute the sum of the tokens' losses in float32; with a sharded vocabulary, this device's part of the sum."""
     return chunked_loss_sum(request, None)
 
 
@@ -105,7 +105,7 @@ def chunked_loss_sum(request: CrossEntropyRequest, capability: int | None, *, ex
 
 
 def chunk_token_counts(request: CrossEntropyRequest) -> list[int]:
-    """Return the sizes, in tokens, of the chunks into which a call's tokens are divided, each different size once."""
+    """Return the distinct sizes, in tokens, of the chunks into which a call's tokens are divided."""
     plan, (batch, pieces, _) = _plan(request, None)
     return [batch * pieces * size for _, size in plan.sizes]
 

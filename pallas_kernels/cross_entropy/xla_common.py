@@ -123,7 +123,7 @@ def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: in
 
 
 def loss_shares(lse: jax.Array, chosen: jax.Array, labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
-    """Compute each token's loss [...] from its log-sum-exp and label's logit; a share with a sharded vocabulary.
+    """Compute each token's loss [...], or this device's share of it, from the log-sum-exp and the label's logit.
 
     It is nan if a label is out of range and not `ignore_index`.
     """

@@ -66,7 +66,7 @@ class NormalisedInput:
         return self.carrier.shape
 
     def reshape(self, *shape: int) -> "NormalisedInput":
-        """Return the input with its leading dims, all but the normalised one, reshaped."""
+        """Return the input with its leading dims reshaped; the last, normalised one must stay."""
         return dataclasses.replace(self, carrier=self.carrier.reshape(*shape), x=self.x.reshape(*shape))
 
 

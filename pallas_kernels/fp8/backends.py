@@ -43,7 +43,7 @@ class Fp8Request:
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
-        """Sizes (rows, contracted, outputs) of each matmul, with several dims merged into one."""
+        """Sizes (rows, contracted, outputs) of each matmul, each a product of dims if there are several."""
         contracted = self.options.contracted
         rows = math.prod(self.x.shape[: self.x.ndim - contracted])
         return [(rows, math.prod(w.shape[:contracted]), math.prod(w.shape[contracted:])) for w in self.weights]

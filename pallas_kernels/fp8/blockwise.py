@@ -63,7 +63,7 @@ def quantize_rows(x: jax.Array) -> Quantized:
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Quantize each x [M, K] that `source` computes, and its transpose, by rows to E4M3: a scale per 128 values."""
+    """Quantize to E4M3 each x [M, K] that `source` computes, and x.T, with one scale per 128 values of a row."""
     return [(quantize_rows(x), quantize_rows(x.T)) for x in source.compute(*arrays)]
 
 
@@ -81,7 +81,7 @@ def quantize_weight(weight: jax.Array) -> Quantized:
 
 
 def quantize_weight_both(weight: jax.Array) -> tuple[Quantized, jax.Array]:
-    """Quantize a weight [K, N] with a scale per 128 x 128 values; also return its FP8 values transposed."""
+    """Quantize a weight [K, N] to E4M3 with one scale per 128 x 128 values; also return the transposed FP8 values."""
     found = quantize_weight(weight)
     return found, found.values.T
 

@@ -23,7 +23,7 @@ Tree = TypeVar("Tree")
 
 
 class Quantized(NamedTuple):
-    """An array in FP8: it represents values * inverse_scale.
+    """A quantized array: FP8 `values` and `inverse_scale`, whose product approximates the original.
 
     `inverse_scale` is float32, [] or one value per element of some grid.
     """
@@ -38,7 +38,7 @@ def largest(dtype: jax.typing.DTypeLike) -> float:
 
 
 def power_of_two_scale(amax: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return the largest power of two that scales `amax` into the format's range, float32; 1 if amax is 0."""
+    """Return the largest power-of-two scale, in float32, that keeps `amax` in the format's range; 1 if amax is 0."""
     ratio = jnp.minimum(largest(dtype) / amax.astype(jnp.float32), _LARGEST_SCALE)
     bits = lax.bitcast_convert_type(ratio, jnp.int32) & 0x7F800000
     return jnp.where(amax > 0, lax.bitcast_convert_type(bits, jnp.float32), 1.0)
@@ -52,7 +52,7 @@ def saturating_cast(x: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike)
 
 
 def absolute_maximum(x: jax.Array) -> jax.Array:
-    """Return max |x|, [] in float32."""
+    """Return max |x| as a float32 scalar."""
     return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 
@@ -63,7 +63,7 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, amax: jax.Array | None =
 
 
 def name_for_remat(x: Quantized) -> Quantized:
-    """Name a quantized x "fp8_input" for `jax.checkpoint` policies, which then save it in place of its source.
+    """Name a quantized x "fp8_input", so that `jax.checkpoint` policies can save it instead of the unquantized x.
 
     On a CPU the arrays are bytes (see `as_bytes`).
     """
@@ -87,7 +87,7 @@ def from_bytes(tree: Tree) -> Tree:
 
 
 def dequantize(x: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Dequantize an FP8 array with one scale to `dtype`; exact in bfloat16 and float32.
+    """Dequantize an FP8 array with one power-of-two scale to `dtype`; exact in bfloat16 and float32.
 
     XLA recognises an FP8 matmul by this form in front of a matmul.
     """

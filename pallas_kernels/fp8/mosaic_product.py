@@ -58,7 +58,7 @@ class ScaledProduct:
 
     @property
     def steps(self) -> int:
-        """Number of steps, 128 values each, in which a program sums over the contracted dim."""
+        """Number of steps of 128 values in a program's loop over the contracted dim."""
         return self.width // BLOCK
 
     @property
@@ -73,7 +73,7 @@ class ScaledProduct:
 
     @property
     def order(self) -> TileOrder:
-        """Order in which the tiles of the result are computed."""
+        """Order in which programs compute the tiles of the result."""
         rows, columns = self.rows // (self.parts * ROWS), self.columns // BLOCK
         return TileOrder(rows, columns, _TILE_ROWS_TOGETHER, min(self.programs, rows * columns))
 
