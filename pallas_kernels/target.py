@@ -1,4 +1,4 @@
-"""The device that a function is lowered for (its target), by which operations choose their backends.
+"""The device that a function is lowered for (its target), which determines the backends of operations.
 
 The default is jax's default backend. Code that compiles ahead of time for another device declares it:
 
@@ -88,7 +88,7 @@ def automatic_axes() -> dict[str, int]:
 
 
 def multiprocessors() -> int:
-    """Return the number of multiprocessors of this machine's first GPU, or that of an H100 or H200 if it has none."""
+    """Return the number of multiprocessors of this machine's first GPU if it is the target, else 132 (an H100's)."""
     declared = _declared_target.value
     if declared is None and jax.default_backend() == "gpu":
         return int(getattr(jax.local_devices()[0], "core_count", _HOPPER_MULTIPROCESSORS))

@@ -1,4 +1,4 @@
-"""`Fp8Options`: the static (non-array) arguments of an FP8 call, the same for all recipes."""
+"""`Fp8Options`: static (non-array) arguments that FP8 matmuls take with every scaling recipe."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ class Fp8Options:
 
     @property
     def no_norm_input_gradients(self) -> tuple[None, ...]:
-        """Cotangents of the inputs of an RMSNorm fused with the matmul (see `epsilon`); () without such a norm.
+        """Placeholder gradients (None) for the inputs of an RMSNorm fused with the matmul; () without such a norm.
 
         Each is None, because the gradient goes to the norm's output.
         """

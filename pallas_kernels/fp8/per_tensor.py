@@ -1,4 +1,4 @@
-"""FP8 matmuls with one scale per tensor, from this step (current) or from the last ones (delayed).
+"""FP8 matmuls with one scale per tensor, set by its largest magnitude now (current) or in past steps (delayed).
 
 A matmul is written as quantize, dequantize, multiply: on a Hopper GPU XLA compiles that to one cuBLASLt FP8 matmul;
 elsewhere the same program computes with the same quantized numbers. FP8 matmuls need the contracted dim contiguous in
@@ -44,7 +44,7 @@ States = tuple[jax.Array | None, ...]
 
 
 class WeightResiduals(NamedTuple):
-    """Residuals of one weight: what a matmul's forward pass saves for the backward pass."""
+    """What the forward pass of a matmul saves about one weight for the backward pass."""
 
     weight: Quantized
     state: jax.Array | None

@@ -1,4 +1,4 @@
-"""Sources of FP8 operands: a given array, or one computed from others while it is quantized and never stored."""
+"""Sources of FP8 operands: an array, or a result such as SwiGLU's that is quantized as it is computed."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ NormInputs = tuple[jax.Array, ...]
 
 
 class Source(NamedTuple):
-    """A function that computes operands to quantize, such as SwiGLU, and the kernels that fuse both in one pass."""
+    """A function that computes operands, such as SwiGLU, and names of kernels that also quantize them in one pass."""
 
     compute: Callable[..., tuple[jax.Array, ...]]
     """Compute the operands."""
@@ -48,7 +48,7 @@ NORM = Source(
 
 
 def input_source(epsilon: float | None, x: jax.Array, norm_inputs: NormInputs) -> tuple[Source, tuple[jax.Array, ...]]:
-    """Return how a matmul's input is computed, and from which arrays: x itself, or with an epsilon an RMSNorm."""
+    """Return the `Source` of a matmul's input, and its arrays: x itself, or the RMSNorm of `norm_inputs`, if any."""
     if epsilon is None:
         return IDENTITY, (x,)
     x, gain = norm_inputs

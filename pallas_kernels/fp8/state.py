@@ -1,4 +1,4 @@
-"""The state of delayed scaling: the largest magnitudes of the last steps (Micikevicius et al., arXiv:2209.05433).
+"""State of delayed FP8 scaling: recent maxima of input, weight and gradient (Micikevicius et al., arXiv:2209.05433).
 
 The state is a differentiable argument whose gradient is defined as this step's amax, in the newest place, followed by
 zeros. It thereby leaves `jax.grad` through scans, rematerialisation and accumulation. Combine the gradients of several
@@ -18,7 +18,7 @@ _FIRST_AMAX = (16.0, 1.0, 1.0)
 
 
 def empty_fp8_state(history: int = 16) -> Float32[Array, "3 {history}"]:
-    """Return a new state of delayed scaling, float32 [3, history]: the magnitudes of the last steps, all 0.
+    """Return the initial state of delayed scaling: zeros, float32 [3, history], for the maxima of the last steps.
 
     Rows are as in `ROLES`; the newest step is first, and 0 stands for a step that is not seen yet.
 
@@ -36,7 +36,7 @@ def empty_fp8_state(history: int = 16) -> Float32[Array, "3 {history}"]:
 def updated_fp8_state(
     state: Float32[Array, "*layers 3 history"], gradient: Float32[Array, "*layers 3 history"]
 ) -> Float32[Array, "*layers 3 history"]:
-    """Return the state of delayed scaling after a step, with the newest maxima in front (0 if not finite).
+    """Return the next delayed-scaling state: this step's maxima (0 if not finite) in column 0, older ones shifted.
 
     Its shape is [..., 3, history].
 
@@ -63,7 +63,7 @@ class AmaxHistory(NamedTuple):
 
     @property
     def amax(self) -> jax.Array:
-        """Largest magnitude in the history [], which determines the scale."""
+        """Largest magnitude in the history (a scalar array), or the default if it is empty; it determines the scale."""
         largest = jnp.max(self.state[self.role])
         return jnp.where(largest > 0, largest, self.default_amax)
 
@@ -71,5 +71,5 @@ class AmaxHistory(NamedTuple):
 def state_gradient(
     state: Float32[Array, "3 history"], maxima: Sequence[Float[Array, "..."]]
 ) -> Float32[Array, "3 history"]:
-    """Return the gradient of a delayed-scaling state: this step's largest magnitudes in column 0, zeros elsewhere."""
+    """Return a delayed-scaling state's gradient, defined as this step's maxima in column 0 and zeros elsewhere."""
     return jnp.zeros_like(state).at[:, 0].set(jnp.stack([x.max() for x in maxima]))

@@ -73,7 +73,7 @@ class QuantizePlan:
 
     @property
     def programs(self) -> int:
-        """Number of tiles, each of which is one program."""
+        """Number of Triton programs, one for each tile of the array."""
         return self.rows // BLOCK * self.column_tiles
 
     @property
@@ -116,7 +116,7 @@ class QuantizedWithTranspose(NamedTuple):
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Quantize each array that `source` computes, and its transpose, blockwise; by one kernel if it applies."""
+    """Quantize each result of `source`, and its transpose, with a scale per 128 values; by one kernel if possible."""
     if not kernel_applies(arrays[0]):
         return blockwise.quantize_both(source, arrays)
     rows, columns = shape = arrays[0].shape
@@ -134,7 +134,7 @@ def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Qua
 
 
 def quantize_weight(weight: jax.Array) -> tuple[Quantized, jax.Array]:
-    """Quantize a weight with a scale per 128 x 128 values, and transpose it; by one kernel if it applies."""
+    """Quantize a weight with a scale per 128 x 128 values, and transpose the result; by one kernel if possible."""
     if not kernel_applies(weight):
         return blockwise.quantize_weight_both(weight)
     rows, columns = weight.shape
@@ -217,7 +217,7 @@ def _both(
 
 
 def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
-    """Return the gradient of a delayed-scaling state from the step's magnitudes, by one kernel if possible.
+    """Return the gradient of a delayed-scaling state (this step's maxima, then zeros), by one kernel if possible.
 
     The magnitudes are one-dimensional arrays. XLA needs several kernels.
     """

@@ -1,4 +1,4 @@
-"""Kernels that quantize a tile to FP8, as it is and transposed, in one pass: with one scale, or one per 128 values.
+"""Triton kernels that quantize a tile and its transpose to FP8 in one pass, with one scale or one per 128 values.
 
 They also quantize RMSNorm, SwiGLU and the gradients of SwiGLU, computed from other arrays in the same pass.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def group_scale(amax, limit: tl.constexpr):
-    """Return the largest power of two that scales `amax` into the range of an FP8 format, up to `limit`.
+    """Return the largest power-of-two scale with which `amax` does not exceed `limit`, an FP8 format's largest number.
 
     It equals `formats.power_of_two_scale`, for formats whose `limit` is 1.75 times a power of two.
 
@@ -129,7 +129,7 @@ def swiglu_of(gate, up, rows, columns, plan: tl.constexpr):
 
 @triton.jit
 def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
-    """Return a tile of SwiGLU's gradients of gate and up, from the gradient `d_out` of its result."""
+    """Return a tile of the gradients of gate and up, from `d_out`, the gradient of SwiGLU's result."""
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
     d_wide = tl.load(d_out + rows * plan.columns + columns).to(tl.float32)
     wide_up = tl.load(up + rows * plan.columns + columns).to(tl.float32)
@@ -163,7 +163,7 @@ def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
     gate, up, d_out, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse,
     up_values, up_inverse, up_transposed, up_transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of SwiGLU's gradients of gate and up, and its transpose, with a scale per 128 values."""
+    """Quantize a tile of the gradients of SwiGLU's gate and up, and its transpose, with a scale per 128 values."""
     rows, columns = tile_indices(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     quantize_both(d_gate, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse, rows, columns, plan)
@@ -203,7 +203,7 @@ def swiglu_gradients_kernel(  # noqa: PLR0913
     gate, up, d_out, gate_history, up_history, gate_values, gate_transposed, gate_maxima, gate_inverse,
     up_values, up_transposed, up_maxima, up_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of SwiGLU's gradients of gate and up, and their transposes, with one scale per array."""
+    """Quantize a tile of the gradients of SwiGLU's gate and up, and their transposes, with one scale per array."""
     rows, columns = tile_indices(plan)
     gate_scale, up_scale = scale_of(gate_history, gate_inverse, plan), scale_of(up_history, up_inverse, plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
@@ -215,7 +215,7 @@ def swiglu_gradients_kernel(  # noqa: PLR0913
 
 @triton.jit
 def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_values, up_maxima, plan: tl.constexpr):
-    """Quantize SwiGLU's gradients of gate and up, each tile with a scale from its own largest magnitude."""
+    """Quantize the gradients of SwiGLU's gate and up, each tile with a scale from its own largest magnitude."""
     rows, columns = tile_indices(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     store_own_scale(d_gate, gate_values, gate_maxima, rows, columns, plan)
@@ -258,7 +258,7 @@ def norm_blocks_kernel(
 
 @triton.jit
 def maxima_kernel(inputs, weights, gradients, found, plan: tl.constexpr):
-    """Store the largest magnitudes of input, weight and gradient in column 0 of `found` [3, history], else zeros."""
+    """Store the maxima of input, weight and gradient in column 0 of `found` [3, history], and zeros elsewhere."""
     role = tl.program_id(0)
     if role == 0:
         largest = largest_of(inputs, plan.inputs)

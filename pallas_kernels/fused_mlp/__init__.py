@@ -1,1 +1,1 @@
-"""The activation of a feed-forward layer and the matmul after it, as one differentiable operation."""
+"""The activation function of a feed-forward layer and the matmul after it, as one differentiable operation."""

@@ -1,4 +1,4 @@
-"""Elementwise activations of a feed-forward layer, each with its gradient written out for use in a kernel."""
+"""Elementwise activation functions of a feed-forward layer, each with its gradient written out for use in a kernel."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _CUBE = 0.044715 * _SLOPE
 
 
 class Activation(NamedTuple):
-    """An elementwise activation, `forward(*inputs)`, and its gradient, `gradient(inputs, d_hidden)`.
+    """An elementwise activation function, `forward(*inputs)`, and its gradient, `gradient(inputs, d_hidden)`.
 
     All arrays have one shape.
 

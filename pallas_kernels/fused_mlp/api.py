@@ -1,4 +1,4 @@
-"""`activated_matmul`: an activation and the matmul after it, which is the second half of a feed-forward layer."""
+"""`activated_matmul`: an activation function and the matmul after it, the second half of a feed-forward layer."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Activation and matmul with a Hopper kernel in the backward, where no gradient of hidden values goes to memory."""
+"""Activation and matmul with a Hopper kernel for the backward pass, which never writes hidden gradients to memory."""
 
 import functools
 
@@ -34,7 +34,7 @@ def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
 
 
 def lower_priority_reason(request: ActivatedMatmulRequest) -> str | None:
-    """Return why XLA's plain matmul is preferred (the arrays are small), or None."""
+    """Return why XLA's plain matmul is preferred to the Hopper kernel (small arrays), or None if it is not."""
     tiles = request.rows // TILE_ROWS * (request.weight.shape[0] // _TILING.columns)
     if tiles < _FEWEST_TILES and not INTERPRET:
         return f"is for at least {_FEWEST_TILES} tiles of {TILE_ROWS} x {_TILING.columns}, got {tiles}"

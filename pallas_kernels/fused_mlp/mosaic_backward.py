@@ -1,4 +1,4 @@
-"""Hopper kernel for the backward: d_out @ weight.T, times the activation's gradient before it is stored.
+"""Hopper kernel for the fused MLP's backward: multiplies d_out @ weight.T by the activation's derivative, then stores.
 
 d_hidden = d_out @ weight.T stays in registers: each piece of a tile meets the inputs of the activation there, which TMA
 has brought to shared memory meanwhile, and their gradients leave from the same place.

@@ -66,7 +66,7 @@ def grouped_matmul(
 
 
 def grouped_matmul_alignment(rows: int, groups: int, *, implementation: str | None = None) -> int:
-    """Return the multiple of rows at which groups should start, so that `grouped_matmul` makes no copy.
+    """Return the alignment in rows at which groups should start, so that `grouped_matmul` need not copy them.
 
     Args:
         rows: total number of rows.

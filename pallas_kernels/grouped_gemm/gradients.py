@@ -1,4 +1,4 @@
-"""Gradients of the grouped matmul, for every backend that works in tiles of rows: three kinds of matmul."""
+"""Grouped matmul and its gradients, from the matmuls of any backend that works in tiles of rows."""
 
 from functools import partial
 from typing import Protocol
@@ -11,7 +11,7 @@ from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 
 class Products(Protocol):
-    """Interface of the grouped matmuls that a backend computes for forward and gradients; hashable.
+    """Interface of a backend's grouped matmuls, for the forward pass and the gradients; hashable.
 
     Groups of rows are aligned to `tile`, and rows of x outside of every group are 0.
     """
@@ -41,7 +41,7 @@ class Products(Protocol):
 
 
 def multiply(products: Products, request: GroupedMatmulRequest) -> jax.Array:
-    """Compute the grouped matmul differentiably, first copying its groups if they do not start at whole tiles."""
+    """Compute the grouped matmul differentiably; if groups do not start at tile boundaries, copy them there first."""
     return _multiply(products, request.alignment, request.x, request.weights, request.group_sizes)
 
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 
 def aligned_rows(rows: int, groups: int, alignment: int) -> int:
-    """Return how many rows suffice for groups of any sizes with `rows` rows in all, each aligned to `alignment`."""
+    """Return the most rows that groups of `rows` rows in total can take, each padded to a multiple of `alignment`."""
     most = rows + min(groups, rows) * (alignment - 1)
     return most // alignment * alignment
 
 
 def group_bounds(sizes: jax.Array, alignment: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first row of each group, and the end of its rows and padding, int32 [G] each."""
+    """Return where each group's rows start, and where they end with padding, int32 [G] each."""
     taken = (sizes + (alignment - 1)) // alignment * alignment
     ends = jnp.cumsum(taken, dtype=jnp.int32)
     return ends - taken, ends
@@ -30,7 +30,7 @@ def group_of_tiles(sizes: jax.Array, alignment: int, tiles: int) -> tuple[jax.Ar
 
 
 def realign(x: jax.Array, sizes: jax.Array, old: int, new: int, rows: int) -> jax.Array:
-    """Copy rows [R, D] in groups that start at multiples of `old` to [rows, D], with groups at multiples of `new`.
+    """Copy groups of rows from alignment `old`, in x [R, D], to alignment `new`, in a result [rows, D].
 
     Rows outside of every group are 0.
     """

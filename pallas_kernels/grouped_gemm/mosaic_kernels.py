@@ -1,4 +1,4 @@
-"""Hopper kernels of the grouped matmul and its gradients: one loading and two computing warpgroups, persistent.
+"""Persistent Hopper kernels of the grouped matmul and its gradients, with one loading and two computing warpgroups.
 
 Every program computes one tile of the result after the other. The producer streams slices of both operands into a ring
 of shared-memory buffers, on into the next tile while this one is still being computed; each consumer sums 64 rows of
@@ -54,7 +54,7 @@ class _Buffers(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The grouped matmuls of forward and gradients, as Mosaic kernels for Hopper GPUs.
+    """The grouped matmuls of the forward pass and the gradients, as Mosaic kernels for Hopper GPUs.
 
     Attributes:
         tile: Rows of a tile.
@@ -134,7 +134,7 @@ class _Shape(NamedTuple):
         return self.down * self.across
 
     def place(self, index: Index) -> tuple[Index, Index]:
-        """Return the (row, column) in the grid of the tile that is computed as the `index`-th."""
+        """Return the (row, column) in the grid of the `index`-th tile to be computed."""
         return TileOrder(self.down, self.across, PANEL).tile(index)[1:]
 
 

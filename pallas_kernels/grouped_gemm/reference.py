@@ -1,4 +1,4 @@
-"""Every row times every group's matrix in float32, and a mask: the definition that every backend is tested against."""
+"""Grouped matmul by definition, for tests of every backend: each row times every matrix in float32, then masked."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

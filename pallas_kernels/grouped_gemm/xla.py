@@ -44,7 +44,7 @@ def multiply(request: GroupedMatmulRequest) -> Float[Array, "R F"]:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The grouped matmuls of forward and gradients, as XLA loops over tiles of `tile` rows."""
+    """The grouped matmuls of the forward pass and the gradients, as XLA loops over tiles of `tile` rows."""
 
     tile: int
 

@@ -98,11 +98,11 @@ class TiledProduct:
         return Ring(self.tiling.stages, self.interpret)
 
     def locate_column(self, column: Index, visit: Callable[[int, Index], None]) -> None:
-        """Find which of several right operands a column of tiles lies in: call visit(operand, column within)."""
+        """Call visit(operand, local_column) for the right operand that holds a given column of tiles."""
         _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
 
     def locate_step(self, step: Index, visit: Callable[[int, Index], None]) -> None:
-        """Find which of several operand pairs a step of the contracted dim lies in: call visit(pair, step within)."""
+        """Call visit(pair, local_step) for the operand pair to which a step along the contracted dim belongs."""
         _visit_part([size // DEPTH for size in self.depths], step, visit)
 
     def kernel(self, name: str, body: Callable[..., None], **parameters: Any) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ class ProductBuffers(NamedTuple):
 
 
 def product_scratch(product: TiledProduct, dtype: DTypeLike) -> ProductBuffers:
-    """Return the types of a tiled matmul's shared-memory buffers, as scratch of its kernel."""
+    """Return the types of a tiled matmul's shared-memory buffers, for the kernel's `scratch_types`."""
     tiling = product.tiling
     right = (tiling.columns, DEPTH) if product.transposed else (DEPTH, tiling.columns)
     return ProductBuffers(

@@ -92,7 +92,7 @@ class Ring:
         return lax.rem(count, self.stages)
 
     def acquire(self, count: Index, *empty: Ref) -> None:
-        """Wait in the loading warpgroup until the `count`-th load's buffer is free, at each of the given barriers."""
+        """Wait in the loading warpgroup, on each barrier in `empty`, until the `count`-th load's buffer is free."""
         slot = self.slot(count)
 
         @pl.when(count >= self.stages)
@@ -112,7 +112,7 @@ class Ring:
             plgpu.barrier_arrive(barriers.at[slot])
 
     def produce(self, before: Index, count: Index, load: Callable[[Index, Index, Callable[..., None]], None]) -> None:
-        """Run the loop of the loading warpgroup: fill `count` buffers, each by a call of `load` once it is free.
+        """Run the loop of the loading warpgroup: fill `count` buffers by calls of `load`, which wait for free ones.
 
         Args:
             before: Number of loads of this program until now.

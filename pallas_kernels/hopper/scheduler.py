@@ -132,7 +132,7 @@ def claim_scratch(stages: int) -> ClaimedTiles:
 def claim_tiles(
     order: TileOrder, claimed: ClaimedTiles | None, counter: Ref | None, visit: Callable[[Index, Tile], None]
 ) -> Index:
-    """Load this program's tiles, claimed or dealt out, in turn: call visit(number, tile); return how many they were.
+    """Call visit(number, tile) to load each of this program's tiles, claimed or dealt out; return how many there were.
 
     Args:
         order: Order of the tiles.
@@ -161,7 +161,7 @@ def claim_tiles(
 
 
 def follow_tiles(order: TileOrder, claimed: ClaimedTiles | None, visit: Callable[[Index, Tile, Tile], None]) -> Tile:
-    """Compute the tiles that the loading warpgroup loads: call visit(number, tile, previous) in turn; return the last.
+    """Call visit(number, tile, previous) to compute each tile that the loading warpgroup loads; return the last tile.
 
     The tile before the first one, and the last tile of a program without tiles, is the very last tile of the order.
     """

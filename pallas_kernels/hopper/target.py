@@ -1,4 +1,4 @@
-"""Which GPUs and releases of jax the Hopper kernels can be compiled for."""
+"""Checks that the Hopper kernels can be compiled for a device with the installed release of jax."""
 
 import importlib.util
 

@@ -1,1 +1,1 @@
-"""Rows of tables in host memory, gathered by the GPU."""
+"""Gathering rows of tables in host memory onto the device, by the GPU or the CPU."""

@@ -28,7 +28,7 @@ BACKENDS = (
 def host_gather(
     table: HostTable, ids: Int[AnyArray, "*N"], *, implementation: str | None = None
 ) -> Shaped[Array, "*N D"]:
-    """Gather rows of a table in host memory onto the device, e.g. of embeddings, also within `jax.jit`.
+    """Gather rows of a table in host memory, e.g. embeddings, onto the device; also works within `jax.jit`.
 
     A kernel on the GPU reads only the rows that it needs, straight from pinned memory, in place of a gather by the CPU
     and a copy (PyTorch-Direct, Min et al. 2021, arXiv:2103.03330).

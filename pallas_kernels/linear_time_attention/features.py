@@ -18,7 +18,7 @@ class Features(NamedTuple):
 
 
 class FeatureMap(Protocol):
-    """Interface of feature maps: queries and keys [..., H] to features [..., F], with any leading dims."""
+    """Interface of feature maps, which turn queries and keys [..., H] into features [..., F]."""
 
     def query(self, x: Float[Array, "*tokens H"]) -> Features:
         """Return the features of queries [..., H]."""

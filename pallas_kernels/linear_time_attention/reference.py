@@ -1,4 +1,4 @@
-"""Linear attention written out, pair by pair: the definition that every backend is tested against."""
+"""Linear attention by definition, for tests of every backend: each pair of query and key is computed."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
 
 
 def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], LinearState | None]:
-    """Compute linear attention pair by pair: return out [B, T, N, H], and if causal the state after the last token.
+    """Compute linear attention for all queries and keys: [B, T, N, H], and if causal the state after the last token.
 
     The whole [B, N, T, S] matrix of similarities is materialised in float32 (float64 for float64 inputs) and
     differentiated by jax. A query whose similarities sum to 0 has the output 0.

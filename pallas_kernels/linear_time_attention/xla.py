@@ -1,4 +1,4 @@
-"""Linear attention in chunks: masked matmuls within a chunk, a state between chunks; time and memory linear in T.
+"""Linear attention in chunks: masked matmuls within a chunk, a recurrent state between chunks; linear time and memory.
 
 out_t = sum_s w_s (phi(q_t) . phi(k_s)) v_s / sum_s w_s phi(q_t) . phi(k_s), over the keys s that query t sees. All
 chunks are computed in parallel; only their states depend on one another, and a tree combines them. Sums are float32.

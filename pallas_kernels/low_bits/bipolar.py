@@ -1,4 +1,4 @@
-"""Bipolar integers of 1 to 8 bits, and their exact products by int8 dots.
+"""Bipolar integers (odd, symmetric about 0) of 1 to 8 bits, and their exact matmuls by int8 dots.
 
 A bipolar integer of n bits is the sum of (2 b_i - 1) 2^i over its bits b_i: an odd number from -(2^n - 1) to 2^n - 1,
 so that one bit means +1 or -1. The format is that of arbitrary-precision kernels for language models (Ma et al. 2024,
@@ -16,7 +16,7 @@ _LARGEST_SUM = 2**31 - 1
 
 
 def encode_bipolar(x: Float[Array, "..."], bits: int) -> UInt8[Array, "..."]:
-    """Quantize x to the nearest bipolar integers, and return their bits u = (x + 2^bits - 1) / 2.
+    """Quantize x to bipolar integers, odd from -(2^bits - 1) to 2^bits - 1, stored as u = (x + 2^bits - 1) / 2.
 
     Args:
       x: values in units of the format, from -(2^bits - 1) to 2^bits - 1; values outside are clipped.
@@ -27,7 +27,7 @@ def encode_bipolar(x: Float[Array, "..."], bits: int) -> UInt8[Array, "..."]:
 
 
 def decode_bipolar(u: UInt8[Array, "..."], bits: int) -> Int[Array, "..."]:
-    """Return the values 2 u - (2^bits - 1) of bipolar integers, int32, from their bits u."""
+    """Decode bipolar integers, stored as unsigned u, to their values 2 u - (2^bits - 1), int32."""
     _check_bits(bits)
     return 2 * u.astype(jnp.int32) - (2**bits - 1)
 

@@ -11,7 +11,7 @@ _LEAST = -100
 
 
 def block_exponents(largest: Float[Array, "*blocks"], bits: int) -> Int[Array, "*blocks"]:
-    """Return each block's power-of-two exponent, int8; its largest magnitude then needs all `bits`, sign included.
+    """Return the power-of-two exponent of each block's step, int8, at which its largest magnitude uses all `bits`.
 
     With e = floor(log2(largest)) the step is 2^(e - bits + 2).
     """

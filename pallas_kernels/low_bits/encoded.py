@@ -34,7 +34,7 @@ Stored: TypeAlias = jax.Array | Encoded
 
 
 def map_stored(function: Callable[..., jax.Array], *stored: Stored) -> Stored:
-    """Apply a function that keeps the last dim to plain arrays, or to each stored part of quantized ones."""
+    """Apply a function to plain arrays, or to each stored part of quantized ones; it must not change the last dim."""
     if not isinstance(stored[0], Encoded):
         return function(*stored)
     columns = zip(*(cast(Encoded, one).parts for one in stored), strict=True)
@@ -42,7 +42,7 @@ def map_stored(function: Callable[..., jax.Array], *stored: Stored) -> Stored:
 
 
 def encode_like(stored: Stored, x: Float[Array, "*dims K H"]) -> Stored:
-    """Convert x to the form of `stored`: to its dtype, or quantized by its codec in its channel order."""
+    """Store x as `stored` is stored: cast to its dtype, or quantized by its codec in its channel order."""
     if not isinstance(stored, Encoded):
         return x.astype(stored.dtype)
     return dataclasses.replace(stored, parts=stored.codec.encode(sort_channels(x, stored.order)))
@@ -57,7 +57,7 @@ def decode(stored: Stored, dtype: jax.typing.DTypeLike) -> Float[Array, "*dims H
 
 
 def sort_channels(x: Float[Array, "*dims N H"], order: Int[Array, "K H"] | None) -> Float[Array, "*dims N H"]:
-    """Permute the channels of each head by `order`; N / K consecutive heads share an order."""
+    """Permute the channels of N heads by `order` [K, H]; N / K consecutive heads share an order."""
     if order is None:
         return x
     heads, width = order.shape
@@ -71,14 +71,14 @@ def sort_queries(q: Float[Array, "*dims N H"], keys: Stored) -> Float[Array, "*d
 
 
 def without_order(stored: Stored) -> Stored:
-    """Drop the channel order of encoded values, which then count as being in the order in which they are stored."""
+    """Drop the channel order of quantized vectors, so that their channels count as being in stored order."""
     return dataclasses.replace(stored, order=None) if isinstance(stored, Encoded) else stored
 
 
 def round_trip(
     x: Float[Array, "*dims K H"], codec: Codec, order: Int[Array, "K H"] | None = None
 ) -> Float[Array, "*dims K H"]:
-    """Quantize x by a codec and dequantize it; channels are sorted by `order` in between."""
+    """Quantize x by a codec and dequantize it, with channels permuted by `order` while quantized."""
     decoded = codec.decode(codec.encode(sort_channels(x, order))).astype(x.dtype)
     return sort_channels(decoded, None if order is None else jnp.argsort(order, axis=-1))
 

@@ -1,4 +1,4 @@
-"""Activations in 4 bits whose outlier channels share blocks of 8 bits, and their products with 4-bit weights.
+"""4-bit activations with the outlier channels gathered in 8-bit blocks, and their products with 4-bit weights.
 
 The numerics of COMET's W4A4KV4 (Liu et al. 2024, arXiv:2410.12168): the channels of a layer's input are permuted once,
 so that those with the largest magnitudes fill the first blocks of 128; these are rounded to int8, all others to int4,
@@ -44,13 +44,13 @@ def outlier_order(magnitudes: Float[Array, " K"]) -> Int[Array, " K"]:
 
 
 def count_wide_blocks(magnitudes: Float[Array, " K"], factor: float = 8.0) -> int:
-    """Return how many 8-bit blocks the outlier channels fill, whose magnitude exceeds `factor` times the median."""
+    """Return how many 8-bit blocks hold all outlier channels, whose magnitudes exceed `factor` times the median."""
     outliers = int((magnitudes > factor * jnp.median(magnitudes)).sum())
     return -(-outliers // BLOCK)
 
 
 def quantize_activations(x: Float[Array, "M K"], order: Int[Array, " K"], wide: int) -> MixedBlockActivations:
-    """Round activations to int8 in the first `wide` blocks of channels in `order`, and to int4 in the others.
+    """Permute channels by `order`, and quantize activations to 8 bits in the first `wide` blocks, 4 bits in the others.
 
     Raises:
       ValueError: K is not a multiple of 128, or it has fewer than `wide` blocks.

@@ -1,4 +1,4 @@
-"""The gradients of RMSNorm and LayerNorm in one pass over memory, fused with the gradient of the residual branch."""
+"""The gradients of RMSNorm and LayerNorm in one pass over memory, which also adds the residual branch's gradient."""
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false
@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def add_four(a, b, c, d, e, f, g, h):
-    """Add four pairs of values, for one `tl.reduce` over all four: a program's warps synchronize once per row."""
+    """Add four pairs of values, so that one `tl.reduce` computes four sums and warps synchronize only once per row."""
     return a + e, b + f, c + g, d + h
 
 
 @triton.jit
 def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
-    """Load a row of x and of the gradients, 0 past its end, and a pivot, which is subtracted from x.
+    """Load a row of x and of the gradients, zero-padded, and a pivot for the computation of mean and variance.
 
     The pivot is a value that is subtracted from x (if centered) so that its mean is small.
     """
@@ -32,7 +32,7 @@ def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
 
 @triton.jit
 def gradient_kernel(x, gain, d_out, d_residual, d_x, sums, plan: tl.constexpr):
-    """Compute a norm's gradients for every `programs`-th row, loading each row while the one before is computed.
+    """Compute a norm's gradients for this program's rows (every `programs`-th), loading each row one step ahead.
 
     A program begins at the row `program_id`.
 

@@ -41,7 +41,7 @@ class NormKernelPlan:
 
     @property
     def padded(self) -> int:
-        """Smallest power of two not below the width."""
+        """Width of a row, rounded up to a power of two."""
         return 1 << (self.width - 1).bit_length()
 
 

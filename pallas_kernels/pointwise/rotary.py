@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 def apply_rotary(
     x: Float[Array, "B T N H"], cos: Float[Array, "... T half"], sin: Float[Array, "... T half"]
 ) -> Float[Array, "B T N H"]:
-    """Rotate each pair (x[i], x[i + R / 2]) by its angle; the dims from R on are unchanged.
+    """Rotate each pair (x[i], x[i + R / 2]) of the first R elements of a head by its angle; keep the others.
 
     Args:
         x: [B, T, N, H].

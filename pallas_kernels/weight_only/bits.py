@@ -1,4 +1,4 @@
-"""Integers of few bits as a stream of bytes, for files: value i takes the bits i * bits to (i + 1) * bits - 1."""
+"""Packing of integers of few bits into bytes for files: value i takes the bits i * bits to (i + 1) * bits - 1."""
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -22,7 +22,7 @@ def pack_bits(values: Int[np.ndarray, "..."], bits: int) -> UInt8[np.ndarray, " 
 def unpack_bits(
     stream: UInt8[np.ndarray, " bytes"], bits: int, shape: tuple[int, ...], *, signed: bool
 ) -> Int[np.ndarray, "..."]:
-    """Unpack integers of `bits` from the bytes of `pack_bits`: int8 if `signed` (two's complement), else uint8."""
+    """Unpack `bits`-bit integers from the bytes of `pack_bits`: int8 if `signed` (two's complement), else uint8."""
     count = int(np.prod(shape))
     flat = stream[:count] if bits == 8 else np.empty(count, np.uint8)
     if bits == 4:

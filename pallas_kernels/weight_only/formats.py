@@ -1,4 +1,4 @@
-"""Formats of packed weights: how a matrix [out, in] is stored in few bits, and its values.
+"""Formats of packed weights: how a matrix [out, in] is stored in few bits, and how it is dequantized.
 
 A format is a frozen dataclass; its arrays are a dict beside it, in `packed.PackedWeight`.
 """
@@ -41,7 +41,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Dim of the matrix ("out", "in" or None) along which each dim of a stored array runs, by array name."""
+        """Which dim of the matrix ("out", "in" or None) each dim of a stored array follows, by array name."""
 
     @abstractmethod
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
@@ -185,7 +185,7 @@ class TileFloatFormat(Format):
         return arrays["q"].astype(jnp.float32) * self.scales(arrays)
 
     def scales(self, arrays: Arrays) -> Float[Array, "out in"]:
-        """Return the power of two that each weight is multiplied by, float32."""
+        """Return the power-of-two scale of each weight, float32 [out, in]."""
         q, exponents = arrays["q"], arrays["exponents"]
         rows, columns = q.shape[0] // exponents.shape[0], q.shape[1] // exponents.shape[1]
         return jnp.repeat(jnp.repeat(powers_of_two(exponents), rows, axis=0), columns, axis=1)

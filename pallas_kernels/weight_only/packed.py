@@ -49,7 +49,7 @@ class PackedWeight:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the arrays on disk, where an integer takes exactly its bits.
+        """Size of the arrays on disk in bytes, where each integer takes exactly its number of bits.
 
         In memory integers of 2, 3 and 4 bits take half a byte, those of 5 to 8 bits one.
         """
@@ -102,19 +102,19 @@ def pack_float8(q: Float[Array, "out in"], scales: Float[Array, "out groups"]) -
 
 
 def pack_lookup(bits: int, indices: Int[Array, "out in"], codebook: Float[Array, "tables entries"]) -> PackedWeight:
-    """Pack indices into tables of 2^bits values as a weight; each table serves out / tables rows."""
+    """Pack indices and their codebook [tables, 2^bits] as a weight; each table serves out / tables consecutive rows."""
     arrays = {"indices": indices.astype(index_dtype(bits)), "codebook": codebook}
     return _pack(LookupFormat(bits), arrays, indices.shape)
 
 
 def pack_block_float(grid: Grid, q: Int[Array, "out in"], exponents: Int[Array, "out blocks"]) -> PackedWeight:
-    """Pack integers and the exponents of their blocks' powers of two as a weight."""
+    """Pack integers and a power-of-two exponent per block of inputs as a weight in block floating point."""
     arrays = {"q": q.astype(integer_dtype(grid.bits)), "exponents": exponents.astype(jnp.int8)}
     return _pack(BlockFloatFormat(grid), arrays, q.shape)
 
 
 def pack_tile_float(bits: int, q: Int[Array, "out in"], exponents: Int[Array, "tiles_out tiles_in"]) -> PackedWeight:
-    """Pack integers and the exponents of their tiles' powers of two as a weight."""
+    """Pack integers and a power-of-two exponent per tile as a weight in block floating point."""
     arrays = {"q": q.astype(integer_dtype(bits)), "exponents": exponents.astype(jnp.int8)}
     return _pack(TileFloatFormat(bits), arrays, q.shape)
 

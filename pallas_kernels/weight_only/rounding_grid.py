@@ -66,6 +66,6 @@ class Grid:
         return q.astype(jnp.float32) * jnp.repeat(scales, q.shape[1] // scales.shape[1], axis=1)
 
     def round(self, w: Float[Array, "out in"]) -> Float[Array, "out in"]:
-        """Return w rounded to the nearest values of the grid with the scales of w, in float32 (RTN)."""
+        """Round w to the nearest values of the grid (RTN): quantize it with its own scales, dequantize to float32."""
         scales = self.scales(w)
         return self.dequantize(self.quantize(w, scales), scales)

@@ -74,7 +74,7 @@ class ProductPlan:
 
     @property
     def padded_rows(self) -> int:
-        """Smallest power of two not below `rows`, at least the 8 columns of a tensor core's tile."""
+        """Number of rows, rounded up to a power of two and to the 8 columns of a tensor-core tile."""
         return max(8, 1 << (self.rows - 1).bit_length())
 
     @property
@@ -217,7 +217,7 @@ def tile_problem(plan: ProductPlan) -> str | None:
 
 
 def excess_of_raised(x: Float[Array, "rows in"], block_in: int) -> Float[Array, "rows blocks"]:
-    """Return what 136 added to each integer adds to the sum over a block of inputs: 136 sum(x), float32."""
+    """Return the error of each block's sum when 136 is added to every integer of the weight: 136 sum(x), float32."""
     return 136 * x.astype(jnp.float32).reshape(x.shape[0], -1, block_in).sum(-1)
 
 

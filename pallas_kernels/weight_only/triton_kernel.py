@@ -109,7 +109,7 @@ def _load_activations(x, place, valid, plan: tl.constexpr):
 
 @triton.jit
 def product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
-    """Multiply x [rows, in] with a block of rows of the packed matrix, over one of the ranges of its inputs.
+    """Multiply x [rows, in] with a block of the packed matrix's rows, summing over one range of the inputs.
 
     The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves], and `scales` is
     [out, groups]. `excess` [rows, in / block_in] is read with `plan.raised` alone: 136 times the sum of x over each

@@ -1,4 +1,4 @@
-"""XLA backend of the packed matmul: expressions that XLA compiles for GPUs to one matmul that reads weights as stored.
+"""XLA backend of the packed matmul: dequantization that XLA fuses on GPUs into a matmul that reads weights as stored.
 
 On a GPU the conversion to the dtype of x, and the scales, become part of the matmul's prologue. Scales of groups, which
 multiply the weights before the matmul, need the option `xla_gpu_experimental_enable_subchannel_dequantisation_fusion`;
