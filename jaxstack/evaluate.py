@@ -59,7 +59,7 @@ def make_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command `python -m jaxstack.evaluate` with the arguments `argv`; return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     # An option that takes several words would take overrides that follow it too.
     parser = make_parser()

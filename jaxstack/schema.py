@@ -17,7 +17,7 @@ def make_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command `python -m jaxstack.schema` with the arguments `argv`; return its exit code."""
     make_parser().parse_args(argv)
 
     def body() -> None:

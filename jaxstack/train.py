@@ -39,7 +39,7 @@ def make_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command `python -m jaxstack.train` with the arguments `argv`; return its exit code."""
     parser = make_parser()
     arguments = fill_option_from_overrides(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
     with tolerate_broken_pipe("jaxstack train"), ExitOnSignal("jaxstack train"):

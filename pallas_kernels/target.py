@@ -73,7 +73,7 @@ def current_target() -> Target:
 
 
 def device_kind() -> str:
-    """Return jax's name of the target device, e.g. "NVIDIA H200", or "" if the target is only declared."""
+    """Return jax's name of the target device, e.g. "NVIDIA H200", or "" when compiling for an absent device."""
     return "" if _declared_target.value is not None else str(jax.local_devices()[0].device_kind)
 
 

@@ -71,7 +71,7 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
 def apply_fold(
     weights: Mapping[str, jax.Array], fold: Fold, scales: Float[Array, " in"], norm: str
 ) -> dict[str, jax.Array]:
-    """Divide a layer's outputs by scales and multiply its readers' inputs by them; return the changed weights by path.
+    """Move scales between layers: divide the weights that produce a value, multiply those that read it; return both.
 
     Args:
       weights: the layer's weights by path; kernels are [*in, *out].

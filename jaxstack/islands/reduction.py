@@ -35,7 +35,7 @@ class ExactMean:
 
 
 def make_reduction(compression: str, rank: int, islands: int) -> Reduction:
-    """Return the method that averages over islands: "none" (exact), "int8", or "powersgd" (low-rank, of this rank)."""
+    """Return the method that averages parameter changes over islands: exact, in int8, or low-rank by PowerSGD."""
     if compression == "powersgd":
         return PowerSGD(rank)
     return Int8Mean(islands) if compression == "int8" else ExactMean()

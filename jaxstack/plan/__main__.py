@@ -81,7 +81,7 @@ def add_search_arguments(parser: CommandParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command `python -m jaxstack.plan` with the arguments `argv`; return its exit code."""
     parser = make_parser()
     args = fill_option_from_overrides(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
 

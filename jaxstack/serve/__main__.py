@@ -56,7 +56,7 @@ def make_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command `python -m jaxstack.serve` with the arguments `argv`; return its exit code."""
     args = make_parser().parse_intermixed_args(argv)
     return run_command("jaxstack serve", lambda: _serve(args))
 

@@ -56,7 +56,7 @@ def _add_config(parser: CommandParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command `python -m jaxstack.tune` with the arguments `argv`; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(words)
     command = SUBCOMMANDS[words.pop(0)].run if words and words[0] in SUBCOMMANDS else _study

@@ -56,7 +56,7 @@ class KeyGatherOptions:
 
 
 def count_reached_chunks(window: int | None, chunk: int, chunks: int) -> int:
-    """Return how many earlier chunks of keys a chunk of queries can see; all others if `window` is None."""
+    """Return how many earlier chunks of keys a chunk of queries can see: `chunks` - 1 if `window` is None."""
     return chunks - 1 if window is None else min(chunks - 1, -(-(window - 1) // chunk))
 
 

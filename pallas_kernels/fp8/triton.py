@@ -116,7 +116,7 @@ class QuantizedWithTranspose(NamedTuple):
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Quantize each result of `source`, and its transpose, with a scale per 128 values; by one kernel if possible."""
+    """Compute `source(*arrays)`, and quantize each result and its transpose with a scale per 128 values."""
     if not kernel_applies(arrays[0]):
         return blockwise.quantize_both(source, arrays)
     rows, columns = shape = arrays[0].shape
@@ -217,7 +217,7 @@ def _both(
 
 
 def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
-    """Return the gradient of a delayed-scaling state (this step's maxima, then zeros), by one kernel if possible.
+    """Return the update of a delayed-scaling state, passed out as its gradient: this step's maxima, then zeros.
 
     The magnitudes are one-dimensional arrays. XLA needs several kernels.
     """

@@ -60,7 +60,7 @@ def augment_images(
     seed: int = 0,
     name: str = "image",
 ) -> Callable[[int], HostBatch]:
-    """Wrap a function from the step to its batch, so that the images in each batch are randomly augmented.
+    """Return `batches`, a function of the step, with random augmentation of the images of each batch.
 
     The changes depend on (seed, step, row) alone, so that a resumed run sees the same images.
 

@@ -47,7 +47,7 @@ def max_positions(default: int) -> Row:
 def shape(
     kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False, norm_eps: float = 1e-6
 ) -> tuple[Row, ...]:
-    """Create conversions of config.json keys that families like Llama use; arguments are defaults of missing keys."""
+    """Return the conversions between config.json and `ModelConfig` that Llama-like families share."""
     return (
         same("vocab_size", "vocab_size"),
         same("hidden_size", "hidden_size"),
