@@ -13,6 +13,7 @@ from pallas_kernels import activated_matmul, grouped_matmul, lowering_platform, 
 from pallas_kernels.dispatch import Backend, Choice, select
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
 
 def choices_of(function, *shapes, dtype=jnp.bfloat16, platform="cuda") -> list[Choice]:
@@ -54,6 +55,7 @@ def test_a_call_that_no_kernel_computes_is_refused(function, shapes, dtype):
     refuse_fallbacks(choices_of(function, *shapes, dtype=dtype, platform="cpu"))
 
 
+@needs_mosaic
 def test_the_message_names_the_way_out_of_a_mixture():
     with pytest.raises(ConfigError, match=r"F of 64, got 128 and 72.*model\.moe\.implementation"):
         refuse_fallbacks(choices_of(experts(), *NARROW))
@@ -63,7 +65,7 @@ def test_the_message_names_the_way_out_of_a_mixture():
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
-        (experts(), WIDE),
+        pytest.param(experts(), WIDE, marks=needs_mosaic),
         (lambda x, w: activated_matmul([x], w, "gelu_tanh"), ((256, 768), (768, 128))),
         (jax.grad(norm_loss), ((256, 128), (128,))),
     ],
