@@ -56,7 +56,10 @@ def make_decoder(config: RunConfig, given: bool) -> Decoder:
     module = FunctionalModule(lambda rngs: Transformer(model, rngs, dtype=dtype))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     params, non_params = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
-    return Decoder(module, params, non_params, rules)
+    decoder = Decoder(module, params, non_params, rules)
+    del params  # The decoder frees those that it joins.
+    decoder.join_projections()
+    return decoder
 
 
 def bytes_read(decoder: Decoder, batch: int, prompt: int, tokens: int) -> int:

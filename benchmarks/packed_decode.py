@@ -94,7 +94,10 @@ def make_decoder(config: RunConfig, model: ModelConfig, layers: Grid | None, hea
         else:
             leaves[path] = random_array(key, leaf.shape, dtype if leaf.ndim > 1 else leaf.dtype)
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
-    return Decoder(module, nest(leaves), non_params, rules)
+    decoder = Decoder(module, nest(leaves), non_params, rules)
+    leaves.clear()  # The decoder frees those that it joins.
+    decoder.join_projections()
+    return decoder
 
 
 def step_bytes(decoder: Decoder, batch: int, tokens: int) -> dict[str, int]:

@@ -5,7 +5,8 @@
    python benchmarks/packed_products.py --tiny                # tiny sizes; rows go to tiny/
    python benchmarks/packed_products.py --sweep tiles.json --rows 1 16 --turns 3   # times of all tiles, no rows
 
-One pass multiplies activations [rows, D] by the up and the down projection of `--pairs` layers in turn, each with
+One pass multiplies activations [rows, D] by the joined gate and up projections [D, 2F] and by the down projection
+[F, D] of `--pairs` layers in turn, as decoding does; between them stands the larger of both halves. Each layer has
 weights of its own, so that they are read from memory and not from the cache of the GPU. A program makes `--passes`
 passes in a loop, as decoding makes a pass for each token: a single pass takes less time than starting a program. The
 formats are measured in turns, `--turns` times `--seconds` each; a row has the median turn. Rows are appended to
@@ -37,7 +38,7 @@ from benchmarks.arguments import positive
 from benchmarks.packed_tiles import sweep
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.distributed.xla_options import packed_weight_options
-from jaxstack.models import preset_config
+from jaxstack.models import ModelConfig, preset_config
 from pallas_kernels import PackedWeight, packed_matmul
 from pallas_kernels.weight_only.packed import pack_nearest
 from pallas_kernels.weight_only.rounding_grid import Grid
@@ -54,7 +55,7 @@ Weight = jax.Array | PackedWeight
 
 
 def make_weights(grid: Grid | None, width: int, inner: int, pairs: int) -> list[Weight]:
-    """Return random weights [in, out], of alternating sizes (width, inner) and (inner, width)."""
+    """Return random weights [in, out], of alternating sizes (width, 2 inner) and (inner, width)."""
 
     def make(key: jax.Array, inputs: int, outputs: int) -> Weight:
         w = jax.random.normal(key, (outputs, inputs)) / inputs**0.5
@@ -64,18 +65,22 @@ def make_weights(grid: Grid | None, width: int, inner: int, pairs: int) -> list[
 
     made = jax.jit(make, static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(0), 2 * pairs)
-    return [made(key, *((inner, width) if n % 2 else (width, inner))) for n, key in enumerate(keys)]
+    return [made(key, *((inner, width) if n % 2 else (width, 2 * inner))) for n, key in enumerate(keys)]
 
 
 def compile_chain(weights: Sequence[Weight], x: jax.Array, passes: int, backend: str | None) -> Callable[[], jax.Array]:
     """Return a function that multiplies x by each weight in turn, `passes` times."""
 
+    def multiply(x: jax.Array, w: Weight) -> jax.Array:
+        return packed_matmul(x, w, implementation=backend) if isinstance(w, PackedWeight) else x @ w
+
     def chain(x: jax.Array, weights: Sequence[Weight]) -> jax.Array:
         def one_pass(_: jax.Array | int, x: jax.Array) -> jax.Array:
             # Weights that depend on x: none can be converted to bfloat16 once, before the loop.
             x, stored = jax.lax.optimization_barrier((x, weights))
-            for w in stored:
-                x = packed_matmul(x, w, implementation=backend) if isinstance(w, PackedWeight) else x @ w
+            for gate_up, down in zip(stored[::2], stored[1::2], strict=True):
+                # The larger of two normal numbers has a mean square of 1: activations neither grow nor vanish.
+                x = multiply(jnp.maximum(*jnp.split(multiply(x, gate_up), 2, axis=1)), down)
             return x
 
         return jax.lax.fori_loop(0, passes, one_pass, x)
@@ -125,6 +130,13 @@ def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Na
     return found
 
 
+def joined_matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    """Return the shapes [out, in] of the matrices of a layer, with projections of one input joined as in decoding."""
+    width, inner, head = config.hidden_size, config.feed_forward_size, config.width_per_head
+    queries, together = config.num_heads * head, (config.num_heads + 2 * config.kv_heads) * head
+    return [(2 * inner, width), (width, inner), (together, width), (width, queries)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama3-1b", "llama3-8b"], metavar="PRESET",
@@ -145,14 +157,16 @@ def main() -> None:
     script = SCRATCH + "packed_products" if arguments.tiny else "packed_products"
     if not arguments.sweep:
         require_commit(script)
+    shapes: list[tuple[int, int]] = [(256, 512)]
     if arguments.tiny:
         sizes, arguments.pairs, arguments.turns, arguments.seconds = {"tiny": (256, 512)}, 1, 1, 0.01
         arguments.passes, arguments.backends = 2, ["xla"]
     else:
         configs = {name: preset_config(name) for name in arguments.models}
         sizes = {name: (config.hidden_size, config.feed_forward_size) for name, config in configs.items()}
+        shapes = [shape for config in configs.values() for shape in joined_matrices(config)]
     if arguments.sweep:
-        sweep(sizes, arguments)
+        sweep(shapes, arguments)
         return
     for rows in arguments.rows:
         for name, (width, inner) in sizes.items():

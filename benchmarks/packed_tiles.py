@@ -91,10 +91,9 @@ def time_calls(run: Callable[[], Any], calls: int = 4) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def sweep(sizes: dict[str, tuple[int, int]], arguments: argparse.Namespace) -> list[Row]:
-    """Time every tile at both projections of each size: all times to `arguments.sweep`, the fastest to the results."""
+def sweep(shapes: Sequence[tuple[int, int]], arguments: argparse.Namespace) -> list[Row]:
+    """Time every tile with matrices [out, in]: all times to `arguments.sweep`, the fastest to the results."""
     rows: list[Row] = []
-    shapes = [shape for width, inner in sizes.values() for shape in ((inner, width), (width, inner))]
     path = Path(arguments.sweep)
     path.parent.mkdir(parents=True, exist_ok=True)
     works = [(outputs, inputs, count) for outputs, inputs in shapes for count in arguments.rows]
@@ -131,7 +130,7 @@ def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]]) -> No
         shown += [row for n, row in enumerate(here) if n < 3 or row["variant"] == "xla"]
         tile = next((row["tile"] for row in here if row["tile"]), None)
         if tile is not None:
-            blocks = ", ".join(str(tile[name]) for name in TILE_FIELDS) + ", raised=True" * tile["raised"]
+            blocks = ", ".join(str(tile[name]) for name in TILE_FIELDS)
             lines.append(f"    ({GRIDS[kind].bits}, {outputs}, {inputs}, {8 if count <= 8 else 16}): Tile({blocks}),")
     print_table(shown, COLUMNS)
     print("\n".join(["Lines for `MEASURED` in pallas_kernels/weight_only/triton.py:", *lines]))

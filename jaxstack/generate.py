@@ -111,6 +111,7 @@ def _open(args: argparse.Namespace) -> "Run":
     report = functools.partial(print, file=sys.stderr)
     if args.resident_layers is None:
         run = load(args.run, args.overrides, step=args.step, report=report)
+        run.decoder.join_projections()
     elif args.step is not None:
         raise ConfigError("--resident-layers reads Hugging Face checkpoints, which have no steps; leave --step out.")
     else:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -16,7 +17,7 @@ from jaxstack.models.attention.kv_cache import KeyCache
 from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
+from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers
 from jaxstack.models.norm import LayerInput, head_norm_name, make_norm
 from jaxstack.models.rope import Angles, apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
@@ -58,6 +59,8 @@ class Attention(nnx.Module):
             )
 
         self.q_proj, self.k_proj, self.v_proj = project(n, "heads"), project(k, "kv_heads"), project(k, "kv_heads")
+        self.qkv_proj: Linear | None = nnx.data(None)
+        """The three projections as one layer, after `join_projections`."""
         self.o_proj = Linear(
             (n, h), (d,), ("heads", "head_dim", "embed"), rngs=rngs, initialize=outer, bias=config.output_bias
         )
@@ -94,6 +97,22 @@ class Attention(nnx.Module):
         kernel = self.k_proj.kernel.get_value()
         return magnitude_order(kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotates)
 
+    def join_projections(self) -> bool:
+        """Replace the projections of queries, keys and values by one layer, if one can hold them.
+
+        Returns:
+          True if it did; False where the cache sorts channels, for which the keys' projection is read, or where
+          `join_layers` refuses.
+        """
+        cache_format = self.heads.cache_format
+        if cache_format is not None and cache_format.sorts_channels:
+            return False
+        self.qkv_proj = join_layers((self.q_proj, self.k_proj, self.v_proj), -2)
+        if self.qkv_proj is None:
+            return False
+        del self.q_proj, self.k_proj, self.v_proj
+        return True
+
     def with_order(self, cache: LayerCache) -> LayerCache:
         """Return the empty cache with this layer's channel order set, if its format sorts channels."""
         order = self.channel_order()
@@ -103,7 +122,11 @@ class Attention(nnx.Module):
 
     def _queries_keys_values(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute q [B, T, N, H], k and v [B, T, K, H], with head norms and rotary positions applied."""
-        q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
+        if self.qkv_proj is None:
+            q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
+        else:
+            n, k = self.heads.num_heads, self.heads.num_kv_heads
+            q, k, v = jnp.split(apply_gathered(x, self.qkv_proj)[0], (n, n + k), axis=-2)
         q = shard(q, "batch", "length", "act_heads", "act_head_dim")
         k = shard(k, "batch", "length", "act_kv_heads", "act_head_dim")
         v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")

@@ -21,6 +21,7 @@ from jaxstack.parallel.sharding_context import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
 from pallas_kernels import NormalisedInput, PackedWeight, QuantizedWeight, activated_matmul, packed_matmul, swiglu
 from pallas_kernels.target import current_target
+from pallas_kernels.weight_only.packed import concatenate_outputs
 
 Kernel: TypeAlias = jax.Array | QuantizedWeight | PackedWeight
 """A layer's matrix. In FP8 it may have been quantized before it was gathered; in a compressed model it is packed."""
@@ -76,6 +77,34 @@ class Linear(nnx.Module):
             return y + bias
         # With the matmul's own two dims XLA fuses the addition into the matmul.
         return (y.reshape(-1, bias.size) + bias.reshape(-1)).reshape(y.shape)
+
+
+def join_layers(layers: Sequence[Linear], axis: int) -> Linear | None:
+    """Join dense layers that read the same input to one, whose outputs are theirs, concatenated along an output dim.
+
+    Args:
+      layers: dense layers, or stacks of them; the first is changed in place.
+      axis: the dim of the outputs, counted from the last (-1).
+
+    Returns:
+      The first layer, now with the kernels and biases of all; None, with no layer changed, where that is not possible:
+      with adapters, with matmuls of a precision recipe, or with kernels packed in formats that do not concatenate.
+    """
+    first = layers[0]
+    if any(layer.adapter is not None or layer.dot_general is not jax.lax.dot_general for layer in layers):
+        return None
+    kernels = [layer.kernel.get_value() for layer in layers]
+    if any(isinstance(kernel, PackedWeight) for kernel in kernels):
+        kernel = concatenate_outputs(kernels, axis)
+    else:
+        kernel = jnp.concatenate(kernels, axis)
+    if kernel is None:
+        return None
+    first.kernel = cast(nnx.Param, first.kernel.replace(kernel))
+    if first.bias is not None:
+        biases = [layer.bias[...] for layer in layers if layer.bias is not None]
+        first.bias = cast(nnx.Param, first.bias.replace(jnp.concatenate(biases, axis)))
+    return first
 
 
 def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:

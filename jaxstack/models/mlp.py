@@ -3,13 +3,14 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxstack.models.activations import ACTIVATIONS, Activation
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_mlp
+from jaxstack.models.linear import Linear, apply_mlp, join_layers
 from jaxstack.models.norm import LayerInput
 from pallas_kernels import swiglu
 from pallas_kernels.target import current_target
@@ -47,10 +48,23 @@ class GatedMLP(PlainMLP):
             (d,), (f,), ("embed", "mlp"), rngs=rngs, initialize=make_initializer(config), bias=config.mlp_bias
         )
         self.fused_name = "swiglu" if config.hidden_act == "silu" else None
+        self.gate_up_proj: Linear | None = nnx.data(None)
+        """Both projections as one layer, after `join_projections`."""
 
     def __call__(self, x: LayerInput) -> Float[Array, "B T D"]:
         """Apply the sublayer to x [B, T, D]."""
-        return apply_mlp(x, (self.gate_proj, self.up_proj), self._multiply_gate, self.down_proj, self.fused_name)
+        if self.gate_up_proj is None:
+            return apply_mlp(x, (self.gate_proj, self.up_proj), self._multiply_gate, self.down_proj, self.fused_name)
+        activation = self._multiply_gate
+        return apply_mlp(x, (self.gate_up_proj,), lambda y: activation(*jnp.split(y, 2, -1)), self.down_proj, None)
+
+    def join_projections(self) -> bool:
+        """Replace the projections of gate and input by one layer, if one can hold them; return True if it did."""
+        self.gate_up_proj = join_layers((self.gate_proj, self.up_proj), -1)
+        if self.gate_up_proj is None:
+            return False
+        del self.gate_proj, self.up_proj
+        return True
 
     @property
     def _multiply_gate(self) -> Callable[..., jax.Array]:

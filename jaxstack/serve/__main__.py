@@ -81,6 +81,7 @@ def _serve(args: argparse.Namespace) -> None:
         from jaxstack.run.load import load
 
         run = load(args.run, others, step=args.step, report=_report)
+        run.decoder.join_projections()
         draft, engine_config = None, config.engine
         if args.draft is not None:
             draft = _load_draft(args.draft, run, others)
@@ -111,6 +112,7 @@ def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decode
             f"the draft model {directory} has another tokenizer than {run.directory};"
             " use one that was trained with the same tokenizer."
         )
+    draft.decoder.join_projections()
     return draft.decoder
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,39 @@ class PackedWeight:
         """Return the weight unchanged: it is cast only when it is multiplied."""
         del dtype
         return self
+
+
+def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | None:
+    """Concatenate packed weights of the same inputs along a dim of their outputs.
+
+    Args:
+      axis: the dim, counted from the last (-1); the output dims before it must have size 1, or be none.
+
+    Returns:
+      The weight whose matrix has the rows of all; None if one is not packed, if their formats or inputs differ, or if
+      an array of the format does not have a row for each output.
+    """
+    first = weights[0]
+    if not isinstance(first, PackedWeight) or len(first.outputs) + axis < 0:
+        return None
+    place = len(first.outputs) + axis
+    if math.prod(first.outputs[:place]) != 1 or any(dims[0] != "out" for dims in first.format.dims_of.values()):
+        return None
+    arrays: dict[str, list[jax.Array]] = {name: [] for name in first.arrays}
+    total = 0
+    for weight in weights:
+        if not isinstance(weight, PackedWeight) or (weight.format, weight.inputs) != (first.format, first.inputs):
+            return None
+        if weight.arrays.keys() != first.arrays.keys():
+            return None
+        for name, array in weight.arrays.items():
+            arrays[name].append(array)
+            if (array.shape[1:], array.dtype) != (first.arrays[name].shape[1:], first.arrays[name].dtype):
+                return None
+        total += weight.outputs[place]
+    outputs = (*first.outputs[:place], total, *first.outputs[place + 1 :])
+    joined = {name: jnp.concatenate(parts) for name, parts in arrays.items()}
+    return PackedWeight(joined, first.format, first.inputs, outputs)
 
 
 def pack_integers(grid: Grid, q: Int[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:

@@ -39,8 +39,6 @@ class Tile:
         warps: warps of a program.
         stages: steps whose loads are under way at once.
         assembly: whether inline assembly converts the integers; it exists for bfloat16 only.
-        raised: whether integers of 4 bits are converted to their values plus 136, which takes fewer instructions; the
-            excess of each product is subtracted from the partial sums of groups.
     """
 
     block_out: int
@@ -50,7 +48,6 @@ class Tile:
     warps: int
     stages: int
     assembly: bool = True
-    raised: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +104,6 @@ class ProductPlan:
         """True if inline assembly converts the stored integers to bfloat16."""
         return self.tile.assembly
 
-    @property
-    def raised(self) -> bool:
-        return self.tile.raised
-
 
 MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (8, 14336, 4096, 8): Tile(64, 128, 1, 1, 4, 6),
@@ -154,9 +147,8 @@ _WIDE = (
     Tile(128, 128, 4, 1, 4, 4),
 )
 """Tiles with 32 or 64 outputs for each warp, which reads the activations for all of them once."""
-_FOR_INT4 = (*_FOR_BOTH, *_WIDE)
 CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
-    4: (*_FOR_INT4, *(dataclasses.replace(tile, raised=True) for tile in _FOR_INT4)),
+    4: (*_FOR_BOTH, *_WIDE),
     8: (*_FOR_BOTH, Tile(16, 256, 1, 4, 4, 3), Tile(32, 256, 1, 4, 4, 3)),
 }
 """Bits of a stored integer -> the tiles that the benchmark compares."""
@@ -211,14 +203,7 @@ def tile_problem(plan: ProductPlan) -> str | None:
         return f"{parts} of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
     if plan.groups > 1 and plan.group_size % tile.block_in:
         return f"blocks of {tile.block_in} do not divide a group of {plan.group_size} inputs"
-    if tile.raised and (plan.halves == 1 or plan.groups == 1):
-        return "only integers of 4 bits with scales of groups are raised"
     return None
-
-
-def excess_of_raised(x: Float[Array, "rows in"], block_in: int) -> Float[Array, "rows blocks"]:
-    """Return the error of each block's sum when 136 is added to every integer of the weight: 136 sum(x), float32."""
-    return 136 * x.astype(jnp.float32).reshape(x.shape[0], -1, block_in).sum(-1)
 
 
 def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Array, "rows out"]:
@@ -245,7 +230,6 @@ def _product(
         x,
         q,
         weight.arrays["scales"],
-        excess_of_raised(x, plan.block_in) if plan.raised else weight.arrays["scales"],  # the latter is not read
         kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,
         out_shape=jax.ShapeDtypeStruct(*((shape, out_dtype) if ranges == 1 else ((ranges, *shape), jnp.float32))),
         grid=(plan.outputs // plan.tile.block_out, ranges),

@@ -24,75 +24,54 @@ sub.rn.bf16x2 $1, b, d;
 """The lowest seven bits plus 128, minus 256 for negative bytes and minus 128 for others."""
 _LOW_HALF = tl.constexpr("""
 {
-.reg .b32 a, b, c;
+.reg .b32 a, c;
 mov.b32 c, 0x43084308;
-prmt.b32 a, $2, 0, 0x4140;
-prmt.b32 b, $2, 0, 0x4342;
-lop3.b32 a, a, 0x000F000F, c, 0x6A;
-lop3.b32 b, b, 0x000F000F, c, 0x6A;
-sub.rn.bf16x2 $0, a, c;
-sub.rn.bf16x2 $1, b, c;
+shr.u32 a, $2, 8;
+lop3.b32 $0, $2, 0x000F000F, c, 0x6A;
+lop3.b32 $1, a, 0x000F000F, c, 0x6A;
+sub.rn.bf16x2 $0, $0, c;
+sub.rn.bf16x2 $1, $1, c;
 }
 """)
 _HIGH_HALF = tl.constexpr("""
 {
 .reg .b32 a, b, c;
 mov.b32 c, 0x43084308;
-prmt.b32 a, $2, 0, 0x4140;
-prmt.b32 b, $2, 0, 0x4342;
-shr.u32 a, a, 4;
-shr.u32 b, b, 4;
-lop3.b32 a, a, 0x000F000F, c, 0x6A;
-lop3.b32 b, b, 0x000F000F, c, 0x6A;
-sub.rn.bf16x2 $0, a, c;
-sub.rn.bf16x2 $1, b, c;
-}
-""")
-"""(Bits xor 8) + 128, which is the value plus 136, minus 136."""
-_LOW_HALF_RAISED = tl.constexpr("""
-{
-.reg .b32 a, b, c;
-mov.b32 c, 0x43084308;
-prmt.b32 a, $2, 0, 0x4140;
-prmt.b32 b, $2, 0, 0x4342;
+shr.u32 a, $2, 4;
+shr.u32 b, $2, 12;
 lop3.b32 $0, a, 0x000F000F, c, 0x6A;
 lop3.b32 $1, b, 0x000F000F, c, 0x6A;
+sub.rn.bf16x2 $0, $0, c;
+sub.rn.bf16x2 $1, $1, c;
 }
 """)
-_HIGH_HALF_RAISED = tl.constexpr("""
-{
-.reg .b32 a, b, c;
-mov.b32 c, 0x43084308;
-prmt.b32 a, $2, 0, 0x4140;
-prmt.b32 b, $2, 0, 0x4342;
-shr.u32 a, a, 4;
-shr.u32 b, b, 4;
-lop3.b32 $0, a, 0x000F000F, c, 0x6A;
-lop3.b32 $1, b, 0x000F000F, c, 0x6A;
-}
-""")
-"""The value plus 136."""
+"""(Bits xor 8) + 128, which is the value plus 136, minus 136. A register of the result has the halves of bytes 0 and 2,
+the other those of bytes 1 and 3: no instruction has to bring them into order."""
 
 
 @triton.jit
 def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
     """Convert stored integers to the dtype that `like` points to: bytes (half 0), or their low (1) or high (2) halves.
 
-    With `plan.raised` halves are 136 larger.
+    With `plan.assembly` the second and the third of each four bytes change places, if halves are taken.
     """
     dtype: tl.constexpr = like.dtype.element_ty
     if plan.assembly:
-        low: tl.constexpr = _LOW_HALF_RAISED if plan.raised else _LOW_HALF
-        high: tl.constexpr = _HIGH_HALF_RAISED if plan.raised else _HIGH_HALF
-        assembly: tl.constexpr = _BYTE if half == 0 else low if half == 1 else high
+        assembly: tl.constexpr = _BYTE if half == 0 else _LOW_HALF if half == 1 else _HIGH_HALF
         return tl.inline_asm_elementwise(assembly, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
     if half == 1:
         stored = (stored << 4) >> 4
     elif half == 2:
         stored = stored >> 4
-    if plan.raised:
-        return stored.to(dtype) + 136
     return stored.to(dtype)
+
+
+@triton.jit
+def _order(column, plan: tl.constexpr):
+    """Return which byte of a row each column is after `_widen`."""
+    if plan.assembly and plan.halves == 2:
+        return (column & ~3) | ((column & 1) << 1) | ((column & 2) >> 1)
+    return column
 
 
 @triton.jit
@@ -108,14 +87,13 @@ def _load_activations(x, place, valid, plan: tl.constexpr):
 
 
 @triton.jit
-def product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
+def product_kernel(x, q, scales, out, plan: tl.constexpr):
     """Multiply x [rows, in] with a block of the packed matrix's rows, summing over one range of the inputs.
 
     The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves], and `scales` is
-    [out, groups]. `excess` [rows, in / block_in] is read with `plan.raised` alone: 136 times the sum of x over each
-    block of inputs, by which the products of raised integers are too large. `out` is [rows, out] if there is one range,
-    otherwise float32 [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which has at least
-    16 rows, and the activations are the right one, which has at least 8 columns.
+    [out, groups]. `out` is [rows, out] if there is one range, otherwise float32 [ranges, rows, out]. A tile of the
+    matrix is the left operand of a tensor core, which has at least 16 rows, and the activations are the right one,
+    which has at least 8 columns.
     """
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves
@@ -129,12 +107,11 @@ def product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
     first = part * plan.steps
     total = tl.zeros([block_out, padded_rows], tl.float32)
     scale = tl.load(scales + output * plan.groups + first * plan.block_in // plan.group_size).to(tl.float32)
-    blocks: tl.constexpr = plan.inputs // plan.block_in
-    if plan.raised:
-        too_much = tl.load(excess + row * blocks + first, row < plan.rows, 0.0)
     for step in range(first, first + plan.steps):
         stored = tl.load(here + step * width)
-        low, high = _load_activations(x, row[None] * stride + step * width + column[:, None], row_valid, plan)
+        low, high = _load_activations(
+            x, row[None] * stride + step * width + _order(column, plan)[:, None], row_valid, plan
+        )
         # With a scale for each group the sum starts anew, as it is multiplied by the scale.
         partial = total
         if plan.groups > 1:
@@ -144,9 +121,6 @@ def product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
         else:
             partial = tl.dot(_widen(stored, 1, plan, x), low, partial)
             partial = tl.dot(_widen(stored, 2, plan, x), high, partial)
-        if plan.raised:
-            partial -= too_much[None]
-            too_much = tl.load(excess + row * blocks + tl.minimum(step + 1, blocks - 1), row < plan.rows, 0.0)
         if plan.groups > 1:
             total += partial * scale[:, None]
             # Loads of two bytes are not pipelined by the compiler: this one is waited for in the next step.
@@ -161,7 +135,7 @@ def product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
 
 
 @triton.jit
-def sliced_product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
+def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
     """Multiply x with a block of rows of the packed matrix; a program's warps divide the inputs and add their sums.
 
     Each slice of the inputs belongs to warps of its own, which do not wait for the others before the end.
@@ -177,13 +151,10 @@ def sliced_product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
     row_valid = row < plan.rows
     first = (part * slices + tl.arange(0, slices)) * plan.steps
     here = q + output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]
-    beside = row[None, None] * stride + (first[:, None] * width + column)[:, :, None]
+    beside = row[None, None] * stride + (first[:, None] * width + _order(column, plan))[:, :, None]
     total = tl.zeros([slices, block_out, padded_rows], tl.float32)
     scale_of = scales + (output * plan.groups)[None]
     scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
-    blocks: tl.constexpr = plan.inputs // plan.block_in
-    if plan.raised:
-        too_much = tl.load(excess + row[None] * blocks + first[:, None], row_valid[None], 0.0)
     for step in range(plan.steps):
         stored = tl.load(here + step * width)
         low, high = _load_activations(x, beside + step * width, row_valid[None, None], plan)
@@ -195,10 +166,6 @@ def sliced_product_kernel(x, q, scales, excess, out, plan: tl.constexpr):
         else:
             partial = tl.dot(_widen(stored, 1, plan, x), low, partial)
             partial = tl.dot(_widen(stored, 2, plan, x), high, partial)
-        if plan.raised:
-            partial -= too_much[:, None]
-            block_after = tl.minimum(first + step + 1, blocks - 1)
-            too_much = tl.load(excess + row[None] * blocks + block_after[:, None], row_valid[None], 0.0)
         if plan.groups > 1:
             total += partial * scale[:, :, None]
             group = tl.minimum((first + step + 1) * plan.block_in // plan.group_size, plan.groups - 1)

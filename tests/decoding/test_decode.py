@@ -55,6 +55,15 @@ def greedy(decoder) -> list[list[int]]:
     return run(decoder, PROMPTS, 12, GREEDY)
 
 
+@pytest.mark.parametrize("degrees", [{"data": 1}, {"data": 2}, {"tensor": 2}])
+def test_joined_projections_give_the_same_tokens(greedy, degrees):
+    decoder = open_decoder(**degrees)
+    decoder.join_projections()
+    names = decoder.params["decoder"]["layers"]["0"]["attention"].keys()
+    assert ("qkv_proj" in names) == ("tensor" not in degrees)
+    assert run(decoder, PROMPTS, 12, GREEDY) == greedy
+
+
 def test_greedy_is_the_argmax_of_the_full_forward(logits, greedy):
     for prompt, found in zip(PROMPTS, greedy, strict=True):
         wanted = np.argmax(logits(prompt + found), -1)[len(prompt) - 1 : -1]

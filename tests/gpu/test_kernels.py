@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxstack.distributed.xla_options import step_options
 from pallas_kernels import (
+    Grid,
     NormalisedInput,
     all_gather_matmul,
     empty_fp8_state,
@@ -21,12 +22,14 @@ from pallas_kernels import (
     linear_cross_entropy_sum,
     longformer_attention,
     matmul_reduce_scatter,
+    packed_matmul,
     record_choices,
     ring_attention,
     rms_norm,
     sequence_order,
     swiglu,
 )
+from pallas_kernels.weight_only.packed import pack_nearest
 from tests.gpu.conftest import on_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.cross_entropy import cases as loss_cases
@@ -169,6 +172,17 @@ def test_a_norm_is_the_same_where_it_is_rounded(recipe):
 def test_grouped_matmul(sizes):
     alignment = grouped_matmul_alignment(sum(sizes), len(sizes))
     grouped_cases.check(grouped_cases.Case(sizes, depth=384, columns=256, alignment=alignment), None)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("grid", [Grid(8), Grid(4, 128)], ids=["int8", "int4"])
+def test_products_with_packed_weights(grid, rows):
+    x = jax.random.normal(jax.random.key(0), (rows, 1024), jnp.bfloat16)
+    weight = pack_nearest(grid, jax.random.normal(jax.random.key(1), (768, 1024)))
+    with record_choices() as choices:
+        found = jax.jit(packed_matmul)(x, weight)
+    assert [choice.backend for choice in choices] == ["triton"]
+    assert relative(found, jnp.matmul(x.astype(jnp.float32), weight.dense(), precision="highest")) < 0.005
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Joined projections compute what the separate ones do, plain and packed; what does not fit together stays apart."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.attention.cache_formats import CACHE_FORMATS
+from jaxstack.models.joined_projections import join_projections
+from pallas_kernels import Grid, PackedWeight
+from pallas_kernels.weight_only.packed import concatenate_outputs, pack_lookup, pack_low_rank, pack_nearest
+
+CONFIG = ModelConfig(vocab_size=31, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=48)
+TOKENS = np.array([[5, 9, 2, 24, 17, 3, 8]], np.int32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"scan_layers": False, "qkv_bias": True, "mlp_bias": True}, {"mlp": "plain", "hidden_act": "gelu"}],
+    ids=["stacked", "biases", "plain_mlp"],
+)
+def test_outputs_stay_the_same(changes):
+    model = Transformer(CONFIG.model_copy(update=changes), nnx.Rngs(0))
+    for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        leaf[...] += 0.01 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)  # biases start as zeros
+    expected = model(TOKENS)
+    paths = join_projections(model)
+    assert paths
+    kernels = {path[-2] for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)) if path[-1] == "kernel"}
+    gate_up = set() if changes.get("mlp") == "plain" else {"gate_up_proj"}
+    assert kernels - {"up_proj"} == {"qkv_proj", "o_proj", "down_proj"} | gate_up
+    np.testing.assert_allclose(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+def pack(layer, grid: Grid) -> None:
+    kernel = layer.kernel[...]
+    packed = pack_nearest(grid, kernel.reshape(kernel.shape[0], -1).T)
+    layer.kernel = layer.kernel.replace(packed.with_dims(kernel.shape[:1], kernel.shape[1:]))
+
+
+def test_packed_kernels_of_one_format_are_joined_and_others_stay_apart():
+    model = Transformer(CONFIG.model_copy(update={"scan_layers": False, "num_layers": 1}), nnx.Rngs(0))
+    (block,) = model.decoder.layers
+    attention, mlp = block.attention, block.mlp
+    for layer in (mlp.gate_proj, mlp.up_proj, attention.q_proj, attention.k_proj):
+        pack(layer, Grid(4, 16))
+    pack(attention.v_proj, Grid(8))
+    expected = model(TOKENS)
+    (path,) = join_projections(model)
+    assert path[-1] == "mlp"
+    assert isinstance(mlp.gate_up_proj.kernel.get_raw_value(), PackedWeight)
+    np.testing.assert_allclose(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_that_sorts_channels_keeps_the_projection_of_keys():
+    model = Transformer(CONFIG, nnx.Rngs(0))
+    (block,) = model.decoder.layers
+    sorts = next(form for form in CACHE_FORMATS.values() if form.sorts_channels)
+    block.attention.heads = dataclasses.replace(block.attention.heads, cache_format=sorts)
+    assert {path[-1] for path in join_projections(model)} == {"mlp"}
+
+
+def test_formats_without_a_row_for_each_output_do_not_concatenate():
+    matrix = jax.random.normal(jax.random.key(0), (8, 16))
+    lookup = pack_lookup(2, jnp.zeros((8, 16), jnp.int32), jnp.zeros((1, 4)))
+    assert concatenate_outputs([lookup, lookup], -1) is None
+    low_rank = pack_low_rank(matrix[:, :2], matrix[:2])
+    assert concatenate_outputs([low_rank, low_rank], -1) is None
+    assert concatenate_outputs([pack_nearest(Grid(8), matrix), matrix], -1) is None
