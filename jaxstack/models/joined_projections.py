@@ -27,7 +27,8 @@ def join_projections(model: nnx.Module, paths: Collection[ModulePath] | None = N
     """
     joined = []
     for path, module in list(nnx.iter_modules(model)):
-        chosen = isinstance(module, Attention | GatedMLP) and (paths is None or path in paths)
-        if chosen and module.join_projections():
+        if not isinstance(module, Attention | GatedMLP) or (paths is not None and path not in paths):
+            continue
+        if module.join_projections():
             joined.append(path)
     return frozenset(joined)
