@@ -145,6 +145,11 @@ _WIDE = (
     Tile(64, 128, 1, 8, 8, 3),
     Tile(64, 128, 4, 1, 2, 6),
     Tile(128, 128, 4, 1, 4, 4),
+    Tile(128, 128, 1, 1, 4, 5),
+    Tile(128, 128, 1, 1, 8, 5),
+    Tile(128, 128, 2, 1, 4, 5),
+    Tile(256, 128, 1, 1, 8, 4),
+    Tile(256, 128, 4, 1, 8, 4),
 )
 """Tiles with 32 or 64 outputs for each warp, which reads the activations for all of them once."""
 CANDIDATES: Mapping[int, tuple[Tile, ...]] = {

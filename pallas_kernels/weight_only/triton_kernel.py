@@ -24,37 +24,36 @@ sub.rn.bf16x2 $1, b, d;
 """The lowest seven bits plus 128, minus 256 for negative bytes and minus 128 for others."""
 _LOW_HALF = tl.constexpr("""
 {
-.reg .b32 a, c;
+.reg .b32 a, b, c;
 mov.b32 c, 0x43084308;
-shr.u32 a, $2, 8;
-lop3.b32 $0, $2, 0x000F000F, c, 0x6A;
-lop3.b32 $1, a, 0x000F000F, c, 0x6A;
-sub.rn.bf16x2 $0, $0, c;
-sub.rn.bf16x2 $1, $1, c;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+lop3.b32 a, a, 0x000F000F, c, 0x6A;
+lop3.b32 b, b, 0x000F000F, c, 0x6A;
+sub.rn.bf16x2 $0, a, c;
+sub.rn.bf16x2 $1, b, c;
 }
 """)
 _HIGH_HALF = tl.constexpr("""
 {
 .reg .b32 a, b, c;
 mov.b32 c, 0x43084308;
-shr.u32 a, $2, 4;
-shr.u32 b, $2, 12;
-lop3.b32 $0, a, 0x000F000F, c, 0x6A;
-lop3.b32 $1, b, 0x000F000F, c, 0x6A;
-sub.rn.bf16x2 $0, $0, c;
-sub.rn.bf16x2 $1, $1, c;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+shr.u32 a, a, 4;
+shr.u32 b, b, 4;
+lop3.b32 a, a, 0x000F000F, c, 0x6A;
+lop3.b32 b, b, 0x000F000F, c, 0x6A;
+sub.rn.bf16x2 $0, a, c;
+sub.rn.bf16x2 $1, b, c;
 }
 """)
-"""(Bits xor 8) + 128, which is the value plus 136, minus 136. A register of the result has the halves of bytes 0 and 2,
-the other those of bytes 1 and 3: no instruction has to bring them into order."""
+"""(Bits xor 8) + 128, which is the value plus 136, minus 136."""
 
 
 @triton.jit
 def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
-    """Convert stored integers to the dtype that `like` points to: bytes (half 0), or their low (1) or high (2) halves.
-
-    With `plan.assembly` the second and the third of each four bytes change places, if halves are taken.
-    """
+    """Convert stored integers to the dtype that `like` points to: bytes (half 0), or their low (1) or high halves (2)."""
     dtype: tl.constexpr = like.dtype.element_ty
     if plan.assembly:
         assembly: tl.constexpr = _BYTE if half == 0 else _LOW_HALF if half == 1 else _HIGH_HALF
@@ -64,14 +63,6 @@ def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
     elif half == 2:
         stored = stored >> 4
     return stored.to(dtype)
-
-
-@triton.jit
-def _order(column, plan: tl.constexpr):
-    """Return which byte of a row each column is after `_widen`."""
-    if plan.assembly and plan.halves == 2:
-        return (column & ~3) | ((column & 1) << 1) | ((column & 2) >> 1)
-    return column
 
 
 @triton.jit
@@ -109,9 +100,7 @@ def product_kernel(x, q, scales, out, plan: tl.constexpr):
     scale = tl.load(scales + output * plan.groups + first * plan.block_in // plan.group_size).to(tl.float32)
     for step in range(first, first + plan.steps):
         stored = tl.load(here + step * width)
-        low, high = _load_activations(
-            x, row[None] * stride + step * width + _order(column, plan)[:, None], row_valid, plan
-        )
+        low, high = _load_activations(x, row[None] * stride + step * width + column[:, None], row_valid, plan)
         # With a scale for each group the sum starts anew, as it is multiplied by the scale.
         partial = total
         if plan.groups > 1:
@@ -151,7 +140,7 @@ def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
     row_valid = row < plan.rows
     first = (part * slices + tl.arange(0, slices)) * plan.steps
     here = q + output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]
-    beside = row[None, None] * stride + (first[:, None] * width + _order(column, plan))[:, :, None]
+    beside = row[None, None] * stride + (first[:, None] * width + column)[:, :, None]
     total = tl.zeros([slices, block_out, padded_rows], tl.float32)
     scale_of = scales + (output * plan.groups)[None]
     scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
