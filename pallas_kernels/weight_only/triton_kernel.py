@@ -53,7 +53,7 @@ sub.rn.bf16x2 $1, b, c;
 
 @triton.jit
 def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
-    """Convert stored integers to the dtype that `like` points to: bytes (half 0), or their low (1) or high halves (2)."""
+    """Convert stored bytes (half 0), or their low (1) or high (2) halves, to the dtype that `like` points to."""
     dtype: tl.constexpr = like.dtype.element_ty
     if plan.assembly:
         assembly: tl.constexpr = _BYTE if half == 0 else _LOW_HALF if half == 1 else _HIGH_HALF
