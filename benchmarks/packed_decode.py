@@ -49,7 +49,7 @@ from pallas_kernels import Grid, PackedWeight, record_choices
 from pallas_kernels.weight_only.packed import pack_integers
 
 SCRIPT = "packed_decode"
-COLUMNS = ("work", "variant", "batch", "milliseconds", "speedup", "bound", "gigabytes_per_second", "share", "backends")
+COLUMNS = ("work", "variant", "milliseconds", "speedup", "bound", "gigabytes_per_second", "share", "backends")
 INT8, INT4 = Grid(8), Grid(4, 128)
 VARIANTS: Mapping[str, tuple[Grid | None, Grid | None]] = {
     "bf16": (None, None),
@@ -123,7 +123,7 @@ def measure_variant(variant: str, config: RunConfig, model: ModelConfig, args: a
             first, further = measure(decoder, batch, args.prompt, args.tokens)
         parts = step_bytes(decoder, batch, args.prompt + args.tokens // 2)
         rows.append({
-            "work": f"decode {args.preset} prompt {args.prompt}", "variant": variant, "implementation": "jaxstack",
+            "work": f"decode {args.preset} batch {batch} prompt {args.prompt}", "variant": variant, "implementation": "jaxstack",
             "device": jax.devices()[0].device_kind, "devices": 1, "batch": batch, "milliseconds": 1e3 * further,
             "prefill_milliseconds": 1e3 * first, "tokens_per_second_per_device": batch / further, **parts,
             **bandwidth(sum(parts.values()) / further), "peak_memory_bytes": peak_memory_bytes(),

@@ -15,7 +15,7 @@ benchmarks/results/packed_products.jsonl:
     milliseconds   of one pass
     speedup        time of bfloat16 over that of the format
     bandwidth      bytes of the stored weights over the time, in GB/s
-    backend        of `packed_matmul`
+    implementation backend of `packed_matmul`; of bfloat16 XLA's matmul
     weight_share   bytes of the stored weights over those of bfloat16: 1 / `weight_share` bounds `speedup`
 """
 
@@ -48,7 +48,7 @@ FORMATS: Mapping[str, Grid | None] = {
     "int8, a scale for each output": Grid(8),
     "int4, groups of 128": Grid(4, 128),
 }
-COLUMNS = ("work", "variant", "backend", "rows", "milliseconds", "speedup", "bandwidth", "weight_share", "device")
+COLUMNS = ("work", "variant", "implementation", "milliseconds", "speedup", "bandwidth", "weight_share", "device")
 
 Row = dict[str, Any]
 Weight = jax.Array | PackedWeight
@@ -122,7 +122,8 @@ def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Na
     for (name, backend), taken in times.items():
         seconds, size = statistics.median(taken) / arguments.passes, stored_bytes(weights[name])
         found.append({
-            "work": work, "variant": name, "backend": backend, "rows": rows, "pairs": arguments.pairs,
+            "work": f"{work}, {rows} row" + "s" * (rows > 1), "variant": name, "implementation": backend or "xla",
+            "rows": rows, "pairs": arguments.pairs,
             "passes": arguments.passes, "milliseconds": 1e3 * seconds, "bandwidth": size / seconds / 1e9,
             "speedup": baseline / statistics.median(taken),
             "weight_share": size / stored_bytes(weights["bf16"]), "device": jax.devices()[0].device_kind,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.rows import SCRATCH, append_rows, print_table
+from benchmarks.rows import print_table
 from jaxstack.distributed.xla_options import packed_weight_options
 from pallas_kernels import PackedWeight
 from pallas_kernels.weight_only import triton, xla
@@ -92,7 +92,7 @@ def time_calls(run: Callable[[], Any], calls: int = 4) -> float:
 
 
 def sweep(shapes: Sequence[tuple[int, int]], arguments: argparse.Namespace) -> list[Row]:
-    """Time every tile with matrices [out, in]: all times to `arguments.sweep`, the fastest to the results."""
+    """Time every tile with matrices [out, in]; write all times to `arguments.sweep`, and print the fastest."""
     rows: list[Row] = []
     path = Path(arguments.sweep)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,22 +103,7 @@ def sweep(shapes: Sequence[tuple[int, int]], arguments: argparse.Namespace) -> l
         path.write_text(json.dumps(rows, indent=1))
         print(f"[{outputs}, {inputs}] at {count} rows: {time.perf_counter() - began:.1f} s", flush=True)
     _print_fastest(rows, works)
-    append_rows(SCRATCH + "packed_tiles" if arguments.tiny else "packed_tiles", fastest(rows))
     return rows
-
-
-def fastest(rows: Sequence[Row]) -> list[Row]:
-    """Return the fastest correct row of each backend for each weight, shape and number of rows, named as a result."""
-    best: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        if "microseconds" not in row or row.get("problem"):
-            continue
-        implementation = "triton" if row["tile"] else row["variant"]
-        key = (row["weight"], row["out"], row["in"], row["rows"], implementation)
-        work = f"{row['rows']} rows x [{row['in']}, {row['out']}] in {row['weight']}"
-        if key not in best or row["microseconds"] < best[key]["microseconds"]:
-            best[key] = {**row, "work": work, "implementation": implementation}
-    return list(best.values())
 
 
 def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.page_parts import fill_page
-from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
+from scripts.result_rows import RESULTS, ROOT, Row, read_rows
 
 PAGE = ROOT / "docs" / "compression.md"
 NAMES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "rtn": "rounding", "awq": "AWQ",
@@ -73,22 +73,34 @@ def time_table(rows: Iterable[Row]) -> str:
 
 def products_table(_: Iterable[Row]) -> str:
     """Return the speed of products with packed weights relative to bfloat16's, by the kernel and by XLA."""
-    rows = read_rows(RESULTS / "packed_tiles.jsonl")
-    lines = ["| rows x [in, out] | weight | bfloat16, µs | kernel, µs | speedup | GB/s |", "|---|---|---|---|---|---|"]
-    for row in (row for row in rows if row["implementation"] == "triton"):
-        plain = row["microseconds"] * row["speedup"]
-        lines.append(
-            f"| {row['rows']} x [{row['in']:,}, {row['out']:,}] | {row['weight']} | {plain:.1f} | "
-            f"{row['microseconds']:.1f} | {row['speedup']:.2f} | {row['bandwidth']:,.0f} |"
-        )
-    lines += ["", f"{rows[0]['device']}, commit {rows[0]['commit'][:7]}, `{rows[0]['command']}`.", "", "By XLA:", ""]
-    lines += ["| work | rows | weight | speedup | GB/s |", "|---|---|---|---|---|"]
-    others = [row for row in read_all(RESULTS / "packed_products.jsonl") if row["backend"] == "xla"]
-    for row in (row for row in others if row["variant"] != "bf16"):
-        names = f"{row['work']} | {row['rows']} | {row['variant']}"
-        lines.append(f"| {names} | {row['speedup']:.2f} | {row['bandwidth']:,.0f} |")
-    lines += ["", f"{others[0]['device']}, commit {others[0]['commit'][:7]}, `{others[0]['command']}`."]
-    return "\n".join(lines)
+    rows = read_rows(RESULTS / "packed_products.jsonl")
+    found = {(row["work"], row["variant"], row["implementation"]): row for row in rows}
+    lines = [
+        "| work | weight | bfloat16, µs | kernel, µs | speedup | GB/s | XLA's speedup |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (work, variant, implementation), row in found.items():
+        if implementation != "triton":
+            continue
+        plain, xla = found[work, "bf16", "xla"], found[work, variant, "xla"]
+        times = (1e3 * timed["milliseconds"] / row["pairs"] for timed in (plain, row))
+        cells = (work, variant, *(f"{time:.1f}" for time in times), f"{row['speedup']:.2f}")
+        lines.append(f"| {' | '.join(cells)} | {row['bandwidth']:,.0f} | {xla['speedup']:.2f} |")
+    return "\n".join([*lines, "", _source(rows)])
+
+
+def decode_table(_: Iterable[Row]) -> str:
+    """Return the time of a decoding step of a whole model with packed weights, beside bfloat16's."""
+    rows = read_rows(RESULTS / "packed_decode.jsonl")
+    lines = ["| work | weights | ms a step | speedup | bound by bytes | GB/s |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = (row["work"], row["variant"], f"{row['milliseconds']:.2f}", f"{row['speedup']:.2f}")
+        lines.append(f"| {' | '.join(cells)} | {row['bound']:.2f} | {row['gigabytes_per_second']:,.0f} |")
+    return "\n".join([*lines, "", _source(rows)])
+
+
+def _source(rows: list[Row]) -> str:
+    return f"{rows[0]['device']}, commit {rows[0]['commit'][:7]}, `{rows[0]['command']}`."
 
 
 MADE: Mapping[str, Callable[[Iterable[Row]], str]] = {
@@ -96,6 +108,7 @@ MADE: Mapping[str, Callable[[Iterable[Row]], str]] = {
     "model": model_tables,
     "time": time_table,
     "products": products_table,
+    "decode": decode_table,
 }
 """Name of a made part -> function of the rows."""
 
