@@ -17,7 +17,7 @@ class CommandModule(Protocol):
         ...
 
     def main(self, argv: Sequence[str] | None = None, /) -> int:
-        """Run the subcommand on these arguments and return its exit code."""
+        """Run the subcommand on the command-line arguments `argv`, and return its exit code."""
         ...
 
 

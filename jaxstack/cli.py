@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
 def fill_option_from_overrides(
     parser: CommandParser, arguments: argparse.Namespace, name: str, accepts: Callable[[str], bool], hint: str = ""
 ) -> argparse.Namespace:
-    """Fill in a missing required option from the positional arguments, if one of them is a value that it accepts.
+    """Set a missing required option to the first positional argument that `accepts` takes as its value.
 
     Args:
       parser: the parser, which exits if the value is missing.

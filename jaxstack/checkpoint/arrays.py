@@ -1,4 +1,4 @@
-"""Reads and writes dicts of named arrays with Orbax, whose settings are chosen for training."""
+"""Reads and writes dicts of named arrays with Orbax, asynchronously and as a few uncompressed files."""
 
 import math
 import os

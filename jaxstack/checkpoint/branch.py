@@ -1,4 +1,4 @@
-"""Branches a run from another: one of its checkpoints becomes the new run's first."""
+"""Starts a run from a checkpoint of another run, by hard-linking or copying its files into the new run's directory."""
 
 import os
 import shutil

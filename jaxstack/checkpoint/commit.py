@@ -33,7 +33,7 @@ class SaveJob:
 def commit(
     staging: Path, final: Path, index: dict[str, Any], timeout_seconds: int, failure: Exception | None = None
 ) -> Path | None:
-    """Turn the written folder `staging` into the checkpoint `final`: hash its files, write the manifest, rename it.
+    """Commit a checkpoint: hash the files written to `staging`, write the manifest, and rename the folder to `final`.
 
     Every process calls it, even if its write failed.
 
@@ -122,7 +122,7 @@ _DISK_ERRORS = (
 
 
 def explain(error: BaseException, folder: str) -> str:
-    """Explain in one line why a save to `folder` failed, such as a full disk or a timeout."""
+    """Return in one line why a save to `folder` failed, e.g. that the disk is full or that it timed out."""
     chain: list[str] = []
     link: BaseException | None = error
     while link is not None:

@@ -122,7 +122,7 @@ def dense_parameter(path: str, leaf: PackedWeight | jax.Array) -> jax.Array:
 
 
 def unpack_vectors(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters by path, with compressed vectors (1-D parameters) decompressed, as the model needs them."""
+    """Return parameters by path with compressed vectors (1-D parameters) decompressed; matrices stay compressed."""
     return {path: leaf.dense() if is_packed(leaf) and leaf.ndim == 1 else leaf for path, leaf in leaves.items()}
 
 

@@ -38,7 +38,7 @@ class DamageFinder:
 
 
 def _name_damage(path: Path, step: int) -> str:
-    """Return a message on damage that another process found; only the first process looks up and names the file."""
+    """Return a message about damage that another process found; only on process 0 does it name the file."""
     try:
         if coordination.is_first():
             manifest.check(path, step)
@@ -48,7 +48,7 @@ def _name_damage(path: Path, step: int) -> str:
 
 
 class DeletionCheck:
-    """Verifies a newer checkpoint before older ones are deleted in its favour. Only the first process uses it.
+    """Checks that a newer checkpoint is intact before older ones are deleted. Used only on the first process.
 
     Args:
       report: called with a line about each damaged checkpoint.

@@ -139,7 +139,7 @@ def saving_process(directory: Path) -> str | None:
 
 
 def lock_directory(directory: Path) -> FileLock:
-    """Lock a checkpoint directory against saves of other runs. The kernel frees the lock when this process ends.
+    """Lock a checkpoint directory against saves by other runs; the operating system unlocks it when this process ends.
 
     File systems without locks are accepted, without protection.
 

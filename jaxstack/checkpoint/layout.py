@@ -15,7 +15,7 @@ _SHOWN = 10
 
 
 def compare(wanted: dict[str, LeafSpec], stored: dict[str, LeafSpec], subset: bool = False) -> list[str]:
-    """Compare the leaves of a wanted pytree with those of a checkpoint; return a line for each that differs.
+    """Return one line of text for each leaf in which a wanted pytree and a checkpoint differ.
 
     The lines are in the order of `wanted`.
 
@@ -83,7 +83,7 @@ def initialize_missing_leaves(
 
 
 def abstract_state(tree: PyTree, shardings: PyTree = None) -> PyTree:
-    """Replace the arrays of a pytree by their shapes, dtypes and shardings, for `CheckpointManager.restore`.
+    """Return the pytree with each array replaced by its shape, dtype and sharding, for `CheckpointManager.restore`.
 
     Args:
       tree: arrays become jax.ShapeDtypeStruct; numpy arrays and plain Python values stay as they are.
@@ -105,7 +105,7 @@ def abstract_state(tree: PyTree, shardings: PyTree = None) -> PyTree:
 
 
 def orbax_target(wanted: jax.Array | jax.ShapeDtypeStruct | np.ndarray, stored: LeafSpec) -> Any:
-    """Return what Orbax should load a leaf as: a numpy array, or an abstract array with the wanted sharding.
+    """Return the target that makes Orbax load a leaf: a numpy array, or an abstract array with the wanted sharding.
 
     Each device then reads only its own shard from the files; nothing is gathered on one host. The default sharding is
     one device.

@@ -47,7 +47,7 @@ def _warn_of_lost_saves() -> None:
 
 
 class CheckpointManager:
-    """The checkpoints of one run, in one directory on a file system that all its processes share.
+    """Saves and restores the checkpoints of a run, in one directory on a file system that the run's processes share.
 
     Every process creates it and calls it in the same way. Reading takes no lock and changes nothing on disk, so that
     a run can be read while it trains.
@@ -208,7 +208,7 @@ class CheckpointManager:
     def restore(
         self, step: int, abstract_tree: PyTree, *, subset: bool = False, later: _Fields | None = None
     ) -> tuple[PyTree, Any]:
-        """Load the checkpoint of `step`, after checking its files if that was not done before.
+        """Load pytree and extra data of the checkpoint of `step`, after verifying its files if they were not yet.
 
         Args:
           step: a committed step.

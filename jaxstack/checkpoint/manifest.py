@@ -109,7 +109,7 @@ def signature(root: Path) -> tuple[tuple[str, int, int], ...] | None:
 
 
 def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool = True) -> dict[str, Any]:
-    """Check a checkpoint's files against the sizes and hashes in its manifest, and return its index.
+    """Check a checkpoint's files against the sizes and hashes in its manifest; return the content of checkpoint.json.
 
     Args:
       root: the checkpoint.
@@ -140,7 +140,7 @@ def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool =
 
 
 def _regular(root: Path, name: str) -> os.stat_result:
-    """Return the status of a file of a checkpoint, which must be a regular file: no link, pipe or device."""
+    """Return the status (`os.lstat`) of a file of a checkpoint; raise Damaged unless it is a regular file."""
     try:
         status = os.lstat(root / name)
     except FileNotFoundError:

@@ -14,7 +14,7 @@ def should_save(step: int, every_steps: int, last_step: int | None = None) -> bo
 def steps_to_delete(
     steps: Iterable[int], keep: int, keep_every_steps: int | None = None, protected: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Return the steps of the checkpoints to delete, oldest first; the newest `keep` and some older ones stay.
+    """Return the steps of the checkpoints to delete, oldest first; the arguments after `steps` say which ones to keep.
 
     Args:
       steps: the committed steps.

@@ -54,7 +54,7 @@ class _WithoutOrbax(logging.Filter):
 
 
 class _WithoutClosedLoops:
-    """Replacement of `sys.unraisablehook` that drops TensorStore's errors about writes nobody waits for."""
+    """Replacement of `sys.unraisablehook` that drops TensorStore's errors about an event loop that Orbax has closed."""
 
     def __init__(self, before: "Callable[[sys.UnraisableHookArgs], object]"):
         self._before = before

@@ -35,7 +35,7 @@ Sums: TypeAlias = dict[str, dict[Statistic, jax.Array]]
 
 
 class Batch(NamedTuple):
-    """A batch of calibration sequences between two layers: hidden states, and the inputs that all layers share."""
+    """A batch of calibration sequences between two layers: hidden states, and shared inputs such as positions."""
 
     x: Float[Array, "B T D"]
     context: Context
@@ -140,7 +140,7 @@ class LayerRunner:
     def _inputs(
         self, block: Block, x: jax.Array, context: Context, paths: Sequence[str]
     ) -> dict[str, Float[Array, "tokens in"]]:
-        """Run a Transformer block and return the inputs of its dense layers `paths`; it must not be used again."""
+        """Return the inputs of a block's dense layers `paths`, by path. The block is modified, so discard it."""
         found: dict[str, jax.Array] = {}
         layers = dense_layers(block)
         for path in paths:
@@ -174,7 +174,7 @@ class LayerRunner:
         sublayer: Sublayer,
         change: Change,
     ) -> Float[Array, " n"]:
-        """Return how much each candidate change of weights changes a sublayer's output: mean squared differences."""
+        """Return for each candidate the mean squared change of a sublayer's output when `change` replaces weights."""
         source = SUBLAYER_INPUT[sublayer]
 
         def run(state: Weights, inputs: jax.Array) -> jax.Array:
@@ -211,7 +211,7 @@ class _Recorder:
 
 
 def layers_in_order(stack: Stack) -> Iterator[tuple[int, Block]]:
-    """Yield number and block of each Transformer layer in forward order, also of layers stacked for a scan."""
+    """Yield (number, block) of each Transformer layer in forward order; layers stacked for a scan are taken apart."""
     places = sorted(
         (number, index, row)
         for index in range(len(stack.layers))
@@ -240,7 +240,7 @@ def weights_by_path(state: Weights) -> dict[str, jax.Array]:
 
 
 def replace_weights(state: Weights, changes: Mapping[str, Any]) -> Weights:
-    """Return the state of a layer with the weights at the paths of `changes` replaced."""
+    """Return a layer's parameters with those at the paths in `changes` replaced by its values."""
     flat = [(path, "/".join(map(str, path)), variable) for path, variable in nnx.to_flat_state(state)]
     if unknown := changes.keys() - {name for _, name, _ in flat}:
         raise KeyError(f"no weight {sorted(unknown)[0]!r}; there are {[name for _, name, _ in flat]}.")
@@ -252,7 +252,7 @@ def _hashable(needs: Mapping[str, frozenset[Statistic]]) -> Needs:
 
 
 def _token_sums(x: Float[Array, "tokens in"], wanted: Sequence[Statistic]) -> dict[Statistic, jax.Array]:
-    """Return the wanted sums over the tokens of a dense layer's input x, in float32: of x x^T, |x| and x^2."""
+    """Return the `wanted` sums over tokens of a dense layer's input x: of x x^T, of |x|, or of x^2; float32."""
     sums: dict[Statistic, jax.Array] = {}
     if "hessian" in wanted:
         # Products of bfloat16 values are exact in float32.

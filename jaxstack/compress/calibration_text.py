@@ -91,7 +91,7 @@ def _check_enough(data: Data, sequences: int, length: int) -> None:
 
 
 def _batch_size(calibration: CalibrationConfig) -> int:
-    """Return the largest batch size, at most the configured one, that divides the sequences: one shape is compiled."""
+    """Return the largest batch size, up to the configured one, that divides the number of calibration sequences."""
     wanted = min(calibration.batch_size, calibration.sequences)
     return next(size for size in range(wanted, 0, -1) if calibration.sequences % size == 0)
 

@@ -154,7 +154,7 @@ class Prune:
     def start_block(
         self, data: None, w: Float[Array, "out block"], diagonal: Float[Array, " block"], start: Int[Array, ""] | int
     ) -> Bool[Array, "out block"]:
-        """Return the mask of the block's weights to set to zero; for n:m patterns none, as `column` adds them."""
+        """Return the mask [out, block] of the weights to prune; for n:m patterns all False, as `column` fills it in."""
         if self.pattern.keep_of is not None:
             return jnp.zeros(w.shape, bool)
         return self.pattern.zeros(jnp.square(w / diagonal))

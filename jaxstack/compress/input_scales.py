@@ -1,4 +1,4 @@
-"""Scales of the inputs of dense layers, as AWQ chooses them, and the layers that they can be folded into.
+"""AWQ's scales for the inputs of dense layers, and the preceding layers whose weights can absorb the inverse scales.
 
 For a product W x and scales s of the inputs, (W diag(s)) (x / s) is the same; the division is folded into the layer
 that computes x, so that it costs nothing. Rounding W diag(s) instead of W is more precise for inputs with large s (AWQ;
@@ -45,7 +45,7 @@ class Fold:
 
 
 def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
-    """Find the norms and dense layers of a Transformer layer that can absorb the input scales of their readers.
+    """Return the norms and dense layers of a Transformer layer that can absorb input scales of the layers they feed.
 
     Queries, keys and values are left out where heads are normalized: there AWQ has been found to be worse than plain
     rounding. The output projection is left out where several query heads share the channels of one value head.
@@ -71,7 +71,7 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
 def apply_fold(
     weights: Mapping[str, jax.Array], fold: Fold, scales: Float[Array, " in"], norm: str
 ) -> dict[str, jax.Array]:
-    """Move scales between layers: divide the weights that produce a value, multiply those that read it; return both.
+    """Return new weights by path: those of `fold.targets` multiplied by input scales, those of `fold.source` divided.
 
     Args:
       weights: the layer's weights by path; kernels are [*in, *out].
@@ -122,7 +122,7 @@ def candidate_scales(
 
 
 def round_scaled(w: Float[Array, "out in"], scales: Float[Array, " in"], grid: Grid) -> Float[Array, "out in"]:
-    """Round weights after scaling their inputs, and divide by the scales again: round(W diag(s)) / s."""
+    """Return round(w * scales) / scales: the weights rounded to the grid after scaling each input column."""
     return grid.round(w.astype(jnp.float32) * scales) / scales
 
 
@@ -130,7 +130,7 @@ def round_scaled(w: Float[Array, "out in"], scales: Float[Array, " in"], grid: G
 def rounding_errors(
     w: Float[Array, "out in"], candidates: Float[Array, "n in"], hessian: Float[Array, "in in"], grid: Grid
 ) -> Float[Array, " n"]:
-    """Return the squared error of W x, up to a common factor, after rounding W with each candidate's input scales.
+    """Return for each candidate the squared error of W x, up to a common factor, from rounding W with its input scales.
 
     Args:
       w: weights.

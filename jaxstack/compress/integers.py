@@ -63,7 +63,7 @@ def integer_matmul(
 
 
 def integer_softmax(scores: Float[Array, "*rows S"], visible: Bool[Array, "*#rows S"]) -> Float[Array, "*rows S"]:
-    """Compute the softmax over visible scores by integer exponentials, rounded to 8-bit block floating point.
+    """Return the softmax over unmasked scores, from integer exponentials, rounded to 8-bit block floating point.
 
     Exponentials are entries of a table of 32 powers of two, shifted right: exp(s - max) = 2^-t for a fixed-point t.
     """
@@ -120,7 +120,7 @@ class IntegerSoftmax(SoftmaxAttention):
 
 
 def in_integers(model: Transformer) -> Transformer:
-    """Make a model's layers compute matmuls and softmax in 8-bit block floating point; it is changed in place.
+    """Switch a model's layers, in place, to matmuls and softmax in 8-bit block floating point; return the model.
 
     Weights are used as they are: compress them with `bct` first, and give them as plain arrays.
 

@@ -1,4 +1,4 @@
-"""Compression of a Transformer layer by layer, where each layer is calibrated on the outputs of compressed ones.
+"""Compresses a Transformer one layer at a time, calibrating each on the outputs of the compressed layers before it.
 
 Only one layer's statistics and the residual stream of the calibration text are in memory at a time.
 """
@@ -57,7 +57,7 @@ def compress_layers(
     rules: AxisRules | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> LayerwiseResult:
-    """Compress a Transformer layer by layer in forward order, each calibrated on the compressed layers before it.
+    """Compress a Transformer one layer at a time in forward order, calibrating each on the compressed layers before it.
 
     The embedding of a tied model is compressed last if its method needs calibration, as it is then the head.
 

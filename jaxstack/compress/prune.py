@@ -32,7 +32,7 @@ class Pattern:
 
     @property
     def share(self) -> float:
-        """Share of weights that become zero."""
+        """Fraction (0 to 1) of the weights that become zero."""
         return self.sparsity if self.keep_of is None else 1 - self.keep_of[0] / self.keep_of[1]
 
     def check(self, inputs: int) -> None:

@@ -192,7 +192,7 @@ def _compress_weights(
     recipe: Recipe,
     report: Callable[[str], None],
 ) -> _Weights:
-    """Compress each weight that has a method, and convert the others to the dtypes in which the recipe stores them."""
+    """Return the parameters before and after compressing each weight that has a method, and as they will be stored."""
     before, errors = named_leaves(decoder.params), dict[str, float]()
     if batches:
         model = decoder.module.merge(decoder.params, decoder.non_params)
@@ -301,7 +301,7 @@ def _losses_by_layer(
     tokens: int,
     report: Callable[[str], None],
 ) -> dict[str, float]:
-    """Return the held-out loss with a single layer compressed, by layer; under `none`, the uncompressed model's."""
+    """Return layer -> held-out loss with only that layer compressed; `none` -> loss of the uncompressed model."""
     changed = [path for path in after if after[path] is not before[path]]
     layers = dict.fromkeys(row.layer for row in rows if any(layer_name(path) == row.layer for path in changed))
     if measure is None or not tokens or not layers:
@@ -339,7 +339,7 @@ def _tokenizer(directory: Path, report: Callable[[str], None]) -> Tokenizer | No
 
 
 def _compressed_config(config: RunConfig, directory: Path, output: Path, tokenizer: Tokenizer | None) -> RunConfig:
-    """Return the run configuration of a compressed model, with neither adapters nor compression of its own."""
+    """Return the run configuration of a compressed model: no adapters, training in compressed form, teacher or FP8."""
     model = config.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
     if not is_run(directory):
         return converted_config(output, model, tokenizer)

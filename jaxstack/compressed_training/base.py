@@ -42,7 +42,7 @@ class WeightRule(PathRule):
 
     @abstractmethod
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
-        """Return a matrix in compressed form: differentiable if `train`, else with exactly the exported values."""
+        """Return a dense matrix with its compressed values: differentiable if `train`, else exactly as exported."""
 
     def stored_parts(self, layout: MatrixLayout) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] | None:
         """Return the factors that are trained in place of a weight, name -> (shape, logical axes), or None.
@@ -58,7 +58,7 @@ class WeightRule(PathRule):
         return w
 
     def choices(self, layout: MatrixLayout) -> int:
-        """Return how many values the random `choice` in `use` can have, such as ranks to truncate to; 0: none drawn."""
+        """Return how many values the random argument `choice` of `use` can take, e.g. ranks to truncate to; or 0."""
         del layout
         return 0
 
@@ -79,7 +79,7 @@ class WeightRule(PathRule):
         return layout.map(lambda w: self.compress(w, train=False), stored, one_by_one=self.one_by_one)
 
     def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
-        """Return the float32 weight, as the optimizer stores it, that compression after training starts from."""
+        """Return the dense float32 weight that a later compression (`jaxstack compress`) starts from."""
         del layout
         return stored
 
@@ -89,7 +89,7 @@ class WeightRule(PathRule):
         return None
 
     def keep(self, old: Stored, new: Stored) -> Stored:
-        """Apply the method's constraint, such as zeros that stay zero, to a weight after an optimizer step."""
+        """Return the weight after an optimizer step with the method's constraint applied, e.g. zeros that stay zero."""
         del old
         return new
 

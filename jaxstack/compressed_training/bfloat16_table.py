@@ -70,7 +70,7 @@ class ValueTable:
 def quantiles(
     values: Float[np.ndarray, " table"], counts: Float[Array, " table"], shares: Float[Array, " n"]
 ) -> Float[Array, " n"]:
-    """Return the quantiles `shares` of weights that are given as distinct values and their counts."""
+    """Return quantiles, at the fractions `shares` (0 to 1), of weights given as distinct values and their counts."""
     order = np.argsort(values, kind="stable")
     cumulative = jnp.cumsum(counts[order])
     return jnp.asarray(values[order])[jnp.searchsorted(cumulative, shares * cumulative[-1])]

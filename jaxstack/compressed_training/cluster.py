@@ -54,11 +54,11 @@ class ClusterRule(WeightRule):
 
     @property
     def settings(self) -> Clustering:
-        """The method's settings for k-means over weights."""
+        """Bits per index, softmax temperature and number of iterations for k-means over weights."""
         return Clustering(self.bits, self.temperature, self.iterations)
 
     def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
-        """Return the clustered weight: k-means after training keeps its values, but would not find them itself."""
+        """Return the clustered weight, so that compression after training starts from the clusters already found."""
         return self.export(stored, layout)
 
     def pack(self, stored: Stored) -> PackedWeight:
@@ -68,7 +68,7 @@ class ClusterRule(WeightRule):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def soft_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Array, "out in"]:
-    """Replace weights by k-means centroids, averaged by a softmax over distances; differentiable, in float32.
+    """Return each weight replaced by a softmax-weighted mean of k-means centroids; differentiable, float32.
 
     Weights are rounded to bfloat16 first.
 

@@ -1,4 +1,4 @@
-"""The weights of a module that compression can change, and how each is seen as matrices [out, in]."""
+"""The weights of a module that compression can change, and how each is reshaped to matrices [out, in]."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from jaxstack.tree_rules import TEACHER
 
 @dataclasses.dataclass(frozen=True)
 class MatrixLayout:
-    """How a weight of several dims is viewed as one matrix [out, in], or as a stack of them.
+    """How a weight of several dims is reshaped to one matrix [out, in], or to a stack of them.
 
     Attributes:
       shape: shape of the weight.
@@ -60,12 +60,12 @@ class MatrixLayout:
 
     @property
     def _cut(self) -> int:
-        """Index of the dim that separates the weight's input dims from its output dims, whichever come first."""
+        """Index of the weight's first output dim, or of its first input dim if `outputs_first`."""
         return len(self.shape) - self.inputs if self.outputs_first else self.stack + self.inputs
 
     @property
     def _parts(self) -> tuple[int, int]:
-        """Products of the input dims and of the output dims, in the order in which the weight has them."""
+        """Total sizes of the weight's input dims and output dims; the outputs come first if `outputs_first`."""
         return math.prod(self.shape[self.stack : self._cut]), math.prod(self.shape[self._cut :])
 
     def to_matrices(self, w: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ class MatrixLayout:
         return w.reshape(*w.shape[: self.stack], *self.shape[self.stack :])
 
     def map(self, function: Callable[[jax.Array], jax.Array], w: jax.Array, *, one_by_one: bool = False) -> jax.Array:
-        """Apply a function of a matrix [out, in], which returns one of the same shape, to each matrix of the weight.
+        """Return the weight with `function` (from [out, in] to [out, in]) applied to each of its matrices.
 
         Args:
           one_by_one: True runs the matrices in a loop, so that the temporary arrays of only one exist at a time.

@@ -43,7 +43,7 @@ class CompressionConfig(Component):
 
 
 def read_compression(run: str | Path) -> CompressionConfig:
-    """Read the settings of training with compressed weights from a run directory's config.yaml.
+    """Return the `compression` section (rules of training compressed weights) of a run directory's config.yaml.
 
     Raises:
       ConfigError: it cannot be read.

@@ -1,4 +1,4 @@
-"""Training of low-rank factors W = U V: random truncation sorts ranks by importance, and unneeded ones are dropped.
+"""Trains weights as low-rank products U V: random truncation orders the ranks by importance; useless ones drop out.
 
 Maestro (Horvath et al. 2023, arXiv:2308.14929): the factors begin as the singular value decomposition of the weight,
 with the square root of the singular values in each. A train step draws one pair (layer, rank b) uniformly, and that
@@ -84,7 +84,7 @@ class LowRankRule(WeightRule):
         return self._group_lasso(stored["u"]) + self._group_lasso(jnp.swapaxes(stored["v"], -1, -2))
 
     def _group_lasso(self, factor: jax.Array) -> jax.Array:
-        """Return a factor's group lasso [*stack, n, rank]: the sum over b of the norm of its ranks from b on."""
+        """Return the group lasso of a factor [*stack, n, rank]: penalty * sum over b of the norms of [..., b:]."""
         squares = jnp.sum(jnp.square(factor), axis=-2)
         tails = jnp.flip(jnp.cumsum(jnp.flip(squares, -1), axis=-1), -1)
         alive = tails > 0
@@ -112,7 +112,7 @@ def split_by_svd(
 
 
 def leading_rank_mask(choice: Int[Array, ""], stack: tuple[int, ...], rank: int) -> Float[Array, "*stack rank"]:
-    """Return a 0/1 mask of ranks, which truncates one randomly drawn matrix of a stack to its first b ranks.
+    """Return the 0/1 mask [*stack, rank] that truncates one matrix of a stack, given by `choice`, to its first b ranks.
 
     Args:
       choice: matrix * rank + b - 1, with the matrices of the stack counted in row-major order; a number outside of

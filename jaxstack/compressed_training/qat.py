@@ -31,7 +31,7 @@ class QatRule(WeightRule):
 
     @property
     def grid(self) -> Grid:
-        """The integers, and the size of groups with a common scale, that the weights are rounded to."""
+        """Integer grid to round weights to: number of bits, and number of inputs that share a scale."""
         return Grid(self.bits, self.group_size)
 
     @property

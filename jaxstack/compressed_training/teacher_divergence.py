@@ -125,14 +125,14 @@ divergence_sum.defvjp(_forward, _backward)
 
 
 def _chunks(tokens: int, vocabulary: int, options: DivergenceOptions) -> tuple[int, int]:
-    """Choose how the vocabulary is cut into chunks; return the columns of a chunk and the number of chunks."""
+    """Return how the vocabulary is cut into chunks: columns per chunk, and number of chunks."""
     most = options.chunk or max(128, CHUNK_VALUES // max(tokens, 1))
     number = -(-vocabulary // most)
     return -(-vocabulary // number), number
 
 
 def _first_column(index: jax.Array, columns: int, vocabulary: int) -> jax.Array:
-    """Return a chunk's first column of the vocabulary; the last chunk begins early if it would reach beyond it."""
+    """Return the first vocabulary column of a chunk; the last chunk starts early enough to end with the vocabulary."""
     return jnp.minimum(index * columns, vocabulary - columns)
 
 
@@ -144,7 +144,7 @@ def _columns_of(index: jax.Array, columns: int, vocabulary: int) -> jax.Array:
 def _logits(
     hidden: jax.Array, weight: jax.Array, index: jax.Array, columns: int, temperature: float, cap: float | None
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Return a vocabulary chunk's logits over the temperature, float32, and the derivative of their soft cap."""
+    """Return a vocabulary chunk's float32 logits divided by the temperature, and the derivative of their soft cap."""
     part = jax.lax.dynamic_slice_in_dim(weight, _first_column(index, columns, weight.shape[1]), columns, axis=1)
     logits = jnp.matmul(hidden, part, preferred_element_type=jnp.float32)
     if cap is None:

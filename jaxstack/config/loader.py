@@ -197,7 +197,7 @@ def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence
 
 
 def _chosen_name(override: str) -> tuple[list[str], str | None]:
-    """Return the section and the name that an override such as `optimizer.name=sgd` chooses, if it does."""
+    """Return the section and the component name that an override such as `optimizer.name=sgd` sets (None: no name)."""
     path, _, value = override.partition("=")
     *keys, last = path.strip().split(".")
     if last == "name":
@@ -275,7 +275,7 @@ _WANTED = {
 
 
 def _has_inner(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -> bool:
-    """Return True if another validation problem lies within the value of this one."""
+    """Return True if another validation problem concerns a value nested inside the value of this problem."""
     outer = problem["loc"]
     return any(len(p["loc"]) > len(outer) and p["loc"][: len(outer)] == outer for p in problems)
 
@@ -284,7 +284,7 @@ _OVERRIDE = "override "
 
 
 def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[str]) -> str:
-    """Explain a problem that pydantic found in one line: the key, what is wrong, and a remedy."""
+    """Return one line about a problem that pydantic found: the key, what is wrong, and a remedy."""
     path, owner = _walk(kind, problem["loc"])
     name, text = ".".join(path), _explain_problem(path, owner, problem)
 
@@ -327,7 +327,7 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
 
 
 def _hint(path: Sequence[str], owner: type[BaseModel], code: str, found: object) -> str:
-    """Return how to write a component where only a text was given; "" in other cases."""
+    """Return a hint, for an error message, on how to write a component where only text was given; else ""."""
     key = next(part for part in reversed(path) if not part.isdigit())
     members = _components_in(_annotation(owner, key))
     if not isinstance(found, str) or not members or not code.startswith(("model", "dict", "list", "tuple")):
@@ -338,7 +338,7 @@ def _hint(path: Sequence[str], owner: type[BaseModel], code: str, found: object)
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
-    """Translate pydantic's location of a problem to keys in the file, and the component that contains it.
+    """Return the keys in the file, and the component, to which pydantic's location of a problem refers.
 
     Returns:
       The keys as in the file, and the component that has the last of them.

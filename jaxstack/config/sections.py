@@ -61,7 +61,7 @@ class BatchRamp(Component):
 
     @property
     def learning_rate_exponent(self) -> float:
-        """Power of the batch size with which the learning rate grows while the batch does: 0, 1/2 or 1."""
+        """Exponent with which the learning rate grows with the batch size during the ramp: 0, 1/2 or 1."""
         return {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}[self.learning_rate]
 
     @field_validator("double_at_tokens")

@@ -1,1 +1,1 @@
-"""Turns text into batches of tokens: tokenizers, verified token shards, packing, and an order set by a seed."""
+"""Turns text into batches of tokens: tokenizers, hash-verified token shards, packing, and seeded shuffling."""

@@ -1,4 +1,4 @@
-"""Batch-size ramp: the global batch size doubles after given numbers of tokens, a function of the step alone.
+"""Batch-size ramp: the global batch size doubles after given numbers of tokens; it depends on the step alone.
 
 Sizes are a function of the step alone, so that a resumed run needs no further state. All rows of the data are used in
 the same order as without a ramp, each once: a batch begins at a multiple of its own size. Merrill et al. 2025
@@ -69,12 +69,12 @@ class BatchSizes:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Batch-size settings as plain JSON, compared on resume, so that step numbers mean the same data position."""
+        """Batch-size settings as plain JSON; a resumed run must have the same ones, to find its place in the data."""
         ramp = self._train.batch_ramp
         return {"global_batch_size": self.full} | ({"batch_ramp": list(ramp.double_at_tokens)} if ramp else {})
 
     def phase(self, step: int) -> Phase:
-        """Return the range of steps with one batch size that a step belongs to."""
+        """Return the phase (range of steps with equal batch size) that contains a step."""
         return next(phase for phase in reversed(self.phases) if phase.first_step <= step)
 
     def rows(self, step: int) -> int:
@@ -87,7 +87,7 @@ class BatchSizes:
         return phase.first_row + (step - phase.first_step) * phase.rows
 
     def steps_left(self, done: int) -> float:
-        """Return how much training remains after `done` steps, as a number of steps of the current batch size."""
+        """Return the remaining training after `done` steps, in steps of the current batch size."""
         if done >= self._train.steps:
             return 0.0
         return (self.rows_before(self._train.steps) - self.rows_before(done)) / self.rows(max(done - 1, 0))
@@ -171,7 +171,7 @@ class SlicedBatches:
 
 
 def sliceable(source: BatchSource, sizes: BatchSizes) -> BatchSource:
-    """Wrap a user's batches, if needed, so that batches of every size of a batch-size ramp can be read.
+    """Return a source that can yield every batch size of a ramp; a user's full-size batches are wrapped if needed.
 
     Raises:
       ConfigError: the source is an iterator, which cannot go back to the rest of a batch that was read ahead.

@@ -99,7 +99,7 @@ class UserBatches:
         return itertools.islice(iter(self._source), start, None)
 
     def _continue_from(self, source: Iterator[HostBatch], start: int) -> Iterator[HostBatch]:
-        """Yield the batches of an iterator from `start` on, or from where it stands if that is later."""
+        """Yield the batches of an iterator from `start` on, or from its current position if that is later."""
         while (batch := self._peeked.pop() if self._peeked else next(source, None)) is not None:
             self._read += 1
             if self._read > start:

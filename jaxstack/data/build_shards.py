@@ -171,7 +171,7 @@ class _Builder:
                 writer.append(np.frombuffer(content, dtype))
 
     def _earlier_shards(self) -> list[dict]:
-        """Return the first training shards, as far as an interrupted run completed them; delete its others."""
+        """Return the leading training shards that an interrupted run left complete and intact; delete all others."""
         try:
             progress = json.loads((self._work / PROGRESS).read_bytes())
         except (OSError, ValueError):

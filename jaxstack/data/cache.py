@@ -109,7 +109,7 @@ def ensure_tokens(plan: TokenizationPlan, tokenizer: Tokenizer, folder: Path, op
 
 
 def plan_source(source: SourceConfig, held_out_fraction: float) -> TokenizationPlan:
-    """Plan the tokenization of one source of raw text: its files, cut or grouped into units of work."""
+    """Return the plan for tokenizing one source of raw text: its files, cut or grouped into units of work."""
     return make_plan([source], held_out_fraction)
 
 

@@ -73,7 +73,7 @@ class Chats:
 
     @property
     def warning(self) -> str | None:
-        """Warning that the template writes texts that are not special tokens of this tokenizer, or None."""
+        """Warning text if the chat template writes markers that are not special tokens of this tokenizer; else None."""
         written = [] if self.template is None else self.template.written_tokens
         lacking = [text for text in written if text not in self.tokenizer.special_tokens]
         if not lacking:
@@ -265,7 +265,7 @@ class _Reader:
             )
 
     def _end(self, text: str, end: int) -> int:
-        """Return the end of an answer, without white space after its end token, where generation stops."""
+        """Return an answer's end position, before any white space after its end token, where generation stops."""
         bare = text[:end].rstrip()
         return len(bare) if any(bare.endswith(token) for token in self._chats.tokenizer.special_tokens) else end
 
@@ -283,7 +283,7 @@ def _pair(record: dict, where: str) -> tuple[str, str]:
 
 
 def _messages(record: dict, where: str) -> list[dict[str, Any]]:
-    """Return a record's messages up to the last answer; a prompt and its completion become question and answer."""
+    """Return a record's messages up to the last answer; prompt and completion become user and assistant messages."""
     if "messages" in record:
         messages = record["messages"]
     elif "prompt" in record and "completion" in record:

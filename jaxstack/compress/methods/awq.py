@@ -57,7 +57,7 @@ class Awq(RoundingMethod):
 
 @dataclasses.dataclass(frozen=True)
 class _RoundScaled:
-    """Rounds some weights of a Transformer layer with candidate input scales, to measure what that changes."""
+    """Function of candidate input scales that returns a layer's weights rounded with them, to measure the error."""
 
     grid: Grid
     targets: tuple[str, ...]

@@ -41,7 +41,7 @@ class Change(Protocol):
     """Interface of a hashable function that returns replacements for some weights of a Transformer layer."""
 
     def __call__(self, weights: Mapping[str, jax.Array], candidate: Any) -> Mapping[str, jax.Array]:
-        """Return the replacements of some of the layer's weights, by path.
+        """Return replacements for some of the layer's weights, by path, computed from one candidate, e.g. input scales.
 
         Args:
           weights: `CalibrationBlock.weights`.
@@ -71,7 +71,7 @@ class CalibrationBlock:
 
 
 class Method(PathRule):
-    """Base class of compression methods; each is also a rule of a recipe, whose `path` chooses dense layers.
+    """Base class of compression methods. Each is also a rule of a recipe; its `path` selects the dense layers.
 
     A subclass has its own file with a field `method: Literal["name"] = "name"`, its settings as further fields, and
     `compress`; it is listed in `jaxstack.compress.methods.METHODS`. Paths are those of an unrolled model, such as
@@ -97,7 +97,7 @@ class Method(PathRule):
 
     @abstractmethod
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
-        """Compress the weight matrix of a dense layer, with statistics of its inputs if the method needs any.
+        """Return a dense layer's matrix packed or pruned, using statistics of its inputs if the method needs any.
 
         Args:
           w: weights of the layer, float32.

@@ -31,7 +31,7 @@ class LowRank(Method):
         return self
 
     def rank_of(self, outputs: int, inputs: int) -> int:
-        """Return the rank that a matrix [out, in] is reduced to; 0 if rank 1 already exceeds the settings' `ratio`."""
+        """Return the rank to reduce a matrix [out, in] to; 0 if even rank 1 exceeds the size that `ratio` allows."""
         if self.rank is not None:
             return self.rank
         return int((self.ratio or 0.5) * outputs * inputs / (outputs + inputs))

@@ -7,7 +7,7 @@ from jaxstack.compress.prune import Pattern
 
 
 class PruningMethod(Method):
-    """Base of methods that set a share of a matrix's weights to zero; the matrix is stored as plain numbers."""
+    """Base of methods that set a fraction of a matrix's weights to zero; the matrix is stored dense, zeros included."""
 
     sparsity: float = Field(default=0.5, gt=0, lt=1)
     """Share of the weights that become zero. Ignored with a pattern."""

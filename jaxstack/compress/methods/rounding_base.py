@@ -16,7 +16,7 @@ class RoundingMethod(Method):
 
     @property
     def grid(self) -> Grid:
-        """The integers, and the size of groups with a common scale, that the weights are rounded to."""
+        """Integer grid to round weights to: number of bits, and number of inputs that share a scale."""
         return Grid(self.bits, self.group_size)
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:

@@ -38,7 +38,7 @@ class TextAugmentation(Component):
 
     @property
     def sentinel_count(self) -> int:
-        """Number of sentinel tokens that need ids from `with_sentinels`, as the configuration does not set them."""
+        """Number of sentinel tokens whose ids the configuration leaves open and `with_sentinels` assigns."""
         return 0
 
     def with_sentinels(self, first: int) -> Self:

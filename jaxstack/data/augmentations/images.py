@@ -41,7 +41,7 @@ class RandomCrop(ImageAugmentation):
 
 
 class RandomFlip(ImageAugmentation):
-    """Mirrors the image with a probability."""
+    """Mirrors the image, left-right or top-bottom, with probability `rate`."""
 
     axis: Literal["horizontal", "vertical"] = "horizontal"
     """horizontal: left and right change places; vertical: top and bottom."""
@@ -60,7 +60,7 @@ def augment_images(
     seed: int = 0,
     name: str = "image",
 ) -> Callable[[int], HostBatch]:
-    """Return `batches`, a function of the step, with random augmentation of the images of each batch.
+    """Return a function of the step that returns `batches(step)` with its images randomly augmented.
 
     The changes depend on (seed, step, row) alone, so that a resumed run sees the same images.
 
