@@ -18,7 +18,7 @@ class ConfigError(JaxstackError):
 
 
 def cannot_write(place: object, error: OSError) -> JaxstackError:
-    """Make the error to raise if a file cannot be written: exit code 1 if the disk is full, else 2."""
+    """Return the exception to raise if a file cannot be written: its exit code is 1 if the disk is full, else 2."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     limit = "; raise the limit on file sizes (ulimit -f)" if error.errno == errno.EFBIG else ""
     return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}{limit}")
@@ -29,7 +29,7 @@ _MOST_CHOICES = 60
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> str:
-    """Suggest corrections for a misspelt name: return text that lists the closest choices, or all if none is close.
+    """Return a hint for a misspelt name: text that lists the closest choices, or all choices if none is close.
 
     For example `did you mean 'learning_rate'?` or `choose one of: 'adamw', 'lion'`.
 

@@ -30,12 +30,12 @@ class HeldOutData(Protocol):
     def held_out_batches(
         self, *, batch_size: int, rows: Sequence[int] | np.ndarray, max_tokens: int | None
     ) -> Iterator[HostBatch]:
-        """Yield the given rows of each held-out batch; `max_tokens` limits the predicted tokens of all batches."""
+        """Yield this process's `rows` of each held-out batch; `max_tokens` limits the predicted tokens in total."""
         ...
 
 
 def check_held_out(data: object) -> None:
-    """Raise TypeError if `data` is neither `HeldOutData` nor an iterable of batches, which an `Evaluator` needs."""
+    """Raise TypeError if evaluation data is neither `HeldOutData`, nor an iterable of batches, nor None."""
     check_not_one_batch(data, "eval_data")
     if data is not None and not isinstance(data, HeldOutData | Iterable):
         raise TypeError(f"eval_data must be an iterable of batches, such as a list; found {type(data).__name__}.")
@@ -110,7 +110,7 @@ class Evaluator:
         }
 
     def _host_batches(self, max_tokens: int | None) -> tuple[Iterator[HostBatch], int | None]:
-        """Return this process's rows of the held-out batches, and their global size (None if it varies)."""
+        """Return this process's rows of the held-out batches, and the global batch size (None if it may vary)."""
         size, data = self._batch_size, self._data
         if isinstance(data, HeldOutData):
             rows = self._placement.local_rows(size)

@@ -133,7 +133,7 @@ class FileLock:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Find the process that holds the POSIX lock on a file, without taking it; None if unlocked or unknown.
+    """Return text that names the process holding the POSIX lock on a file; None if the file is unlocked or unreadable.
 
     A process that holds a record lock on the file itself must not ask: closing the file would free its lock.
     """

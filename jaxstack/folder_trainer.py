@@ -1,4 +1,4 @@
-"""Trains one island: a separate run with its own model copy, which exchanges updates with others through files."""
+"""Trains one island: a run with its own model copy that averages parameter changes with other runs through files."""
 
 import functools
 from collections.abc import Generator, Mapping
@@ -20,10 +20,10 @@ from jaxstack.trainer import Trainer
 
 
 class FolderSteps(StepFunctions):
-    """Train and eval steps of one island (a run with its own model copy); the train state includes exchange state."""
+    """Train and eval steps of one island (a run with its own model copy); they do not change the outer optimizer."""
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one optimizer step, without changing the state of the exchange; see `StepFunctions.train_step`."""
+        """Take one optimizer step without changing the outer optimizer's state; see `StepFunctions.train_step`."""
         new, metrics = super().train_step(state, batch)
         return new._replace(outer=state.outer), metrics
 
@@ -58,7 +58,7 @@ class FolderTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> FolderExchange:
-        """Object that exchanges parameter changes with the other islands."""
+        """The `FolderExchange` that averages parameter changes over all islands through files in the shared folder."""
         return self._method.build(self._method.count, {})
 
     def _run_state(self, state: TrainState) -> TrainState:
@@ -76,7 +76,7 @@ class FolderTrainer(Trainer):
 
     @property
     def state(self) -> TrainState:
-        """The train state; `outer.shared` holds the parameters and outer momentum as of the last exchange."""
+        """The train state; `outer.shared` has parameters and the outer momentum as of the last averaging of islands."""
         return super().state
 
     @state.setter
@@ -93,19 +93,19 @@ class FolderTrainer(Trainer):
         self.state = state
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes, dtypes and shardings of this island's part of a batch, see `Trainer.peek_batch`."""
+        """Return shapes, dtypes and shardings of this island's rows of a batch; see `Trainer.peek_batch`."""
         size = self.train.global_batch_size
         batch = peek(self.data, global_batch_size=size * self._method.count, rows=self._rows(), start=start)
         return abstract_batch(batch, self.rules, size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:
-        """Yield this island's part of each batch, which is split over the islands; see `Trainer.batches`."""
+        """Yield this island's rows of each batch, whose rows are split over the islands; see `Trainer.batches`."""
         size = self.train.global_batch_size
         host = self.data.batches(global_batch_size=size * self._method.count, rows=self._rows(), start=start)
         yield from self.placement.stream(host, size, size)
 
     def _rows(self) -> Any:
-        """Return which rows this process loads of each batch, which is split over all islands."""
+        """Return the numbers of the rows that this process loads of each batch; a batch has the rows of all islands."""
         size = self.train.global_batch_size
         return self.placement.local_rows(size) + self._method.island * size
 
@@ -124,7 +124,7 @@ class FolderTrainer(Trainer):
         return metrics
 
     def describe(self) -> dict[str, Any]:
-        """Describe what the compiled step runs, and the bytes of an exchange between islands, as JSON."""
+        """Describe as plain JSON what the compiled step runs, and how many bytes the islands exchange per averaging."""
         trained = self.module.split_frozen(self.state.params)[0]
         size = sum(x.nbytes for x in local_arrays(trained)) // jax.local_device_count()
         described = {**self._method.model_dump(mode="json"), "step_bytes": 0, "exchange_bytes": [size]}

@@ -33,7 +33,7 @@ class ChatError(JaxstackError):
 
 
 class _Generation(jinja2.ext.Extension):
-    """Jinja extension for `{% generation %}` blocks: marks where the text that the model writes begins and ends."""
+    """Jinja extension for `{% generation %}` blocks: marks where the model's answers begin and end in the text."""
 
     tags = {"generation"}
 
@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @property
     def written_tokens(self) -> list[str]:
-        """Texts such as `<|im_end|>` that the template writes and that look like special tokens."""
+        """Likely special tokens: words such as `<|im_end|>` that the template writes for an example chat."""
         try:
             text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         except ChatError:
@@ -94,7 +94,7 @@ class ChatTemplate:
         return sorted(set(re.findall(r"<\|?\w+\|?>", text)))
 
     def render(self, messages: Messages, tools: Tools = None, *, prompt: bool = False) -> str:
-        """Return the text of a chat; with `prompt`, it ends where the model's next answer should begin.
+        """Return a chat as text; `prompt=True` appends the header of the model's next answer (`add_generation_prompt`).
 
         Raises:
           ChatError: the template refuses the chat, or fails.

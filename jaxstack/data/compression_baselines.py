@@ -1,4 +1,4 @@
-"""Bits per byte that general-purpose compressors reach on a text, as a baseline for those of a language model."""
+"""Bits per byte to which gzip and xz compress a text, as a baseline for the loss of a language model."""
 
 import gzip
 import lzma

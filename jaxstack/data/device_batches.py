@@ -51,7 +51,7 @@ class BatchPlacement:
 
 
 class BatchShardings(dict[str, NamedSharding]):
-    """Shardings of a batch's arrays by name (such as `tokens`), made on access, for batches of `rows` rows."""
+    """Dict from the name of an array in batches of `rows` rows, such as `tokens`, to its sharding; filled on access."""
 
     def __init__(self, rules: AxisRules, rows: int):
         super().__init__()
@@ -83,7 +83,7 @@ def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
 
 
 def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the abstract global batch of `rows` rows (shapes, dtypes, shardings), given the part of it on this host.
+    """Return shapes, dtypes and shardings of a global batch of `rows` rows, given the rows of it that this host reads.
 
     Raises:
       ConfigError: the devices of the batch axes do not divide the rows.

@@ -51,7 +51,7 @@ class Document:
 
 
 def read_documents(piece: Piece) -> Iterator[Document]:
-    """Yield the documents of a piece of a source in order, including those without text, so that they can be counted.
+    """Yield the documents of a piece of a data source in order; those without text are marked `skipped` or `empty`.
 
     Raises:
       ConfigError: a jsonl line or a parquet file without `text_key`, or a value there that is not a string.
@@ -120,7 +120,7 @@ def _read_jsonl(piece: Piece) -> Iterator[Document]:
 
 
 def read_records(piece: Piece) -> Iterator[tuple[dict, int, str]]:
-    """Read the lines of a jsonl file; yield (object, number of invalid UTF-8 sequences, file and line) of each.
+    """Yield (object, number of invalid UTF-8 sequences, text that names file and line) for each line of a jsonl file.
 
     Raises:
       ConfigError: a line is not a JSON object; the message names it.
@@ -209,7 +209,7 @@ def parquet_groups(file: SourceFile, text_key: str) -> list[tuple[int, int]]:
 
 @contextmanager
 def _parquet_errors(file: SourceFile) -> Iterator[None]:
-    """Context in which errors of Arrow become a ConfigError that names the parquet file."""
+    """Context manager that converts Arrow's errors to a ConfigError that names the parquet file."""
     try:
         yield
     except Exception as e:

@@ -1,4 +1,4 @@
-"""Splits sources into training and held-out text: by whole documents or, if there are few, within each."""
+"""Splits sources into training and held-out text: by whole documents or, if there are few, inside each document."""
 
 import hashlib
 import math
@@ -23,7 +23,7 @@ def documents_needed(fraction: float) -> int:
 
 
 def split_document(document: Document, piece: Piece, fraction: float, inside: bool) -> list[tuple[Split, str, float]]:
-    """Assign a document to the training or the held-out split, or cut it into a part for each.
+    """Return (split, text, score) of each part of a document: all of it in one split, or only its end held out.
 
     Args:
       document: the document, or a range of it.

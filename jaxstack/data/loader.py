@@ -79,7 +79,7 @@ class Data:
         self._augment = self._augmenter()
 
     def _augmenter(self) -> Augmenter:
-        """Build the configured augmentations of training rows, checked against the kinds of sources."""
+        """Return the configured augmentations as one function of a training row, checked against the kinds of data."""
         chats = any(isinstance(rows, ExampleRows) for rows in self._rows)
         ids = Vocabulary(self.tokenizer.document_start, self.tokenizer.vocab_size)
         chosen, packing = self._config.augmentations, self._config.packing
@@ -162,7 +162,7 @@ class Data:
         return self._source_listing
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
-        """Yield the given rows of the global training batches, endlessly, beginning with batch number `start`.
+        """Yield this process's `rows` of each global training batch, endlessly, beginning with batch number `start`.
 
         Grain's workers read ahead; they stop when the iterator is closed.
 
@@ -177,7 +177,7 @@ class Data:
         return read_batches(self._batches(global_batch_size, rows, start), self._workers)
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Read the given rows of one global training batch in the calling thread, as `batches` yields them."""
+        """Return this process's `rows` of one global training batch, read in the calling thread; see `batches`."""
         return self._batches(global_batch_size, rows, number)[0]
 
     def _batches(self, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> TrainingBatches:
@@ -212,7 +212,7 @@ class Data:
         return read_batches(HeldOutBatches(places, wanted, batch_size), self._workers)
 
     def held_out_bytes(self, max_tokens: int | None = None) -> bytes:
-        """Return the text of all labels of `held_out_batches`, in order, as bytes; used to compute bits per byte.
+        """Return the held-out text that `held_out_batches` predicts, in order, as bytes; used to compute bits per byte.
 
         The sum of the losses in bits over these batches, divided by this number of bytes, is the bits per byte.
         Document-start labels are predicted too but are no bytes, so that a model pays for predicting where texts end.
@@ -222,7 +222,7 @@ class Data:
         return b"".join(self.tokenizer.decode_bytes(ids) for ids in parts)
 
     def describe_chats(self, say: Callable[[str], None]) -> None:
-        """Report how full the rows packed from chats are, and how many chats are cut or left out."""
+        """Call `say` with a line per source of chats: how full its rows are, and how many chats are cut or left out."""
         for source, rows in zip(self._config.sources, self._rows, strict=True):
             if isinstance(rows, ExampleRows):
                 say(describe_row_filling(source.path, rows, self.sequence_length))
@@ -233,7 +233,7 @@ class Data:
             stream.close()
 
     def _held_out_limits(self, max_tokens: int | None) -> list[int]:
-        """Return the number of tokens of each held-out source that an evaluation predicts.
+        """Return, for each held-out source, the number of tokens that an evaluation predicts.
 
         A limit `max_tokens` is shared in proportion to their sizes.
         """
@@ -251,7 +251,7 @@ class Data:
         return limits
 
     def _tokens_in_bytes(self, rows: Rows, limit: float) -> int:
-        """Return how many predicted tokens from the first on fit in `limit` bytes together; at least one."""
+        """Return how many of a source's first predicted tokens fit in `limit` bytes of text in total; at least one."""
         ids = rows.label_ids(int(limit) + 1)
         total = np.cumsum(self.tokenizer.byte_lengths[ids])
         return max(int(np.searchsorted(total, limit, side="right")), 1)

@@ -31,7 +31,7 @@ def row_count(tokens: int, sequence_length: int) -> int:
 
 
 def read_row(stream: Stream, row: int, sequence_length: int, limit: int) -> np.ndarray:
-    """Read the T+1 token ids of a row (inputs and labels), int32; -1 from stream position `limit` or the end on."""
+    """Return a row's T+1 token ids (inputs and labels), int32; -1 after the stream's end or its first `limit` ids."""
     start = row * sequence_length
     ids = stream.read(start, min(sequence_length + 1, max(limit - start, 0)))
     if ids.size == sequence_length + 1:
@@ -42,7 +42,7 @@ def read_row(stream: Stream, row: int, sequence_length: int, limit: int) -> np.n
 
 
 def make_batch(rows: Sequence[np.ndarray], document_start: int, packing: bool) -> dict[str, np.ndarray]:
-    """Stack rows of T+1 token ids into a batch of tokens, next-token labels and, with packing, segment ids.
+    """Stack rows of T+1 token ids into a batch: tokens, next-token labels and, if `packing`, segment ids and positions.
 
     Args:
       rows: B arrays [T+1]; -1 marks padding at the end of a row.

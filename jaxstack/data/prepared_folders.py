@@ -104,7 +104,7 @@ class RemoteFolder:
         return self._store.url + shard
 
     def _cache_folder(self, shards: list[dict], item_size: int) -> Path | None:
-        """Return the local cache directory for exactly these shards, after deleting damaged copies from it."""
+        """Return the local directory for copies of these shards (None: no cache), after deleting damaged copies."""
         if self._cache is None:
             return None
         hashes = json.dumps([s["sha256"] for s in shards])

@@ -33,7 +33,7 @@ class WorkerOptions:
 
 
 class IndexedBatches(Protocol):
-    """Interface of batches that Grain reads by number; picklable for reader processes, and safe to use from threads."""
+    """Interface of a Grain data source whose item i is batch i; picklable for reader processes, and thread-safe."""
 
     def __len__(self) -> int: ...
 
@@ -42,7 +42,7 @@ class IndexedBatches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatches:
-    """Endless training batches for Grain to read by number: this process's rows of each global batch.
+    """Endless data source for Grain whose item i is this process's rows of global training batch `start` + i.
 
     Attributes:
       order: global sample -> (source, row).
@@ -77,7 +77,7 @@ class TrainingBatches:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutBatches:
-    """Held-out batches for Grain to read by number: this process's rows of each global batch.
+    """Data source for Grain whose item i is this process's rows of held-out batch i.
 
     Attributes:
       places: (rows, number of the row, limit of their labels) of each sample.
@@ -103,7 +103,7 @@ class HeldOutBatches:
 
 
 def read_batches(batches: IndexedBatches, workers: WorkerOptions) -> Iterator[Batch]:
-    """Yield all batches in order, read ahead by Grain's workers; these stop when the iterator is closed or dropped.
+    """Yield all batches in order, read ahead by Grain's workers, which stop when the iterator is closed or dropped.
 
     A worker reads a whole batch, so that a slow read delays one batch and not those after it. The batches are those of
     a serial reader for any number of workers.
@@ -134,7 +134,7 @@ def read_batches(batches: IndexedBatches, workers: WorkerOptions) -> Iterator[Ba
 
 
 class ParallelBatches:
-    """Batches for `Trainer` from a user's function step -> batch, called in parallel threads many steps ahead.
+    """Training data for `Trainer`: batches from a user's function of the step, which threads call many steps ahead.
 
     Example: `Trainer(module, loss, ParallelBatches(read_batch, threads=32))`.
 
@@ -149,17 +149,17 @@ class ParallelBatches:
         self._function, self._workers = function, WorkerOptions(threads, 0, ahead)
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
-        """Yield the given rows of the function's batches, endlessly, beginning with batch number `start`."""
+        """Yield this process's `rows` of each batch of the function, endlessly, beginning with batch number `start`."""
         return read_batches(_FunctionBatches(self._function, rows, global_batch_size, start), self._workers)
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Return the given rows of batch number `number`, read in the calling thread."""
+        """Return this process's `rows` of batch number `number`, read in the calling thread."""
         return _FunctionBatches(self._function, rows, global_batch_size, number)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _FunctionBatches:
-    """Batches by number, as Grain reads them, that a user's function of the step returns."""
+    """Data source for Grain whose item i is `rows` of the batch that a user's function returns for step `start` + i."""
 
     function: Callable[[int], HostBatch]
     rows: Sequence[int] | np.ndarray

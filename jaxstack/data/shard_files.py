@@ -60,7 +60,7 @@ class LocalFiles:
         return data
 
     def _handle(self, name: str) -> int:
-        """Return a file descriptor that belongs to the caller, so that no other thread closes it."""
+        """Return a file descriptor of a shard for the caller alone, so that no other thread closes it during a read."""
         with self._lock:
             if name in self._open:
                 self._open.move_to_end(name)

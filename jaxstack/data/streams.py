@@ -182,14 +182,14 @@ class _Opener:
         return place.open_split(split)
 
     def _prepared(self, source: SourceConfig, whole: bool) -> PreparedFolder:
-        """Return the directory of a source's token shards; raw text is tokenized into the cache if it is not there."""
+        """Return the directory of a source's token shards, after tokenizing raw text into the cache if necessary."""
         plan = self.plans.get((source, whole))
         if plan is None:
             return open_folder(source.path, self.shard_cache)
         return LocalFolder(ensure_tokens(plan, self.tokenizer, self.folder, self.options))
 
     def files(self, source: SourceConfig, whole: bool) -> Sequence[SourceFile]:
-        """Return a source's files, for messages about changed data; token shards have their hashes as versions."""
+        """Return a source's files (for token shards with their SHA-256 as version), for messages about changed data."""
         if source.path == "synthetic":
             return ()
         if is_chat(source):

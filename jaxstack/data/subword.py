@@ -13,7 +13,7 @@ from jaxstack.errors import JaxstackError
 
 
 class SubwordTokenizer(Tokenizer):
-    """Tokenizer on a model of the `tokenizers` library, with a document-start id that no text can produce."""
+    """Tokenizer that runs a model of the `tokenizers` library, with a document-start id that no text can produce."""
 
     def __init__(self, model: Model, kind: str, document_start: int):
         model.encode_special_tokens = True  # "<s>" in a text is encoded as ordinary characters
@@ -44,7 +44,10 @@ class SubwordTokenizer(Tokenizer):
 
     @cached_property
     def _marked(self) -> Model:
-        """Copy of the model that encodes special tokens in text, without the post-processor that trims positions."""
+        """Copy of the model for `encode_marked`: special tokens in text become single ids, and offsets are exact.
+
+        The post-processor, which would trim the offsets, is left out.
+        """
         model = Model.from_str(json.dumps({**json.loads(self._json), "post_processor": None}))
         model.encode_special_tokens = False
         return model
@@ -73,7 +76,7 @@ class SubwordTokenizer(Tokenizer):
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """Bytes that each id stands for, V in all; empty for special and unused ids."""
+        """Bytes that each id stands for, as a list of length V; empty for special and unused ids."""
         added = self._model.get_added_tokens_decoder()
         to_byte = {c: b for b, c in byte_alphabet().items()}
         table = [b""] * self.vocab_size

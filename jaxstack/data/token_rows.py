@@ -43,7 +43,7 @@ class Rows(Protocol):
     """Number of ids that are predicted, in all rows together."""
 
     def read(self, row: int, limit: int | None = None) -> Row:
-        """Return a row as int32 arrays [T]; labels after the first `limit`, counted over all rows, become -100."""
+        """Return a row as int32 arrays [T]; all labels after the first `limit` of the whole source become -100."""
         ...
 
     def count_for(self, limit: int) -> int:

@@ -200,7 +200,7 @@ def _pieces(
 
 
 def _cuts(file: SourceFile, start: int, stop: int, step: int, whole_lines: bool = False) -> list[int]:
-    """Return the byte offsets, at line ends, that cut a file between `start` and `stop` every `step` bytes or so."""
+    """Return byte offsets, mostly line ends, that cut `start` to `stop` of a file into ranges of about `step` bytes."""
     with open_file(file) as stream:
         inner = [align(stream, p, file.size, whole_lines) for p in range(start + step, stop - step // 2, step)]
     return sorted({start, stop, *(p for p in inner if start < p < stop)})

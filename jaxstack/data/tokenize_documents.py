@@ -61,7 +61,7 @@ def read_split_documents(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[S
 
 
 class _TokenFile:
-    """Writer of a file of token ids, which hashes what it writes; complete once a stored result has that hash."""
+    """Writer of a file of token ids that computes its SHA-256; the file is valid once a stored result has this hash."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._file = open(path, "wb")  # noqa: SIM115 - closed by `finish`
@@ -170,7 +170,7 @@ def tokenize_in_worker(unit: WorkUnit, key: str, base: str) -> UnitResult:
 
 
 def sample_texts(units: tuple[WorkUnit, ...], budget: int) -> Iterator[str]:
-    """Yield training texts of about `budget` characters in total, equally from work units spread over the sources."""
+    """Yield about `budget` characters of training text, in equal amounts from work units spread over the sources."""
     quota = max(budget // max(len(units), 1), 2**16)
     step = max(1, len(units) * quota // budget)
     counts = UnitResult("")

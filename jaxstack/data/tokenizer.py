@@ -25,7 +25,10 @@ CHUNK_CHARACTERS = 2**17
 
 
 class Tokenizer(ABC):
-    """Converts text to ids and back. `document_start` opens a document and, as a label, ends the one before it."""
+    """Converts text to token ids and back. The id `document_start` opens a document; no text produces it.
+
+    As a label, `document_start` ends the document before it.
+    """
 
     kind: str
     vocab_size: int
@@ -47,7 +50,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode many texts at once, on all cores if the implementation can."""
+        """Return the ids of each text, int32, as `encode` does, using all cores if the implementation can."""
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Encode texts that contain special tokens such as `<|im_end|>`, which become one id each.

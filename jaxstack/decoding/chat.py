@@ -51,5 +51,5 @@ class ChatGenerator(TextGenerator):
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
-        """Answer several questions together: yield pieces of their answers as tokens are generated."""
+        """Answer a batch of questions: yield pieces of the answers as tokens are generated."""
         return super().stream(prompts, max_tokens, sampling, seed=seed, stop=(*stop, *self._stop))

@@ -63,7 +63,7 @@ class ModelOnMesh:
             self.compiler_options = packed_weight_options()
 
     def load(self, params: Params, non_params: Params) -> None:
-        """Replace the parameters by others of the same shapes, without compiling again."""
+        """Use new parameters of the same shapes from now on, without compiling again."""
         self.params, self.non_params = cast_matrices(self.module, params, self.rules), non_params
 
     def unload(self) -> None:
@@ -71,7 +71,7 @@ class ModelOnMesh:
         self.params, self.non_params = {}, {}
 
     def join_projections(self) -> None:
-        """Join the dense layers that read the same input, which makes decoding faster, where devices hold them whole.
+        """Merge dense layers with the same input, such as q, k and v, for faster decoding, if weights are not sharded.
 
         Outputs are the same up to rounding. Afterwards `module` and `params` have a layer `qkv_proj` in place of
         `q_proj`, `k_proj` and `v_proj`, and `gate_up_proj` in place of `gate_proj` and `up_proj`; `load` then takes
@@ -102,7 +102,7 @@ class ModelOnMesh:
         return self.config.max_position_embeddings
 
     def padded_length(self, longest: int) -> int:
-        """Return the length to pad a batch to, given its longest row; few lengths occur, to limit compilations."""
+        """Return the length to which a batch is padded, given its longest row. Few lengths limit compilations."""
         length = _BLOCK
         while length < longest:
             length *= 2
@@ -215,7 +215,7 @@ class Decoder(ModelOnMesh):
                 return
 
     def _row_count(self, prompts: int) -> int:
-        """Return the batch size to compute for a number of prompts: a multiple of the shards, on GPUs at least 2.
+        """Return the padded batch size for a number of prompts: a multiple of `batch_unit`; on GPUs, twice it or more.
 
         XLA computes a matmul of one row as a product and a sum, and in bfloat16 writes the product to memory, which
         takes three times the bytes of the weights.
@@ -232,7 +232,7 @@ class Decoder(ModelOnMesh):
         max_tokens: int,
         sampling: Sampling,
     ) -> Iterator[Int[Array, "..."]]:
-        """Yield arrays of new tokens for all rows, without waiting: [B] of one step, then [count, B] of several.
+        """Yield new tokens of all rows as device arrays, without waiting: [B] from the prefill, then [steps, B].
 
         The program of each part is dispatched when the part is asked for. The last part may exceed `max_tokens`.
         """
@@ -360,7 +360,7 @@ class Decoder(ModelOnMesh):
 
 
 def _read_ahead(parts: Iterator[jax.Array]) -> Iterator[Int[np.ndarray, " B"]]:
-    """Yield the rows of token arrays in order, starting the device on the next array before reading one.
+    """Yield the tokens of each step, int32 [B]; before an array is read, the program that computes the next is started.
 
     The device then has work while the host waits for tokens and handles them.
     """
@@ -372,7 +372,7 @@ def _read_ahead(parts: Iterator[jax.Array]) -> Iterator[Int[np.ndarray, " B"]]:
 
 
 def _seed_rows(seed: int | Sequence[int], rows: int) -> UInt32[np.ndarray, " B"]:
-    """Return a random seed for each row: the given ones, or `seed`, `seed` + 1, ..."""
+    """Return one uint32 seed per row: those of the sequence `seed`, or for a number `seed`, `seed` + 1, ..."""
     seeds = np.asarray([seed + row for row in range(rows)] if isinstance(seed, int) else seed, np.uint32)
     if len(seeds) != rows:
         raise ValueError(f"seed must be one number, or one per prompt ({rows}); found {len(seeds)}.")

@@ -74,7 +74,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, which the harness uses in the keys of its caches."""
+        """Hash that identifies the tokenizer; the harness uses it in the keys of its caches."""
         return self.generator.tokenizer.hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: object,
     ) -> list[tuple[float, bool]]:
-        """Score answers given as token ids: return each one's log-likelihood, and whether it is the greedy one.
+        """Return for each answer, given as token ids, (log-likelihood, True if greedy decoding would produce it).
 
         Requests are (texts, context ids, answer ids).
         """
@@ -156,7 +156,7 @@ class HarnessModel(TemplateLM):
         return [(score.log_probability, score.is_greedy) for score in scores]
 
     def _make_question(self, number: int, context: str, settings: Mapping[str, Any]) -> _Question:
-        """Convert one of the harness's requests and its generation settings to a question.
+        """Convert one of the harness's requests to a `_Question`: token ids and checked generation settings.
 
         Raises:
           ConfigError: a setting is unknown or wrong.

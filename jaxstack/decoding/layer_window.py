@@ -1,4 +1,4 @@
-"""Text generation with only a few layers in device memory, while others are read from disk ahead of their use.
+"""Text generation with models larger than device memory: it has a few layers at a time, read from disk ahead of use.
 
 A thread reads the weights of the next layers while one layer runs (TPI-LLM, Li et al. 2024, arXiv:2410.00531). The
 output head counts as a layer; of the embedding only the rows of a step's tokens are read.
@@ -60,7 +60,7 @@ class WeightWindow:
         self._thread.start()
 
     def take(self) -> Params:
-        """Return the weights of the next part of the model, waiting until they are read.
+        """Return the weights of the next layer (or the output head), waiting until they are in device memory.
 
         Raises:
           Exception: the error of the read, if it failed.
@@ -76,7 +76,7 @@ class WeightWindow:
         return found
 
     def release(self, weights: Params) -> None:
-        """Delete the weights of a part of the model after their use, which makes room to read another."""
+        """Delete the weights of a layer from device memory after their use, which makes room for another layer."""
         if not self._keeps:
             for x in jax.tree.leaves(weights):
                 x.delete()
@@ -182,7 +182,7 @@ class WindowDecoder(Decoder):
     def _run(
         self, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, " B"], step: int, caches: list[LayerCache]
     ) -> Float[Array, "B V"]:
-        """Run prompts (step 0) or the newest tokens through all layers; return logits and update the KV caches."""
+        """Run all layers on prompts (step 0) or newest tokens; update the KV caches and return the logits [B, V]."""
         rows = self._stored.rows(_TABLE, tokens.ravel()).astype(self.params["embedding"]["table"].dtype)
         rows = rows.reshape(*tokens.shape, -1)
         place = {"lengths": lengths, "step": None if step == 0 else np.int32(step)}
@@ -198,7 +198,7 @@ class WindowDecoder(Decoder):
         return logits
 
     def _merge(self, parts: Params) -> Transformer:
-        """Return the model with some of its parameters present, and only shapes in place of the others."""
+        """Return the model with the parameters in `parts` as arrays, and its other parameters as shapes and dtypes."""
         return self.module.merge({**self.params, **parts}, self.non_params)
 
     def _context(self, model: Transformer, length: int, lengths: jax.Array, step: jax.Array | None) -> Context:
@@ -214,7 +214,7 @@ class WindowDecoder(Decoder):
         lengths: Int[Array, " B"],
         step: Int[Array, ""] | None,
     ) -> Float[Array, "B T D"]:
-        """Return the input of the first layer, given the embeddings `rows` of the tokens."""
+        """Return the input of the first layer, given `rows`, the rows of the embedding matrix for the tokens."""
         with logical_axis_rules(self.rules):
             model = self._merge(others)
             return model.enter(rows, self._context(model, rows.shape[1], lengths, step))
@@ -229,7 +229,10 @@ class WindowDecoder(Decoder):
         *,
         index: int,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """Run a layer with the given weights; `index` is the first layer with the same structure."""
+        """Run a layer with the given weights; return its output and its updated KV cache.
+
+        `index` is the first layer with the same structure, so that all layers of one structure share a program.
+        """
         layers = {**self.params["decoder"]["layers"], str(index): weights}
         with logical_axis_rules(self.rules):
             model = self._merge({"decoder": {**self.params["decoder"], "layers": layers}})
@@ -244,7 +247,7 @@ class WindowDecoder(Decoder):
         lengths: Int[Array, " B"],
         step: Int[Array, ""] | None,
     ) -> Float[Array, "B V"]:
-        """Return the logits after each row's last token, given the output of the last layer."""
+        """Return each row's next-token logits, given the last layer's output and the weights of the output head."""
         with logical_axis_rules(self.rules):
             model = self._merge({**others, self._head: head})
             last = lengths - 1 if step is None else jnp.zeros_like(lengths)

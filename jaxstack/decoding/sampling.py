@@ -55,7 +55,7 @@ def sample(logits: Float[Array, "B V"], key: Key[Array, ""] | Key[Array, " B"], 
 def keep_likeliest(
     logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, min_p: float | None = None
 ) -> Float[Array, "B V"]:
-    """Restrict each row's logits to its top-k, top-p and min-p tokens, at least one, with -inf at all others."""
+    """Return the logits with -inf for the tokens that top-k, top-p or min-p exclude; at least one per row remains."""
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -43,7 +43,7 @@ class Scorer:
     def score(
         self, rows: Sequence[tuple[Sequence[int], int]], report: Callable[[int], object] = lambda done: None
     ) -> list[Score]:
-        """Score each row (ids, first): how likely the model finds ids[first:] as the continuation of ids[:first].
+        """Return for each row (ids, first) the summed log-probability of ids[first:] given ids[:first], as a `Score`.
 
         Args:
           rows: ids of a row, and the index of its first scored token, at least 1.

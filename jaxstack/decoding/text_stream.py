@@ -45,7 +45,7 @@ class _ByteText:
 
 
 class _WordText:
-    """Decodes tokens whose text depends on the tokens before them, by comparing two decoded texts."""
+    """Decodes tokens whose text depends on earlier tokens, by decoding the text with and without the newest tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
@@ -63,7 +63,7 @@ class _WordText:
         return self._take(self._pending())
 
     def _pending(self) -> str:
-        """Return the text that is added by the tokens which have not been output yet."""
+        """Return the text that the newest tokens, those not yet returned as text, add to the text before them."""
         before = self._tokenizer.decode(self._ids[self._start : self._shown])
         return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
 
@@ -130,7 +130,7 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A newly generated piece of one of several texts.
+    """A newly generated piece of text of one sequence in a batch.
 
     Attributes:
       row: index of the text among those of the call.
@@ -172,7 +172,7 @@ class TextGenerator:
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
-        """Continue several prompts together: yield pieces of their texts as tokens are generated.
+        """Continue a batch of prompts: yield pieces of the generated texts as tokens are generated.
 
         Args:
           prompts: ids of each prompt, from `encode`.
@@ -206,7 +206,7 @@ class TextGenerator:
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
     ) -> list[str]:
-        """Return the continuation of each prompt as one text; arguments as of `stream`, with prompts as text."""
+        """Return the generated continuation of each text prompt; the other arguments are those of `stream`."""
         texts = [""] * len(prompts)
         ids = [self.encode(prompt) for prompt in prompts]
         for piece in self.stream(ids, max_tokens, sampling, seed=seed, stop=stop):

@@ -86,7 +86,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
 
 
 def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
-    """Detect the nodes of a run for its launcher, from Slurm or an indexed Kubernetes job; otherwise one node.
+    """Detect this node's index and the number of nodes, from Slurm or an indexed Kubernetes job; otherwise one node.
 
     Args:
       environ: environment variables; default: `os.environ`.
@@ -207,7 +207,7 @@ def split_devices(devices: int, parts: int, part: int) -> tuple[int, ...]:
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Return this Slurm task's share of the GPUs, if several tasks of a node see all of them; None: use all."""
+    """Return the indices of this Slurm task's GPUs, if each task of its node sees all GPUs; None: all visible ones."""
     if chosen := _device_list(environ.get(LOCAL_DEVICES)):
         return chosen
     tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))

@@ -22,7 +22,7 @@ Json: TypeAlias = Any
 
 
 def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 300) -> None:
-    """Connect this process with the others of its run; must be called before any device is used.
+    """Connect this process with the other processes of its run. Call this function before any device is used.
 
     Afterwards, the death of a process ends the others within about `heartbeat_seconds`. Process 0 listens only on the
     coordinator's own address. Unless that is on the loopback interface, processes authenticate by mutual TLS.
@@ -261,7 +261,7 @@ def as_lost_peer(error: Exception) -> JaxstackError | None:
 
 
 def exit_at_once_on_failure(code: int) -> int:
-    """Return the exit code `code`; if it is an error and the run has other processes, exit at once without cleanup.
+    """Exit at once without cleanup if `code` is an error and the run has several processes; otherwise return `code`.
 
     At a normal exit jax waits for the other processes, which may be waiting for this one in a collective.
     """

@@ -1,4 +1,4 @@
-"""Settings before JAX uses a device: simulated devices, memory limits, a private compilation cache."""
+"""Sets up JAX before it uses a device: simulated devices, memory limits, a private compilation cache."""
 
 import contextlib
 import ctypes
@@ -90,7 +90,7 @@ def memory_per_device() -> int | None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory instead of returning it to the kernel; without glibc, do nothing.
+    """Tell glibc to keep freed memory instead of returning it to the operating system; without glibc, do nothing.
 
     XLA's CPU backend allocates the temporaries of a step anew at every call. Blocks over 32 MB, and those in the arenas
     of its threads, would cause page faults in each step: a quarter of a small model's step time.

@@ -99,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """Context with a temporary folder, which is renamed to `path` on success and removed after an error."""
+    """Context manager that yields a temporary folder, renamed to `path` on success and removed after an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)

@@ -93,7 +93,7 @@ class _Writer:
         return graph.add("Mul", graph.add("Tanh", graph.add("Div", x, graph.constant(cap))), graph.constant(cap))
 
     def _mask_biases(self, ids: str, mask: str) -> dict[int | None, str]:
-        """Add masks [B, 1, T, S] for attention scores to the graph: 0, or the least float for hidden keys."""
+        """Add an attention bias [B, 1, T, S] per window size to the graph: 0, or the least float for masked keys."""
         graph = self.graph
         zero, one = graph.constant(0, np.int64), graph.constant(1, np.int64)
         total = graph.add("Gather", graph.add("Shape", mask), one)
@@ -113,7 +113,7 @@ class _Writer:
         return biases
 
     def _all_angles(self, positions: str) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:
-        """Add cosines and sines of rotary positions, for layers with global and with windowed attention."""
+        """Add RoPE's cosines and sines to the graph, for layers with full and with sliding-window attention."""
         model = self.model
         if model.positions != "rope":
             return None, None
@@ -200,7 +200,7 @@ class _Writer:
         return self._linear(x, path, ("o_proj",), self.heads * self.width)
 
     def _rotate(self, x: str, cos: str, sin: str) -> str:
-        """Add rotary position encoding of x [B, N, T, H], which pairs element i with element i + H/2 of a head."""
+        """Add RoPE of x [B, N, T, H] to the graph, which rotates elements i and i + H/2 of each head as a pair."""
         graph, half = self.graph, self.width // 2
         first, second = graph.add_many("Split", 2, x, graph.integers(half, half), axis=3)
         real = graph.add("Sub", graph.add("Mul", first, cos), graph.add("Mul", second, sin))

@@ -15,7 +15,7 @@ _MARK = "\u2581"
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
-    """Describe a tokenizer as plain JSON, with which the exported web page's JavaScript encodes and decodes text.
+    """Describe a tokenizer as plain JSON, which the exported web page's JavaScript reads to encode and decode text.
 
     Returns:
       `kind` byte or bpe. With bpe: `tokens`, the bytes of each id in hexadecimal; `merges` [left, right, merged] in
@@ -60,7 +60,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _byte_level(tokenizer: Tokenizer, said: dict[str, Any]) -> dict[str, object]:
-    """Return the fields that describe a byte-level BPE tokenizer (GPT-2, Llama 3, Qwen) for the web page."""
+    """Return the JSON entries of a byte-level BPE tokenizer (GPT-2, Llama 3, Qwen): tokens, patterns, normalizer."""
     return {
         "tokens": [tokenizer.decode_bytes([i]).hex() for i in range(tokenizer.vocab_size)],
         "patterns": [_for_javascript(pattern) for pattern in _patterns(said.get("pre_tokenizer"))],
@@ -69,7 +69,10 @@ def _byte_level(tokenizer: Tokenizer, said: dict[str, Any]) -> dict[str, object]
 
 
 def _sentencepiece(tokenizer: Tokenizer, said: dict[str, Any], added: dict[str, int]) -> dict[str, object]:
-    """Return the fields that describe a SentencePiece BPE tokenizer (Kudo and Richardson 2018) for the web page."""
+    """Return the JSON entries of a SentencePiece BPE tokenizer: tokens, characters, patterns, prefix, normalizer.
+
+    SentencePiece: Kudo and Richardson 2018.
+    """
     vocabulary: dict[str, int] = said["model"]["vocab"]
     tokens = [b""] * tokenizer.vocab_size
     for token, i in (vocabulary | added).items():
@@ -92,7 +95,7 @@ def _sentencepiece(tokenizer: Tokenizer, said: dict[str, Any], added: dict[str, 
 
 
 def _spaces(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> tuple[str | None, bool]:
-    """Return how a tokenizer that marks spaces prefixes a text with one, and whether it splits words at spaces.
+    """Return when a leading space is added ("always", "missing" or None), and True if words are split at spaces.
 
     Raises:
       ConfigError: it does more than that.
@@ -117,7 +120,7 @@ def _spaces(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | N
 
 
 def _patterns(step: dict[str, Any] | None) -> list[str]:
-    """Return the regular expressions by which a tokenizer first splits text, in the tokenizers library's syntax."""
+    """Return the regular expressions by which the `pre_tokenizer` of a tokenizer.json splits text into words."""
     if step is None:
         return []
     kind = step.get("type")
@@ -145,7 +148,7 @@ def _normalizer(step: dict[str, Any] | None) -> str | None:
 
 
 def _added(tokens: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the added tokens that are searched for in text, as token -> id; special ones are treated as plain text."""
+    """Return {token: id} of the added tokens that are matched in text; special tokens are not, and are left out."""
     found = [token for token in tokens if not token.get("special")]
     for token in found:
         if wrong := [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]:

@@ -121,7 +121,7 @@ class Text:
 def generate(
     model: Any, prompts: Sequence[Sequence[int]], count: int, settings: dict[str, Any], *, temperature=0.0, seed=0
 ) -> Iterator[np.ndarray]:
-    """Generate text for all prompts together: yield the next token of each, int32 [rows], `count` times."""
+    """Generate text for a batch of prompts: yield the next token of each, int32 [rows], `count` times."""
     random = np.random.default_rng(seed)
     logits = model.start(prompts)
     for step in range(count):

@@ -8,7 +8,7 @@ from jaxstack.errors import ConfigError
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Serves files with the headers that isolate a page, so that browsers allow it high-resolution timers."""
+    """Serves files with HTTP headers for cross-origin isolation, which browsers demand for high-resolution timers."""
 
     def end_headers(self) -> None:
         self.send_header("Cross-Origin-Opener-Policy", "same-origin")

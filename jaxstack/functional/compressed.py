@@ -1,4 +1,4 @@
-"""A module trained with its weights compressed (quantized, pruned or factorised) anew in every step."""
+"""A module whose forward pass in training uses compressed (quantized, pruned or factorised) weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from pallas_kernels.weight_only.packed import PackedWeight
 
 
 class CompressedModule(FunctionalModule):
-    """A Flax module whose weights are compressed by rules in each step; gradients update the stored weights.
+    """A Flax module whose forward pass compresses weights by rules; training updates the float32 weights or factors.
 
     The train state holds what the methods store: float32 weights, or their factors. A step computes with `use`, once
     for all its microbatches and on global arrays, so that every layout without pipeline stages is supported.
@@ -99,7 +99,7 @@ class CompressedModule(FunctionalModule):
         return self._mapped(lambda rule, weight, stored: rule.export(stored, weight.layout), params)
 
     def master(self, params: Dict) -> Dict:
-        """Return the unrounded float32 weights, from which compression after training starts. Traceable."""
+        """Convert stored parameters to unrounded float32 weights, as input of compression after training. Traceable."""
         return self._mapped(lambda rule, weight, stored: rule.master(stored, weight.layout), params)
 
     def keep_constraints(self, old: Dict, new: Dict) -> Dict:

@@ -67,12 +67,12 @@ class FunctionalModule:
 
     @property
     def plain(self) -> "FunctionalModule":
-        """This module with layers in the order of the model and its checkpoints; `self`, except in a pipeline."""
+        """The module with layers in the order of checkpoints: `self`, except under pipeline parallelism."""
         return self
 
     @property
     def stores_plain(self) -> bool:
-        """True if the train state is stored in the same form as in checkpoints, without conversion."""
+        """True if a checkpoint holds the train state as it is, so that `to_plain` and `from_plain` convert nothing."""
         return True
 
     def params_from_plain(self, params: Dict) -> Dict:
@@ -81,32 +81,32 @@ class FunctionalModule:
 
     @property
     def used(self) -> "FunctionalModule":
-        """The module that the forward pass runs: `self`, unless weights are stored in another form for training."""
+        """The module that computes the forward pass: `self`, except if training compresses the weights for it."""
         return self
 
     def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
-        """Convert stored parameters to those of the forward pass; also return a term to add to the mean loss.
+        """Return the parameters for the forward pass, and a term to add to the mean loss (None: no term).
 
-        Differentiable. The key draws what is random; the scalar is None if there is none.
+        Differentiable. `params` have the form that the train state stores; `key` draws what is random.
         """
         del key
         return params, None
 
     def export(self, params: Dict) -> Dict:
-        """Convert stored parameters to those that evaluation and export use. Traceable."""
+        """Convert parameters from the form in the train state to the form for evaluation and export. Traceable."""
         return params
 
     def keep_constraints(self, old: Dict, new: Dict) -> Dict:
-        """Enforce constraints, such as a pruning mask, on the parameters after an optimizer step."""
+        """Return the parameters `new` after an optimizer step with constraints, such as a pruning mask, enforced."""
         del old
         return new
 
     def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state from this module's form to the one that checkpoints have. Traceable."""
+        """Convert a train state from the form in which this module trains to the form in checkpoints. Traceable."""
         return state
 
     def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state from the form that checkpoints have to this module's. Traceable."""
+        """Convert a train state from the form in checkpoints to the form in which this module trains. Traceable."""
         return state
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
@@ -161,7 +161,7 @@ class FunctionalModule:
         return nest(item for part in parts for item in flatten(part).items())
 
     def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:
-        """Split parameters into (those of the module without adapters, those of its adapters)."""
+        """Split parameters into (base parameters, parameters of the adapters), as nested dicts."""
         flat = flatten(params)
         adapters = {path: flat.pop(path) for path in list(flat) if ADAPTER.search("/".join(path))}
         return nest(flat.items()), nest(adapters.items())
@@ -185,7 +185,7 @@ class FunctionalModule:
         return nest(scaling.items()), nest(flat.items())
 
     def renew_scaling(self, non_params: Dict, maxima: Dict) -> Dict:
-        """Update the FP8 scaling states among the variables with the amax values measured in this step."""
+        """Return the variables with their FP8 scaling states updated by the amax values that this step measured."""
         scaling, others = self.split_scaling(non_params)
         return self.join(update_scaling(scaling, maxima), others)
 
@@ -205,12 +205,12 @@ class FunctionalModule:
         return nest((path, apply(variable)) for path, variable in self._params)
 
     def stacked_parameters(self, rules: AxisRules) -> Dict:
-        """Mark with True each trained parameter that stacks the weights of several layers along its first dim."""
+        """Return for each trained parameter, as nested dicts, True if its first dim stacks the weights of layers."""
         stacked = self.map_parameters(lambda names, *_: bool(names) and names[0] == "layers", rules)
         return self.split_frozen(stacked)[0]
 
     def parameter_specs(self, rules: AxisRules, zero: int = 0) -> Dict:
-        """Return the PartitionSpec in which each parameter is stored between steps, as nested dicts.
+        """Return nested dicts with the PartitionSpec of each parameter, as it is sharded between steps.
 
         Args:
           rules: the mapping of logical axes onto the mesh.
@@ -258,7 +258,7 @@ def _check_called(function: Callable[..., object]) -> None:
 
 
 def _check_made(made: object) -> nnx.Module:
-    """Check that a function created an NNX module without arrays outside of variables, and return the module.
+    """Return what a function created, after checking that it is an NNX module with all its arrays in variables.
 
     Raises:
       TypeError: it did not.
@@ -299,7 +299,7 @@ def nest(items: Any) -> Dict:
 def flatten(
     tree: Dict, path: tuple[str, ...] = (), stop: Callable[[tuple[str, ...]], bool] = lambda path: False
 ) -> dict[tuple[str, ...], Any]:
-    """Flatten nested dicts to {path: leaf}; a dict at whose path `stop` is true counts as a leaf."""
+    """Flatten nested dicts to {path: leaf}; a dict for whose path `stop` returns True counts as a leaf."""
     flat: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
         below = isinstance(value, dict) and not stop((*path, key))
