@@ -57,7 +57,7 @@ class IslandSteps(StepFunctions):
         return _map_own(one, state)
 
     def beside(self, exchange: OverlappedExchange, phase: int) -> "IslandSteps":
-        """Return a copy whose train step runs a phase of `exchange` between islands while it computes gradients."""
+        """Return a copy whose train step, while computing, runs one phase of `exchange` (averaging between islands)."""
         other = copy.copy(self)
         other._beside = exchange, phase
         return other
@@ -84,7 +84,7 @@ class IslandSteps(StepFunctions):
         return self._on_each(own, (_SPECS, _OWN), (_SPECS, _OWN))(state, dict(batch))
 
     def _own_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one step of a single island, with the communication that runs beside it, if any."""
+        """Take one island's train step, overlapped with communication between islands if `beside` has added it."""
         key = jax.random.fold_in(state.key, jax.lax.axis_index(ISLANDS))
         new, metrics = super().train_step(state._replace(key=key), batch)
         new = new._replace(key=state.key, outer=state.outer)
@@ -99,7 +99,7 @@ class IslandSteps(StepFunctions):
         return new._replace(params=params, outer=outer), metrics
 
     def exchange(self, communicate: Communicate, state: TrainState) -> TrainState:
-        """Exchange parameters between islands by the function `communicate`; return the new train state."""
+        """Return the train state after `communicate` has exchanged (e.g. averaged) the islands' trained parameters."""
 
         def own(state: TrainState) -> TrainState:
             state = _map_own(lambda x: x[0], state)
@@ -168,7 +168,7 @@ class IslandTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """The configured method's parameter exchange between islands, built for this number of islands.
+        """Object that synchronises the islands' parameters, e.g. by averaging, built from the configured method.
 
         Raises:
           ConfigError: the method does not suit the number of islands.
@@ -207,7 +207,7 @@ class IslandTrainer(Trainer):
         self._state, self._taken = state, None
 
     def _mean(self, state: TrainState) -> tuple[Dict, Dict, jax.Array]:
-        """Return the mean parameters and other variables, and the islands' distance from the mean parameters."""
+        """Return parameters and other variables averaged over islands, and the islands' RMS distance from that mean."""
         params, non_params = jax.tree.map(_mean_of_first, (state.params, state.non_params))
         squares = lambda x, mean: jnp.sum(jnp.mean((x - mean) ** 2, 0))  # noqa: E731
         trained = lambda tree: self.module.split_frozen(tree)[0]  # noqa: E731
@@ -302,7 +302,7 @@ class IslandTrainer(Trainer):
         return metrics
 
     def _due(self, step: int) -> int | None:
-        """Return the number of the exchange program to run after a step; None if no exchange is due."""
+        """Return which phase of the parameter exchange between islands is due after a step; None if none is due."""
         return self.exchange.due(step) if step > self._method.synchronous_steps else None
 
     def bytes_of_steps(self, steps: int) -> float:
@@ -337,7 +337,7 @@ class IslandTrainer(Trainer):
         return None if values is None else {**values, "eval_island_distance": float(distance)}
 
     def describe(self) -> dict[str, Any]:
-        """Describe what the compiled programs run and send between islands, see `Trainer.describe`.
+        """Return what the compiled programs run and how many bytes they send between islands, see `Trainer.describe`.
 
         `islands` has the bytes that each device sends to other islands: in a step, in the exchanges, and in each of
         the synchronous steps.
@@ -371,13 +371,13 @@ def _per_island(x: jax.Array) -> np.ndarray:
 
 
 def _with_means(state: TrainState, params: Any, non_params: Any) -> TrainState:
-    """Return a state for checkpoints: these mean parameters at the top, each island's own ones in `outer.own`."""
+    """Return the state as checkpoints store it: the given means, and each island's own values in `outer.own`."""
     own = {**state.outer.own, "params": state.params, "non_params": state.non_params}
     return state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
 
 
 def _map_own(function: Callable[[Any], Any], state: TrainState) -> TrainState:
-    """Map a function over those arrays of a train state of which each island has its own copy."""
+    """Return the train state with `function` applied to the arrays that differ between islands, such as parameters."""
     own = {name: jax.tree.map(function, getattr(state, name)) for name in _OWN_FIELDS}
     outer = state.outer._replace(own=jax.tree.map(function, state.outer.own))
     return state._replace(**own, outer=outer)

@@ -148,7 +148,7 @@ class Loop:
         self.save_postponed = self.advised = self.finished = False
 
     def run(self) -> dict[str, Any]:
-        """Train until the last step of the run, see `Trainer.fit`."""
+        """Train until the last step of the run and return the last logged metrics, see `Trainer.fit`."""
         train, log = self.trainer.train, self.log
         with contextlib.ExitStack() as stack:
             if self.run_dir is not None:
@@ -210,7 +210,7 @@ class Loop:
         return restored.step
 
     def _prepare(self, start: int) -> None:
-        """Compile the train step, and record in the run's log what it will run."""
+        """Compile the train step, and write to the run's log what it will run (kernels, sharding, FLOPs)."""
         trainer = self.trainer
         self.signs.note("compile", step=start)
         abstract = trainer.peek_batch(start)
@@ -301,7 +301,7 @@ class Loop:
         )
 
     def _read(self, step: int, metrics: Metrics, waited: float) -> None:
-        """Wait for a step's metrics, check that they are sound, and log them."""
+        """Wait for a step's metrics, report the step if it was skipped for a spike, and log the metrics."""
         with self.signs.waiting():
             values = self.trainer.read(metrics)
         sizes = self.trainer.batch_sizes
@@ -327,7 +327,7 @@ class Loop:
             raise JaxstackError(f"{why}; {left}. {advice}")
 
     def _save(self, step: int) -> None:
-        """Start to save a checkpoint of this step in the background, unless there is one already."""
+        """Start to save a checkpoint of this step in the background, unless this step is saved already."""
         if self.checkpoints is None or step == self.checkpoints.saved_step:
             return
         began = time.perf_counter()
@@ -336,7 +336,7 @@ class Loop:
         self.meter.exclude(time.perf_counter() - began)
 
     def _committed(self) -> int:
-        """Return the step of the newest complete checkpoint; the first time, advise on how often to save."""
+        """Return the step of the newest complete checkpoint. The first time, also log how often to save."""
         record = self.checkpoints.manager.last_save if self.checkpoints is not None else None
         if record is None:
             return self.signs.record.saved

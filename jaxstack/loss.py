@@ -58,7 +58,7 @@ def returns_sum(function: _Function) -> _Function:
 
 
 def samples_labels(sampled: LossFunction) -> Callable[[_Function], _Function]:
-    """Decorator that gives a loss function a variant on labels sampled from the model, to estimate curvature.
+    """Decorator that attaches to a loss function its variant with labels sampled from the model, to estimate curvature.
 
     Optimizers that estimate the curvature need it (Sophia-G).
 
@@ -96,7 +96,7 @@ class Loss:
         """The loss on sampled labels, if the function was declared with `samples_labels`."""
 
     def __call__(self, model: nnx.Module, batch: Batch, *, key: jax.Array | None, train: bool) -> LossSum:
-        """Compute the loss of a batch.
+        """Compute the loss of a batch, as a sum and an item count.
 
         Args:
           model: the model.

@@ -15,7 +15,7 @@ from jaxstack.parallel.rules import AxisRules, axes_of, is_matrix
 def describe_shardings(
     module: FunctionalModule, params: Dict, optimizer: Any, others: Any, *, rules: AxisRules, zero: int
 ) -> dict[str, Any]:
-    """Describe the sharding of a train state and its bytes per device as plain JSON, for reports and `jaxstack plan`.
+    """Return JSON-compatible dicts with each parameter's sharding and the train state's bytes per device, for reports.
 
     Args:
       module: the module, which knows the logical axes of its parameters.

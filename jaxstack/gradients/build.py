@@ -13,7 +13,7 @@ from jaxstack.parallel.sharding_context import ShardingContext
 def make_gradients(
     module: FunctionalModule, loss: LossFunction | Loss, context: ShardingContext, accumulation: int = 1
 ) -> Gradients:
-    """Choose how gradients are computed: by pipeline stages, per device in a `shard_map`, or by XLA's partitioner.
+    """Return the object that computes gradients: through pipeline stages, in a `shard_map`, or partitioned by XLA.
 
     Args:
       module: a `StagedModule` runs in the stages of a pipeline.

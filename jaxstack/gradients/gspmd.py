@@ -14,10 +14,11 @@ from jaxstack.parallel.sharding_context import ShardingContext, placed
 
 
 class GlobalGradients:
-    """Gradients by one program that XLA partitions (GSPMD), with batch statistics over the whole global batch.
+    """Gradient computation as one program over the global batch, which XLA's partitioner (GSPMD) splits over devices.
 
-    With ZeRO 1 and 2 the parameters are gathered over `data`, in float32, once a step, and the gradients are scattered
-    after the last microbatch: it is not known where such a module uses its parameters, nor in which dtype.
+    Batch statistics are those of the whole global batch. With ZeRO 1 and 2 the parameters are gathered over `data`, in
+    float32, once a step, and the gradients are scattered after the last microbatch: it is not known where such a module
+    uses its parameters, nor in which dtype.
     """
 
     def __init__(self, microbatches: Microbatches, context: ShardingContext):
@@ -30,14 +31,14 @@ class GlobalGradients:
     def __call__(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
     ) -> tuple[GradientSums, Dict]:
-        """Return loss, item count and gradients summed over the global batch, and the updated other variables."""
+        """Return loss, item count and gradients, summed over the global batch, and updated non-parameter variables."""
         if noise:
             check_noise_layout(self._microbatches.count, self._rules.mesh.shape)
         sums, non_params = self._sums(self._placed(params, self._used), non_params, batch, key, noise)
         return dataclasses.replace(sums, gradients=self._placed(sums.gradients, self._stored)), non_params
 
     def _placed(self, tree: Dict, specs: Dict) -> Dict:
-        """Constrain arrays to the given shardings with ZeRO 1 and 2; return them unchanged without ZeRO."""
+        """Return the arrays constrained to the given shardings if ZeRO 1 or 2 is on, otherwise unchanged."""
         if not self._context.layout.zero:
             return tree
         place = lambda x, spec: jax.lax.with_sharding_constraint(x, placed(self._rules, spec))  # noqa: E731
@@ -79,7 +80,7 @@ class GlobalGradients:
         noise: bool,
         axes: tuple[str, ...] = (),
     ) -> tuple[GradientSums, Dict]:
-        """Return the sums over the global batch, all-reduced over the `axes` that are manual in a `shard_map`."""
+        """Return sums of loss, items and gradients, all-reduced over the manual mesh `axes`, and updated variables."""
         measure = sum_squares if noise else None
         sums, non_params, small = self._microbatches(params, non_params, batch, key, shards=shards, measure=measure)
         if axes:

@@ -21,7 +21,7 @@ SmallBatches: TypeAlias = tuple[Squares, jax.Array] | None
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientSums:
-    """Loss, gradients and number of items of a batch, summed over its items and not yet divided."""
+    """Sums of loss and gradients over the items of a batch, not yet divided by the item count, which is stored too."""
 
     gradients: Dict
     """Gradient of the loss sum by the trained parameters; float32, laid out as these are stored."""
@@ -47,7 +47,7 @@ class Gradients(Protocol):
     def __call__(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
     ) -> tuple[GradientSums, Dict]:
-        """Return the sums over the global batch (with noise metrics if `noise`), and updated other variables."""
+        """Return loss and gradients summed over the global batch (noise metrics if `noise`), and updated variables."""
         ...
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
@@ -85,7 +85,7 @@ class Microbatches:
         prepare: Callable[[Dict], Dict] = lambda params: params,
         measure: Measure | None = None,
     ) -> tuple[GradientSums, Dict, SmallBatches]:
-        """Sum loss and gradients over the microbatches; also return updated variables and noise measurements.
+        """Return loss and gradients summed over microbatches, updated variables, and squared gradients if `measure`.
 
         Args:
           params: the parameters that the gradients belong to.
@@ -133,7 +133,7 @@ class Microbatches:
         return GradientSums(gradients, total, count, maxima), non_params
 
     def finish(self, sums: GradientSums, non_params: Dict, axes: tuple[str, ...] = ()) -> tuple[GradientSums, Dict]:
-        """Update the FP8 scaling states from a step's amax values; return the sums without these values.
+        """Return the sums without FP8 amax values, and variables with FP8 scaling states updated from these values.
 
         Args:
           sums: of all microbatches.

@@ -55,7 +55,7 @@ def check_noise_layout(microbatches: int, axes: Mapping[str, int]) -> None:
 
 
 def sum_squares(gradients: PyTree, groups: PyTree | None = None) -> Squares:
-    """Sum the squares of a device's gradients per group of parameters, skipping expert-balancing biases.
+    """Return, for each group of parameters, the sum of a device's squared gradients (without expert-balancing biases).
 
     Args:
       gradients: float arrays.
@@ -77,10 +77,10 @@ def estimate_noise(
     large_count: Float[Array, ""],
     axes: tuple[str, ...] = (),
 ) -> dict[str, Float[Array, ""]]:
-    """Estimate the true gradient's |G|² and its noise S in one step: metrics `gradient_signal` and `gradient_noise`.
+    """Return a step's estimates of the true gradient's squared norm (`gradient_signal`) and noise (`gradient_noise`).
 
-    Both are unbiased: their means over many steps give the noise scale S / |G|², in items. Either may be negative in a
-    single step.
+    Both, |G|² and S, are unbiased: their means over many steps give the noise scale S / |G|², in items. Either may be
+    negative in a single step.
 
     Args:
       small: sums of squares of the gradient sums of this device's microbatches, each [M].

@@ -138,11 +138,11 @@ class PipelinedGradients:
     def _run(
         self, schedule: Schedule, params: Dict, non_params: Dict, batch: Batch, key: jax.Array | None
     ) -> tuple[Any, jax.Array, jax.Array]:
-        """Run a pipeline schedule on this device's part of the batch; without a key, for evaluation.
+        """Run a pipeline schedule on this device's part of the batch; return gradients, the loss sum and item count.
 
         Returns:
-          (gradients of this device's shards, FP8 amax values), in evaluation None; the loss sum and the item count of
-          this device alone.
+          (gradients of this device's shards, FP8 amax values), or None without a key, in evaluation; the loss sum and
+          the item count of this device alone.
         """
         context = self._context.within(self._manual)
         model = self._module.merge_stage(params, non_params)
@@ -165,7 +165,7 @@ class PipelinedGradients:
         return found, totals.loss, totals.count
 
     def _sum(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Sum a gradient over the mesh axes that replicate its parameter; it is already summed over the others."""
+        """Sum a gradient over the mesh axes that replicate its parameter; over sharded axes it is summed already."""
         lacking = self._rules.lacking(spec, self._split)
         return (
             jax.lax.psum(gradient.astype(self._context.layout.reduce_dtype), lacking).astype(jnp.float32)
@@ -180,7 +180,7 @@ class PipelinedGradients:
 
 
 class _Functions:
-    """Functions of a pipeline stage for one device's part of a batch; without a key, for evaluation."""
+    """Functions that a pipeline's stages run on one device's part of a batch: first stage, layer, last stage."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Functions:
         return x, own if self._train else None
 
     def _sum_layer(self, gradients: Any) -> Any:
-        """With ZeRO 2, reduce-scatter a layer's gradients over `data` at once, so that no stage holds whole ones."""
+        """Return a layer's gradients, with ZeRO 2 reduce-scattered over `data`, so that no device stores them whole."""
         context = self._layer_context
         if context.layout.zero < 2:
             return gradients

@@ -27,7 +27,7 @@ _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
 
 
 class StagedModule(FunctionalModule):
-    """A Transformer whose stacked layers are stored in pipeline order: stage by stage, `chunks` parts per stage.
+    """A Transformer whose stacked layers are stored in pipeline order: by stage, with `chunks` groups of layers each.
 
     Its dicts of parameters have stages x chunks x rows layers along the leading dim of stacked parameters; rows without
     a layer are zero, and stay so. Models made from them, and given to it, are the plain ones.
@@ -148,11 +148,11 @@ class StagedModule(FunctionalModule):
         return structure.unflatten(found)
 
     def _is_stack(self, x: Any, wanted: Any, rows: int) -> bool:
-        """Return True if a leaf has a value per layer; an optimizer may keep one value for a whole stack."""
+        """Return True if a leaf of the train state has a value for each layer, not one for a whole stack of layers."""
         return x.shape != wanted.shape if self.unrolled else x.ndim > 0 and x.shape[0] == rows
 
     def _staged_name(self, name: str) -> tuple[str, int | None]:
-        """Map a leaf's name in the plain module to its name here and its group of layers, an index in the stack.
+        """Return (name in this module, index of its group of layers) for the name of a leaf in the plain module.
 
         The group is 0 if the leaf is a whole stack, and None if it is not part of the stack.
         """
@@ -199,7 +199,7 @@ def _is_stacked(variable: Any) -> bool:
 
 
 def _with_rows(flat: Any, rows: int) -> list[Any]:
-    """Resize the leading dim of all stacked layers' abstract variables to `rows`; others stay unchanged."""
+    """Return the abstract variables, with the leading dim of those of stacked layers resized to `rows`."""
 
     def resize(variable: Any) -> Any:
         if not _is_stacked(variable):

@@ -67,7 +67,7 @@ class LocalGradients:
     def __call__(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
     ) -> tuple[GradientSums, Dict]:
-        """Return loss, item count and gradients summed over the global batch, and the updated other variables."""
+        """Return loss, item count and gradients, summed over the global batch, and updated non-parameter variables."""
         groups, measure = None, None
         if noise:
             check_noise_layout(self._microbatches.count, self._rules.mesh.shape)
@@ -141,7 +141,7 @@ class LocalGradients:
         return ParameterLayout(spec, stored, dtype, bool(metadata.get("sum_where_used")), stacked)
 
     def _working_copy(self, x: jax.Array, layout: ParameterLayout) -> jax.Array:
-        """Gather a parameter over `data` in the compute dtype; one that `data` does not split is unchanged.
+        """Return a parameter all-gathered over `data` in the compute dtype; unchanged if `data` does not split it.
 
         Stacked layers are gathered one at a time. XLA gathers a whole stack with the devices' parts outermost, and
         copies it into the order of layers after all gathers: the working copy would be in memory twice.
@@ -158,7 +158,7 @@ class LocalGradients:
         return jax.lax.map(lambda layer: exchange_weight(layer, how, spec, rules), x)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: ParameterLayout) -> jax.Array | WorkingCopy:
-        """Wrap the parameter `x` for the module so that its gradient arrives summed and sharded like x."""
+        """Return parameter `x` wrapped so that the backward pass sums its gradient over devices, sharded like x."""
         parts = _data_shards(layout)
         weight = WorkingCopy(x, copy) if parts else x
         if layout.summed_by_module:
@@ -168,7 +168,7 @@ class LocalGradients:
         return exchange_weight(weight, how, layout.spec, self._inner.rules)
 
     def _sum(self, gradient: jax.Array, layout: ParameterLayout) -> jax.Array:
-        """Sum a gradient over the mesh axes that replicate its parameter, and shard it as that is stored."""
+        """Sum a gradient over the mesh axes that replicate its parameter, and shard it as the parameter is stored."""
         parts = _data_shards(layout)
         lacking = self._rules.lacking(layout.stored, self._split)
         if not parts and not lacking:

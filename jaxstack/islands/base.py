@@ -18,7 +18,7 @@ Dict = dict[str, Any]
 
 
 class OuterState(NamedTuple):
-    """State of a method that synchronises islands, such as momentum: arrays common to all islands, and each one's."""
+    """State of a method that synchronises islands, such as momentum: arrays common to all islands, and per island."""
 
     shared: Dict
     """Arrays that are equal on all islands."""
@@ -41,7 +41,7 @@ class Exchange(Protocol):
         ...
 
     def due(self, step: int) -> int | None:
-        """Return which exchange (its phase) to run after train step `step`, counted from 1; None if there is none."""
+        """Return the phase (kind of exchange) that is due after step `step`, counted from 1; None if none is due."""
         ...
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
@@ -61,11 +61,11 @@ class OverlappedExchange(Exchange, Protocol):
     """Steps from `send` to `merge`, at least 1; with 1, `merge` follows the step that `send` overlaps with."""
 
     def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Send the parameters from before a step to other islands while the step computes; return the new state."""
+        """Communicate the parameters that a train step starts from, while that step runs; return the new state."""
         ...
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Merge what `send` has received into this island's parameters, without communication."""
+        """Return this island's parameters, merged with the result of `send`; needs no communication."""
         ...
 
 
@@ -85,7 +85,7 @@ class IslandMethod(Component):
 
     @abstractmethod
     def build(self, islands: int, stacked: Mapping[str, Any]) -> Exchange:
-        """Return this method's parameter exchange for a number of islands.
+        """Return the object that runs this method's parameter exchange between the given number of islands.
 
         Args:
           islands: number of islands.

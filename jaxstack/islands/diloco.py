@@ -59,13 +59,13 @@ class DiLoCoExchange:
         self._settings, self._reduction = settings, reduction
 
     def init(self, params: Dict) -> OuterState:
-        """Return the initial state: the parameters as anchor, zero velocity, and the averaging method's own state."""
+        """Return the initial state: parameters (`anchor`), zero momentum (`velocity`), and the averaging's state."""
         kept = self._reduction.init(params)
         velocity = jax.tree.map(jnp.zeros_like, params)
         return OuterState({"anchor": params, "velocity": velocity, **kept.shared}, kept.own)
 
     def due(self, step: int) -> int | None:
-        """Return 0, the exchange's only phase, if it runs after this train step, otherwise None."""
+        """Return 0 (the number of the only exchange phase) if an exchange is due after this step, otherwise None."""
         return None if step % self._settings.every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
@@ -75,7 +75,7 @@ class DiLoCoExchange:
         return self.apply(progress, OuterState({**state.shared, **kept.shared}, kept.own))
 
     def apply(self, progress: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Take the outer optimizer's step along the islands' mean change; return parameters and state."""
+        """Apply the islands' mean parameter change with Nesterov SGD; return the new parameters and state."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
         stepped = jax.tree.map(self._settings.step, anchor, velocity, progress)
         anchor, velocity = jax.tree.transpose(jax.tree.structure(anchor), jax.tree.structure((0, 0)), stepped)

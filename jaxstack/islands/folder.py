@@ -76,7 +76,7 @@ class FolderExchange(DiLoCoExchange):
         super().__init__(settings, self.mean)
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Exchange parameter changes; return parameters and state after all exchanges that others have ended."""
+        """Run this exchange, then those that other islands have finished since; return the new parameters and state."""
         params, state = super().__call__(phase, params, state)
         late = 0
         while self.mean.is_closed(int(state.shared["round"])):
@@ -110,7 +110,7 @@ class FolderMean:
         return OuterState({"round": jnp.zeros((), jnp.int32)}, {})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Write this island's parameter changes, wait for those of the others, and return the mean."""
+        """Write this island's changes to a file, wait for other islands' files; return the mean and the new state."""
         number = int(state.shared["round"])
         if number == 0:
             self._check_start(state.shared["anchor"])
@@ -158,7 +158,7 @@ class FolderMean:
         )
 
     def _wait(self, number: int) -> None:
-        """Wait until all awaited islands have contributed to an exchange or time is up, and decide which count."""
+        """Wait for the islands' files of an exchange until all exist or time is up; record which islands take part."""
         settings = self._settings
         seconds = settings.wait_seconds * (1 if self._waited_for_all else _FIRST_WAIT)
         deadline = time.monotonic() + seconds
@@ -177,7 +177,7 @@ class FolderMean:
         self._waited_for_all = True
 
     def _awaited(self, number: int) -> set[int]:
-        """Return the islands for whose contributions an exchange waits."""
+        """Return the indices of the islands whose files exchange `number` waits for."""
         islands = range(self._settings.count)
         if not self._waited_for_all or number == 0:
             return set(islands)
@@ -215,7 +215,7 @@ class FolderMean:
         return json.loads((self._folder(number) / "members.json").read_text(encoding="utf-8"))
 
     def _newest(self) -> int:
-        """Return the number of the newest exchange in the folder; -1 if there is none."""
+        """Return the largest N of the subfolders `exchange-N` in the shared folder; -1 if there are none."""
         return max((int(path.name.split("-")[1]) for path in self._root.glob("exchange-*")), default=-1)
 
     def _is_present(self, number: int, island: int) -> bool:

@@ -35,7 +35,7 @@ class Gossip(IslandMethod):
 
 
 def mixing_weights(graph: str, islands: int) -> list[Weights]:
-    """Return the weights with which an island averages itself and its neighbours, for each phase of the graph."""
+    """Return, per phase, pairs (shift, weight): how much island i takes of the parameters of island i + shift."""
     if graph == "ring":
         return [((0, 1 / 3), (1, 1 / 3), (-1, 1 / 3)) if islands > 2 else ((0, 0.5), (1, 0.5))]
     return [((0, 0.5), (1 << turn, 0.5)) for turn in range(islands.bit_length() - 1)]
@@ -82,6 +82,6 @@ class GossipExchange:
         return jax.tree.map(mix, params), state
 
     def _from(self, x: jax.Array, shift: int) -> jax.Array:
-        """Receive array x from the island `shift` places further on in the ring of islands."""
+        """Return array x of island i + `shift`, where i is this island's index in the ring of islands."""
         pairs = [(source, (source - shift) % self._islands) for source in range(self._islands)]
         return jax.lax.ppermute(x, ISLANDS, pairs)

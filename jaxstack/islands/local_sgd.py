@@ -35,7 +35,7 @@ class MeanExchange:
         return OuterState({}, {})
 
     def due(self, step: int) -> int | None:
-        """Return 0, the exchange's only phase, if it runs after this train step, otherwise None."""
+        """Return 0 (the number of the only exchange phase) if an exchange is due after this step, otherwise None."""
         return None if step % self._every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:

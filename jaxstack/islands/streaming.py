@@ -64,7 +64,7 @@ class StreamingExchange:
         self.phases, self.delay = settings.fragments, settings.delay
 
     def init(self, params: Dict) -> OuterState:
-        """Return the state at the start of a run: the parameters as anchor, and zero velocity."""
+        """Return the state at the start of a run: the parameters (`anchor`), and zero momentum (`velocity`)."""
         return OuterState({"anchor": params, "velocity": jax.tree.map(jnp.zeros_like, params)}, {})
 
     def due(self, step: int) -> int | None:
@@ -74,7 +74,7 @@ class StreamingExchange:
         return starts.get(step % every)
 
     def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Average one fragment's changes over islands and apply the outer optimizer; return the new state."""
+        """Average the changes of one part of the model over islands, apply Nesterov SGD to it; return the new state."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
         own = self._parts(phase, jax.tree.map(jnp.subtract, anchor, params))
         progress, _ = self._reduction(own, OuterState({}, {}))
@@ -85,18 +85,18 @@ class StreamingExchange:
         return OuterState({"anchor": anchor, "velocity": velocity}, {})
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Mix the island's own values of one fragment with the synchronised ones; return the parameters."""
+        """Return the parameters, in one part of the model mixed from the island's own and the synchronised values."""
         own, anchors = self._parts(phase, params), self._parts(phase, state.shared["anchor"])
         keep = self._settings.mixing
         return self._replaced(phase, params, {name: keep * x + (1 - keep) * anchors[name] for name, x in own.items()})
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Communicate one fragment and merge it at once; return the parameters and the state."""
+        """Communicate and merge one part of the model, without overlap; return the parameters and the state."""
         state = self.send(phase, params, state)
         return self.merge(phase, params, state), state
 
     def _parts(self, phase: int, tree: Dict) -> dict[str, jax.Array]:
-        """Return the arrays, or parts of them, that belong to one fragment of the model, by path."""
+        """Return path -> array (of a layer stack: some layers) for the parameters of fragment `phase` of the model."""
         parts: dict[str, jax.Array] = {}
 
         def add(path: str, x: jax.Array, stacked: bool, owner: int) -> None:
@@ -109,7 +109,7 @@ class StreamingExchange:
         return parts
 
     def _replaced(self, phase: int, tree: Dict, parts: Mapping[str, jax.Array]) -> Dict:
-        """Return a tree of parameters with those of one fragment replaced by `parts`."""
+        """Return the parameter tree, with the values of one fragment (part of the model) replaced by `parts`."""
 
         def replace(path: str, x: jax.Array, stacked: bool) -> jax.Array:
             if path not in parts:
@@ -119,7 +119,7 @@ class StreamingExchange:
         return map_by_path(replace, tree, self._stacked)
 
     def _owners(self, tree: Dict) -> Dict:
-        """Assign each array outside of layer stacks to a fragment: its layer's, or else the smallest."""
+        """Return the fragment number of each unstacked array: its layer's, or else that of the smallest fragment."""
         sizes = [0] * self.phases
         rest: list[tuple[int, str]] = []
         owner: dict[str, int] = {}

@@ -99,7 +99,7 @@ class Child:
         return "\n".join([*head, *lines[:_STACK_LINES]])
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the process to end, and for its output; return True if it ended."""
+        """Wait up to `seconds` for the process to end, then for its output to be printed; return True if it ended."""
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -122,7 +122,7 @@ def _copy_lines(source: IO[bytes], prefix: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants that lose theirs, so that they can be found and ended."""
+    """Make this process the new parent of descendants whose own parent ends, so that it can find and end them."""
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
 
 

@@ -2,8 +2,8 @@
 
 Its standard input is a pipe from the launcher, whose end it waits for.
 
-With the launcher the kernel ends its own children, but not the processes that these have started, such as a trainer
-below a shell. Run as a file, with only the standard library, so that it starts at once and stays small.
+When the launcher dies, the operating system ends its children, but not the processes that these have started, such as
+a trainer below a shell. Run as a file, with only the standard library, so that it starts at once and stays small.
 """
 
 import contextlib

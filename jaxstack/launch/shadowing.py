@@ -51,7 +51,7 @@ def check_shadowing(command: Sequence[str], directory: Path | None = None) -> No
 
 
 def _module_of(command: Sequence[str]) -> str | None:
-    """Return MODULE of a command `python [options] -m MODULE`; None if it is another or ignores the directory."""
+    """Return MODULE of a command `python [options] -m MODULE`; None for other commands, and with -I or -P."""
     start = next((i for i, word in enumerate(command) if _PYTHON.fullmatch(os.path.basename(word))), None)
     if start is None:
         return None

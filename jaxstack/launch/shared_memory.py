@@ -19,7 +19,7 @@ def list_files(folder: Path = FOLDER) -> set[Path]:
 
 
 def remove_left_behind(before: set[Path], folder: Path = FOLDER) -> list[Path]:
-    """Remove files that are not in `before` and that no living process of this user uses; return them."""
+    """Remove files that are not in `before` and that no running process of this user uses; return their paths."""
     left = {}
     for path in list_files(folder) - before:
         with contextlib.suppress(OSError):

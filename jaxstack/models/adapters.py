@@ -73,7 +73,7 @@ class Adapter(nnx.Module):
         """Key of the dropout mask, which `set_adapter_dropout_keys` sets for one forward pass."""
 
     def __call__(self, x: Float[Array, "..."], y: Float[Array, "..."], kernel: Kernel) -> Float[Array, "..."]:
-        """Return the layer's output with the adapter for x [..., in], given y [..., out] = x @ kernel."""
+        """Return the layer's output with the adapter, given the input x [..., in] and y [..., out] = x @ kernel."""
         x = drop(x, self.dropout, self.key)
         a, b = (p[...].astype(y.dtype) for p in (self.a, self.b))
         projected = multiply(jax.lax.dot_general, x.astype(y.dtype), a, self.contracted)

@@ -98,7 +98,7 @@ class Attention(nnx.Module):
         return magnitude_order(kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotates)
 
     def join_projections(self) -> bool:
-        """Replace the projections of queries, keys and values by one layer, if one can hold them.
+        """Fuse the query, key and value projections into one layer if possible; return True if they were fused.
 
         Returns:
           True if it did; False where the cache sorts channels, for which the keys' projection is read, or where

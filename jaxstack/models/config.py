@@ -260,7 +260,7 @@ class ModelConfig(Component):
 
     @property
     def layer_pattern(self) -> tuple[int, int]:
-        """Start and length of the repeated pattern of layers that a scan runs, leaving few to run one by one.
+        """(First layer, length) of the repeating pattern of layers that a scan runs, leaving few layers unscanned.
 
         The pattern is followed by the layers of an incomplete repetition and by the `end_layers`.
         """
@@ -271,13 +271,13 @@ class ModelConfig(Component):
 
     @property
     def end_layers(self) -> int:
-        """Number of layers at each end that are not scanned: `unscanned_end_layers`, with one left to scan."""
+        """Number of layers at each end that are not scanned: `unscanned_end_layers`, or fewer, to leave one to scan."""
         return min(self.unscanned_end_layers, (self.num_layers - 1) // 2)
 
 
 @functools.lru_cache(maxsize=64)
 def _repeated_pattern(kinds: tuple[tuple[int | None, bool], ...]) -> tuple[int, int]:
-    """Find the repeating pattern in `kinds` (start, length) with the fewest layers before, in and after a period."""
+    """Return (start, length) of the repeating pattern in `kinds` with the fewest layers before, in and after it."""
 
     def period_of(kinds: tuple[tuple[int | None, bool], ...]) -> int:
         fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))

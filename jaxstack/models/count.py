@@ -65,7 +65,7 @@ def _dense_mlp(config: ModelConfig) -> tuple[int, int]:
 
 
 def _mixture(config: ModelConfig) -> tuple[int, int, int]:
-    """Count the parameters of a mixture of experts: (matrices, those of them used per token, vectors)."""
+    """Count the parameters of a mixture of experts: (in matrices, in the matrices that a token uses, in vectors)."""
     moe = config.moe
     if moe is None:
         return 0, 0, 0

@@ -11,7 +11,7 @@ from pallas_kernels import PackedWeight
 
 
 class Embedding(nnx.Module):
-    """Learned embedding table [rows, D]; packed in low-bit form, it is stored transposed, as output heads are."""
+    """Learned embedding table [rows, D]; a packed low-bit table is stored transposed, like an output head's weight."""
 
     def __init__(self, rows: int, size: int, axes: tuple[str, str], initialize: Initializer, rngs: nnx.Rngs):
         self.table = nnx.Param(initialize(rngs.params(), (rows, size), rows), logical_axes=axes)

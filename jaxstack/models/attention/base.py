@@ -49,7 +49,7 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions:
-    """Settings of a model that not every kind of attention supports, named as in `ModelConfig`."""
+    """Model settings that not every kind of attention supports (window, soft cap, scale), named as in `ModelConfig`."""
 
     layer_types: tuple[str, ...] = ("full_attention",)
     attn_logit_softcapping: float | None = None
@@ -68,7 +68,7 @@ class PageGroup(NamedTuple):
 
 
 class PageSlots(NamedTuple):
-    """Places in the paged KV cache that one decoding call writes and reads; the same for all layers."""
+    """Slots of the paged KV cache that one decoding call writes, and pages that it reads; the same for all layers."""
 
     write: Int[Array, " T"]
     """Number of each token's slot, page * page size + offset; a number past the last slot is not written."""

@@ -77,7 +77,7 @@ def as_stored(
     format: CacheFormat | None,
     order: Int[Array, "K H"] | None,
 ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """Round keys and values as storing them in a cache format would, by encoding and decoding them.
+    """Return keys and values with the rounding error of a low-bit cache format: encoded and decoded again.
 
     Args:
       order: order of the channels in which keys are stored, see `magnitude_order`.

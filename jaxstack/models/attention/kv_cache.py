@@ -97,7 +97,7 @@ def extend(
     slots: CacheSlots,
     pinned: int = 0,
 ) -> tuple[KeyCache, KeyCache, Int[Array, "B S"]]:
-    """Add further tokens to the cache; also return the keys and values that their queries may attend to.
+    """Return the cache with new tokens added, the keys and values that their queries may see, and key positions.
 
     Returns:
       The new cache; the keys and values that the queries of these tokens may see; and their positions.

@@ -1,4 +1,4 @@
-"""Paged KV cache shared by many sequences, and attention to it of new tokens, which are packed in one row.
+"""Paged KV cache shared by many sequences, and attention of new tokens (packed in one row) to the cached keys.
 
 The tokens of one step, of any number of sequences, are packed in one row [1, T] without padding between them (as in
 EnergonAI, Du et al. 2022, arXiv:2209.02341).
@@ -120,7 +120,7 @@ def _attend_chunks(
 
 
 def copied_widths(pages: int, least: int) -> tuple[int, ...]:
-    """Return the sizes, in pages, of arrays to copy a sequence's pages to: `pages` / 4^i, at least `least`."""
+    """Return the sizes, in pages, that a contiguous copy of a sequence may have: `pages` / 4^i, at least `least`."""
     widths = [pages]
     while widths[0] > least:
         widths.insert(0, max(least, -(-widths[0] // 4)))

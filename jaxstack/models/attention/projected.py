@@ -21,7 +21,7 @@ _HIDDEN = -(2**31)
 
 
 class _Summaries(NamedTuple):
-    """Summaries of all blocks: each block's keys and values, projected to R per head."""
+    """Summaries of all blocks: R projected keys and R projected values per block and head."""
 
     key: Float[Array, "B M R K H"]
     value: Float[Array, "B M R K H"]

@@ -32,11 +32,11 @@ class Recurrent(AttentionKind):
 
     @abstractmethod
     def feature_count(self, heads: AttentionSpec) -> int:
-        """Return the number of features that the feature map makes of a head's query or key."""
+        """Return the length of the feature vector that the feature map computes from a head's query or key."""
 
     @abstractmethod
     def operation(self, heads: AttentionSpec) -> LinearOperation:
-        """Return the linear attention function, with the settings of this kind applied."""
+        """Return the linear attention function, with this configuration's arguments (such as the feature map) bound."""
 
     def attend(
         self,

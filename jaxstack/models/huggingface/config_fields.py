@@ -43,7 +43,7 @@ def same(theirs: str, ours: str, default: Any = REQUIRED, value: Callable[[Model
 
 
 def fixed(key: str, *allowed: Any) -> Row:
-    """Create the conversion of a key that supports only the values `allowed`, of which the first is the default."""
+    """Create the conversion of a config.json key whose value must be in `allowed`; the first is the default."""
 
     def read(config: Keys) -> dict[str, Any]:
         found = find(config, key, allowed[0])

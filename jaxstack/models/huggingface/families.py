@@ -45,7 +45,7 @@ def read_model_config(directory: str | Path, ignore: Collection[str] = ()) -> Mo
 
 
 def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
-    """Read the family and the model configuration from the config.json in a directory.
+    """Read the config.json in a directory; return the Hugging Face model family and the model configuration.
 
     Raises:
       ConfigError: see `from_huggingface`.

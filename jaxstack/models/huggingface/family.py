@@ -99,7 +99,7 @@ class Family:
 
 
 def differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:
-    """List the fields because of which two models compute different functions, each as `field a, not b`."""
+    """Return the configuration fields in which two models differ in what they compute, each as `field a, not b`."""
     ours, theirs = _computed(wanted), _computed(found)
     if wanted.max_position_embeddings is None or wanted.positions == "rope":
         theirs["max_position_embeddings"] = ours["max_position_embeddings"]  # only a bound for rotary positions

@@ -104,7 +104,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
             raise ConfigError(f"{path} is damaged or not a safetensors file ({error}); fetch it again.") from None
 
     def rename(self, prefix: str, unprefixed: str) -> None:
-        """Add `prefix` to all tensor names but `unprefixed`, if the files were saved without it."""
+        """Add `prefix` to all tensor names except `unprefixed`, if no tensor name in the files starts with it."""
         if not any(name.startswith(prefix) for name in self.shapes):
             new = {name: name if name == unprefixed else prefix + name for name in self.shapes}
             self._places = {new[name]: place for name, place in self._places.items()}
@@ -191,7 +191,7 @@ def _some(names: list[str]) -> str:
 
 
 def claim_directory(directory: Path) -> None:
-    """Create the directory of a new checkpoint, or check that an existing one has none yet.
+    """Create the directory of a new checkpoint, or check that the existing directory contains no checkpoint.
 
     Raises:
       ConfigError: it already holds a checkpoint, or cannot be created.
