@@ -12,7 +12,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]
 
 
 def make_initializer(config: ModelConfig, *, residual: bool = False) -> Initializer:
-    """Create the initializer of weight matrices that the configuration chooses.
+    """Return the configured initializer of weight matrices: normal, with a fixed std or a std from fan-in and depth.
 
     The depth scaling is GPT-2's (Radford et al. 2019, section 2.3); `fan_in` is LeCun et al. 1998.
 

@@ -1,4 +1,4 @@
-"""Joins the dense layers of a Transformer that read the same input, for decoding.
+"""Merges dense layers that read the same input (query, key, value; gate, up) into one, for faster decoding.
 
 A decoding step reads each weight once, and each matmul takes a few microseconds besides, whatever its size. One matmul
 for queries, keys and values, and one for the gate and the input of an MLP, take that time once.
@@ -16,7 +16,7 @@ ModulePath = tuple[object, ...]
 
 
 def join_projections(model: nnx.Module, paths: Collection[ModulePath] | None = None) -> frozenset[ModulePath]:
-    """Join the projections of attention and of gated MLPs in place, where one matmul can hold them.
+    """Merge query, key and value projections, and gate and up projections, into one dense layer each, in place.
 
     Args:
       model: a Transformer.

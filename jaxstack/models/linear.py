@@ -80,7 +80,7 @@ class Linear(nnx.Module):
 
 
 def join_layers(layers: Sequence[Linear], axis: int) -> Linear | None:
-    """Join dense layers that read the same input to one, whose outputs are theirs, concatenated along an output dim.
+    """Merge dense layers of the same input into the first, with outputs concatenated along `axis`; None if impossible.
 
     Args:
       layers: dense layers, or stacks of them; the first is changed in place.
@@ -218,7 +218,7 @@ fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_backward)
 def multiply(
     dot_general: DotGeneral, x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int
 ) -> Float[Array, "..."]:
-    """Multiply x [..., in] with kernel [in, out], where `in` stands for `contracted` dims.
+    """Return x [..., in] @ kernel [in, out] by `dot_general`, where `in` consists of `contracted` dims.
 
     Without sharding this is a plain two-dimensional matmul: for the weight gradient of a batched one XLA's CPU backend
     transposes the activations. Sharded dims must stay separate.
@@ -266,7 +266,7 @@ def _stored_kernels(layers: tuple[Linear, ...]) -> list[Kernel]:
 
 
 def _unpacked_kernels(layers: tuple[Linear, ...]) -> list[jax.Array | QuantizedWeight]:
-    """Return the kernels of layers none of which is packed in few bits."""
+    """Return the layers' kernels, typed as not packed: the caller has excluded weights packed in few bits."""
     return cast(list[jax.Array | QuantizedWeight], _stored_kernels(layers))
 
 

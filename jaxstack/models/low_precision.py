@@ -1,4 +1,4 @@
-"""Choice of the matmuls of a Transformer that run in FP8, and of the format of its KV cache."""
+"""Sets which matmuls of a Transformer run in FP8, and the low-bit format of its KV cache."""
 
 import dataclasses
 from typing import Any
@@ -104,7 +104,7 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
 
 
 def _unscanned_end_layers(stack: Stack) -> list[int]:
-    """Return the numbers of the first and last layer, without those in a scan; [] for fewer than three layers."""
+    """Return the indices of the first and last layer, leaving out layers in a scan; [] for fewer than three layers."""
     numbers = [stack.layer_numbers(index) for index in range(len(stack.layers))]
     single = {found[0] for found in numbers if len(found) == 1}
     count = sum(map(len, numbers))

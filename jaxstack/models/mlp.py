@@ -59,7 +59,7 @@ class GatedMLP(PlainMLP):
         return apply_mlp(x, (self.gate_up_proj,), lambda y: activation(*jnp.split(y, 2, -1)), self.down_proj, None)
 
     def join_projections(self) -> bool:
-        """Replace the projections of gate and input by one layer, if one can hold them; return True if it did."""
+        """Merge the gate and up projections into one dense layer; return False if that is not possible."""
         self.gate_up_proj = join_layers((self.gate_proj, self.up_proj), -1)
         if self.gate_up_proj is None:
             return False

@@ -37,7 +37,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """One weight matrix of every expert, stacked along a leading dim of experts."""
+    """Weights of one projection (up, gate or down) of all experts, stacked as [experts, in, out]."""
 
     def __init__(
         self, shape: tuple[int, int, int], axes: tuple[str, str, str], initialize: Initializer, rngs: nnx.Rngs
@@ -86,7 +86,7 @@ class MoE(nnx.Module):
     def _local(
         self, x: jax.Array, parameters: Mapping[str, jax.Array], split: TokenSplit, decoding: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Route this device's tokens to experts, and compute their outputs."""
+        """Route this device's tokens x [B, T, D] to experts; return the combined outputs and the router loss."""
         moe, shape = self.moe, x.shape
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), parameters["router"])
         bias = parameters.get("bias")
@@ -113,7 +113,7 @@ class MoE(nnx.Module):
     def _compute(
         self, rows: jax.Array, weights: jax.Array, kernels: Kernels, sizes: jax.Array, alignment: int
     ) -> jax.Array:
-        """Apply the experts' MLPs to rows sorted by expert, by grouped matmuls."""
+        """Apply each expert's MLP to its group of rows by grouped matmuls; return the outputs times `weights`."""
 
         def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return grouped_matmul(x, kernel, sizes, alignment=alignment, implementation=self.moe.implementation)

@@ -16,7 +16,7 @@ LayerInput = jax.Array | NormalisedInput
 
 
 def gradient_carrier(x: LayerInput) -> jax.Array:
-    """Return the array that carries the gradients of a dense layer's input: x itself, or the norm's output."""
+    """Return a dense layer's input as the array that receives its gradient: x itself, or the norm's output."""
     return x.carrier if isinstance(x, NormalisedInput) else x
 
 
@@ -40,14 +40,14 @@ class RMSNorm(nnx.Module):
         return cast(jax.Array, rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset))
 
     def with_residual(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"], Float[Array, "... D"]]:
-        """Return (norm(x), x), so that one backward kernel adds up x's gradients from the norm and the residual."""
+        """Return (norm(x), x); with this x as the residual, one backward kernel sums both gradients of x."""
         return cast(
             tuple[jax.Array, jax.Array],
             rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset, return_input=True),
         )
 
     def as_layer_input(self, normalized: Float[Array, "... D"], x: Float[Array, "... D"]) -> NormalisedInput:
-        """Bundle the normalized array with x and the scale, from which an FP8 dense layer can recompute it."""
+        """Bundle the normalized array with x and scale, so that FP8 dense layers can recompute instead of store it."""
         return NormalisedInput(normalized, x, self.scale[...] + self.offset, self.eps)
 
 
@@ -73,7 +73,7 @@ class LayerNorm(nnx.Module):
         return cast(jax.Array, layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps))
 
     def with_residual(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"], Float[Array, "... D"]]:
-        """Return (norm(x), x), so that one backward kernel adds up x's gradients from the norm and the residual."""
+        """Return (norm(x), x); with this x as the residual, one backward kernel sums both gradients of x."""
         return cast(
             tuple[jax.Array, jax.Array],
             layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps, return_input=True),

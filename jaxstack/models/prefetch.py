@@ -126,7 +126,7 @@ class _Loop:
         return self._gathered(jax.tree.map(lambda stack: _at(stack, index), stacks))
 
     def _gathered(self, state: Arrays) -> tuple[Any, Any]:
-        """All-gather a layer's weights; return those with a gradient, and the others (FP8 bytes)."""
+        """All-gather a layer's weights; return (differentiable weights, all other leaves such as FP8 bytes)."""
         return _partition(self._gather(state), _is_differentiable)
 
     def _run(
@@ -135,7 +135,7 @@ class _Loop:
         return self._make_layer(shared)(x, _join(floats, fixed), index)
 
     def _apply(self, x: jax.Array, floats: Arrays, *others: Arrays) -> tuple[Any, list[jax.Array]]:
-        """Run a layer; also return what its backward pass needs besides its weights and shared inputs."""
+        """Run a layer; return its results, and the activations that its backward pass needs."""
         results, pull = jax.vjp(lambda x, floats: self._run(x, floats, *others), x, floats)
         leaves, self._pull_type = jax.tree.flatten(pull)
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((floats, *others)))}
@@ -182,7 +182,7 @@ def _is_differentiable(leaf: jax.Array) -> bool:
 
 
 def _partition(tree: PyTree, first: Callable[[Any], bool]) -> tuple[Any, Any]:
-    """Split a tree into the leaves for which `first` is true and the others; None marks the missing ones."""
+    """Split a tree into two trees: leaves for which `first` is true, and all other leaves; None marks the gaps."""
     return (
         jax.tree.map(lambda leaf: leaf if first(leaf) else None, tree),
         jax.tree.map(lambda leaf: None if first(leaf) else leaf, tree),

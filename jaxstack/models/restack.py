@@ -48,7 +48,7 @@ def same_stacking(source: ModelConfig, target: ModelConfig) -> bool:
 
 
 def _layer_groups(config: ModelConfig) -> list[tuple[list[int], bool]]:
-    """List the entries of the model's layer list: the numbers of their layers, and True if stacked."""
+    """Return for each entry of the model's layer list the indices of its layers, and True if they are stacked."""
     decoder = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))).decoder
     return [(list(decoder.layer_numbers(index)), index in decoder.scanned) for index in range(len(decoder.layers))]
 

@@ -44,7 +44,7 @@ def rope_cos_sin(positions: Int[Array, "*B T"], frequencies: Float[np.ndarray, "
 
 
 def apply_rope(x: Float[Array, "B T N H"], angles: Angles) -> Float[Array, "B T N H"]:
-    """Apply rotary embedding to queries or keys, in float32; the result has their own dtype."""
+    """Apply rotary embedding to queries or keys x, computed in float32; the result has the dtype of x."""
     cos, sin = angles
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), -1).astype(x.dtype)

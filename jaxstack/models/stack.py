@@ -218,7 +218,7 @@ class Stack(nnx.Module):
         key: jax.Array | None,
         dtype: jax.typing.DTypeLike,
     ) -> tuple[jax.Array, list[LayerCache], list[RouterLoss]]:
-        """Run unstacked layers one after another."""
+        """Run the unstacked layers `indices` in order; return x, their caches and their router losses."""
         new_caches, losses = [], []
         runners: dict[nnx.GraphDef, RunLayer] = {}
         for index in indices:
@@ -238,7 +238,7 @@ class Stack(nnx.Module):
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
     ) -> tuple[jax.Array, list[LayerCache], list[RouterLoss]]:
-        """Run all stacked layers, by a scan."""
+        """Run all stacked layers by a scan; return x, their caches and their router losses."""
         states = [nnx.state(self.layers[i]) for i in self.scanned]
 
         if caches is None and gathers_ahead() and self.remat not in OFFLOADED:

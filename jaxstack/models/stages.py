@@ -1,4 +1,4 @@
-"""Parts of a Transformer for pipeline parallelism: before the scanned layers, one iteration of the scan, after them.
+"""Splits a Transformer for pipeline parallelism: all before the layer scan, one iteration of the scan, all after it.
 
 The first and last part run the user's own loss function on a model in which a stand-in replaces the layers. The
 stand-in stops with the residual stream that enters the scanned layers, or continues from one that left them.
@@ -80,7 +80,7 @@ class _ContinueAfterScan(nnx.Module):
 
 
 class _ZeroEmbedding(nnx.Module):
-    """Replacement for an embedding whose output is not used; a tied head may still use its table."""
+    """Embedding that outputs zeros, for use where the output is not needed; a tied head may still use its table."""
 
     def __init__(self, table: nnx.Param, size: int):
         self.table, self.size = table, size
@@ -90,7 +90,7 @@ class _ZeroEmbedding(nnx.Module):
 
 
 def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[Float[Array, "B T D"], RouterLoss]:
-    """Run the model up to the scanned layers; return their input, and the router losses of the layers before them."""
+    """Run the model up to the layer scan; return the scan's input, and the router loss of all layers before it."""
     reached = _run_to_layers(model, run, _StopBeforeScan(model.decoder))
     return reached.x, reached.loss
 
@@ -102,7 +102,7 @@ def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
 
 
 def loss_of_outputs(model: Transformer, run: RunLoss, x: Float[Array, "B T D"]) -> Any:
-    """Compute the loss from x, the output of the scanned layers, by running only the part after them."""
+    """Compute the loss from x, the output of the layer scan, by running only the rest of the model."""
     _replace(model, decoder=_ContinueAfterScan(model.decoder, x), embedding=_zero_embedding(model))
     _replace(model, position_embedding=None)
     return run(model)

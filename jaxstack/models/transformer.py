@@ -140,7 +140,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
     ) -> tuple[Float[Array, "B T D"], Context]:
-        """Compute the input of the first layer, without dropout, and the inputs that all layers share.
+        """Compute the input of the first layer, without dropout, and the `Context` (positions, masks) of all layers.
 
         See `hidden` for the arguments.
         """
@@ -190,14 +190,14 @@ class Transformer(nnx.Module):
         return self.logits(x), _cache(layers, context)
 
     def first_context(self, length: int, lengths: Int[Array, " B"]) -> Context:
-        """Create the inputs shared by all layers in `prefill`, for rows of `lengths` tokens padded to `length`."""
+        """Return the `Context` (positions, cache slots) of `prefill`, for `lengths` tokens padded to `length`."""
         numbers = jnp.arange(length, dtype=jnp.int32)
         slots = CacheSlots(jnp.where(numbers < lengths[:, None], numbers, -1), jnp.zeros_like(lengths), first=True)
         angles, local = self._angles(numbers[None])
         return Context(numbers[None], angles, None, slots, counted=True, local_angles=local)
 
     def next_context(self, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Context:
-        """Create the inputs shared by all layers in `decode`, for tokens at `positions` after `seen` cached ones."""
+        """Return the `Context` (positions, cache slots) of `decode` for `positions`, after `seen` cached tokens."""
         angles, local = self._angles(positions)
         return Context(positions, angles, None, CacheSlots(positions, seen), local_angles=local)
 
@@ -335,6 +335,6 @@ class Transformer(nnx.Module):
 
 
 def _cache(layers: Caches, context: Context) -> Cache:
-    """Return the decoding cache after a call with this context."""
+    """Return a `Cache` made of the updated layer caches and the new number of tokens in each row."""
     assert context.slots is not None
     return Cache(layers or [], context.slots.seen_after)

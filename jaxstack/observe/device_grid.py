@@ -10,7 +10,7 @@ Mesh = Mapping[str, int]
 
 
 def device_grid(mesh: Mesh, mesh_axes: Sequence[Sequence[str]]) -> np.ndarray:
-    """Return the numbers of the devices that hold each part of a sharded array.
+    """Return an array with one item per shard of a sharded array: the numbers of the devices that hold the shard.
 
     Args:
       mesh: axis -> degree.
@@ -41,7 +41,7 @@ def _index(places: Sequence[tuple[int, int]]) -> int:
 
 
 def split_panels(row: Mapping[str, Any], mesh: Mesh) -> np.ndarray:
-    """Arrange the devices that hold each part of a sharded array as [panels, rows, columns] of a picture.
+    """Return the device numbers of each shard of an array, arranged as [panels, rows, columns] of a picture.
 
     `row` is one of those of `describe_shardings`.
 
@@ -54,7 +54,7 @@ def split_panels(row: Mapping[str, Any], mesh: Mesh) -> np.ndarray:
 
 
 def panels_name(row: Mapping[str, Any]) -> str:
-    """Return the names of the array dims that a picture of its shards shows as separate panels."""
+    """Return the label of a picture's panels: the dims (with mesh axes) that are split over separate panels."""
     dims = zip(row["logical_axes"], row["mesh_axes"], strict=True)
     split = [f"{name or 'dim'} / {' x '.join(axes)}" for name, axes in dims if axes]
     return ", ".join(split[:-2])

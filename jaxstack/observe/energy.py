@@ -211,7 +211,7 @@ class EnergyMeter:
             return values
 
     def _power(self, joules: float, tokens_per_second: float | None) -> dict[str, float]:
-        """Return the mean power of the run's GPUs since the last call; empty if there is no new measurement."""
+        """Return mean power since the last call and energy per token, by metric name; empty if not measured since."""
         since, before = self._watts_since
         if self._last_time <= since:
             return {}

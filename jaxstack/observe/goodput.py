@@ -36,7 +36,7 @@ class Goodput:
         self._write()
 
     def add(self, seconds: float) -> None:
-        """Add the time of finished training steps."""
+        """Add `seconds`, the duration of finished training steps, to the time that counts as productive."""
         self._train_seconds += seconds
 
     def read(self) -> dict[str, float]:

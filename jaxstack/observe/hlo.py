@@ -62,7 +62,7 @@ class Instruction:
         return int(found[1]) if found else None
 
     def computations(self, *attributes: str) -> list[str]:
-        """Return the computations to which these attributes (`calls`, `body`, ...) of the instruction refer."""
+        """Return the names of the computations to which the given attributes (`calls`, `body`, ...) refer."""
         names = []
         for attribute in attributes:
             found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)

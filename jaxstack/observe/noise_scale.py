@@ -28,7 +28,7 @@ class NoiseScale:
         self._steps = steps if known else 0
 
     def update(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Add a step's noise and signal estimates to running means; return its metrics with these and `noise_scale`.
+        """Update the running means with a step's metrics; return the metrics with both means and `noise_scale`.
 
         Args:
           values: metrics of the next step; those without estimates are returned as they are.

@@ -35,7 +35,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Return a context in which to dispatch one step, which the trace then shows under its number.
+        """Return a context manager for dispatching one step, which labels the step with its number in the trace.
 
         Starts the trace before the first step of the window; `finish_step` ends it.
         """

@@ -9,7 +9,7 @@ from jaxstack.observe.number_format import byte_size, duration, short_number, si
 
 
 def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None) -> list[str]:
-    """Format the values of a progress line, most important first, without those that are missing or None.
+    """Return the texts of a progress line, such as `loss 2.3450`, most important first; unknown values are left out.
 
     Args:
       values: the values of a `metrics.jsonl` line.

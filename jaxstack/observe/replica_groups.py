@@ -14,7 +14,7 @@ _SPELLINGS = re.compile(r"replica_groups=(mesh\[.*?\].*?\{.*?\}|\[.*?\]<=\[[\d,]
 
 
 def replica_groups(attributes: str, num_devices: int) -> Groups:
-    """Parse a collective's attributes for the groups of device ids that it connects; all in one group if it names none.
+    """Return the groups of device ids that a collective connects, parsed from its attributes; default: all in one.
 
     There are four spellings: `{{0,1},{2,3}}`, `[2,2]<=[4]T(1,0)` (an iota, reshaped and transposed), `mesh['a'=2,'b'=2]
     {'a'}` (mesh axes, or pieces of them as `'a':(offset)size`) and `{}`. For the `source_target_pairs` of a permute, a
@@ -67,7 +67,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Parse device groups given by mesh axes in braces: the devices along these axes, for each index of the others."""
+    """Parse device groups given as mesh axes in braces: each group spans these axes, at one index of the other axes."""
     mesh_text, axes_text = text[: text.rindex("{")], text[text.rindex("{") :]
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh_text)}
     ids = _mesh_ids(mesh_text, math.prod(sizes.values()))

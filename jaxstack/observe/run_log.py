@@ -20,7 +20,7 @@ from jaxstack.observe.trackers import Trackers, last_logged, open_trackers
 
 
 class RunLog:
-    """Messages, metrics and report of a single run; only the first process writes.
+    """Log of a training run: messages, metrics, environment and report; only the first process writes.
 
     Call `show_progress`, `open_trackers` and `begin` in this order before anything is logged. Messages may come at any
     time. The energy of the GPUs counts from `open_trackers` on.
@@ -51,12 +51,12 @@ class RunLog:
             say(text)
 
     def show_progress(self, stack: contextlib.ExitStack, start: int) -> None:
-        """Open the progress display, which the exit stack `stack` closes, for a run that has done `start` steps."""
+        """Open the progress display of a run that has done `start` steps; the exit stack `stack` closes it."""
         enabled = self._config.progress and self.first
         self._progress = stack.enter_context(Progress(self._total_steps, start, enabled=enabled))
 
     def open_trackers(self, stack: contextlib.ExitStack, start: int, settings: Mapping[str, Any]) -> None:
-        """Open the metrics trackers that the configuration names, which the exit stack `stack` closes.
+        """Open the configured metrics trackers; the exit stack `stack` closes them. Also starts the energy meter.
 
         Args:
           stack: closes them.

@@ -94,7 +94,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new measurement now, without the steps added before, e.g. after compiling."""
+        """Discard the steps that were added since the last read, and measure from now on, e.g. after compiling."""
         self._began = self._ended = self._clock()
         self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
 

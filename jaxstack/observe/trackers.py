@@ -70,7 +70,7 @@ class JsonLines:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to Python's own types, safe for strict JSON."""
+    """Convert a scalar to a plain Python value for strict JSON; NaN and infinities become strings."""
     if hasattr(value, "item"):  # a NumPy or JAX scalar
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -105,7 +105,7 @@ class Optimizer(Component):
 
     @abstractmethod
     def core(self, run: RunInfo) -> optax.GradientTransformation:
-        """Return the update rule: gradients to update direction, without learning rate and weight decay.
+        """Return the Optax transformation from gradients to update direction, before weight decay and learning rate.
 
         State is sharded as its parameter, dim by dim (`jaxstack.parallel.rules.state_spec`).
 

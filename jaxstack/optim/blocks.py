@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
-        """Shape of the grid of blocks: batch dims, row blocks, column blocks; 1s keep the parameter's rank."""
+        """Shape of the grid of blocks: batch dims, row blocks, column blocks, with 1s to keep the parameter's rank."""
         return (*self.batch_dims, self.rows[0], *(1,) * (self.inputs - 1), self.columns[0], *(1,) * (self.outputs - 1))
 
     def split(self, x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -1,6 +1,7 @@
-"""Llama 2, 3 (Touvron et al. 2023, Llama Team 2024), Mistral (Jiang et al. 2023); tables that other families reuse.
+"""Hugging Face formats of Llama 2 and 3 (Touvron et al. 2023, Llama Team 2024) and Mistral (Jiang et al. 2023).
 
-Queries and keys need no permutation: both sides pair the halves of a head for rotary positions.
+Other families reuse the tables. Queries and keys need no permutation: both sides pair the halves of a head for rotary
+positions.
 """
 
 from jaxstack.models.huggingface.config_fields import Row, activation, always, fixed, rope, same, windows
@@ -39,7 +40,7 @@ TENSORS = (*ENDS, *ATTENTION, *NORMS, *MLP)
 
 
 def max_positions(default: int) -> Row:
-    """Create the conversion of config.json's `max_position_embeddings`; writes `default` for models without a limit."""
+    """Return the `Row` that converts config.json's `max_position_embeddings`; `default` stands for a missing limit."""
     key = "max_position_embeddings"
     return same(key, key, default, lambda model: model.max_position_embeddings or default)
 
@@ -47,7 +48,7 @@ def max_positions(default: int) -> Row:
 def shape(
     kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False, norm_eps: float = 1e-6
 ) -> tuple[Row, ...]:
-    """Return the conversions between config.json and `ModelConfig` that Llama-like families share."""
+    """Return the `Row`s that convert config.json's sizes, norm epsilon and embedding tying in Llama-like families."""
     return (
         same("vocab_size", "vocab_size"),
         same("hidden_size", "hidden_size"),
@@ -64,7 +65,7 @@ def shape(
 
 
 def attention_bias(default: bool = False) -> Row:
-    """Create the conversion of config.json's `attention_bias`: whether attention's four projections have biases."""
+    """Return the `Row` that converts config.json's `attention_bias` (biases in all four attention projections)."""
     return Row(
         ("attention_bias",),
         lambda config: dict.fromkeys(("qkv_bias", "output_bias"), config.get("attention_bias", default)),

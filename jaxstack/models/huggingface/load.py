@@ -168,7 +168,7 @@ def check_files(
 
 
 def _check_tied(files: WeightFiles, table: str) -> None:
-    """Check that a head stored beside a tied embedding equals it."""
+    """Check that an output head stored in addition to a tied embedding table equals that table."""
     head, embedding = files.slices(_HEAD), files.slices(table)
     rows = files.shapes[table][0]
     step = max(1, rows // 64)

@@ -1,4 +1,7 @@
-"""Mixture-of-experts families: Mixtral (Jiang et al. 2024) and Qwen 3's (2025), which store one tensor per expert."""
+"""Hugging Face formats of two mixture-of-experts families: Mixtral (Jiang et al. 2024) and Qwen 3 MoE (2025).
+
+Both store one tensor per expert.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +15,7 @@ from jaxstack.models.moe.config import MoEConfig
 
 
 def _experts(keys: dict[str, str], read: Callable[[Keys], dict[str, Any]], **constant: Any) -> Row:
-    """Create the conversion of the keys that configure the mixture of experts, `ModelConfig.moe`.
+    """Return the `Row` that converts config.json's mixture-of-experts keys to the fields of `ModelConfig.moe` and back.
 
     Args:
       keys: their names -> ours.
@@ -34,7 +37,7 @@ def _experts(keys: dict[str, str], read: Callable[[Keys], dict[str, Any]], **con
 
 
 def _count(config: Keys, default_chosen: int) -> dict[str, Any]:
-    """Read the total number of experts and the number chosen per token from config.json."""
+    """Return two fields of `MoEConfig` from config.json: the numbers of experts and of experts per token."""
     number = config.get("num_experts") or find(config, "num_local_experts")
     return {"num_experts": number, "num_experts_per_tok": find(config, "num_experts_per_tok", default_chosen)}
 

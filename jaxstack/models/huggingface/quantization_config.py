@@ -1,4 +1,4 @@
-"""Quantization settings of a checkpoint: `quantization_config` in config.json, in the form of compressed-tensors."""
+"""Reads and writes `quantization_config` in a checkpoint's config.json, in the form of compressed-tensors."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ _METHOD = "compressed-tensors"
 
 
 class WeightArguments(BaseModel):
-    """Quantization settings of a group of weights, under the field names of compressed-tensors."""
+    """Entry `weights` of a compressed-tensors quantization group: bits, number type, and what shares a scale."""
 
     num_bits: int = 8
     type: Literal["int", "float"] = "int"
@@ -32,7 +32,7 @@ class WeightArguments(BaseModel):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How a module's weight is quantized in the compressed-tensors format: bits, number type, shared scales.
+    """How a module's weight is quantized in a compressed-tensors format: bits, number type, and what shares a scale.
 
     Attributes:
       format: name of the format, such as `pack-quantized`.
@@ -55,7 +55,7 @@ class Scheme:
     activations: bool = False
 
     def as_group(self, targets: list[str]) -> dict[str, Any]:
-        """Return this scheme as an entry of `config_groups`, for the modules that `targets` name."""
+        """Return the entry of config.json's `config_groups` that gives this scheme to the modules in `targets`."""
         shared = {"num_bits": self.bits, "type": self.kind, "symmetric": self.symmetric}
         weights = {**shared, "strategy": self.strategy, "group_size": self.group_size, "dynamic": False}
         rounded = {**shared, "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}

@@ -66,7 +66,7 @@ def _words(count: int, bits: int) -> int:
 
 
 class QuantizedTensor:
-    """A quantized weight in checkpoint files; slices of it are read as a float32 matrix.
+    """A quantized weight [out, in] in checkpoint files; indexing it reads and returns a dequantized float32 slice.
 
     Attributes:
       shape: [out, in].
@@ -153,7 +153,7 @@ class QuantizedTensor:
         return f"{self._module}.{part}"
 
     def _whole(self, part: str) -> np.ndarray | None:
-        """Read one of the module's small tensors, such as the scales; None if there is none of this name."""
+        """Read all of the module's tensor named `part`, such as its scales; None if the files have no such tensor."""
         stored = self._files.stored(self._name(part))
         return None if stored is None else np.asarray(stored[...])
 
@@ -168,7 +168,7 @@ class QuantizedTensor:
         return unpack_words(found, self.scheme.bits, self.shape[1]) if packed else found
 
     def _rows(self, values: np.ndarray, rows: slice) -> np.ndarray:
-        """Select the scales or zero points for some rows of the weight, as a two-dim array."""
+        """Return the scales or zero points for `rows` of the weight as a 2-D array; for blocks, those of all rows."""
         if self.scheme.strategy == "tensor":
             return values.reshape(1, 1)
         if self.scheme.block is not None:
@@ -189,7 +189,7 @@ class QuantizedTensor:
         return self._rows(zeros.astype(np.int8), rows)
 
     def _by_column(self, values: np.ndarray, rows: slice) -> Float[np.ndarray, "rows in"]:
-        """Expand scales or zero points of groups or blocks to one value per weight, float32."""
+        """Expand scales or zero points of groups or blocks to one float32 value per weight, [rows, in]."""
         values = values.astype(np.float32)
         if self.scheme.block is not None:
             height, width = self.scheme.block
@@ -201,7 +201,7 @@ class QuantizedTensor:
 
 
 def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, QuantizedTensor]:
-    """Replace the stored tensors of each quantized weight in `files` by one, `MODULE.weight`; return these by name.
+    """Replace each quantized weight's tensors in `files` by one `QuantizedTensor`, `MODULE.weight`; return all by name.
 
     Raises:
       ConfigError: config.json has no scheme for a quantized weight, or its tensors do not fit.
@@ -223,7 +223,7 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
 def describe_quantization_differences(
     quantization: Quantization, found: dict[str, QuantizedTensor], dense: int
 ) -> list[str]:
-    """List how jaxstack's computation differs from that of the program that a quantized checkpoint was made for.
+    """Return warnings on how jaxstack's computation differs from that for which the checkpoint was quantized.
 
     Args:
       dense: number of the weights that are read as plain numbers.

@@ -1,4 +1,4 @@
-"""Qwen 2.5 (Qwen Team 2024): biases on queries, keys and values. Qwen 3 (2025): normalized queries and keys instead."""
+"""Hugging Face formats of Qwen 2.5 (Qwen Team 2024; query, key, value biases) and Qwen 3 (2025; query-key norm)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from jaxstack.models.huggingface.llama import TENSORS, attention_bias, max_posit
 
 
 def _late_windows(config: Keys, layers: int) -> Sequence[bool]:
-    """Return per layer whether it has a window: from `max_window_layers` on, if `use_sliding_window`."""
+    """Return per layer True if it has sliding-window attention: layers from `max_window_layers` on, if enabled."""
     first = config.get("max_window_layers", 28)
     return [bool(config.get("use_sliding_window", False)) and layer >= first for layer in range(layers)]
 

@@ -1,4 +1,4 @@
-"""Names, and orders of dims, that parameters have in a Hugging Face checkpoint.
+"""Maps jaxstack's parameters to the tensors of a Hugging Face checkpoint: names, order of dims, slices.
 
 A leaf is one of our parameters, which may contain all layers of a stack and all experts. A piece is the part of a leaf
 that is one tensor of the checkpoint, or a part of such a tensor.
@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
 
     @property
     def leading(self) -> int:
-        """Number of leading dims of the piece: 1 if each expert has its own tensor in the checkpoint, else 0."""
+        """Number of leading dims of the parameter that index separate tensors: 1 if there is one per expert, else 0."""
         return int("{expert}" in self.name)
 
     def shape(self, piece: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Sorting of (token, expert) assignments into rows by expert, and copies of tokens to these rows and back.
+"""Sorts (token, expert) assignments by expert, copies tokens to rows in that order, and sums results per token.
 
 `take_rows` and `sum_rows` are each other's transpose. Both are gathers, forward and backward, so that no scatter adds
 up rows in an order that differs between runs.
@@ -36,7 +36,7 @@ class Order(NamedTuple):
 
 
 def sort_by_group(groups: Int[Array, " N"], count: int) -> Order:
-    """Sort (token, expert) assignments by group (expert); ids of `count` and above mean no group."""
+    """Sort (token, expert) assignments by `groups`, their expert ids; ids >= `count` are sorted last, in no group."""
     numbers = jnp.arange(groups.shape[0], dtype=jnp.int32)
     ordered, order = jax.lax.sort((groups, numbers), num_keys=1, is_stable=True)
     position = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)

@@ -60,7 +60,7 @@ def count_buffer_rows(assignments: int, devices: int, factor: float, max_rows: i
 
 
 class ExchangePlan(NamedTuple):
-    """Which tokens' rows each device sends to, and receives from, the devices of their experts."""
+    """Plan of the all-to-all of tokens: assignments sorted by expert, and the number of rows from each device."""
 
     experts: Int[Array, "t k"]
     order: Order
@@ -70,7 +70,7 @@ class ExchangePlan(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """Arguments of the exchange that are compile-time constants, neither differentiated nor traced."""
+    """Compile-time constants of the all-to-all of tokens: expert function, number of devices, buffer rows."""
 
     compute: Compute
     devices: int
@@ -117,7 +117,7 @@ def compute_on_expert_devices(
 
 
 def _run_round(static: _Static, operands: Operands, plan: ExchangePlan, number: int | jax.Array) -> jax.Array:
-    """Run one round of the exchange: send a buffer of tokens, compute, and return its part of the result [t, D]."""
+    """Send one round's tokens to their experts and the outputs back; return the round's part of the result [t, D]."""
     x, weights, kernels = operands
     devices, slots = static.devices, static.slots
     rows = _sent_rows(static, plan, number)
@@ -136,7 +136,7 @@ def _run_round(static: _Static, operands: Operands, plan: ExchangePlan, number: 
 
 
 def _sent_rows(static: _Static, plan: ExchangePlan, number: int | jax.Array) -> Rows:
-    """Choose the rows of the send buffer for one round: assignments per target device, sorted by expert."""
+    """Return the assignment (token, expert) in each row of one round's send buffer, grouped by target device."""
     devices, slots = static.devices, static.slots
     local = plan.arriving.shape[1]
     first = plan.order.first[::local]

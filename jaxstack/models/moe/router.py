@@ -89,7 +89,7 @@ def balance_loss(
 
 
 def load_signal(bias: Float[Array, " E"], counts: Float[Array, " E"], chosen: int) -> Float[Array, ""]:
-    """Return 0, but with a gradient for the experts' balancing `bias`: each expert's load above the mean.
+    """Return a zero whose gradient with respect to `bias` is proportional to each expert's load above the mean.
 
     The gradient is the load above an even load, as a fraction of an even load, times the number of tokens. Being a sum
     over tokens, it is reduced correctly by everything that reduces gradients.

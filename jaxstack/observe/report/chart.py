@@ -68,7 +68,7 @@ aria-label="{html.escape(chart.title, quote=True)} over {chart.over}s">{_grid(y)
 
 
 def _last_values(curves: Sequence[Curve], chart: Chart) -> str:
-    """Return the text that a chart's read-out shows before anyone points at the chart: the last values."""
+    """Return the text of a chart's read-out while the mouse pointer is elsewhere: the last value of each curve."""
     last = max(float(curve.series.steps[np.isfinite(curve.series.values)][-1]) for curve in curves)
     values = [f"{curve.label} {short_number(curve.series.last or 0.0, 5)}" for curve in curves]
     return " · ".join([f"{chart.over} {last:.0f}", *values]) + (f" {chart.unit}" if chart.unit else "")
@@ -104,7 +104,7 @@ def _path(curve: Curve, x: Axis, y: Axis, named: bool = False) -> str:
 
 
 def _hover_data(curves: Sequence[Curve], chart: Chart, x: Axis, y: Axis) -> str:
-    """Return the values that a chart's read-out shows where one points, as JSON that cannot end the script element."""
+    """Return the values that a chart shows under the mouse pointer, as JSON that is safe in a script element."""
     data = {
         "unit": chart.unit,
         "over": chart.over,

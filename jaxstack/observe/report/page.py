@@ -249,7 +249,7 @@ def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> st
 
 
 def _schedule(points: object) -> Series:
-    """Return a run's planned learning rates as a series, from `environment.json`, whose value may be damaged."""
+    """Return a run's planned learning rates, [step, rate] in `points`, as a series; malformed entries are skipped."""
     pairs = points if isinstance(points, list) else []
     return make_series(tuple(pair) for pair in pairs if isinstance(pair, list) and len(pair) == 2)
 

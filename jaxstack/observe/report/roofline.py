@@ -116,7 +116,7 @@ def _circle(row: Mapping[str, Any], left: float, top: float) -> str:
 
 
 def _numbers(operators: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[float, float]]) -> str:
-    """Return SVG labels with the number of each operator's circle, below it, where they do not cover each other."""
+    """Return SVG labels with each operator's number, below its circle, moved down where labels would overlap."""
     parts = []
     taken: list[tuple[float, float]] = []
     for number, (left, top) in sorted(places.items(), key=lambda item: item[1][0]):

@@ -12,7 +12,7 @@ from jaxstack.observe.report.chart import SIZE
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a scatter plot, with the text shown when one points at it; `look` is "first", "second" or "faint"."""
+    """A point of a scatter plot, with its tooltip `tip`; the style `look` is "first", "second" or "faint"."""
 
     x: float
     y: float

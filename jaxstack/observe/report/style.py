@@ -1,4 +1,4 @@
-"""Style sheet of the report, and the short script that shows a chart's values where one points."""
+"""Style sheet of the report, and the short script that shows a chart's values under the mouse pointer."""
 
 CSS = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #171a1f; --soft: #5c6470; --rule:
