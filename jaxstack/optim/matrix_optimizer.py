@@ -1,4 +1,4 @@
-"""Rules for viewing parameters as matrices, and the base class of optimizers that need them (Muon, Shampoo, SOAP)."""
+"""Base class of optimizers that update matrices (Muon, Shampoo, SOAP), and rules for which dims form a matrix."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -46,7 +46,7 @@ class MatrixOptimizer(Optimizer):
 
     @abstractmethod
     def matrix_core(self, run: RunInfo) -> optax.GradientTransformation:
-        """Return the update rule for matrix parameters, as an Optax transformation that is applied to these alone."""
+        """Return the Optax transformation that updates the matrix parameters; AdamW updates all others."""
 
     def core(self, run: RunInfo) -> optax.GradientTransformation:
         adamw = optax.scale_by_adam(self.b1, self.b2, self.eps)
@@ -73,7 +73,7 @@ class MatrixOptimizer(Optimizer):
         map_by_path(fits, params)
 
     def rule(self, path: str) -> MatrixRule:
-        """Return the first rule that matches a parameter's path, which says how to view it as a matrix."""
+        """Return the rule for which dims of a parameter form a matrix: the first whose pattern matches its path."""
         return match(path, [(rule.path, rule) for rule in (*self.matrices, *KNOWN)])
 
     def updates_as_matrix(self, path: str, leaf: HasShape) -> bool:

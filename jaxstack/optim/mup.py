@@ -41,7 +41,7 @@ def rate_factor(optimizer: Optimizer, width: Width, path: str, leaf: HasShape) -
 
 
 def scale_epsilon(optimizer: AnyKind, width: Width) -> AnyKind:
-    """Return an optimizer configuration with epsilon scaled for muP, as gradients shrink with the model's width."""
+    """Return an optimizer configuration with epsilon scaled for muP: divided by the model's width / base width."""
     if "eps" not in type(optimizer).model_fields:
         return optimizer
     return optimizer.model_copy(update={"eps": getattr(optimizer, "eps") / width.ratio})  # noqa: B009

@@ -167,6 +167,9 @@ def _show(values: Mapping[str, object]) -> str:
 
 
 def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
-    """Return the largest divisor of `number` at most `near`, and the smallest at least `near` (or the largest)."""
+    """Return the divisors of `number` nearest to `near`: (the next one at or below it, the next one at or above it).
+
+    The second is `number` if that is below `near`.
+    """
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return max(d for d in divisors if d <= near), min((d for d in divisors if d >= near), default=divisors[-1])

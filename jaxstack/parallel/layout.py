@@ -1,4 +1,4 @@
-"""Parallelism settings of a train step that are not sharding rules: ZeRO stage, overlap, pipeline."""
+"""Parallelism settings of a train step besides its sharding rules: ZeRO stage, communication overlap, pipeline."""
 
 import dataclasses
 from typing import Literal
@@ -8,7 +8,10 @@ from jaxstack.parallel.pipeline.plan import PipelinePlan
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """Parallelism settings of a train step that are not sharding rules, such as ZeRO. The defaults suit every mesh."""
+    """Parallelism settings of a train step besides its sharding rules: ZeRO stage, communication overlap, pipeline.
+
+    The defaults suit every mesh.
+    """
 
     zero: int = 0
     """ZeRO stage over the `data` axis. 1 shards float32 weights and optimizer state, 2 the gradients too."""

@@ -31,7 +31,7 @@ def make_mesh(
 
 
 def spread(x: jax.Array) -> jax.Array:
-    """Constrain x [..., m, n] to be sharded along n and whole along m, for column-wise operations on matrices.
+    """Shard matrices x [..., m, n] along n and not along m, so that each device holds whole columns.
 
     It is split over as many axes of the mesh in context (`jax.set_mesh`) as divide n, without the axes of stages and
     experts, which split other dims. Without a mesh x is returned as it is.

@@ -30,7 +30,7 @@ AXIS = "tensor"
 
 @dataclass(frozen=True)
 class _Call:
-    """Description of one call: its matmuls with their collectives, and the caller's reason against kernels, if any."""
+    """Request for overlapped matmuls: matmul shapes, collectives, and the caller's reason against the kernels."""
 
     products: CollectiveRequest
     unsuitable: str | None
@@ -49,7 +49,7 @@ def _lower_priority_reason(call: _Call) -> str | None:
 
 
 def _do_nothing(call: _Call) -> None:
-    """Do nothing: the table only chooses a backend, and `gather_project` and others call its kernels themselves."""
+    """Placeholder for a backend's function: callers such as `gather_project` call the chosen kernels themselves."""
 
 
 _BACKENDS: tuple[Backend[_Call], ...] = (
@@ -168,7 +168,7 @@ def _context_for(
     scattering: Sequence[jax.Array],
     unsuitable: str | None,
 ) -> ShardingContext | None:
-    """Choose if a call uses the overlapping kernels, and record it; return the current sharding context if so, or None.
+    """Return the current sharding context if the overlapping kernels are to be used, else None; record the choice.
 
     Args:
       operation: the name under which the choice is recorded.

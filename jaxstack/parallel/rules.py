@@ -111,7 +111,7 @@ class AxisRules:
         return PartitionSpec(*spec)
 
     def _split_weight(self, spec: list[Part], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]) -> None:
-        """Shard the largest unsharded dim that all these mesh axes divide, or else the largest that one divides."""
+        """Shard in `spec` the largest free dim divisible by the size of all `axes` together, else by that of one."""
         free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
         for wanted in (axes, *((axis,) for axis in axes)):
             dims = [d for d in free if shape[d] % self.degree(wanted) == 0]
@@ -212,7 +212,7 @@ def axes_of(part: Part) -> tuple[str, ...]:
 
 
 def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Return `spec` without the mesh axes that are not in `axes`."""
+    """Return the PartitionSpec `spec` with only the mesh axes in `axes` left in it."""
     kept = (tuple(a for a in axes_of(part) if a in axes) for part in spec)
     return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in kept))
 
@@ -249,7 +249,7 @@ def state_spec(
 
 
 def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:
-    """Return True if a parameter has at least two dims besides a dim of stacked layers, and is therefore sharded."""
+    """Return True if a parameter has two or more dims, not counting one of stacked layers; only such are sharded."""
     return len(shape) - ("layers" in (names or ())) > 1
 
 

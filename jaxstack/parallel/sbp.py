@@ -109,7 +109,7 @@ def sbp_of(x: Shaped[Array, "..."]) -> dict[str, ShardingType]:
 
 
 def redistribute(x: Shaped[Array, "..."], types: ShardingTypes, mesh: Mesh | None = None) -> Shaped[Array, "..."]:
-    """Change the sharding types of a tensor to `types`, by the communication that this needs.
+    """Return a tensor with its sharding types changed to `types`, by the communication that the change needs.
 
     For a tensor of T bytes over p devices, all devices together send (p - 1) / p T for split to another split,
     (p - 1) T for split to broadcast and partial to split, 2 (p - 1) T for partial to broadcast, otherwise nothing.
@@ -168,7 +168,7 @@ def _parse(subscripts: str, operands: Sequence[jax.Array]) -> tuple[list[str], s
 
 
 def _split_letter(axis: str, inputs: Sequence[str], kinds: Sequence[ShardingType]) -> str | None:
-    """Return the einsum letter along which this mesh axis splits the operands, or None; check that they agree."""
+    """Return the einsum letter that a mesh axis splits, or None; refuse operands that disagree about it."""
     if partial in kinds:
         raise ValueError(
             f"operand {kinds.index(partial)} is partial along {axis!r}; sum it by redistribute(x, {{...}}) first."

@@ -23,7 +23,7 @@ def with_local_batch(
     tensor: bool = False,
     as_stored: bool = False,
 ) -> jax.Array:
-    """Apply a function of a weight and of arrays of the batch inside a `shard_map`, on each device's rows and tokens.
+    """Return function(weight, *batched), computed in a `shard_map` on each device's own rows and tokens of the batch.
 
     Args:
       function: takes the weight, gathered over the `weight_axes`, and this device's part [b, t, ...] of each array of

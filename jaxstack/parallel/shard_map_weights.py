@@ -1,4 +1,4 @@
-"""Gathers a weight inside a `shard_map` for its use, and reduce-scatters its gradient to the stored shards.
+"""All-gathers a weight inside a `shard_map` for its use, and reduce-scatters its gradient to the stored shards.
 
 Weights are sent in the compute dtype, gradients in a dtype of their own: a sum over many devices in bfloat16 would
 round at every addition.
@@ -18,7 +18,7 @@ Dims = tuple[tuple[tuple[str, ...], int], ...]
 
 
 class Exchange(NamedTuple):
-    """How a weight is gathered for use, and its gradient reduced: dtypes, dims and mesh axes."""
+    """Settings for all-gathering a weight before its use and reducing its gradient: dtypes, dims and mesh axes."""
 
     dtype: str
     """Dtype in which the weight is used and sent."""
@@ -50,7 +50,7 @@ class WorkingCopy:
 
 
 def exchange(weight: jax.Array | WorkingCopy, how: Exchange) -> jax.Array:
-    """Gather a stored weight for use; in the backward pass its gradient is reduced to the stored layout and dtype."""
+    """Return a stored weight all-gathered for use; its gradient is reduced to the stored layout and dtype."""
     if isinstance(weight, WorkingCopy):
         return _use_copy(weight.shard, weight.copy, how)
     return _use(weight, jnp.dtype(weight.dtype).name, how)

@@ -31,7 +31,7 @@ class ShardingContext:
     parameters: TracedParameters = TracedParameters()
 
     def within(self, manual: Sequence[str]) -> "ShardingContext":
-        """Return the context to use inside a `shard_map` that is manual over these mesh axes."""
+        """Return the sharding context to use inside a `shard_map` that is manual over these mesh axes."""
         return dataclasses.replace(self, rules=self.rules.within(manual))
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:

@@ -116,7 +116,7 @@ def save_for_backward(x: jax.Array) -> jax.Array:
 
 
 def exchange_weight(value: jax.Array | WorkingCopy, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:
-    """Gather a weight for use, separately for each of its shards along `tensor` if XLA partitions that axis.
+    """Return a weight all-gathered for use, separately for each shard along `tensor` if XLA partitions that axis.
 
     Args:
       value: this device's shard, or its `WorkingCopy`.
@@ -134,7 +134,7 @@ def exchange_weight(value: jax.Array | WorkingCopy, how: Exchange, spec: Partiti
 def on_tensor_shards(
     function: Callable[[Value], jax.Array], spec: PartitionSpec, rules: AxisRules
 ) -> Callable[[Value], jax.Array]:
-    """Map a function of a weight over the weight's shards along `tensor` if XLA partitions that axis.
+    """Return `function` mapped over a weight's shards along `tensor` if XLA partitions that axis, else unchanged.
 
     Without the map XLA would gather the weight over `tensor` before each collective along another axis.
 

@@ -41,7 +41,7 @@ def with_training_layout(config: RunConfig, devices: int) -> RunConfig:
 
 
 def forecast_here(config: RunConfig) -> Forecast | None:
-    """Return the planner's forecast of a run on this process's kind of device; None if no cluster file describes it.
+    """Return the predicted memory and step time of a run on this process's devices; None for an unknown device kind.
 
     With islands it is that of one of them.
 
@@ -151,13 +151,16 @@ def _split_axes(shape: Mapping[str, int]) -> set[str]:
 
 
 def _within(parallel: ParallelConfig, devices: int) -> ParallelConfig:
-    """Return the degrees if they need at most `devices` devices; otherwise, or with a -1, resolve them to all."""
+    """Return the parallel degrees, with a -1 filled in; raise ConfigError if they need more than `devices` devices."""
     degrees = parallel.degrees.values()
     return parallel if -1 not in degrees and math.prod(degrees) <= devices else parallel.resolve(devices)
 
 
 def _decoding_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
-    """Return the layout rules that decoding with these degrees breaks, for the smallest batch that they divide."""
+    """Return error messages that say why these parallel degrees do not suit decoding; empty if they do.
+
+    They are checked with the smallest batch that they divide.
+    """
     rows = parallel.data * parallel.fsdp * parallel.expert
     train = TrainConfig(global_batch_size=rows, sequence_length=2 * parallel.tensor * parallel.context)
     return layout_problems(config.model_copy(update={"parallel": parallel, "train": train}).layout_sections)

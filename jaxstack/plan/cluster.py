@@ -125,11 +125,11 @@ def cluster_of_devices(device_kind: str, devices: int, *, one_host: bool) -> Clu
 
 
 def resized(cluster: Cluster, devices: int, *, one_host: bool = False) -> Cluster:
-    """Return the cluster with `devices` devices in all, on hosts of the same size if that divides the number."""
+    """Return the cluster with `devices` devices in all; the GPUs per host stay the same if they divide that number."""
     per_host = devices if one_host else math.gcd(devices, cluster.gpus_per_host)
     return cluster.model_copy(update={"hosts": devices // per_host, "gpus_per_host": per_host})
 
 
 def part_of(cluster: Cluster, devices: int) -> Cluster:
-    """Return the cluster cut down to `devices` devices: of one host if it has enough, else whole hosts if possible."""
+    """Return the cluster cut down to `devices` devices: on one host if they fit, else on whole hosts if possible."""
     return resized(cluster, devices, one_host=devices <= cluster.gpus_per_host)

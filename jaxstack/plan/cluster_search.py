@@ -153,7 +153,7 @@ def parse_tokens(text: str | None, config: RunConfig) -> float | None:
 
 
 def _check_budget(best: Forecast, tokens: float | None, options: SearchOptions) -> list[str]:
-    """Check time and cost of training with the best layout against the user's limits, and return notes about them.
+    """Return notes on what the user's limits of time and cost allow; raise ConfigError if training exceeds a limit.
 
     Raises:
       ConfigError: the tokens take longer or cost more than the limits; the message says what the limits allow.

@@ -90,7 +90,7 @@ class CollectiveModel:
         return self._fastest(np.asarray(size, float) * (1 - 1 / group.size), group.size - 1, group)
 
     def reduce_scatter(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds of a reduce-scatter with an operand of `size` bytes; each device keeps part of the sum."""
+        """Return the seconds of a reduce-scatter of `size` bytes per device; each device keeps 1 / n of the sum."""
         return self.all_gather(size, group)
 
     def all_reduce(self, size: ArrayLike, group: Group) -> Values:
@@ -107,7 +107,7 @@ class CollectiveModel:
         return np.where(group.size > 1, np.minimum(ring, tree), 0.0)
 
     def all_to_all(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds of an all-to-all: each device sends a different part of its `size` bytes to each other."""
+        """Return the seconds of an all-to-all in which each of n devices sends `size` / n bytes to every other one."""
         size = np.asarray(size, float) / group.size
         link = self.cluster.link_bandwidth * self.link_efficiency
         network = self.cluster.network_bandwidth * self.network_efficiency

@@ -65,7 +65,7 @@ def draw_plan(plan: LayoutPlan, show_sharding: bool = False) -> str:
 
 
 def draw_mesh(mesh: Mapping[str, int]) -> list[str]:
-    """Draw the mesh as a table of device numbers, with the last axis across and the others down."""
+    """Draw the mesh as a table of device numbers: columns are its last axis, rows all other axes."""
     if not mesh:
         return []
     *outer, (last, across) = mesh.items()
@@ -179,7 +179,7 @@ def _boxes(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def draw_pipeline(pipeline: Mapping[str, Any]) -> list[str]:
-    """Draw a pipeline schedule, one line per stage over time: F forward, B backward, W weight gradients; microbatch."""
+    """Draw a pipeline schedule as a line per stage: F3 forward of microbatch 3, B3 backward, W3 weight gradients."""
     found = (
         f"pipeline: {pipeline['schedule']}, {pipeline['stages']} stages, {pipeline['microbatches']} microbatches; "
         f"{100 * pipeline['bubble_of_work']:.1f} % bubble relative to the work, activations of up to "

@@ -18,7 +18,7 @@ from jaxstack.parallel.pipeline.stages import StageLayout
 
 @dataclasses.dataclass(frozen=True)
 class LayoutSections:
-    """The sections of a configuration that decide whether a layout is possible."""
+    """The sections of a configuration that decide whether a layout is possible: model, parallel, train, adapters."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -69,7 +69,7 @@ def near_multiples(number: int, unit: int) -> str:
 
 
 def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
-    """Check that the degree `tensor` divides the heads and the feed-forward width."""
+    """Return messages on what the degree `tensor` does not divide: attention heads, feed-forward width."""
     problems, tensor = [], parallel.tensor
     if model.num_heads % tensor:
         problems.append(
@@ -91,7 +91,7 @@ def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 
 def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
-    """Check that `expert` and `tensor` divide the experts, and that split sequences have no capacity factor."""
+    """Return why a layout does not fit a mixture of experts, e.g. degrees that do not divide the experts."""
     moe, expert, tensor = model.moe, parallel.expert, parallel.tensor
     if moe is None:
         reason = f"parallel.expert ({expert}) splits the experts of model.moe, but this model has none"
@@ -116,7 +116,7 @@ def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 
 def _batch_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
-    """Check that the batch axes (data parallelism) and gradient accumulation divide the batch sizes."""
+    """Return a message for each batch size that data parallelism and gradient accumulation do not divide."""
     problems, shards = [], parallel.islands * parallel.data * parallel.fsdp * parallel.expert
     unit = shards * train.gradient_accumulation
     used = ["islands"] * (parallel.islands > 1) + ["data", "fsdp"] + ["expert"] * (parallel.expert > 1)
@@ -137,7 +137,7 @@ def _batch_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
 
 
 def _sequence_problems(sections: LayoutSections) -> list[str]:
-    """Check that `context` and sequence parallelism divide the sequence."""
+    """Return why the sequence length does not fit context or sequence parallelism, which must divide it."""
     parallel, length = sections.parallel, sections.train.sequence_length
     problems = _context_problems(sections) if parallel.context > 1 else []
     unit = parallel.context * parallel.tensor
@@ -151,7 +151,7 @@ def _sequence_problems(sections: LayoutSections) -> list[str]:
 
 
 def _context_problems(sections: LayoutSections) -> list[str]:
-    """Check that the attention method supports sequences split over the devices of `context`."""
+    """Return why a model's attention cannot compute sequences that are split over the devices of `context`."""
     parallel, model, length = sections.parallel, sections.model, sections.train.sequence_length
     problems, context = [], parallel.context
     unit, method = 2 * context, None if parallel.context_method == "auto" else parallel.context_method
@@ -186,7 +186,7 @@ def _task_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
 
 
 def _pipeline_problems(sections: LayoutSections) -> list[str]:
-    """Check that microbatches, adapters and number of layers suit the number of pipeline stages."""
+    """Return why a pipeline is not possible: microbatches, adapters or a number of layers that do not suit it."""
     model, train = sections.model, sections.train
     try:
         plan = plan_pipeline(sections.parallel, train.global_batch_size, train.gradient_accumulation)

@@ -61,7 +61,7 @@ class Forecast:
 
     @property
     def mfu(self) -> float:
-        """Predicted MFU: model FLOP/s over the dense bfloat16 peak, as a fraction of 1; for FP8 too."""
+        """Predicted MFU, from 0 to 1: model FLOP/s divided by the dense bfloat16 peak (for FP8 runs as well)."""
         flops = model_flops_per_token(self.config.model, self.config.train.sequence_length)
         return self.tokens_per_second * flops / self.devices / (1e12 * self.cluster.peak_tflops.bfloat16)
 
@@ -112,7 +112,7 @@ def compute_optimal(flops: float) -> tuple[float, float]:
 
 
 def total(parts: Mapping[str, Floats]) -> Floats:
-    """Add up the parts of a predicted memory or time, for each layout."""
+    """Return the total memory or time of each layout: the sum of its predicted parts."""
     return np.sum(np.stack(list(parts.values())), axis=0)
 
 

@@ -32,7 +32,7 @@ GPT2 = Architecture(12, 768, 12, 3072)
 
 
 def encoder_operators(model: Architecture, tokens: int) -> list[Operator]:
-    """Return the four groups of operations of one forward pass over a sequence of `tokens` tokens, at batch size 1."""
+    """Return FLOPs and bytes of an encoder's forward pass over `tokens` tokens at batch size 1, in four groups."""
     n, d, h, f, layers = tokens, model.width, model.heads, model.feed_forward, model.layers
     head = d // h
     scores = n * n * h
@@ -47,7 +47,7 @@ def encoder_operators(model: Architecture, tokens: int) -> list[Operator]:
 
 
 def decoder_operators(model: Architecture, tokens: int) -> list[Operator]:
-    """Return the operations of generating `tokens` tokens one by one with a cache of keys and values, at batch size 1.
+    """Return FLOPs and bytes of generating `tokens` tokens with a KV cache at batch size 1, by kind of operation.
 
     The feed-forward sublayer is four times as wide as the model. Softmax and norms are in "other".
     """

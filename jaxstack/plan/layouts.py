@@ -139,7 +139,7 @@ def enumerate_layouts(
 def _variants(
     base: ParallelConfig, degrees: dict[str, int], refused: collections.Counter[str]
 ) -> Iterator[ParallelConfig]:
-    """Yield the parallelism settings with these degrees, one per pipeline schedule; count those that are invalid."""
+    """Yield a ParallelConfig with these degrees for each pipeline schedule; count the invalid ones in `refused`."""
     for schedule in SCHEDULES[1:] if degrees["pipeline"] > 1 else (None,):
         tree = _with_degrees(base, degrees) | {"sequence": degrees["tensor"] > 1, "pipeline_schedule": schedule}
         try:

@@ -27,7 +27,7 @@ _DISPATCH_SECONDS, _KERNEL_SECONDS, _TRIP_SECONDS = 3e-5, 3e-6, 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredProgram:
-    """A compiled program's features, with its measured run time on a device.
+    """Measured run time of a compiled program on a device, and the features that predict it (FLOPs, bytes, ...).
 
     Attributes:
       family: kind of program; programs of one family are alike, so it is never split between training and test.
@@ -50,7 +50,7 @@ class MeasuredProgram:
 
 
 def feature_vector(features: ProgramFeatures, peak_flops: float, bandwidth: float) -> Float[np.ndarray, " features"]:
-    """Return the inputs of the learned correction for a program, scaled so that all are of order one.
+    """Return the learned cost model's inputs for a program: its FLOPs, bytes etc. as ratios to its roofline time.
 
     Args:
       features: of a program.
@@ -149,7 +149,7 @@ def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 1.0) -> Learn
 def held_out_predictions(
     programs: Sequence[MeasuredProgram], fit: Callable[[Sequence[MeasuredProgram]], LearnedCost] = fit_cost
 ) -> Iterator[tuple[MeasuredProgram, float]]:
-    """Yield each program with its predicted seconds, by a model fitted to the other families (cross-validation).
+    """Yield each program and its seconds as predicted by a model fitted without its family (cross-validation).
 
     Args:
       programs: programs of at least two families.

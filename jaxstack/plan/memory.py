@@ -104,7 +104,7 @@ def stored_parameters(shape: ModelShape, layouts: LayoutTable, *, zero_from: int
 
 
 def _gradients(shape: ModelShape, layouts: LayoutTable) -> Floats:
-    """Return the bytes of the gradients on each device, with their sums over microbatches.
+    """Return the bytes of gradients on each device, including the buffer that sums them over microbatches.
 
     Gradients are float32, except with ZeRO 1; the sums are stored beside the gradients of one microbatch.
 
@@ -119,7 +119,7 @@ def _gradients(shape: ModelShape, layouts: LayoutTable) -> Floats:
 
 
 def usable_shards(shape: ModelShape, shards: Floats) -> Floats:
-    """Return into how many shards matrices are split: `shards` where it divides a width of the model, 1 elsewhere."""
+    """Return the number of shards of a matrix for each layout: `shards` if it divides a width of the model, else 1."""
     widths = {shape.hidden, shape.feed_forward, shape.expert_width} - {0}
     return np.where(np.any([width % shards == 0 for width in widths], axis=0), shards, 1)
 
@@ -188,7 +188,7 @@ def _working_set(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats
 
 
 def _working_copies(shape: ModelShape, layouts: LayoutTable, prefetch: bool) -> Floats:
-    """Return the bytes of the copies of weights in the compute dtype, for the matmuls."""
+    """Return the bytes of the compute-dtype copies of weights that a device holds at a time for the matmuls."""
     tensor, experts = layouts["tensor"], layouts["expert"]
     layers = layers_of_stage(shape, layouts)
     of_layers = (shape.layer_parameters + shape.all_experts / experts) / shape.layers * layers / tensor

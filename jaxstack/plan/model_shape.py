@@ -95,7 +95,7 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Return the sizes of a model, whose `vocab_size` must be set."""
+    """Return the widths and parameter counts of a model from its configuration, whose `vocab_size` must be set."""
     assert model.vocab_size is not None
     d, inner = model.hidden_size, 3 if model.mlp == "gated" else 2
     query, key = (count * model.width_per_head for count in (model.num_heads, model.kv_heads))

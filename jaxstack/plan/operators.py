@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """An operation of a model, or several of one kind taken together.
+    """FLOPs, bytes and number of calls of an operation of a model, or of several of one kind added up.
 
     Attributes:
       name: what it computes.

@@ -62,7 +62,10 @@ def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelSha
 
 
 def _matrices(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Return the dense matrices of layer 0, embedding and head: path -> (input dims, output dims, number of them)."""
+    """Return the shapes of a model's dense matrices: path in layer 0 -> (input dims, output dims, number of layers).
+
+    Embedding and head count as one layer each; routed experts are left out.
+    """
     d, width, head, heads = shape.hidden, shape.feed_forward, shape.head_dim, shape.heads
     keys, layers = shape.key // head, shape.layers
     gate = {"decoder/layers/0/mlp/gate_proj/kernel": ((d,), (width,), layers)} if shape.gated else {}

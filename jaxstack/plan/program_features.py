@@ -1,4 +1,4 @@
-"""Features of a compiled program that predict its run time, parsed from its HLO text."""
+"""Features of a compiled program that predict its run time (FLOPs, bytes, ...), parsed from its HLO text."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ class ProgramFeatures:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ProgramFeatures":
-        """Make features from the JSON that `to_json` returns."""
+        """Return the ProgramFeatures that `to_json` converted to this JSON value."""
         work = tuple((float(flops), float(size), int(calls)) for flops, size, calls in value["work"])
         return cls(**{**value, "work": work})
 
@@ -106,7 +106,7 @@ def parse_program_features(text: str | Module) -> ProgramFeatures:
 
 
 def matmul_features(rows: int, summed: int, columns: int, itemsize: float) -> ProgramFeatures:
-    """Return the features of a single matmul from its shape, without compiling it.
+    """Return the run-time features (FLOPs, bytes moved, ...) of a single matmul, computed from its shape.
 
     Args:
       rows: rows of the first matrix.
@@ -161,7 +161,7 @@ def _bytes(one: Execution) -> int:
 
 
 def _matmul(one: Execution) -> tuple[float, int] | None:
-    """Return the FLOPs and the smallest dim of a matmul instruction; None for another instruction."""
+    """Return (FLOPs, smallest dim) of an instruction if it is a matmul, else None."""
     instruction = one.instruction
     target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     called = instruction.opcode == "custom-call" and target is not None and _MATMUL_CALL.search(target[1])

@@ -15,7 +15,7 @@ from jaxstack.run_config import RunConfig
 
 
 def resolve_plan(config: RunConfig, devices: int | None) -> tuple[RunConfig, bool]:
-    """Return the configuration with parallel degrees and vocabulary size filled in, and True if that size is assumed.
+    """Return (configuration with parallel degrees and vocabulary size filled in, True if that size is only assumed).
 
     Restricts JAX to CPUs in this process: traced functions hold constants, which must not initialize a GPU.
 

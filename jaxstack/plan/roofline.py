@@ -61,7 +61,7 @@ def find_peak(kind: str) -> DevicePeak | None:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The share of a train step that one device computes for one microbatch.
+    """What one device computes for one microbatch: sequences, their length, and the degrees that split the model.
 
     Attributes:
       rows: sequences of a microbatch on this device.
@@ -108,7 +108,7 @@ def model_operators(model: ModelConfig, work: Workload) -> list[Operator]:
 
 
 def _matmul(name: str, work: Workload, inputs: float, outputs: float, calls: int, weights: float = 1) -> Operator:
-    """Return the operator of a matmul of all tokens with a weight matrix, its backward pass included.
+    """Return FLOPs and bytes of multiplying a microbatch's tokens by a weight matrix, forward and backward.
 
     Args:
       name: its name.
@@ -153,7 +153,7 @@ def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[Ope
 
 
 def _activation(name: str, work: Workload, width: float, inner: int, calls: int) -> Operator:
-    """Return the operator of an activation function, its backward pass included.
+    """Return FLOPs and bytes of an activation function on a microbatch's tokens, forward and backward.
 
     It has about 5 FLOPs per value, and about twice that in the backward pass.
     """
@@ -216,7 +216,7 @@ def _end_operators(model: ModelConfig, work: Workload) -> list[Operator]:
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """Return the share of a train step that one device computes for one microbatch of this run.
+    """Return what one device computes for one microbatch of a run: sequences, their length, degrees of parallelism.
 
     Raises:
       ConfigError: a degree is -1, so that the number of devices is not known.

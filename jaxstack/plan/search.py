@@ -97,7 +97,7 @@ def _ranking(layouts: LayoutTable, seconds: Floats) -> np.ndarray:
 
 
 def _largest_parts(layouts: LayoutTable, memory: dict[str, Floats]) -> collections.Counter[str]:
-    """Count layouts that do not fit the memory, by the part that takes most of it."""
+    """Count layouts that do not fit the memory, by what takes most of it (weights, activations, ...)."""
     if not len(layouts):
         return collections.Counter()
     largest = np.argmax(np.stack([memory[name] for name in PARTS]), axis=0)
@@ -107,7 +107,7 @@ def _largest_parts(layouts: LayoutTable, memory: dict[str, Floats]) -> collectio
 
 
 def _nothing_fits(model: LayoutModel, layouts: LayoutTable, memory: dict[str, Floats]) -> str:
-    """Return the error message for a model of which no layout fits the cluster, with a suggestion."""
+    """Return the error message for a model that fits the cluster in no layout, with a suggestion."""
     sizes = total(memory)
     row = int(np.argmin(sizes))
     parts = sorted(((float(memory[name][row]), name) for name in PARTS), reverse=True)[:2]
@@ -121,7 +121,7 @@ def _nothing_fits(model: LayoutModel, layouts: LayoutTable, memory: dict[str, Fl
 
 
 def _nearest_count(config: RunConfig, devices: int) -> str:
-    """Return the end of an error message, with the next smaller number of devices that has a layout, if one is near."""
+    """Return a clause for an error message that names the next smaller usable number of devices, if one is near."""
     for count in range(devices - 1, max(devices - 1 - _COUNTS_TRIED, 0), -1):
         if len(enumerate_layouts(config, count, ("full",))[0]):
             return f"; {count} would do"
@@ -129,7 +129,7 @@ def _nearest_count(config: RunConfig, devices: int) -> str:
 
 
 def faster_part(config: RunConfig, best: Forecast) -> Forecast | None:
-    """Return the fastest layout on a part of the cluster, if it is faster than the best layout on all devices.
+    """Return the fastest layout on a part of the cluster if it beats the best layout on all devices, else None.
 
     A batch that is small for the cluster trains faster on fewer devices, which communicate less. Parts whose number of
     devices is a power of two are tried if communication and pipeline bubble take more than half of the step.

@@ -96,7 +96,7 @@ class StepModel:
         }
 
     def _layer_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
-        """Return the seconds that a stage's layers compute for one microbatch, forward and backward, by part."""
+        """Return the compute seconds of a stage's layers per microbatch, by part: matmul, attention, elementwise."""
         shape, tensor = self.shape, layouts["tensor"]
         rows, layers = microbatch_tokens_per_device(layouts, self.tokens), layers_of_stage(shape, layouts)
         again, attention_again = self._recomputed(layouts)
@@ -128,7 +128,7 @@ class StepModel:
         return {"matmul": flops / rate, "elementwise": moved / self._memory_rate}
 
     def _rate(self, layouts: LayoutTable, narrow: Floats, *, bf16: bool = False) -> Floats:
-        """Return the FLOP/s that matmuls reach whose smallest dim is `narrow`."""
+        """Return the FLOP/s that matmuls with the smallest dim `narrow` reach, for each layout."""
         peaks, efficiency = self.cluster.peak_tflops, self.efficiency
         wide = peaks.bfloat16 * efficiency.matmul
         fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
@@ -151,7 +151,7 @@ class StepModel:
         return self.cluster.memory_bandwidth * self.efficiency.copy_rate
 
     def _recomputed(self, layouts: LayoutTable) -> tuple[Floats, Floats]:
-        """Return the fractions of a layer's forward matmuls and attention that rematerialisation computes again."""
+        """Return (fraction of a layer's forward matmuls, fraction of its attention) recomputed in the backward pass."""
         shape = self.shape
         # The last matmul of the MLP is not needed: its result is only added.
         share = 1 - shape.down_parameters / shape.active_layer_parameters
@@ -224,7 +224,7 @@ class StepModel:
         return gathered + np.where(layouts["zero"] == 2, scattered, 0)
 
     def _exposed_per_step(self, layouts: LayoutTable, backward: Floats) -> Floats:
-        """Return the seconds of communication once per step (gradient sums) that computation does not hide.
+        """Return the seconds of once-per-step communication (mostly gradient sums) that computation does not hide.
 
         `data` sums the gradients while the backward pass goes on, unless they are accumulated or ZeRO 1 shards them.
         """
@@ -255,7 +255,11 @@ class StepModel:
         return seconds + summed
 
     def _tensor_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
-        """Return the seconds of a layer's tensor-parallel collectives: two of each kind forward, two backward."""
+        """Return the seconds of a layer's tensor-parallel collectives per microbatch, forward and backward.
+
+        Each of the two passes has two all-gathers and two reduce-scatters, or without sequence parallelism two
+        all-reduces; recomputation adds to them.
+        """
         model, group = self._collective_model, groups["tensor"]
         size = microbatch_tokens_per_device(layouts, self.tokens) * self.shape.hidden * 2
         again = np.where(layouts.remat_in("none", "save_dots"), 0, 1)

@@ -85,7 +85,7 @@ class GptJob:
         return state_bytes * parameters + inputs + max(layer, 8 * s * v / t if p == 1 else 0.0)
 
     def layout(self, memory_bytes: float, most_tensor: int = 8) -> tuple[int, int] | None:
-        """Return the (tensor, pipeline) degrees that the policy chooses for GPUs with `memory_bytes` usable bytes."""
+        """Return the "tensor first" degrees (tensor, pipeline) for GPUs with this usable memory; None if none fit."""
 
         def fits(tensor: int, pipeline: int) -> bool:
             return self.divides(tensor, pipeline) and self.gpu_bytes(tensor, pipeline) <= memory_bytes

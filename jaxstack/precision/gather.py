@@ -70,7 +70,7 @@ def _gather_whole(own: jax.Array, context: ShardingContext, names: Names | None,
 def _gather_blocks(
     own: jax.Array, context: ShardingContext, names: Names | None, shape: tuple[int, ...], contracted: int
 ) -> Quantized | None:
-    """Quantize this device's shard of a weight in blocks, and all-gather it; None if it is not made of whole blocks."""
+    """Quantize a weight's shard in blocks and all-gather values and scales; None if the shard is not whole blocks."""
     rules = context.rules
     ((axes, dim),) = dims_of(context.parameter_spec(names, shape), rules.weight_axes)
     if "fsdp" not in rules.manual or rules.xla_splits("tensor") or dim not in (0, contracted):

@@ -41,7 +41,7 @@ class AdEMAMix(Optimizer):
         return self.alpha * jnp.minimum(progress, 1.0)
 
     def _b3(self, progress: jax.typing.ArrayLike) -> jax.Array:
-        """Return the decay rate of the slow momentum, whose half-life rises linearly from that of `b1`."""
+        """Return the slow momentum's decay rate; its half-life rises linearly with `progress` from that of b1 to b3."""
         start, end = math.log(self.b1), math.log(self.b3)
         share = jnp.minimum(progress, 1.0)
         return jnp.minimum(jnp.exp(start * end / ((1 - share) * end + share * start)), self.b3)

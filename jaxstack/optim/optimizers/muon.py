@@ -62,7 +62,7 @@ class Muon(MatrixOptimizer):
 def orthogonalise(
     x: Float[Array, "*stack m n"], iterations: int = 5, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, "*stack m n"]:
-    """Make every matrix U S V^T in x approximately orthogonal, as U V^T, with singular values from 0.7 to 1.2.
+    """Return x with each matrix U S V^T replaced by about U V^T, with singular values from 0.7 to 1.2 instead of 1.
 
     The quintic Newton-Schulz iteration of Jordan 2024. The longer side is sharded over devices, so that an iteration
     sums a matrix [m, m] over them and needs no all-gather.

@@ -76,7 +76,7 @@ class Soap(BlockOptimizer):
 
 
 def _start(left: jax.Array, right: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return initial eigenbases of the first left and right factors, by power iterations from the identity."""
+    """Return initial eigenbases of SOAP's left and right factors, found by power iterations from the identity."""
     bases = jnp.eye(left.shape[0]), jnp.eye(right.shape[0])
     return jax.lax.fori_loop(0, _FIRST_ITERATIONS, lambda _, bases: _renew(left, right, *bases), bases)
 

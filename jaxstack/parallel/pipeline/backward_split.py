@@ -32,13 +32,19 @@ class SplitBackward:
     def backward(
         self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """Run the first half: return (gradient of x, weight gradients with None for later ones, values to keep)."""
+        """Run the first half of the backward pass: return (gradient of x, early weight gradients, values to keep).
+
+        The tree of weight gradients has None where the second half computes them, from the values to keep.
+        """
         dx, *rest = self.first(*jax.tree.leaves((saved, gradient, weights, shared, index)))
         done = dict(zip(self.early, rest[: len(self.early)], strict=True))
         return dx, self._tree(done), rest[len(self.early) :]
 
     def weights(self, kept: list[jax.Array]) -> Any:
-        """Run the second half on values kept by the first: return the remaining weight gradients, None for others."""
+        """Run the second half of the backward pass on the values that the first kept: return the late weight gradients.
+
+        The tree of weight gradients has None where the first half computed them.
+        """
         return self._tree(dict(zip(self.late, self.second(*kept), strict=True)))
 
     def _tree(self, found: dict[int, Any]) -> Any:
@@ -76,7 +82,10 @@ def split_backward(
 
 
 def _partition(closed: Any, now: list[Any], later: list[Any]) -> tuple[Any, Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Split a jaxpr into a function for the outputs `now` and values to keep, and one from these to `later`."""
+    """Split a jaxpr into two functions: the first returns the outputs `now` and what the second needs for `later`.
+
+    Also returns the shapes of the values that the first function keeps for the second.
+    """
     jaxpr = closed.jaxpr
     in_first = needed(jaxpr.eqns, now)
     rest = [eqn for eqn, wanted in zip(jaxpr.eqns, in_first, strict=True) if not wanted]

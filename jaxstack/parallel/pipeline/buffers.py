@@ -37,7 +37,7 @@ def colour_intervals(intervals: Iterable[tuple[int, int, Hashable]]) -> tuple[di
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A pipeline schedule as input of the compiled loop: int32 arrays [ticks, stages], and the sizes of the buffers.
+    """A pipeline schedule as int32 arrays [ticks, stages] that the compiled loop reads, and the sizes of its buffers.
 
     There is an array for each column of `make_program`; the last tick only finishes the one before it.
 
@@ -84,7 +84,10 @@ class _Builder:
         self.columns["arriving_gradient"][:] = self.columns["ends_gradient"][:] = self.sizes[1]
 
     def _allocate(self) -> None:
-        """Assign a buffer entry to every value of every stage; buffers are as large as the stage that needs most."""
+        """Assign a buffer entry to each activation, gradient and residual of each stage.
+
+        All stages get buffers of one size: that of the stage that needs most.
+        """
         when, sizes = self.when, [0, 0, 0, 0]
         self.entries: list[list[dict[Hashable, int]]] = []
         for stage in range(self.stages):

@@ -80,7 +80,9 @@ def execute(
     *,
     unroll: bool = False,
 ) -> Totals:
-    """Run a pipeline schedule on this device's stage; call it inside a `shard_map` that is manual over `axis`.
+    """Run a pipeline schedule on this device's stage, in a `shard_map`; return its part of the loss and gradients.
+
+    The `shard_map` must be manual over `axis`.
 
     Args:
       layers: weights of this stage's rows, leading dim `layout.chunks * layout.rows`, in the order of `layout.order`.
@@ -166,7 +168,7 @@ class _Executor:
         )
 
     def _zero_sums(self) -> Any:
-        """Return zeros in which the gradients of this stage's layers are added up over microbatches."""
+        """Return float32 zeros to which the gradients of this stage's layers are added, microbatch by microbatch."""
         row = jax.eval_shape(lambda: self.functions.sum_layer(self._row(0)))
         if self.unroll:
             return [jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), row) for _ in self.layers]
@@ -192,7 +194,7 @@ class _Executor:
         return state._replace(activations=_put(state.activations, arriving, row["arriving"]))
 
     def _by_chunk(self, run: Callable[..., Any]) -> list[Callable[..., Any]]:
-        """Return one branch of a `lax.switch` for each virtual stage of this device: `run` with its number."""
+        """Return `run` bound to each of this device's virtual stages in turn, as branches of a `lax.switch`."""
         return [functools.partial(run, chunk) for chunk in range(self.layout.chunks)]
 
     def _forward_slot(self, state: _State, row: dict[str, jax.Array]) -> tuple[jax.Array, _State]:
@@ -222,7 +224,7 @@ class _Executor:
     def _entering(
         self, activations: jax.Array, loss: jax.Array, row: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the input of a virtual stage's layers (embedded tokens, or what it received), and the updated loss."""
+        """Return (input of a virtual stage's layers: embedded tokens or received activations; updated loss)."""
         functions = self.functions
 
         def first() -> tuple[jax.Array, jax.Array]:
@@ -360,7 +362,7 @@ class _Executor:
         return jax.tree.map(lambda w: _take(w, place), self.layers)
 
     def _add_row(self, totals: Any, found: Any, place: Any) -> Any:
-        """Add the gradients of one row (layer group) of this stage to the totals, except those that are still None."""
+        """Add one layer group's gradients to this stage's totals, except those not computed yet (None)."""
         found = self.functions.sum_layer(found)
         if self.unroll:
             changed = jax.tree.map(_combined, totals[place], found, self.maxima[0])

@@ -11,7 +11,10 @@ VIEWS = (*SAME_SIZE_VIEWS, "convert_element_type")
 
 
 def needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list[bool]:
-    """Return, per operation of a jaxpr, whether the outputs depend on it; inputs of `stop` operations do not count."""
+    """Return a flag for each operation of a jaxpr: True if `outputs` depend on it.
+
+    Dependencies are not followed through operations of the primitive `stop`: their inputs do not count.
+    """
     wanted, flags = {v for v in outputs if not isinstance(v, core.Literal)}, []
     for eqn in reversed(eqns):
         flags.append(any(v in wanted for v in eqn.outvars))

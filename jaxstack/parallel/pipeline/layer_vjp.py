@@ -98,7 +98,7 @@ def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> 
 
 
 def _views(eqns: list[Any], values: list[Any], names: tuple[str, ...]) -> tuple[list[Any], set[Any]]:
-    """Return the operations with one of these names that depend on `values` alone, and their results."""
+    """Return (operations named in `names` that depend on nothing but `values`, set of their results)."""
     found, made = [], set()
     for eqn in eqns:
         inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]

@@ -132,7 +132,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def _order(stages: int, microbatches: int, chunks: int, reverse: bool) -> list[tuple[int, int]]:
-    """Return the order of a stage's (microbatch, chunk): `stages` microbatches of one chunk, then of the next chunk."""
+    """Return (microbatch, chunk) pairs in the order of a stage: `stages` microbatches of a chunk, then of the next."""
     if chunks == 1:
         return [(m, 0) for m in range(microbatches)]
     rounds = range(0, microbatches, stages)
@@ -151,7 +151,7 @@ def _row(stages: int, table: dict[tuple[int, int], Task], tick: int) -> Slot:
 
 
 def _two_slots(name: str, stages: int, microbatches: int, chunks: int, start: int) -> Schedule:
-    """Return a schedule of forwards from tick 0 on, and of backwards from tick `start` on (on the last stage)."""
+    """Return a schedule: forward passes from tick 0 on, backward passes from tick `start` on (on the last stage)."""
     forward = _forward_ticks(stages, microbatches, chunks)
     order = _order(stages, microbatches, chunks, reverse=True)
     backward = {

@@ -31,7 +31,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Pipeline bubble, a stage's waiting time divided by its working time: (p - 1) / m for 1F1B."""
+        """Pipeline bubble: a stage's waiting time / its working time; (stages - 1) / microbatches for 1F1B."""
         return self.makespan / self.ideal - 1.0
 
     @property
