@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Exit on a signal, which ends the worker processes; what is already written is kept for a later resume."""
+    """Exit with code 128 + the signal's number; files that are already written are kept for a later resume."""
     print(STOPPED, file=sys.stderr)
     sys.exit(128 + number)
 
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_output(output: Path, sources: Sequence[str]) -> None:
-    """Raise ConfigError if shards written to `output` would later be read as a part of a source."""
+    """Raise ConfigError if `output` lies in a source directory: its shards would be read as source text next time."""
     place = output.resolve()
     for source in sources:
         folder = Path(source).expanduser()
@@ -182,7 +182,7 @@ def _summarize(index: dict, say: Callable[[str], None]) -> None:
 
 
 def _configured(component: type[Any], **values: object) -> Any:
-    """Build a component of the configuration; report rejected values as one error message."""
+    """Return the configuration object `component(**values)`; raise ConfigError if it rejects a value."""
     try:
         return component(**values)
     except ValueError as e:
@@ -191,7 +191,7 @@ def _configured(component: type[Any], **values: object) -> Any:
 
 
 class _Lines:
-    """Shows progress as plain lines of text, at most one every five seconds."""
+    """Shows the progress of tokenization as plain lines of text, at most one every five seconds."""
 
     def __init__(self, show: bool):
         self._show = show
@@ -216,7 +216,7 @@ class _Lines:
 
 
 class _Bar:
-    """Shows progress as a bar on a terminal."""
+    """Shows the progress of tokenization as a bar on a terminal."""
 
     def __init__(self, total: int):
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

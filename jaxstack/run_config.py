@@ -200,7 +200,7 @@ class RunConfig(Component):
 
     @property
     def one_island(self) -> "RunConfig":
-        """Configuration of a single island with its share of devices and batch; `self` without islands."""
+        """Configuration of one island (group of devices that trains its own model copy); `self` without islands."""
         count, simulated = self.parallel.islands, self.parallel.simulate_devices
         if count == 1:
             return self

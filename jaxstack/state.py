@@ -14,7 +14,7 @@ from jaxstack.resilience.spikes import StepHistory
 
 
 class TrainState(NamedTuple):
-    """The train state: everything that a step changes. Checkpoints hold it, with the position in the data."""
+    """Train state, which checkpoints store: parameters, optimizer state, random key, step count, recent losses."""
 
     step: jax.Array
     """[] int32: steps taken."""
@@ -53,7 +53,7 @@ def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransforma
 
 
 def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
-    """Attach shardings to the shapes and dtypes of a train state."""
+    """Return the shapes and dtypes of a train state with shardings attached to them."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
@@ -82,7 +82,12 @@ def without_teacher(state: TrainState) -> TrainState:
 
 
 def replace_teacher(state: TrainState, teacher: Mapping[str, Any]) -> TrainState:
-    """Return a train state with its teacher's parameters replaced by `teacher` (of `split_teacher`; {}: unchanged)."""
+    """Return a train state with its distillation teacher's parameters replaced; an empty `teacher` changes nothing.
+
+    Args:
+      state: the train state.
+      teacher: as the second result of `split_teacher`.
+    """
     return state._replace(params={**state.params, **teacher})
 
 

@@ -75,14 +75,14 @@ class StepFunctions:
         self._make_gradients()
 
     def with_accumulation(self, count: int) -> "StepFunctions":
-        """Return the same steps with another number of microbatches for gradient accumulation."""
+        """Return a copy that accumulates gradients over `count` microbatches."""
         other = copy.copy(self)
         other.accumulation = count
         other._make_gradients()
         return other
 
     def _make_gradients(self) -> None:
-        """Build the functions that compute gradients over the given number of microbatches.
+        """Set `self.gradients` to the function that computes gradients, summed over the given number of microbatches.
 
         Raises:
           ConfigError: the optimizer needs sampled labels, which the loss does not declare.
@@ -105,7 +105,7 @@ class StepFunctions:
         return self.rules
 
     def one_model(self, state: TrainState) -> TrainState:
-        """Return the abstract train state of one copy of the model, given that of all copies that train separately."""
+        """Return the abstract train state of one model copy; in a subclass `state` stacks that of several copies."""
         return state
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -169,11 +169,11 @@ class StepFunctions:
         return new, metrics
 
     def _all_sums(self, sums: GradientSums) -> GradientSums:
-        """Return the gradient and loss sums to use for a step; a subclass may add up those of all islands."""
+        """Return the gradient and loss sums to use for a step; a subclass may add those of other groups of devices."""
         return sums
 
     def _use(self, params: Dict, key: jax.Array) -> tuple[Dict, Callable[[Dict, float], Dict]]:
-        """Return the parameters to compute with, and a function that maps their gradients to the stored ones.
+        """Return the parameters to compute with, and a function from their gradients to those of the stored parameters.
 
         The function takes the gradients of the trained parameters, and the weight of the module's own penalty.
         """
@@ -215,7 +215,7 @@ class StepFunctions:
         return {"curvature": jax.lax.cond(renewed, estimate, zeros), "renewed": renewed}
 
     def _with_keys(self, batch: Batch, key: jax.Array, always: bool = False) -> Batch:
-        """Add a random key for each token to the batch if dropout (or label sampling) needs them."""
+        """Return the batch with a random key for each token if dropout (or label sampling) needs them."""
         if not (self.module.drops_tokens or always) or "tokens" not in batch:
             return batch
         rows, length = batch["tokens"].shape
@@ -305,7 +305,7 @@ class StepProgram:
         return ran
 
     def describe_sharding(self) -> dict[str, Any]:
-        """Describe how the arrays of the train state are sharded over the devices."""
+        """Return how the arrays of the train state are sharded, with their bytes per device, as JSON data."""
         state, steps = self._steps.one_model(self._state), self._steps
         others = (state.step, state.non_params, state.key, state.history)
         zero = steps.layout.zero
@@ -313,7 +313,7 @@ class StepProgram:
         return describe_shardings(steps.module, state.params, moments, others, rules=steps.rules, zero=zero)
 
     def describe_pipeline(self) -> dict[str, Any]:
-        """Describe the schedule of the pipeline's stages; empty without pipeline parallelism."""
+        """Return the schedule of the pipeline's stages as JSON data; {} without pipeline parallelism."""
         pipeline = self._steps.layout.pipeline
         return {} if pipeline is None else describe_schedule(pipeline.table())
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_place(file: Path, config: "RunConfig", overrides: Sequence[str]) -> None:
-    """Check that a configuration found in a run directory trains that run, even if it was renamed or copied.
+    """Raise ConfigError if a run directory's configuration names another directory, as after a rename or a copy.
 
     Raises:
       ConfigError: it would train another one; the message has the overrides that go on here.

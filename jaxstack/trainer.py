@@ -127,7 +127,7 @@ class Trainer:
         return Evaluator(self.steps, self._eval_data, rows, self.compiler_options)
 
     def _scheduled(self, optimizer: Optimizer, schedule: Schedule, zero: int) -> StepOptimizer:
-        """Apply learning-rate schedule and freezing rules to an optimizer, and build it for the trained parameters."""
+        """Return the optimizer of the trained parameters, with learning-rate schedule and freezing rules applied."""
         multiplier, peak, sizes = schedule.make_multiplier(self.train.steps), optimizer.learning_rate, self.batch_sizes
         if sizes.grows:
             self.learning_rate = lambda step: (
@@ -198,11 +198,11 @@ class Trainer:
         return with_shardings(state, self.shardings)
 
     def _run_state(self, state: TrainState) -> TrainState:
-        """Return the train state of the run, given a fresh state of one model copy; islands have several."""
+        """Return the run's initial train state, given that of one model copy; a subclass may train several."""
         return state
 
     def _run_shardings(self, shardings: TrainState) -> TrainState:
-        """Return the shardings of the run's train state, given those of one copy of the model."""
+        """Return the shardings of the run's train state, given those of one model copy; a subclass may have several."""
         return shardings
 
     @functools.cached_property
@@ -217,7 +217,7 @@ class Trainer:
             self.state = self._state
 
     def _take_teacher(self) -> Dict:
-        """Return the teacher's parameters for a new train state: those set last, or the present state's."""
+        """Return the teacher's parameters for a new train state: from `set_teacher`, or else from the current state."""
         teacher, self._teacher = self._teacher, {}
         return teacher or (split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
 
@@ -313,11 +313,11 @@ class Trainer:
         return self.program.describe()
 
     def describe_sharding(self) -> dict[str, Any]:
-        """Describe how the arrays of the train state are sharded over the devices, as JSON data."""
+        """Return how the arrays of the train state are sharded, with their bytes per device, as JSON data."""
         return self.program.describe_sharding()
 
     def describe_pipeline(self) -> dict[str, Any]:
-        """Describe the schedule of the pipeline's stages as JSON data; empty without a pipeline."""
+        """Return the schedule of the pipeline's stages as JSON data; {} without pipeline parallelism."""
         return self.program.describe_pipeline()
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
@@ -327,7 +327,7 @@ class Trainer:
         return abstract_batch(peek(self.data, global_batch_size=size, rows=rows, start=start), self.rules, size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:
-        """Yield the batches of steps from `start` on, on the devices, with the seconds waited for each."""
+        """Yield (batch on the devices, seconds waited for it) for each step from `start` on."""
         data = sliceable(self.data, self.batch_sizes)
         for size, first, count in self.batch_sizes.phases_from(start):
             host = data.batches(global_batch_size=size, rows=self.placement.local_rows(size), start=first)

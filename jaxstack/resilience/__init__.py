@@ -1,1 +1,1 @@
-"""Keeps training runs alive and correct: stop signals, skipped steps, checks of replicas, checks at the start."""
+"""Keeps training runs alive and correct: stop signals, skipped steps, replica comparison, start-up checks."""

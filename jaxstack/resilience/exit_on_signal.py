@@ -1,4 +1,4 @@
-"""Ends a command on SIGTERM, Ctrl-C or SIGHUP outside of the training steps, and prints stacks on SIGUSR1.
+"""Signals outside of the training loop: SIGTERM, SIGINT and SIGHUP end the process, SIGUSR1 prints stack traces.
 
 Imports no jax, so that it is active from the first line of a command on.
 """
@@ -34,9 +34,9 @@ def signal_name(signum: int) -> str:
 
 
 class ExitOnSignal:
-    """Context in which a stop signal ends the process with code 128 + its number, without saving a checkpoint.
+    """Context manager in which SIGTERM, SIGINT or SIGHUP ends the process at once, without saving a checkpoint.
 
-    A `StopRequest` inside it takes the signals instead.
+    The exit code is 128 + the signal's number. A `StopRequest` inside it takes the signals instead.
 
     Python runs signal handlers between two of its own instructions, and one instruction can be a compilation of
     several minutes; therefore a thread reads the signals. This also catches a Ctrl-C during a library's callback, where

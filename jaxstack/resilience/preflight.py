@@ -21,7 +21,7 @@ SKEW_SECONDS = 2.0
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
-    """Check that all processes have the same versions, commit and configuration; warn if their clocks differ.
+    """Check that all processes have the same versions, commit and configuration; return warnings if clocks differ.
 
     Args:
       settings: the run's configuration as text.
@@ -57,7 +57,7 @@ def check_devices(timeout_seconds: float = 300) -> None:
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:
-    """Return one line for each fact on which processes disagree, with the processes that reported each value."""
+    """Return one line for each fact (such as a version) that differs: each value, with the processes that have it."""
     lines = []
     for name in facts[0]:
         holders: dict[Any, list[int]] = defaultdict(list)

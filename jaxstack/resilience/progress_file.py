@@ -15,7 +15,10 @@ _BYTES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Progress of a process for its supervisor; times are of the monotonic clock, shared by all processes of a host."""
+    """Progress record of a process, which its supervisor reads: phase, step, last sign of life, newest checkpoint.
+
+    Times are of the monotonic clock, shared by all processes of a host.
+    """
 
     phase: str
     """start, restore, compile, train, evaluate, save or end."""
@@ -44,7 +47,7 @@ class ProgressFile:
         return cls(os.environ.get(PROGRESS))
 
     def note(self, phase: str | None = None, **changes: Any) -> None:
-        """Update the progress record, by which the supervisor sees that this process is alive.
+        """Update the progress record and write it to the file, as a sign of life for the supervisor.
 
         Args:
           phase: the new phase, if it has changed.
@@ -62,7 +65,7 @@ class ProgressFile:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context manager that counts its duration as waiting for devices or other processes, not as host time."""
+        """Context manager: time inside it counts as waiting for devices or other processes, not as host time."""
         began = time.monotonic()
         self._depth += 1
         try:

@@ -94,7 +94,7 @@ def _axes(spec: PartitionSpec) -> set[str]:
 
 
 def _parts(mesh: Mesh, spec: PartitionSpec, rank: int) -> list[int]:
-    """Return the index of the shard that each device of the mesh holds; devices with the same index are replicas."""
+    """Return for each device of the mesh the index of its shard; devices with the same index hold replicas."""
     split = _axes(spec)
     shape = tuple(mesh.shape.values())
     places = np.indices(shape).reshape(len(shape), -1)
@@ -104,7 +104,7 @@ def _parts(mesh: Mesh, spec: PartitionSpec, rank: int) -> list[int]:
 
 
 def _odd_ones(sums: np.ndarray, parts: Sequence[int]) -> list[list[int]]:
-    """Return groups of devices whose checksum differs from most replicas of a shard; all, if there is no majority."""
+    """Return, for each shard whose checksums differ, the devices that are outvoted; all its devices after a tie."""
     groups: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for place, (value, part) in enumerate(zip(sums.tolist(), parts, strict=True)):
         groups[part][value].append(place)

@@ -89,7 +89,7 @@ class RunCheckpoints:
         self._say(f"warning: {said}; going on, as resilience.accept_data_change is set")
 
     def save(self, step: int, state: Any, skipped: Any) -> None:
-        """Start to save the train state after `step` steps, with the record of skipped steps."""
+        """Begin to save the train state reached after `step` steps, with the record of skipped steps."""
         extra = {
             "batches": step,
             "data": dict(self._data),
@@ -101,7 +101,7 @@ class RunCheckpoints:
         self.saved_step = step
 
     def roll_back(self, step: int) -> str:
-        """Delete checkpoints newer than `step`, if an older one exists; return a phrase naming the newest one left."""
+        """Delete checkpoints newer than `step`, if an older one exists; return a message naming the newest one left."""
         newest = self.manager.latest_step()
         if newest is not None and newest > step and any(saved <= step for saved in self.manager.all_steps()):
             self.manager.discard_newer(step)

@@ -50,10 +50,9 @@ class SkippedSteps:
         )
 
     def excess(self, step: int, in_a_row: int) -> tuple[int, str, str] | None:
-        """Check the limits on skipped steps; if one is exceeded, return the step to go back to, the reason and advice.
+        """Return (step to go back to, reason, advice) if too many steps were skipped, or None if no limit is exceeded.
 
-        None if no limit is exceeded; otherwise (last step before the skipped ones, the limit that is exceeded,
-        advice).
+        The step is the last one before the skipped steps; the reason names the limit.
         """
         most, share = self._config.max_skipped_steps, self._config.max_skipped_share
         if in_a_row >= most:

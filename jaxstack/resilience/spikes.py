@@ -15,7 +15,7 @@ _LEAST_SPREAD = 0.01
 
 
 class StepHistory(NamedTuple):
-    """Loss and gradient norm of the last steps, without skipped ones, from which spikes are detected."""
+    """Loss and gradient norm of the last 128 steps that were not skipped, from which spikes are detected."""
 
     values: jax.Array
     """[2, WINDOW] float32: ring buffer of losses and norms."""

@@ -13,7 +13,7 @@ _GO_BACK = "This state is not saved; run the same command again to continue from
 
 
 class SilentCorruption(JaxstackError):
-    """Raised when replicas of the same part of the training state differ between devices."""
+    """Raised when replicas of an array of the training state differ between devices."""
 
 
 class StateCheck:

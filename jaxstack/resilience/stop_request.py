@@ -25,7 +25,7 @@ class Interrupted(JaxstackError):
 
 
 class StopRequest:
-    """Context that takes a stop signal as a request to save and stop, at a step that all processes agree on.
+    """Context manager that turns a stop signal into a request to save and stop, at a step agreed on by all processes.
 
     The signals are SIGTERM, SIGINT and SIGHUP; a SIGINT some seconds after the first one interrupts at once.
 
@@ -67,7 +67,7 @@ class StopRequest:
                 coordination.publish(f"{self._name}/at/{self._index}", _NEVER)
 
     def reached(self) -> bool:
-        """Return True if the run must stop now; every process calls it at the same points of its work.
+        """Return True if the run must stop now; every process calls it at the same points, such as after each step.
 
         Each call counts one tick.
 
@@ -86,7 +86,7 @@ class StopRequest:
         return here == self._agreed
 
     def heard(self) -> bool:
-        """Return True if any process received a stop signal; all call it once, after their last call of `reached`.
+        """Return True if any process got a stop signal; every process calls it once, after its last call of `reached`.
 
         Raises:
           JaxstackError: another process does not answer for two minutes.

@@ -15,7 +15,7 @@ _SAME_RATE = 0.01
 
 
 def branch(config: RunConfig, report: Callable[[str], None]) -> None:
-    """Start a new run from another run's checkpoint, named in the configuration, by linking it as the first checkpoint.
+    """Link the checkpoint that `run.branch_from` names as the first one of a new run; do nothing if the key is not set.
 
     Every process of the run calls it; the first one does the work.
 

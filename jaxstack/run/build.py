@@ -65,7 +65,7 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
 
 
 def step_layout(config: RunConfig, mesh: Mesh) -> StepLayout:
-    """Return how the train step is parallelized on the device mesh, from a run's configuration."""
+    """Return the parallelization of the train step (ZeRO stage, overlap, pipeline, ...) that a configuration sets."""
     parallel = config.parallel
     return StepLayout(
         zero=parallel.zero,
@@ -95,7 +95,7 @@ def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Tra
 def _with_teacher(
     make: Callable[[nnx.Rngs], Transformer], directory: str, dtype: DTypeLike
 ) -> Callable[[nnx.Rngs], Transformer]:
-    """Extend the function that creates a model by a teacher model, whose parameters are zeros until they are read.
+    """Return a function that creates the model of `make` plus its distillation teacher, whose weights are still zeros.
 
     Raises:
       ConfigError: the directory holds no model, or one with another vocabulary.

@@ -31,7 +31,7 @@ def check_masks(module: FunctionalModule, params: Dict) -> None:
 
 
 def describe_compression(trainer: Trainer) -> list[str]:
-    """Return one line for each compression method in training: how many weight values it covers and stores."""
+    """Return one line per compression method used in training: number of weight values, and how many are stored."""
     module = trainer.module
     if not isinstance(module, CompressedModule):
         return []

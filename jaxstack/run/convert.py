@@ -231,7 +231,7 @@ def _special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
 def _open_parameters(
     source: Path, step: int | None, config: RunConfig, warn: Callable[[str], None], format: str | None
 ) -> tuple[Callable[[str], np.ndarray | PackedWeight], int]:
-    """Open a run's checkpoint: return a function that reads one parameter by its path, and the step.
+    """Return a function that reads a parameter of a run's checkpoint by its path, and the checkpoint's step.
 
     Packed weights are unpacked, except those of dense layers that `format` stores.
     """
@@ -257,7 +257,7 @@ def _open_parameters(
 
 
 def _storable(leaves: Mapping[str, Any], source: Path, format: str, warn: Callable[[str], None]) -> set[str]:
-    """Return the paths of those packed (such as quantized) weights that an output format can store as they are.
+    """Return the paths of packed (e.g. quantized) weights that the export format can store without unpacking them.
 
     Other programs multiply with embeddings and heads as plain numbers.
 
@@ -311,7 +311,7 @@ def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) 
 
 
 def converted_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> RunConfig:
-    """Return the run configuration of a run directory that is converted from a Hugging Face checkpoint."""
+    """Return the configuration of a run directory made from a Hugging Face checkpoint: its model and tokenizer."""
     length = min(_SEQUENCE_LENGTH, model.max_position_embeddings or _SEQUENCE_LENGTH)
     tree: dict[str, object] = {
         "run": {"name": output.name, "dir": str(output.parent)},

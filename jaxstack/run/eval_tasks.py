@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def import_harness() -> ModuleType:
-    """Import the adapter to lm-evaluation-harness, or report that this optional dependency is missing.
+    """Import and return the adapter to lm-evaluation-harness; raise ConfigError if the harness is not installed.
 
     Raises:
       ConfigError: the lm-evaluation-harness is not installed.
@@ -40,12 +40,12 @@ def import_harness() -> ModuleType:
 
 
 def default_max_length(config: RunConfig) -> int:
-    """Return the token limit of evaluation sequences: the model's context length, or else that of training."""
+    """Return the token limit of evaluation sequences: the model's context length, or else `train.sequence_length`."""
     return config.model.max_position_embeddings or config.train.sequence_length
 
 
 class TrainingTasks:
-    """The lm-evaluation-harness tasks of `train.eval_tasks`, run on the parameters during training.
+    """Runs the lm-evaluation-harness tasks of `train.eval_tasks` on the current parameters during training.
 
     Args:
       config: configuration of the run.
@@ -99,6 +99,6 @@ class TrainingTasks:
 
 
 def _exported(trainer: Trainer) -> Params:
-    """Return the trainer's current parameters, with weights compressed in training converted as for an export."""
+    """Return the trainer's current parameters; weights trained in compressed form become plain arrays."""
     module, params = trainer.module, trainer.state.params
     return params if module.used is module else jax.jit(module.export)(params)

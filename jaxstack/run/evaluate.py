@@ -33,7 +33,7 @@ TaskMetrics = Mapping[str, Mapping[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
-    """Which held-out text to evaluate a model on, and how much of it.
+    """Options of an evaluation on held-out text: which files, and how many tokens of them.
 
     Attributes:
       paths: files, directories or globs; empty: the run's own held-out text.
@@ -48,7 +48,7 @@ class TextOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TaskOptions:
-    """Which tasks of the lm-evaluation-harness to evaluate a model on, and how.
+    """Options of an evaluation on lm-evaluation-harness tasks: which tasks, few-shot examples, limits.
 
     Attributes:
       names: task names, or paths of task files.
@@ -204,7 +204,7 @@ def open_evaluation(
 def measure_loss(
     trainer: Trainer, data: Data, params: Params, non_params: Params, max_tokens: int | None = None
 ) -> TextLoss:
-    """Compute the loss of model parameters on the held-out text opened by `open_evaluation`.
+    """Return loss, perplexity and bits per byte of model parameters on the held-out text of `open_evaluation`.
 
     Raises:
       JaxstackError: there is no held-out text.

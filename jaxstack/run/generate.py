@@ -33,7 +33,7 @@ class GeneratedText:
 
 
 class _Row(NamedTuple):
-    """Row of a batch: a text to generate, with the numbers of its prompt and its sample."""
+    """Row of a batch: prompt, token ids and seed of one text to generate, with the indices of its prompt and sample."""
 
     prompt: str
     ids: list[int]
@@ -92,7 +92,7 @@ def stream(
 def _generate_batch(
     generator: TextGenerator, rows: Sequence[_Row], tokens: int, sampling: Sampling, stop: Sequence[str]
 ) -> Iterator[GeneratedText]:
-    """Generate the texts of one batch; yield them in order, each once it and those before it are complete."""
+    """Generate the texts of one batch; yield them in order, each as soon as it and all earlier ones are complete."""
     texts: list[str] = [""] * len(rows)
     reasons: list[FinishReason | None] = [None] * len(rows)
     completed = 0

@@ -320,7 +320,7 @@ def restore_parameters(
 def _read_compressed(
     directory: str | Path, module: FunctionalModule, rules: AxisRules, step: int | None
 ) -> tuple[Params, Params, int]:
-    """Read a compressed model, with packed weights sharded over devices as ordinary ones would be."""
+    """Return a compressed model's packed parameters (sharded like unpacked ones), other variables and step."""
     specs = {path: spec for path, spec in named_leaves(module.parameter_specs(rules)).items()}
     on_one = rules.mesh.size == 1
     params, chosen = read_compressed(directory, None if on_one else lambda path, _: specs[path], rules.mesh)

@@ -65,7 +65,7 @@ def check_state_size(config: RunConfig) -> None:
 
 
 def check_memory(trainer: Trainer) -> str | None:
-    """Check that weights, optimizer state and gradients fit the devices' memory, given their shardings.
+    """Raise DoesNotFit if weights and optimizer state exceed a device's memory; return a warning if little is left.
 
     Refuses only what surely does not fit: the shards of weights and optimizer state. One float32 gradient per trained
     parameter is counted for the warning, as XLA may keep gradients in fewer bytes. Activations are not counted.

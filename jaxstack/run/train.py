@@ -145,7 +145,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
 
 
 def _start_devices(config: RunConfig) -> int:
-    """Initialize the devices, check that those of all processes can communicate, and return their number."""
+    """Initialize the devices, check that all processes have the same number and kind, and return the total number."""
     devices = start_devices(config.parallel.simulate_devices)
     if jax.process_count() > 1:
         check_devices(config.resilience.connect_seconds)
@@ -168,7 +168,7 @@ def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[st
 
 
 def _planned(config: RunConfig) -> dict[str, Any]:
-    """Return the predicted (roofline) performance of the run, on devices whose peak rates are known."""
+    """Return the roofline model of the run's operators, for its report; {} if the device's peak rates are unknown."""
     peak = find_peak(jax.devices()[0].device_kind)
     return {} if peak is None else {"roofline": describe_roofline(config.one_island, peak)}
 
@@ -237,14 +237,14 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
 
 
 class _ByteBaselines:
-    """Bits per byte of the held-out text under general-purpose compressors, for comparison with the model."""
+    """Computes bits per byte of the held-out text, for the model and for the compressors gzip and xz as baselines."""
 
     def __init__(self, data: Data):
         self._data = data
         self._full_text: bytes | None = None
 
     def describe(self, values: Mapping[str, float], max_tokens: int | None) -> dict[str, float]:
-        """Return perplexity, and bits per byte if the held-out text is known, from an evaluation's results."""
+        """Return the perplexity of an evaluation, and its bits per byte if the held-out text is known."""
         raw = self._data.held_out_bytes(max_tokens)
         self._full_text = raw if max_tokens is None else self._full_text
         return bits_per_byte(values, len(raw))
@@ -257,7 +257,7 @@ class _ByteBaselines:
 def _summarize(
     config: RunConfig, values: Mapping[str, float], baselines: _ByteBaselines, say: Callable[[str], None]
 ) -> None:
-    """Report the final bits per byte beside those of compressors, and the command to generate text."""
+    """Report the final bits per byte of the model and of gzip and xz, and the command that generates text."""
     bits = values.get("eval_bits_per_byte")
     if bits is not None:
         others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())

@@ -1,4 +1,4 @@
-"""The responses to one HTTP request, returned together or streamed as server-sent events."""
+"""The answers to one HTTP request, sent as one JSON response or streamed as server-sent events."""
 
 import asyncio
 import contextlib
@@ -88,7 +88,7 @@ class Answers:
         return text
 
     def _notify(self) -> None:
-        """Wake the event loop to read new tokens, unless it is about to; called by the engine's thread."""
+        """Wake the server's event loop to read new tokens, unless a wake-up is pending; runs in the engine's thread."""
         if not self._notified:
             self._notified = True
             with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -92,7 +92,7 @@ class DraftPrograms:
         mask: Int[np.ndarray, "all words"] | None = None,
         recent: Recent | None = None,
     ) -> Int[Array, " found"]:
-        """Dispatch one speculative decoding step asynchronously: propose draft tokens, verify them, and sample.
+        """Dispatch one step of drafting, verifying and sampling asynchronously; return samples and accepted counts.
 
         Args:
           rows: from `describe`, of decoded rows; COUNT is the number of drafts and 1.
@@ -185,7 +185,7 @@ class DraftPrograms:
         mask: Int[Array, "all words"] | None,
         mode: Int[Array, ""],
     ) -> Int[Array, " found"]:
-        """Accept or reject draft tokens by the served model's logits, and sample; return the result of `run`."""
+        """Accept or reject draft tokens by the served model's logits; return sampled tokens and accepted counts."""
         self.target.compiled += 1
         logits = limit_vocabulary(logits, self.target.vocab_size)
         if mask is not None:
@@ -210,10 +210,11 @@ def accept_drafts(
     sampling: RowSampling,
     mode: Mode,
 ) -> tuple[Int[Array, "R D"], Int[Array, " R"]]:
-    """Verify draft tokens by rejection sampling, so that outputs follow the served model's distribution p exactly.
+    """Verify draft tokens by rejection sampling; return the token after each, and each row's number of accepted drafts.
 
-    A draft x of the distribution q is accepted with probability min(1, p(x) / q(x)); after the first one that is not,
-    the token is sampled from max(0, p - q), normalized.
+    Outputs follow the served model's distribution p exactly. A draft x of the distribution q is accepted with
+    probability min(1, p(x) / q(x)); after the first one that is not, the token is sampled from max(0, p - q),
+    normalized.
 
     Args:
       logits: of the model, after each token.

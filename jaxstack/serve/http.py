@@ -249,7 +249,7 @@ class Server:
     async def _answer(
         self, request: Request, body: GenerationRequest, answers: Answers, envelope: Envelope, before: Sequence[str]
     ) -> Response:
-        """Return the HTTP response with the answers; each one's text begins with its prompt's entry in `before`."""
+        """Return the HTTP response, JSON or an event stream; `before` has the text to echo for each prompt."""
         opening = [before[index // (body.n or 1)] for index in range(len(answers.answers))]
         if body.stream:
             options = body.stream_options
@@ -278,7 +278,7 @@ T = TypeVar("T")
 
 
 def _refuse_on_error(make: Callable[[], T]) -> T:
-    """Call `make`, and turn its ConfigError or ValueError into an HTTP error response of status 400."""
+    """Return the result of `make()`; turn a ConfigError or ValueError into an HTTP error response of status 400."""
     try:
         return make()
     except (ConfigError, ValueError) as error:

@@ -16,7 +16,7 @@ from jaxstack.serve.replicas import EngineGroup
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to this address and return it; it does not listen yet.
+    """Return a socket that is bound to a host and port, but does not listen for connections yet.
 
     Raises:
       ConfigError: the address is in use or does not belong to this machine.
@@ -43,7 +43,7 @@ def serve(
     api_key: str | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Serve HTTP requests until SIGTERM or Ctrl-C; then accept no new ones, and wait for the running ones.
+    """Serve HTTP requests until SIGTERM or Ctrl-C; then refuse new requests and wait for the running ones to end.
 
     Args:
       engine, tokenizer, name, config, api_key: as of `jaxstack.serve.http.Server`.

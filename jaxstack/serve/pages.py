@@ -16,7 +16,7 @@ ROOT = b""
 
 
 def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the hash that identifies a full KV-cache page in the prefix cache: of its tokens and all before them.
+    """Return the prefix-cache key of a full KV-cache page: a hash of its tokens and of all tokens before them.
 
     Args:
       parent: digest of the page before it, `ROOT` for the first page.
@@ -102,7 +102,10 @@ class PagePool:
             self._by_digest[digest] = page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Decrement the reference counts of a sequence's pages; among cached ones, the last are evicted first."""
+        """Decrement the reference counts of a sequence's pages; unused pages become free, or stay cached until evicted.
+
+        Of the cached pages, the last ones of the sequence are evicted first.
+        """
         for page in reversed(pages):
             if self._users[page] < 1:
                 raise ValueError(f"page {page} is released more often than it was taken.")

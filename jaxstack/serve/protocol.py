@@ -89,7 +89,7 @@ class StructuredOutputs(Component):
 
 
 class GenerationRequest(Component):
-    """Request fields shared by the completion and chat routes."""
+    """Fields that the request bodies of /v1/completions and /v1/chat/completions have in common."""
 
     model: str | None = None
     """Name of the model, as /v1/models gives it."""
@@ -186,12 +186,12 @@ class GenerationRequest(Component):
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    """Return True if an option has one of the `neutral` values; 0 does not equal False: `logprobs: 0` is no default."""
+    """Return True if `value` is one of the `neutral` values, which change nothing; 0 and False differ here."""
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of /v1/completions."""
+    """JSON body of a request to /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     """A text or its token ids, or a list of either."""
@@ -234,7 +234,7 @@ class Message(Component):
 
 
 class ChatRequest(GenerationRequest):
-    """The body of /v1/chat/completions."""
+    """JSON body of a request to /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     """The chat."""

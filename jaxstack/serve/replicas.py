@@ -80,7 +80,7 @@ def open_engine(
     draft: ModelOnMesh | None = None,
     warm_up: bool = True,
 ) -> Engine | EngineGroup:
-    """Start serving a model: return an `Engine`, or an `EngineGroup` if the model has data-parallel replicas."""
+    """Start and return an `Engine` that serves a model, or an `EngineGroup` if it has data-parallel replicas."""
     models = split_replicas(model)
     drafts = [None] * len(models) if draft is None else split_replicas(draft)
     engines = [

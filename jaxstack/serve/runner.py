@@ -60,7 +60,7 @@ class Runner:
         return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
 
     def warm_up(self, shapes: Sequence[ChunkShape]) -> dict[ChunkShape | None, float]:
-        """Compile the programs for all batch sizes and for prompt chunks of these shapes, and time a step of each.
+        """Compile the programs for all batch sizes and prompt-chunk shapes; return the seconds of a step by shape.
 
         Returns:
           Seconds of a step of all slots with empty chunks of each shape; those of a step without chunks under None.
@@ -102,7 +102,7 @@ class Runner:
         self._in_flight.append((plan, sampled, time.perf_counter()))
 
     def read(self) -> Iterator[tuple[Row, list[int]]]:
-        """Wait for the oldest dispatched step; return each row of its batch that has new tokens, with these tokens."""
+        """Wait for the oldest dispatched step; return an iterator of (row, its new tokens) over its batch."""
         plan, sampled, dispatched = self._in_flight.popleft()
         tokens, began = np.asarray(sampled), max(dispatched, self._read_at)
         self._read_at = time.perf_counter()
@@ -134,7 +134,7 @@ class Runner:
         return _Arguments(rows, chunks, tokens, choose_mode(plan.rows) if mask is None else "limited", mask)
 
     def _newest(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "rows D"] | None:
-        """Return the newest token and the draft tokens of each row of the batch; None without drafts."""
+        """Return each row's newest token and its draft tokens, int32 [rows, D]; None without speculative decoding."""
         if self._width == 1:
             return None
         tokens = np.zeros((count, self._width), np.int32)
@@ -213,7 +213,7 @@ class DraftRunner(Runner):
         return self._draft.run(rows, newest, chunks, tokens, mode, mask, self._recent(plan.decoded, len(rows)))
 
     def _recent(self, rows: Sequence[Row], count: int) -> Recent | None:
-        """Return the newest tokens, which a draft model with approximate drafts processes again exactly; else None."""
+        """Return each row's newest tokens, for an approximate draft model to recompute; None for an exact one."""
         if self._draft.together == 1:
             return None
         tokens, counts = np.zeros((count, self._width), np.int32), np.zeros(count, np.int32)

@@ -41,7 +41,7 @@ def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
 
 
 def shapes_beside(seconds: Mapping[ChunkShape | None, float], slowdown: float) -> tuple[ChunkShape, ...]:
-    """Select prompt-chunk shapes that lengthen a decode step by at most the factor `slowdown`; at least the fastest.
+    """Return the prompt-chunk shapes that slow a decode step by at most the factor `slowdown`, or else the fastest one.
 
     Args:
       seconds: duration of a step with chunks of each shape, and under None of a step without chunks.
@@ -251,7 +251,7 @@ class Scheduler:
         return min(sequence.handle.request.max_tokens - sequence.sampled, self.context - sequence.filled)
 
     def _guess(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return draft tokens for a request; none if a grammar constrains it, as each would need a check."""
+        """Return draft tokens for a request; none if a grammar constrains it, which would have to check each one."""
         count = min(self.draft_tokens, self._room(sequence) - 1)
         if count < 1 or sequence.handle.request.constraint is not None:
             return ()
@@ -310,7 +310,10 @@ class Scheduler:
         sequence.slot = None
 
     def _admit(self) -> None:
-        """Start waiting requests while batch slots are free, and pages for their tokens and a page more."""
+        """Start waiting requests, in order of arrival, while batch slots and KV-cache pages are free.
+
+        One free page has to remain for each running request.
+        """
         while self.waiting and self._free_slots:
             sequence, size = self.waiting[0], self.pool.page_size
             sequence.pages, sequence.digests = self.pool.share_prefix(sequence.tokens)
@@ -333,7 +336,7 @@ class Scheduler:
             self.running.append(sequence)
 
     def _chunk_prompts(self, pending: Rows[Sequence]) -> tuple[list[Row], ChunkShape | None]:
-        """Split prompts into chunks of the compiled shape that computes most tokens with the least padding."""
+        """Return chunks of the pending prompts, and their compiled shape, chosen for most tokens with least padding."""
         if not pending:
             return [], None
         answers = any(sequence.filled >= sequence.target for sequence in self.running)

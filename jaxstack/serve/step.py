@@ -215,7 +215,7 @@ class Programs:
         tokens: Int[Array, "Q C"] | None,
         pages: Pages,
     ) -> tuple[Float[Array, "all V"], Pages]:
-        """Return the logits of each decoded token and of the last token of each prompt chunk, and the new pages."""
+        """Return the logits of each decoded token and each prompt chunk's last token, and the updated KV cache."""
         self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
         count = newest.size
@@ -267,7 +267,7 @@ class Programs:
         *,
         most: int,
     ) -> tuple[Int[Array, "most R"], Int[Array, " S"], Pages]:
-        """Run several decode steps; return the tokens of each, the newest token of each slot, and the new pages.
+        """Run several decode steps; return each step's tokens, each slot's newest token, and the updated KV cache.
 
         The number of steps and the sampling mode are arguments of the program, so that one is compiled per row count.
         """
@@ -307,7 +307,7 @@ def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
 
 
 def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "R columns"]:
-    """Return the row descriptions for one of several decode steps run as one program; finished rows get COUNT 0."""
+    """Return the row descriptions advanced to step `step` of a multi-step decode program; finished rows get COUNT 0."""
     now = rows.at[:, Column.START].add(step).at[:, Column.INDEX].add(step)
     return now.at[:, Column.COUNT].set((step < rows[:, Column.COUNT]).astype(jnp.int32))
 
@@ -315,7 +315,7 @@ def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "
 def decode_rows(
     model: Transformer, rows: Int[Array, "R columns"], newest: Int[Array, "R C"], pages: Pages, together: int = 1
 ) -> tuple[Float[Array, "R V"], Pages]:
-    """Run the model on each row's newest tokens; return the logits after its last token, and the updated KV cache.
+    """Run the model on the rows' newest tokens; return the logits [R, V] after each row's last one, and the KV cache.
 
     Args:
       newest: the rows' COUNT tokens, at the end.
@@ -328,7 +328,7 @@ def decode_rows(
 
 
 def choose_mode(rows: Sequence[Row]) -> Mode:
-    """Return the rows' cheapest sampling mode: greedy, free (temperature only) or limited (top-k, top-p, min-p)."""
+    """Return the cheapest mode that samples all rows: greedy, free (temperature) or limited (top-k, top-p, min-p)."""
     settings = [row.sequence.handle.request.sampling for row in rows]
     if all(s.temperature == 0 for s in settings):
         return "greedy"
@@ -370,7 +370,7 @@ def make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: in
 def pack_rows(
     rows: Int[Array, "R columns"], tokens: Int[Array, "R C"], pages: Pages
 ) -> tuple[Int[Array, " all"], Int[Array, " all"], Int[Array, " all"], PageGroup]:
-    """Flatten rows of tokens for the model: return ids, positions and KV-cache slots of all tokens, and their pages."""
+    """Flatten rows of tokens; return ids, positions and KV-cache slots of all tokens, and each row's pages and size."""
     *_, number, page_size, _, _ = jax.tree.leaves(pages)[0].shape
     total = number * page_size
     width, start, count = tokens.shape[1], rows[:, Column.START, None], rows[:, Column.COUNT, None]

@@ -163,7 +163,7 @@ _COLOURS = ("#4269d0", "#efb118", "#ff725c")
 
 
 def draw(found: CoordinateCheckResult) -> str:
-    """Draw the result of the check as an SVG: activation magnitude over width, with and without muP."""
+    """Return the result of the check as an SVG drawing: activation magnitude over width, with and without muP."""
     values = [value for series in found.values.values() for value in series if value > 0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     width, height = 2 * (_PANEL + _MARGIN) + _MARGIN, _PANEL + 2 * _MARGIN

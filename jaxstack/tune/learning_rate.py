@@ -128,7 +128,7 @@ def find_learning_rate(
 
 
 def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> LearningRateResult:
-    """Suggest learning rates from the losses of a run with rising rate; steps after it diverges are ignored.
+    """Return learning rates suggested by the losses of a run with rising rate; steps after divergence are ignored.
 
     Args:
       rates: learning rate of each step, rising.
@@ -164,7 +164,7 @@ def average(losses: np.ndarray, decay: float = _DECAY) -> np.ndarray:
 
 
 def diverged_at(averages: np.ndarray) -> int:
-    """Return the number of steps before training diverges: the averaged loss is not finite or far above its minimum."""
+    """Return the number of steps before divergence, where the averaged loss is not finite or far above its minimum."""
     for index, value in enumerate(averages):
         if not math.isfinite(value) or (index and value > _DIVERGED * np.min(averages[:index])):
             return index
