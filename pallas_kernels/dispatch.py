@@ -187,7 +187,7 @@ def _find_first_supporting(
 
 
 def _is_fallback(backends: Sequence[Backend[RequestT]], refused: Sequence[tuple[str, str]], request: RequestT) -> bool:
-    """Return True if one of the refused backends would have been preferred, had it been able to compute the call."""
+    """Return True if a refused backend would be preferred to the chosen one but cannot compute the call."""
     names = {name for name, _ in refused}
     return any(backend.lower_priority_reason(request) is None for backend in backends if backend.name in names)
 

@@ -74,7 +74,7 @@ class TrialRecord:
 
 
 class OptunaStudy:
-    """A hyperparameter study in storage that several processes and hosts may share.
+    """Hyperparameter study in an Optuna database or journal file, which several processes and hosts may share.
 
     Args:
       config: the study.
@@ -144,7 +144,7 @@ class OptunaStudy:
         return {key: _decode(self.space.dimensions[key], value) for key, value in params.items()}
 
     def running(self) -> list[int]:
-        """Return the numbers of trials that run now, or were running when their process was killed."""
+        """Return the ids of the trials that are running, or were when their process was killed."""
         return [trial.number for trial in self._trials() if trial.state == TrialState.RUNNING]
 
     def report(self, number: int, step: int, loss: float) -> bool:
@@ -191,7 +191,7 @@ class OptunaStudy:
         )
 
     def importance(self) -> dict[str, float]:
-        """Return how much of the loss's variation each hyperparameter explains (PED-ANOVA), as key -> share.
+        """Return {hyperparameter: fraction (0 to 1) of the loss's variation that it explains}, by PED-ANOVA.
 
         The result is empty if there are few trials, or their losses are equal.
         """
@@ -242,7 +242,10 @@ def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSample
 
 
 def make_pruner(config: StudyConfig, steps: int) -> optuna.pruners.BasePruner:
-    """Return the Optuna pruner, which stops bad trials early, but not in the first fifth of their `steps`."""
+    """Return the Optuna pruner that `config` names, set up for trials of `steps` training steps.
+
+    The median rule stops no trial in the first fifth of its steps.
+    """
     if config.pruner == "median":
         return optuna.pruners.MedianPruner(config.pruner_startup_trials, n_warmup_steps=steps // 5)
     if config.pruner == "hyperband":
@@ -251,7 +254,7 @@ def make_pruner(config: StudyConfig, steps: int) -> optuna.pruners.BasePruner:
 
 
 def to_distribution(dimension: Dimension) -> BaseDistribution:
-    """Convert a range or choice of the search space to Optuna's form."""
+    """Return the Optuna distribution for one hyperparameter's range or list of choices."""
     if not isinstance(dimension, Range):
         return CategoricalDistribution([_encode(dimension, value) for value in dimension.values])
     if dimension.whole:
@@ -289,7 +292,7 @@ def _open_storage(place: str) -> optuna.storages.BaseStorage:
 
 @contextlib.contextmanager
 def _storage_errors(place: str) -> Iterator[None]:
-    """Context that turns errors of the study's database or journal file into a ConfigError."""
+    """Context manager that re-raises errors of the study's database or journal file as ConfigError."""
     try:
         with _quiet():
             yield
@@ -309,7 +312,7 @@ def _storage_errors(place: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context that suppresses Optuna's warnings about experimental features."""
+    """Context manager that suppresses Optuna's warnings about experimental features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -42,7 +42,7 @@ _OTHER_RUNS = ("SLURM_", "JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID
 
 @dataclasses.dataclass(frozen=True)
 class StudyResult:
-    """Result of a finished hyperparameter study.
+    """Result of a hyperparameter study: its directory, the best trial, and the records of all trials.
 
     Attributes:
       directory: directory of the study.
@@ -91,7 +91,7 @@ def run_study(
 
 
 def study_identity(base: RunConfig, settings: StudyConfig) -> dict[str, Any]:
-    """Return the settings in which all trials of a study must agree to be comparable, as plain data."""
+    """Return the search space, metric and fixed settings, as plain data, that must stay the same to resume a study."""
     tree = base.model_dump(mode="json", by_alias=True)
     chosen = {name: tree[name] for name in ("model", "train", "optimizer", "schedule", "precision", "adapters")}
     data = {key: value for key, value in tree["data"].items() if key not in ("cache_dir", "read_ahead")}
@@ -231,7 +231,10 @@ class Search:
         return True
 
     def _trial_config(self, number: int, values: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration of a trial: its values, run directory, and evaluations for the pruner."""
+        """Return the run configuration of a trial, with its hyperparameter values and directory filled in.
+
+        If the study has a pruner, the trial has held-out evaluations even if the base configuration has none.
+        """
         tree = self.study.space.configuration(values).model_dump(mode="json", by_alias=True)
         tree["run"] |= {"dir": str(self.directory / "trials"), "name": f"{number:04d}"}
         tree["observe"]["trackers"] = ["jsonl"]
@@ -247,7 +250,7 @@ class Search:
     # --- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self, trial: _Running) -> None:
-        """Pass new held-out losses of a running trial to the pruner, and handle the trial's end."""
+        """Report a running trial's new held-out losses to the pruner; if it is pruned or ended, record the outcome."""
         code = trial.child.poll()
         self._read_curve(trial)
         if trial.pruned_at is not None:
@@ -262,7 +265,7 @@ class Search:
         trial.lock.release()
 
     def _read_curve(self, trial: _Running) -> None:
-        """Pass the held-out losses added to a trial's metrics file since the last read to the pruner."""
+        """Read the held-out losses that a trial's metrics file gained since last time; report them to the pruner."""
         path = trial.directory / "metrics.jsonl"
         size = path.stat().st_size if path.exists() else 0
         if size == trial.seen:
@@ -314,7 +317,10 @@ class Search:
             )
 
     def _drop_checkpoints(self, ended: int, before: TrialRecord | None, best: TrialRecord | None) -> None:
-        """Delete the checkpoints of the ended or the previous best trial, as `keep_checkpoints` says."""
+        """Delete the checkpoints of the trial that just ended and of the former best one, unless they are to be kept.
+
+        The study's `keep_checkpoints` says which are kept.
+        """
         keep = self.study.config.keep_checkpoints
         doomed = {ended} | ({before.number} if before is not None else set())
         if keep == "best" and best is not None:
@@ -341,7 +347,7 @@ def trial_command(directory: Path) -> list[str]:
 
 
 def _kill(child: Child) -> None:
-    """Kill a process and everything that it started at once."""
+    """Kill a trial's process and all its child processes with SIGKILL, and wait until it has ended."""
     child.send(signal.SIGKILL)
     child.wait(30)
 

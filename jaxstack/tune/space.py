@@ -74,7 +74,7 @@ Dimension: TypeAlias = Range | Choice
 
 @dataclasses.dataclass(frozen=True)
 class SearchSpace:
-    """The hyperparameters that a study searches, each with a range or choices, over one base configuration.
+    """Search space of a study: a range or choices for each hyperparameter, and the base configuration to change.
 
     Attributes:
       dimensions: `section.key` -> its range or choices.
@@ -166,7 +166,7 @@ def _number(text: Mapping[str, object], name: str, where: str) -> float:
 
 
 def _validate_dimension(key: str, dimensions: Mapping[str, Dimension], tree: Tree, where: str) -> Dimension:
-    """Check that the run configuration accepts the values of a range or choice; return it, with integer type set.
+    """Check that the run configuration accepts the values of a range or choice; return it, `whole` set for integers.
 
     A value is accepted if it fits together with the configuration, or with a value of one of the other dimensions.
     """

@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Backend, select
 def _only_bands(
     unsupported_reason: Callable[[AttentionRequest], str | None],
 ) -> Callable[[AttentionRequest], str | None]:
-    """Wrap a backend's check of a call so that it also refuses masks with global tokens or block-sparse patterns."""
+    """Return a backend's `unsupported_reason`, extended to refuse global tokens and block-sparse patterns."""
     return lambda request: unsupported_unless_band(request.options.mask) or unsupported_reason(request)
 
 

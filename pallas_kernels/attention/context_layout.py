@@ -31,7 +31,7 @@ def chunks_per_device(layout: str) -> int:
 
 
 def chunk_order(devices: int, layout: str = "zigzag") -> list[int]:
-    """Return the indices of the sequence's chunks in the order in which they lie on the devices."""
+    """Return the indices of the sequence's chunks in device order, e.g. [0, 3, 1, 2] for 2 devices in zigzag layout."""
     if chunks_per_device(layout) == 1:
         return list(range(devices))
     return [chunk for device in range(devices) for chunk in (device, 2 * devices - 1 - device)]

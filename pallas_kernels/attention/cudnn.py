@@ -1,4 +1,4 @@
-"""cuDNN's attention through jax's public API, if that API computes exactly the requested call."""
+"""Attention backend that calls cuDNN through jax's public API, for calls that this API can compute exactly."""
 
 import contextlib
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], None]:
 
 @contextlib.contextmanager
 def _assume_target(request: AttentionRequest) -> Iterator[None]:
-    """Let a machine without a GPU trace cuDNN attention for the GPU that the call is compiled for.
+    """Context manager that lets a machine without a GPU trace cuDNN attention for the call's target GPU.
 
     jax asks the machine that it runs on for cuDNN's version and the GPU's compute capability, even if it only compiles
     for another machine.

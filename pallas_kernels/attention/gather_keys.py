@@ -1,4 +1,4 @@
-"""Attention over a sharded sequence whose keys are first fetched from other devices: all, or those within a window.
+"""Attention over a sharded sequence: each device first fetches keys from the others, all or those in the window.
 
 Each of this device's chunks of queries gets keys that end with its own chunk, so that its mask is a plain causal one.
 If the sequence has fewer chunks before it, the missing keys carry a segment id of their own, and their tiles are
@@ -61,7 +61,10 @@ def count_reached_chunks(window: int | None, chunk: int, chunks: int) -> int:
 
 
 def _gather(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
-    """Return, for each chunk on this device, x [B, T, ...] of it and the `reach` chunks before it. Linear in x."""
+    """Return, for each chunk on this device, x of that chunk and of the `gather.reach` chunks before it.
+
+    x and the results are [B, T, ...]. Without a causal mask the only result is x of the whole sequence. Linear in x.
+    """
     if not gather.causal:
         return [lax.all_gather(x, gather.axis_name, axis=1, tiled=True)]
     if gather.use_all_gather:
@@ -88,7 +91,7 @@ def _gather_from_all(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
 
 
 def _fetch_from_holders(gather: KeyGatherOptions, parts: list[jax.Array], distance: int) -> list[jax.Array]:
-    """Fetch, for each chunk on this device, the chunk `distance` places earlier, or zeros if there is none."""
+    """Fetch, for each chunk on this device, the chunk that is `distance` chunks earlier, or zeros if there is none."""
     n = gather.devices
     first = permute(parts[0], gather.axis_name, [(i - distance, i) for i in range(distance, n)])
     if len(parts) == 1:
@@ -103,7 +106,7 @@ def _fetch_from_holders(gather: KeyGatherOptions, parts: list[jax.Array], distan
 
 
 def _gather_ids(gather: KeyGatherOptions, ids: jax.Array | None, like: jax.Array) -> list[tuple | None]:
-    """Return segment ids (of queries, of gathered keys) for each chunk on this device, or None where not needed.
+    """Return, for each chunk on this device, its segment ids and those of the fetched keys, or None if not needed.
 
     Missing keys have the id `_NO_SEGMENT`.
     """

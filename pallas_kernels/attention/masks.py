@@ -108,7 +108,7 @@ class Mask:
 
 
 def unsupported_unless_band(mask: Mask) -> str | None:
-    """Return an error text unless the mask is one range of keys per query, which is all that some backends support."""
+    """Return why a backend that visits one contiguous range of keys per query cannot apply this mask, or None."""
     if mask.is_band:
         return None
     return f"visits one range of keys per query (causal, left window), got: {mask}"

@@ -61,7 +61,7 @@ class Residuals(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The arrays of `Residuals` as kernel references to global memory."""
+    """Input arrays of the attention backward kernels, in global memory: the fields of `Residuals`."""
 
     q: Ref
     k: Ref
@@ -72,7 +72,7 @@ class _Inputs(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The block of queries or keys whose gradients a program computes, and the other side's blocks that it visits."""
+    """Work of one program: the block of queries (or keys) whose gradients it computes, and the tiles that it visits."""
 
     batch: Index
     head: Index
@@ -239,7 +239,9 @@ def _query_compute(
 
 
 class _KeyBuffers(NamedTuple):
-    """Shared memory and barriers of the kernel for dK and dV; the leading dim counts warpgroups for keys, else stages.
+    """Shared memory and barriers of the kernel for dK and dV.
+
+    The leading dim counts warpgroups for keys, else stages.
 
     The last three belong to the fused kernel: gradients of the scores of both warpgroups, `_EXCHANGES` tiles deep, a
     part of dQ for each warpgroup, and the barrier at which both have exchanged their gradients.
@@ -328,7 +330,7 @@ def key_value_gradient(
 
 
 def copies_of_query_gradient(config: KernelConfig) -> int:
-    """Return into how many float32 buffers the fused backward kernel accumulates dQ; the caller sums them.
+    """Return the number of float32 buffers in which the fused backward kernel sums dQ; the caller adds them up.
 
     Interpret mode cannot add to global memory: there each block of keys stores to an array of its own.
     """
@@ -435,7 +437,7 @@ def _key_compute(
 
 
 class _Visited(NamedTuple):
-    """A block of queries whose contribution to dK and dV is computed, and its place in the shared-memory buffers."""
+    """Block of queries whose contribution to dK and dV is computed, with its slot in the shared-memory buffers."""
 
     slot: Index
     tile: Index
@@ -507,7 +509,7 @@ def _only_weights(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited)
 def _key_tile(
     config: KernelConfig, buffers: _KeyBuffers, state: dict[str, jax.Array], visited: _Visited
 ) -> dict[str, jax.Array]:
-    """Add the contribution of one block of queries to dK and dV, or to the one of them that is in `state`."""
+    """Return the sums in `state` (dK, dV or both) with the contribution of one block of queries added."""
     q, d_out = buffers.q.at[visited.slot], buffers.d_out.at[visited.slot]
     operands = {}
     if "d_k" in state:
@@ -530,7 +532,7 @@ def _key_tile(
 
 
 class _Before(NamedTuple):
-    """The previously visited tile, whose part of dQ is still to be computed."""
+    """The tile visited before the current one, whose contribution to dQ is still to be computed."""
 
     tile: Index
     member: Index
@@ -587,7 +589,7 @@ def _visit_fused(
 
 
 def _query_part(config: KernelConfig, head_dim: int) -> tuple[Any, Any]:
-    """Return the rows and columns of a tile's dQ that this warpgroup computes, the other computing the rest."""
+    """Return the slices (rows, columns) of a tile's dQ that this warpgroup computes; the other computes the rest."""
     warpgroup, columns = lax.axis_index("warpgroup"), _part_columns(config, head_dim)
     if config.query_block > ROWS:
         return pl.ds(warpgroup * ROWS, ROWS), pl.ds(0, columns)
@@ -599,7 +601,7 @@ def _query_part_shape(config: KernelConfig, buffers: _KeyBuffers) -> tuple[int, 
 
 
 def _start_query_gradient(config: KernelConfig, buffers: _KeyBuffers, count: Index, product: Accumulator) -> None:
-    """Start this warpgroup's matmuls for its part of dQ of the previous tile, number `count` - 1."""
+    """Start the matmuls for this warpgroup's rows or columns of dQ of the previous tile, number `count` - 1."""
     rows, columns = _query_part(config, buffers.q.shape[-1])
     turn = lax.rem(count + _EXCHANGES - 1, _EXCHANGES)
     for group in range(config.warpgroups):
@@ -616,7 +618,7 @@ def _add_to_queries(
     exists: bool | jax.Array,
     product: jax.Array,
 ) -> None:
-    """Add this warpgroup's part of the previous tile's dQ (if there is such a tile) to the array in global memory."""
+    """Add this warpgroup's rows or columns of the previous tile's dQ, if there is one, to `d_q` in global memory."""
     rows, columns = _query_part(config, buffers.q.shape[-1])
     staging = buffers.d_q.at[lax.axis_index("warpgroup")]
     group = d_q.shape[3] // lax.axis_size("head")
@@ -640,7 +642,7 @@ def _fused_tile(
     count: Index,
     add: Callable[[jax.Array], None],
 ) -> dict[str, jax.Array]:
-    """Add one block of queries to dK and dV, while dQ of the block before is computed and passed to `add`.
+    """Add a query block's contribution to dK and dV; meanwhile compute the previous block's dQ and pass it to `add`.
 
     One block later the other warpgroup has long exchanged its part, so that neither waits for the other.
     """

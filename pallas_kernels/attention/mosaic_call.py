@@ -71,7 +71,7 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
 
 
 def _pad_segments(segments: Segments | None, config: KernelConfig) -> Segments | None:
-    """Pad segment ids to whole blocks, and mark global tokens in their lowest bit if the mask has some."""
+    """Return segment ids padded to whole blocks; if the mask has global tokens, 2 * id + 1 for these, else 2 * id."""
     if segments is None:
         return None
     marks = segments.global_tokens(config.options.mask)

@@ -115,7 +115,7 @@ class Visits(NamedTuple):
 
 
 def read_visits(schedule: tuple[Ref, ...], batch: Index, block: Index, descending: bool = False) -> Visits:
-    """Read from precomputed lists in global memory which tiles a block of queries or keys visits.
+    """Return the tiles that a block of queries or keys visits, read from precomputed lists in global memory.
 
     Args:
         schedule: `tiles.key_schedule` or `tiles.query_schedule`, in global memory.

@@ -34,7 +34,7 @@ _PARTS = 8
 
 
 class _Inputs(NamedTuple):
-    """Input arrays of the forward kernel in global memory; the fields of `ids` are those of `Segments`."""
+    """Input arrays of the forward kernel in global memory: q, k, v, the tiles to visit and the segment ids."""
 
     q: Ref
     k: Ref
@@ -169,7 +169,7 @@ def _body(config: KernelConfig, inputs: _Inputs, out: Ref, lse: Ref, *scratch: R
 
 
 def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item], None]) -> tuple[Index, Index]:
-    """Call visit(item) for each block of queries that this program computes; return how many blocks and tiles."""
+    """Call visit(item) for each block of queries that this program computes; return the numbers of blocks and tiles."""
     batches, length, heads, _ = inputs.q.shape
     blocks = pl.cdiv(length, config.query_block)
     total = heads * batches * blocks
@@ -287,7 +287,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
 
 
 def _scores(config: KernelConfig, products: jax.Array) -> jax.Array:
-    """Return the (soft-capped) scores, less the positive factor that the softmax applies (`scoring.late_factor`)."""
+    """Return the (soft-capped) scores without the positive factor that the softmax applies (`scoring.late_factor`)."""
     scores, factor = scoring.cap(config, products), scoring.base2_factor(config)
     return scores if factor > 0 else scores * factor
 
@@ -306,7 +306,7 @@ def _masked(
 def _softmax(
     config: KernelConfig, scores: jax.Array, maximum: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Update the online softmax by a tile: return the new maximum and total, the old sums' factor, and the weights."""
+    """Update the online softmax by a tile: return row maxima, row sums, the factor to rescale old sums, and weights."""
     # A weight is one fused multiply-add and one exponential.
     factor = scoring.late_factor(config)
     new_maximum = jnp.maximum(maximum, scores.max(axis=1) * factor)
@@ -318,7 +318,7 @@ def _softmax(
 
 
 def _first_tile(config: KernelConfig, buffers: _Buffers, rows: _Rows, index: Index, state: _State) -> _State:
-    """Compute the softmax of a block's first tile, while there is no earlier product for it to overlap with."""
+    """Compute the softmax of a query block's first tile, for which there is no earlier matmul to overlap with."""
     slot = config.ring.slot(rows.item.before + index)
     plgpu.barrier_wait(buffers.k_full.at[slot])
 

@@ -17,7 +17,7 @@ LOG2E = math.log2(math.e)
 
 
 def base2_factor(config: KernelConfig) -> float:
-    """Return the factor that turns products q.k (their tanh, with a soft cap) into the softmax's arguments of exp2."""
+    """Return the factor f for which exp2(f * q.k), or exp2(f * tanh(...)) with a soft cap, is the softmax numerator."""
     cap = config.options.soft_cap
     return (config.options.scale if cap is None else cap) * LOG2E
 
@@ -102,7 +102,7 @@ def mask_tile(
 
 
 def score_gradient(weights: jax.Array, d_weights: jax.Array, delta: jax.Array, capped: jax.Array | None) -> jax.Array:
-    """Return the gradient of the products q.k from that of the softmax weights, without the factor `Options.scale`.
+    """Return the gradient of the products q.k, divided by `Options.scale`, from the softmax weights' gradient.
 
     Args:
         weights: Softmax weights.

@@ -20,9 +20,10 @@ def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> Blo
 
 
 def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> BlockPattern:
-    """Return the fixed pattern: a query's own stripe and the end of every stripe (Child et al., arXiv:1904.10509).
+    """Return the fixed pattern: a query sees its own run of `stride` key blocks, and the last blocks of every run.
 
-    A query sees all blocks of its own stripe of `stride` blocks, and the last `summary` blocks of every stripe.
+    The runs (stripes) divide the sequence; of each one the last `summary` blocks are seen (Child et al.,
+    arXiv:1904.10509).
     """
     _distance(blocks, stride=stride, summary=summary)
     if summary > stride:

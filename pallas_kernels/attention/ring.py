@@ -42,7 +42,7 @@ Index = int | jax.Array
 
 
 class _Tile(NamedTuple):
-    """A pair of chunks, queries and keys on this device in one step of the ring, where each query sees every key.
+    """A query chunk and a key chunk, both on this device, whose attention is computed in one step of the ring.
 
     A traced index selects a chunk; a traced `active` that is False skips the tile.
     """
@@ -53,7 +53,10 @@ class _Tile(NamedTuple):
 
 
 def _tiles_of_step(ring: RingOptions, step: int) -> list[_Tile]:
-    """Return the pairs of query chunk and key chunk that this device computes in a step of the ring after the first."""
+    """Return the pairs (query chunk, key chunk) that this device computes in step `step` >= 1 of the ring.
+
+    In each pair every query sees every key.
+    """
     if not ring.causal:
         return [_Tile(0, 0)]
     before = lax.axis_index(ring.axis_name) >= step
@@ -77,7 +80,7 @@ def _selections(index: Index, count: int) -> list[bool | jax.Array]:
 
 
 def _if_active(active: jax.Array | None, function: Callable[[], Any], operands: Sequence[jax.Array]) -> Any:
-    """Return function() if this device has to compute the pair of chunks, else zeros of the same shapes.
+    """Return function() if `active` is None or True, else zeros of the shapes that it would return.
 
     Args:
         active: boolean of this device; None: the tile is active on all devices.
@@ -107,7 +110,7 @@ def _pair(query_ids: list | None, key_ids: list | None, tile: _Tile) -> tuple | 
 
 
 def _send_after(kv: jax.Array, after: Tree, axis_name: str) -> tuple[jax.Array, Tree]:
-    """Send keys and values around the ring once `after` is computed; return those of the previous device, and `after`.
+    """Send keys and values to the next device once `after` is computed; return the received ones, and `after`.
 
     Otherwise XLA would issue all transfers at once.
     """
@@ -155,7 +158,7 @@ def _forward(
 
 
 def _operands(rows: list[list[jax.Array]], keys: list[jax.Array], tile: _Tile) -> Any:
-    """Return the inputs for one pair of chunks: the query chunk of each array, with keys and values in second place.
+    """Return the arrays for one pair of chunks: (queries, keys, values, then the other per-query arrays of `rows`).
 
     The barrier prevents XLA from fusing the slices with the kernel, as no transfer would overlap with that fusion.
     """
@@ -234,7 +237,7 @@ def _join(parts: list[Any]) -> jax.Array:
 
 
 def _add(parts: list[Any], found: jax.Array, index: Index) -> list[Any]:
-    """Add a gradient, in float32, to the sum of the chunk that `index` selects; None stands for a sum of 0."""
+    """Return the chunks' gradient sums (None for 0) with a gradient added, in float32, to that of chunk `index`."""
     wide = found.astype(accumulator_dtype(found.dtype))
     sums = []
     for part, selected in zip(parts, _selections(index, len(parts)), strict=True):

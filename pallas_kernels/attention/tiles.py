@@ -59,7 +59,7 @@ def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.A
 
 
 def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
-    """List the key blocks that each query block sees, for any mask: they need not be neighbours.
+    """Return lists of the key blocks that each query block sees, for any mask: the blocks need not be contiguous.
 
     Returns:
         tiles: int32 [B or 1, query blocks, most], block numbers: the whole ones, then the cut ones, each in ascending
@@ -72,7 +72,7 @@ def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> t
 
 
 def query_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
-    """List the query blocks that see each key block, for any mask: they need not be neighbours.
+    """Return lists of the query blocks that see each key block, for any mask: the blocks need not be contiguous.
 
     The result is int32 [B or 1, key blocks, ...], as in `key_lists`.
     """
@@ -128,7 +128,7 @@ def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tupl
 
 @functools.lru_cache(maxsize=64)
 def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tiles have some and which only visible pairs of query and key, each bool [query blocks, key blocks].
+    """Return two boolean arrays [query blocks, key blocks]: tiles with a visible key, and fully visible tiles.
 
     Tiles are cut further at the borders of the layout's blocks into cells, on which the layout is constant and the
     other rules are inequalities.
@@ -153,7 +153,7 @@ def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells(length: int, block: int, size: int | None, offset: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut a range of positions at the borders of both the tiles and the block-sparse pattern, into cells.
+    """Cut a sequence into cells at the borders of tiles and pattern blocks; return cells and each tile's first cell.
 
     Returns:
         [2, cells], the first and the last index of each; [tiles], the first cell of each tile.
@@ -166,7 +166,7 @@ def _cells(length: int, block: int, size: int | None, offset: int) -> tuple[np.n
 
 
 def _cell_visibility(mask: Mask, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each cell whether some pair and whether every pair obeys the mask's rules, block pattern aside.
+    """Return, for each cell, whether any and whether every query-key pair is visible, ignoring the block pattern.
 
     Args:
         mask: The rules.
@@ -200,7 +200,7 @@ def _cell_visibility(mask: Mask, rows: np.ndarray, columns: np.ndarray) -> tuple
 
 
 def _lists(some: Visible, every: Visible, most: int) -> tuple[jax.Array, jax.Array]:
-    """Convert which tiles are visible in each row to lists int32 [B or 1, rows, most] and counts [B or 1, rows, 2]."""
+    """Convert boolean tile visibility to lists of visible tiles [B or 1, rows, most] and counts [B or 1, rows, 2]."""
     xp = np if isinstance(some, np.ndarray) else jnp
     rank = xp.where(every, 0, xp.where(some, 1, 2))
     counts = xp.stack([every.sum(axis=-1), some.sum(axis=-1)], axis=-1)
@@ -223,7 +223,7 @@ def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _ranges(some: Visible, every: Visible) -> jax.Array:
-    """Convert which tiles are visible in each row to ranges int32 [B or 1, rows, 4], as in `key_ranges`."""
+    """Convert boolean tile visibility to ranges of visible tiles, int32 [B or 1, rows, 4], as in `key_ranges`."""
     xp = np if isinstance(some, np.ndarray) else jnp
     count = some.shape[-1]
     columns = xp.arange(count)

@@ -79,7 +79,7 @@ def read_tables(known: Known) -> tuple[tuple[Row, ...], ...]:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when the table's file does; None if there is no file that may be read."""
+    """Return a file's modification time and size, to notice changes; None if it is missing or not trusted."""
     try:
         found = path.stat()
     except OSError:

@@ -271,7 +271,7 @@ def launch(
 
 
 def _vmap_over_batch(function: Callable[..., tuple]) -> Any:
-    """Make `jax.vmap` of a function of arrays [B, ...] call it once, with the mapped dim merged into the batch."""
+    """Give a function of arrays [B, ...] a `jax.vmap` rule: one call, with the mapped dim merged into B."""
     call = jax.custom_batching.custom_vmap(function)
 
     @call.def_vmap

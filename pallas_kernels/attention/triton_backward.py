@@ -29,7 +29,7 @@ def _load_statistics(rows, query, plan: tl.constexpr):
 
 @triton.jit
 def _visit_keys(own, query, k, v, ids, limits, acc, masked: tl.constexpr, plan: tl.constexpr):
-    """Add the contributions of key blocks to dQ / scale: of those that need a mask if `masked`, else of the others.
+    """Add to dQ / scale the contributions of the key blocks that need a mask (`masked`) or that need none (otherwise).
 
     `own` is (q, d_out, lse, delta) of the program's queries.
     """
@@ -85,9 +85,9 @@ def query_kernel(q, k, v, d_out, rows, ranges, ids, d_q, plan: tl.constexpr):
 
 @triton.jit
 def _visit_queries(own, key, q, d_out, rows, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
-    """Add the contributions of query blocks of all heads that share the keys to (dK / scale, dV).
+    """Add to (dK / scale, dV) the contributions of query blocks, of all query heads that share the key head.
 
-    They are those that need a mask if `masked`, else the others.
+    The blocks that need a mask are visited if `masked`, else those that need none.
 
     `own` is (k, v) of the program's keys. Scores are transposed, [keys, queries], so that they need no transpose as
     left operands of the products.

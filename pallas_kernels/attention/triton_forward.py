@@ -39,7 +39,7 @@ def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, len
 
 @triton.jit
 def load_block_range(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
-    """Load the range of blocks that a block visits: (first, first that needs no mask, end of those, end)."""
+    """Load a block's range of blocks to visit: (first, first that needs no mask, end of those without mask, end)."""
     row = block
     if plan.packed:
         row += batch * blocks
@@ -76,7 +76,10 @@ def score(products, plan: tl.constexpr):
 
 @triton.jit
 def visible(ids, query, key, plan: tl.constexpr):
-    """Return which queries see which keys under mask and segments, from indices that broadcast to a tile."""
+    """Return a boolean tile: True where the query sees the key under mask and segments.
+
+    The indices `query` and `key` broadcast to the shape of the tile.
+    """
     seen = key < plan.key_length
     distance = query + (plan.key_length - plan.length) - key
     if plan.causal:
@@ -92,7 +95,7 @@ def visible(ids, query, key, plan: tl.constexpr):
 
 @triton.jit
 def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
-    """Update the online softmax by key blocks: those that need a mask if `masked`, else the others.
+    """Update the online softmax by the key blocks that need a mask (if `masked`) or that need none (otherwise).
 
     The state is (sum of weighted values, row maximum, sum of weights).
     """

@@ -33,7 +33,9 @@ def with_whole_sequences(
     axis_name: str,
     layout: str = "zigzag",
 ) -> Shaped[Array, "B T N ..."]:
-    """Call `function(q, k, v, segment_ids)` on whole sequences, on each device for a part of the heads.
+    """Call `function(q, k, v, segment_ids)` on every device, with whole sequences but only a part of the heads.
+
+    An all-to-all exchanges the shards of the sequence for heads, and a second one reverses it for the result.
 
     Must be called inside `jax.shard_map`. If the number of devices does not divide K, key heads are repeated until it
     does.

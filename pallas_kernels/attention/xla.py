@@ -313,7 +313,7 @@ def _visit_tiles(
 
 
 def _visit_active_tiles(mask: Mask, tiling: Blocks, segments: Segments, visit: Visit[State], state: State) -> State:
-    """Loop over the tiles that have a visible pair in at least one sequence, whose number is known at run time."""
+    """Loop over the tiles visible in at least one sequence, a set known only at run time, as in `_visit_tiles`."""
     pairs = jnp.asarray(np.argwhere(possible_tiles(mask, tiling, True)), jnp.int32)
     active = visible_tiles(mask, tiling, segments)[0].any(axis=0)[pairs[:, 0], pairs[:, 1]]
     pairs = pairs[jnp.argsort(~active, stable=True)]

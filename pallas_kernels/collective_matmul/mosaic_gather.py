@@ -145,7 +145,10 @@ def _load(product: CollectiveProduct, arrays: _Arrays, buffers: _Buffers, number
 
 
 def _send(product: CollectiveProduct, arrays: _Arrays, buffers: _Buffers, counter: Ref) -> None:
-    """Copy this program's share of this device's rows into the gathered array of every device, its own included."""
+    """Copy blocks of this device's rows, claimed one by one, into the gathered array of every device.
+
+    The programs of the device share its blocks through the counter. Its own gathered array is filled too.
+    """
     me, blocks = product.device(), product.row_tiles
     arrived, travelling = arrays.arrived, buffers.travelling
     assert arrived is not None and travelling is not None

@@ -48,7 +48,10 @@ class CollectiveProduct(TiledProduct):
         return {self.axis_name: place}
 
     def claim_scratch(self) -> scheduler.ClaimedTiles | None:
-        """Return the shared-memory types for claiming tiles at run time; None on one device, where none are claimed."""
+        """Return the shared-memory types for taking tiles from a counter at run time; None on one device.
+
+        On one device tiles are dealt out beforehand.
+        """
         return scheduler.claim_scratch(self.tiling.stages) if self.devices > 1 else None
 
     def claim_counters(self) -> tuple[Ref, Ref] | tuple[None, None]:

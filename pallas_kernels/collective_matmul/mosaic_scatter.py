@@ -28,7 +28,10 @@ class _Buffers(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """The kernel's arrays in global memory; `arrived` counts the halves of each sender's tiles that have come."""
+    """The kernel's arrays in global memory: operands, result, received partial sums and arrival counters.
+
+    `arrived` counts the halves of each sender's tiles that have come.
+    """
 
     lefts: tuple[Ref, ...]
     rights: tuple[Ref, ...]
@@ -106,7 +109,7 @@ def _load(product: CollectiveProduct, arrays: _Arrays, buffers: ProductBuffers, 
 def _compute(
     product: CollectiveProduct, arrays: _Arrays, buffers: ProductBuffers, number: Index, tile: Tile, previous: Tile
 ) -> None:
-    """Compute this warpgroup's half of a tile; send it to the device it belongs to, or add what the others sent."""
+    """Compute this warpgroup's half of a tile; send it to the tile's owner, or, on the owner, add the received sums."""
     rows = pl.ds(tile.row * TILE_ROWS + lax.axis_index("warpgroup") * ROWS, ROWS)
     own = product.devices - 1
 
@@ -154,7 +157,7 @@ def _compute(
 
 
 def _announce(product: CollectiveProduct, arrived: Ref, tile: Tile) -> None:
-    """Tell the device that a tile belongs to, if it is another one, that this half of the tile has arrived there."""
+    """Signal the owner device of a tile, unless that is this device, that this warpgroup's half of it has arrived."""
 
     @pl.when(tile.chunk < product.devices - 1)
     def _():

@@ -18,7 +18,7 @@ def _by_name_only(request: object) -> str:
 
 
 def _sharded_vocabulary(request: CrossEntropyRequest) -> str | None:
-    """Return why XLA's chunked backend goes first if the vocabulary is, or may be, sharded; None if it is not."""
+    """Return why XLA is preferred to a GPU kernel: the vocabulary is, or may be, sharded. None if it is not."""
     if request.options.axis_name is not None:
         return f"the vocabulary is sharded over {request.options.axis_name!r}"
     axes = automatic_axes()

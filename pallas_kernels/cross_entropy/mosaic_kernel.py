@@ -24,7 +24,7 @@ _TOTAL, _CHOSEN = range(2)
 
 
 class Exponentials(NamedTuple):
-    """Exponentials of the logits of R tokens over V vocabulary entries, with their sums, in tiles of C columns.
+    """Exponentials of the logits of R tokens over V vocabulary entries, and their sums over tiles of C columns.
 
     Attributes:
         values: [R, V], exp(logit - shift), in the dtype of the operands.
@@ -38,7 +38,10 @@ class Exponentials(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Shared memory of the kernel; the dims of `sums` are warpgroup, `_TOTAL` or `_CHOSEN`, row."""
+    """Shared memory of the kernel: operand tiles, and each row's sum of exponentials and label logit.
+
+    The dims of `sums` are warpgroup, `_TOTAL` or `_CHOSEN`, row.
+    """
 
     operands: matmul.ProductBuffers
     sums: Ref

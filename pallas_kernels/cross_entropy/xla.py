@@ -80,13 +80,13 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
-    """Compute each token's loss [...] in float32; with a sharded vocabulary, the part that this device adds to it."""
+    """Compute each token's loss [...] in float32; if the vocabulary is sharded, this device's summand of it."""
     plan, hidden, labels, _ = _cut(request)
     return _differentiable_losses(plan, hidden, request.weight, labels).reshape(request.labels.shape)
 
 
 def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
-    """Compute the sum of the tokens' losses in float32; with a sharded vocabulary, this device's part of the sum."""
+    """Compute the sum of the tokens' losses in float32; if the vocabulary is sharded, this device's summand."""
     return chunked_loss_sum(request, None)
 
 
@@ -111,7 +111,7 @@ def chunk_token_counts(request: CrossEntropyRequest) -> list[int]:
 
 
 def _plan(request: CrossEntropyRequest, capability: int | None) -> tuple[_ChunkPlan, tuple[int, int, int]]:
-    """Choose how a call's tokens are divided into chunks; return that, and the shape (B, P, S) of the tokens."""
+    """Choose how a call's tokens are divided into chunks; return the plan and the shape (B, P, S) of the tokens."""
     labels, weight = request.labels, request.weight
     # XLA may shard tokens and vocabulary over all mesh axes that no shard_map uses.
     devices = math.prod(automatic_axes().values())
@@ -148,7 +148,7 @@ def _cut(
 
 
 def _count_pieces(length: int, chunks: int) -> int:
-    """Return into how many pieces a sequence is split at most, if each has at least BLOCKS positions per chunk."""
+    """Return the number of equal pieces to split a sequence into, each with at least BLOCKS positions per chunk."""
     for positions in range(chunks * BLOCKS, 2 * chunks * BLOCKS):
         if length % positions == 0:
             return length // positions
@@ -210,7 +210,7 @@ def _chunk_loss(plan: _ChunkPlan, rows: jax.Array, matrix: jax.Array, labels: ja
 def _logits_gradient(
     plan: _ChunkPlan, logits: jax.Array, lse: jax.Array, labels: jax.Array, d_loss: jax.Array
 ) -> jax.Array:
-    """Overwrite a chunk's logits with their gradient."""
+    """Return the gradient of a chunk's logits, [B, P, C, V] like them; XLA writes it over the logits."""
     blocks = BLOCKS if logits.shape[2] % BLOCKS == 0 else 1
     size = logits.shape[2] // blocks
 

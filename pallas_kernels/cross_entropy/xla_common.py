@@ -72,7 +72,7 @@ def _label_logit(logits: jax.Array, labels: jax.Array, options: Options) -> jax.
 
 
 def _read_capped(logits: jax.Array, labels: jax.Array, options: Options) -> Statistics:
-    """Compute each token's maximum, exponentials' sum and label's logit of capped logits, in one pass over them.
+    """Return each token's maximum, sum of exponentials and label logit for capped logits, from one pass over them.
 
     A small cap takes the place of the maximum, which it bounds.
 
@@ -96,7 +96,7 @@ def _read_twice(logits: jax.Array, labels: jax.Array, options: Options) -> Stati
 
 
 def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: int) -> Statistics:
-    """Compute each token's maximum, exponentials' sum and label's logit in one pass over the logits, one XLA reduction.
+    """Return each token's maximum logit, sum of exponentials and label logit, from one XLA reduction over the logits.
 
     The sum is rescaled once per group and not once per logit: exponentials, not memory, would limit the speed.
     """
@@ -123,7 +123,9 @@ def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: in
 
 
 def loss_shares(lse: jax.Array, chosen: jax.Array, labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
-    """Compute each token's loss [...], or this device's share of it, from the log-sum-exp and the label's logit.
+    """Compute each token's loss [...] from log-sum-exp and label logit; if V is sharded, this device's summand.
+
+    With a sharded vocabulary the psum over devices is the loss.
 
     It is nan if a label is out of range and not `ignore_index`.
     """

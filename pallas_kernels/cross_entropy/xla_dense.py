@@ -26,12 +26,12 @@ def lower_priority_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
-    """Compute each token's loss [...] in float32; with a sharded vocabulary, the part that this device adds to it."""
+    """Compute each token's loss [...] in float32; if the vocabulary is sharded, this device's summand of it."""
     return _differentiable(request.options, request.hidden, request.weight, request.labels)
 
 
 def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
-    """Compute the sum of the tokens' losses in float32; with a sharded vocabulary, this device's part of the sum."""
+    """Compute the sum of the tokens' losses in float32; if the vocabulary is sharded, this device's summand."""
     losses = per_token_loss(request)
     return jnp.sum(losses if request.token_weights is None else losses * request.token_weights)
 
