@@ -93,7 +93,7 @@ def _tune(works: list[Work], names: list[str], path: Path, minutes: float, stopw
 
 
 def _watched(measure: Measure) -> Measure:
-    """Wrap the function that times a kernel so that it ends the process if the kernel hangs: nothing else would."""
+    """Return `measure`, which times a kernel, with a time limit: a kernel that hangs ends the process."""
 
     def watched(kernel: str, tiling: Tiling) -> float:
         timer = threading.Timer(_LONGEST_CANDIDATE, _give_up, [f"{kernel} {blocks_of(tiling, kernel)}"])

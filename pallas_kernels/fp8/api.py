@@ -38,14 +38,14 @@ class QuantizedWeight(NamedTuple):
         return self.carrier.shape
 
     def reshape(self, *shape: int) -> "QuantizedWeight":
-        """Return the weight with dims merged; contracted dims must not be merged with others."""
+        """Return the weight reshaped to `shape`, which must not merge contracted dims with output dims."""
         values, inverse_scale = self.quantized
         return QuantizedWeight(self.carrier.reshape(*shape), Quantized(values.reshape(*shape), inverse_scale))
 
 
 @dataclasses.dataclass(frozen=True)
 class NormalisedInput:
-    """RMSNorm of x as a matmul's input: the norm may be computed during quantization and never stored.
+    """Input of an FP8 matmul that is an RMSNorm of x, so that a kernel can fuse the norm with the quantization.
 
     Attributes:
         carrier: the result of `rms_norm` [..., D]. It receives the gradient, and its values are used if no kernel can
@@ -66,7 +66,7 @@ class NormalisedInput:
         return self.carrier.shape
 
     def reshape(self, *shape: int) -> "NormalisedInput":
-        """Return the input with its leading dims reshaped; the last, normalised one must stay."""
+        """Return the input reshaped to `shape`, which must keep the last dim: the norm is computed over it."""
         return dataclasses.replace(self, carrier=self.carrier.reshape(*shape), x=self.x.reshape(*shape))
 
 
@@ -257,7 +257,7 @@ def _check(lhs: jax.Array, rhs: jax.Array, batch: Sequence[Sequence[int]], out_s
 
 
 def _move(x: jax.Array, dims: Sequence[int], *, to_end: bool) -> jax.Array:
-    """Transpose x so that the contracted dims come first or last, in the order of `dims`."""
+    """Return x transposed so that its contracted dims, `dims`, come last if `to_end`, else first."""
     dims = [d % x.ndim for d in dims]
     others = [d for d in range(x.ndim) if d not in dims]
     order = [*others, *dims] if to_end else [*dims, *others]

@@ -43,7 +43,7 @@ class Fp8Request:
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
-        """Sizes (rows, contracted, outputs) of each matmul, each a product of dims if there are several."""
+        """Sizes (rows, contracted, outputs) of the matmul with each weight, with several dims merged into one."""
         contracted = self.options.contracted
         rows = math.prod(self.x.shape[: self.x.ndim - contracted])
         return [(rows, math.prod(w.shape[:contracted]), math.prod(w.shape[contracted:])) for w in self.weights]
@@ -77,7 +77,7 @@ def _per_tensor(request: Fp8Request) -> tuple[jax.Array, ...]:
 
 
 def _fuse_norm_if_possible(request: Fp8Request) -> tuple[Fp8Options, tuple[jax.Array, ...]]:
-    """Return options and inputs to fuse an RMSNorm of x with its quantization; without a norm if no kernel can."""
+    """Return the options and the RMSNorm's inputs; with epsilon None and no inputs if no kernel can fuse the norm."""
     if triton.kernel_applies(request.x.reshape(-1, request.x.shape[-1])):
         return request.options, request.norm_inputs
     return dataclasses.replace(request.options, epsilon=None), ()

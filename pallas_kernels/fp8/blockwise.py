@@ -63,7 +63,7 @@ def quantize_rows(x: jax.Array) -> Quantized:
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Quantize to E4M3 each x [M, K] that `source` computes, and x.T, with one scale per 128 values of a row."""
+    """Return (x, x.T), both in E4M3 with a scale per 128 values of a row, for each x [M, K] that `source` computes."""
     return [(quantize_rows(x), quantize_rows(x.T)) for x in source.compute(*arrays)]
 
 
@@ -101,7 +101,7 @@ def _dequantize(x: Quantized, dtype: DTypeLike) -> jax.Array:
 
 
 def _resized(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Pad x [M, K] with zeros at the ends, or cut it, to a given number of rows and columns."""
+    """Return x [M, K] padded with zeros, or cut, at the ends of its dims to the shape [rows, columns]."""
     changes = rows - x.shape[0], columns - x.shape[1]
     resize = lambda x: jnp.pad(x, [(0, max(c, 0)) for c in changes])[:rows, :columns]  # noqa: E731
     if not any(changes) or not automatic_axes():
@@ -249,7 +249,7 @@ def _gradients(
     weights: Sequence[Quantized],
     gradients: Sequence[tuple[Quantized, Quantized]],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return gradients of a blockwise matmul's input and weights from those of its results, by rows and transposed."""
+    """Return the gradients (d_x, d_weights) of a blockwise FP8 matmul, from the quantized gradients of its results."""
     d_x = [
         operations.product(by_rows, Quantized(weight.values, weight.inverse_scale.T), options.dtype)
         for (by_rows, _), weight in zip(gradients, weights, strict=True)

@@ -1,4 +1,4 @@
-"""The two FP8 formats, and quantization: a scale that is a power of two, and a saturating cast.
+"""The FP8 formats E4M3 and E5M2, and quantization to them with power-of-two scales and saturating casts.
 
 A power of two as scale costs a floating-point format nothing but the ends of its range, and the dequantized value is
 exact in bfloat16.

@@ -16,7 +16,7 @@ INTERPRET = False
 
 
 def unsupported_reason(target: Target, dtypes: tuple[DTypeLike, ...], sizes: list[tuple[int, int, int]]) -> str | None:
-    """Return why the kernel cannot compute FP8 products of (rows, contracted, outputs) `sizes`, or None."""
+    """Return why the kernel cannot compute FP8 matmuls of these (rows, contracted, outputs) `sizes`, or None."""
     reason = unsupported_target(target, INTERPRET)
     if reason is not None:
         return reason

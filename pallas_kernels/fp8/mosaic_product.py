@@ -169,7 +169,7 @@ def _load(spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, number: Index
 
 
 def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, number: Index, tile: Tile) -> None:
-    """Compute and store this warpgroup's parts of one tile of the result."""
+    """Compute this warpgroup's rows of one tile of the result, and store them to global memory."""
     warpgroup = lax.axis_index("warpgroup")
 
     def shared_scale(index: Index) -> jax.Array:
@@ -209,7 +209,7 @@ def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, num
 
 
 def _store(out: Ref, buffer: Ref, part: jax.Array, first: Index, column: Index) -> None:
-    """Store 64 rows of the result through shared memory, some columns at a time."""
+    """Copy 64 rows of a result tile from registers through shared memory to global memory, some columns at a time."""
     for index in range(BLOCK // _STORE_COLUMNS):
         start = index * _STORE_COLUMNS
         buffer[index] = part[:, start : start + _STORE_COLUMNS]

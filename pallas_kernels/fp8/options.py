@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Options:
-    """Arguments of an FP8 call that are fixed while tracing: hashable, not differentiated.
+    """Static arguments of an FP8 matmul (dtypes, gradient format, ...): hashable, not differentiated.
 
     Attributes:
         contracted: number of contracted dims: the last of the input, the first of each weight.
@@ -23,7 +23,7 @@ class Fp8Options:
 
     @property
     def no_norm_input_gradients(self) -> tuple[None, ...]:
-        """Placeholder gradients (None) for the inputs of an RMSNorm fused with the matmul; () without such a norm.
+        """What a backward pass returns as gradients of a fused RMSNorm's inputs: (None, None), or () without a norm.
 
         Each is None, because the gradient goes to the norm's output.
         """

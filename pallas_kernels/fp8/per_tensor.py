@@ -152,7 +152,10 @@ def _gradients(
     gradients: Sequence[QuantizedWithTranspose],
     rows: int,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], States]:
-    """Return gradients of a matmul's transposed input x, its weights and scaling states, from those of its results."""
+    """Return the gradients (d_x, d_weights, d_states) of an FP8 matmul, from the quantized gradients of its results.
+
+    `x` is the transposed, quantized input of the matmul.
+    """
     d_x = [_dot(options, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
     d_weights = tuple(_dot(options, x, g.transposed, rows) for g in gradients)
     d_states = tuple(
@@ -188,7 +191,7 @@ def _quantize_gradients(
 def _quantize_both(
     source: Source, arrays: Sequence[jax.Array], first: int, dtype: DTypeLike, expected: Sequence[AmaxHistory | None]
 ) -> list[QuantizedWithTranspose]:
-    """Quantize the arrays that `source` computes, and their transposes: the `first` leading dims moved to the end."""
+    """Quantize each array that `source` computes, and a copy of it with the `first` leading dims moved to the end."""
     shape = arrays[0].shape
     if automatic_axes():
         # Sharded dims must not be merged.

@@ -1,4 +1,4 @@
-"""Sources of FP8 operands: an array, or a result such as SwiGLU's that is quantized as it is computed."""
+"""How an FP8 operand is made (a plain array, SwiGLU, RMSNorm), for kernels that compute and quantize it in one pass."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ NormInputs = tuple[jax.Array, ...]
 
 
 class Source(NamedTuple):
-    """A function that computes operands, such as SwiGLU, and names of kernels that also quantize them in one pass."""
+    """Function that computes FP8 operands, such as SwiGLU, and names of the kernels that fuse it with quantization."""
 
     compute: Callable[..., tuple[jax.Array, ...]]
     """Compute the operands."""
@@ -48,7 +48,7 @@ NORM = Source(
 
 
 def input_source(epsilon: float | None, x: jax.Array, norm_inputs: NormInputs) -> tuple[Source, tuple[jax.Array, ...]]:
-    """Return the `Source` of a matmul's input, and its arrays: x itself, or the RMSNorm of `norm_inputs`, if any."""
+    """Return the `Source` of a matmul's input and its arguments: x itself if epsilon is None, else RMSNorm's inputs."""
     if epsilon is None:
         return IDENTITY, (x,)
     x, gain = norm_inputs

@@ -116,7 +116,7 @@ class QuantizedWithTranspose(NamedTuple):
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Compute `source(*arrays)`, and quantize each result and its transpose with a scale per 128 values."""
+    """Return (x, x.T), both quantized with a scale per 128 values of a row, for each x that `source` computes."""
     if not kernel_applies(arrays[0]):
         return blockwise.quantize_both(source, arrays)
     rows, columns = shape = arrays[0].shape
@@ -134,7 +134,10 @@ def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Qua
 
 
 def quantize_weight(weight: jax.Array) -> tuple[Quantized, jax.Array]:
-    """Quantize a weight with a scale per 128 x 128 values, and transpose the result; by one kernel if possible."""
+    """Return a weight [K, N] in FP8 with a scale per 128 x 128 values, and its FP8 values transposed, [N, K].
+
+    One kernel computes both, if it runs on the target device and supports the shape.
+    """
     if not kernel_applies(weight):
         return blockwise.quantize_weight_both(weight)
     rows, columns = weight.shape
@@ -187,7 +190,7 @@ def _plan(source: Source, x: jax.Array, dtype: DTypeLike, given: Sequence[AmaxHi
 def _cast_by_tiles(
     kernel: str, source: Source, arrays: Sequence[jax.Array], dtype: DTypeLike, count: int
 ) -> list[QuantizedWithTranspose]:
-    """Quantize in two passes: each tile with its own scale, then all with the scale of the largest.
+    """Quantize arrays in two passes: each tile with its own scale, then again with one scale for the whole array.
 
     Reading the FP8 tiles again moves fewer bytes than computing the operands twice.
     """
@@ -217,7 +220,7 @@ def _both(
 
 
 def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
-    """Return the update of a delayed-scaling state, passed out as its gradient: this step's maxima, then zeros.
+    """Return a delayed-scaling state's gradient (maxima in column 0, zeros elsewhere), by one kernel if possible.
 
     The magnitudes are one-dimensional arrays. XLA needs several kernels.
     """

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def group_scale(amax, limit: tl.constexpr):
-    """Return the largest power-of-two scale with which `amax` does not exceed `limit`, an FP8 format's largest number.
+    """Return the largest power of two s with amax * s <= limit, where `limit` is the largest number of an FP8 format.
 
     It equals `formats.power_of_two_scale`, for formats whose `limit` is 1.75 times a power of two.
 
@@ -39,7 +39,7 @@ def quantize_kernel(x, values, inverse, transposed_values, transposed_inverse, p
 
 @triton.jit
 def quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan: tl.constexpr):
-    """Quantize a 128 x 128 tile with a scale per row, and its transpose with a scale per column; store both.
+    """Store a 128 x 128 tile quantized with a scale per row, and its transpose quantized with a scale per tile column.
 
     Multiplied by a power of two the tile is exact in two bytes, in which it is transposed faster.
     """

@@ -1,4 +1,4 @@
-"""Activation and matmul with a Hopper kernel for the backward pass, which never writes hidden gradients to memory."""
+"""Activation and matmul whose backward pass is a Hopper kernel that keeps the hidden layer's gradient in registers."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Hopper kernel for the fused MLP's backward: multiplies d_out @ weight.T by the activation's derivative, then stores.
+"""Hopper kernel of the fused MLP's backward pass: the activation inputs' gradients, computed from d_out @ weight.T.
 
 d_hidden = d_out @ weight.T stays in registers: each piece of a tile meets the inputs of the activation there, which TMA
 has brought to shared memory meanwhile, and their gradients leave from the same place.
@@ -44,7 +44,7 @@ class _Arrays(NamedTuple):
 
 
 def _slots(product: TiledProduct, inputs: int) -> int:
-    """Return how many pieces of the activation's inputs fit into shared memory for each warpgroup."""
+    """Return how many 64 x 64 pieces of each activation input fit into one warpgroup's part of shared memory."""
     room = _PIECES_BYTES // (inputs * CONSUMERS * ROWS * PIECE * 2)
     return min(room, product.tiling.columns // PIECE)
 
@@ -115,7 +115,7 @@ def _body(
 
 
 def _part(product: TiledProduct, tile: Tile, warpgroup: Index, piece: int) -> tuple[Index, Index]:
-    """Return which rows and columns of the activation's inputs a piece of a warpgroup's half of a tile covers."""
+    """Return the slices (rows, columns) of the activation's inputs that one piece of a warpgroup's half tile covers."""
     first_row = tile.row * TILE_ROWS + warpgroup * ROWS
     first_column = tile.column * product.tiling.columns + piece * PIECE
     return pl.ds(first_row, ROWS), pl.ds(first_column, PIECE)

@@ -1,4 +1,4 @@
-"""Grouped matmul and its gradients, from the matmuls of any backend that works in tiles of rows."""
+"""Differentiable grouped matmul, built from the matmuls of any backend that works in tiles of rows."""
 
 from functools import partial
 from typing import Protocol

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def aligned_rows(rows: int, groups: int, alignment: int) -> int:
-    """Return the most rows that groups of `rows` rows in total can take, each padded to a multiple of `alignment`."""
+    """Return the most rows that `groups` groups, `rows` rows in all, take when padded to multiples of `alignment`."""
     most = rows + min(groups, rows) * (alignment - 1)
     return most // alignment * alignment
 
@@ -22,7 +22,7 @@ def group_bounds(sizes: jax.Array, alignment: int) -> tuple[jax.Array, jax.Array
 
 
 def group_of_tiles(sizes: jax.Array, alignment: int, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Return which group each tile of `alignment` rows belongs to, int32 [tiles], and how many tiles are in groups."""
+    """Return the group of each tile of `alignment` rows, int32 [tiles], and how many tiles belong to any group."""
     ends = group_bounds(sizes, alignment)[1] // alignment
     first = jnp.arange(tiles, dtype=jnp.int32)
     group = jnp.searchsorted(ends, first, side="right", method="compare_all").astype(jnp.int32)

@@ -163,7 +163,7 @@ def _run(
     load: Callable[[Index, Index], Index],
     compute: Callable[[Index, Index], Index],
 ) -> None:
-    """Call load(item, before) in the loading and compute(item, before) in the computing warpgroups, tile by tile.
+    """Loop over tiles: call load(item, before) in the loading warpgroup, compute(item, before) in the computing ones.
 
     Both return how many slices the item has; `before` counts those of the items before it.
     """
@@ -185,7 +185,7 @@ def _run(
 def _load_slices(
     kernels: Kernels, buffers: _Buffers, before: Index, count: Index, sources: Callable[[Index], tuple[list[Ref], Ref]]
 ) -> None:
-    """Load `count` slices of both operands; sources(index) returns each consumer's left one, and the right one."""
+    """Load `count` slices of both operands; sources(index) returns ([left slice of each consumer], right slice)."""
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
         acquire(buffers.empty)
@@ -205,7 +205,7 @@ def _sum_slices(
     width: int,
     operands: Callable[[Ref, Ref], tuple[Ref, Ref]],
 ) -> jax.Array:
-    """Sum the products of `count` slices of both operands, [64, width] float32 in registers."""
+    """Return the sum of the products of `count` loaded pairs of slices, [64, width] float32 in registers."""
     warpgroup = lax.axis_index("warpgroup")
 
     def of_slot(slot: Index) -> tuple[Ref, Ref]:

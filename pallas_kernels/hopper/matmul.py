@@ -98,11 +98,11 @@ class TiledProduct:
         return Ring(self.tiling.stages, self.interpret)
 
     def locate_column(self, column: Index, visit: Callable[[int, Index], None]) -> None:
-        """Call visit(operand, local_column) for the right operand that holds a given column of tiles."""
+        """Call visit(i, local_column), where i is the right-hand operand that holds the given column of tiles."""
         _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
 
     def locate_step(self, step: Index, visit: Callable[[int, Index], None]) -> None:
-        """Call visit(pair, local_step) for the operand pair to which a step along the contracted dim belongs."""
+        """Call visit(i, local_step), where i is the pair of operands that holds this step along the contracted dim."""
         _visit_part([size // DEPTH for size in self.depths], step, visit)
 
     def kernel(self, name: str, body: Callable[..., None], **parameters: Any) -> Callable[..., Any]:

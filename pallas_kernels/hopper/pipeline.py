@@ -79,7 +79,7 @@ def specialize(warpgroup: jax.Array, consumers: int, consume: Callable[[], None]
 
 @dataclass(frozen=True)
 class Ring:
-    """Circular buffer of `stages` places in shared memory, filled by one loading warpgroup and read by the others.
+    """Circular buffer of `stages` slots in shared memory, filled by the loading warpgroup, read by the computing ones.
 
     The `count`-th load of a program goes to buffer count % stages.
     """
@@ -147,7 +147,7 @@ class Ring:
         barriers: tuple[Ref, Ref],
         operands: Callable[[Index], tuple[Ref, Ref]],
     ) -> jax.Array:
-        """Run the loop of a computing warpgroup: sum the products of `count` loaded pairs of operands, in float32.
+        """Return the float32 sum of the products of `count` loaded pairs of operands: a computing warpgroup's loop.
 
         One product is always running while the next one is started; a buffer is released when its product has ended.
 

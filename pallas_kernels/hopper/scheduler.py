@@ -84,7 +84,7 @@ class TileOrder:
 
 
 def deal(total: int, programs: int, visit: Callable[[Index, Index, State], State], state: State) -> tuple[Index, State]:
-    """Loop over this program's share of `total` items, dealt out round-robin, with state = visit(number, index, state).
+    """Run state = visit(number, index, state) over this program's round-robin share of items; return (count, state).
 
     Args:
         total: Number of items of all programs.
@@ -120,7 +120,7 @@ class ClaimedTiles(NamedTuple):
 
 
 def claim_scratch(stages: int) -> ClaimedTiles:
-    """Return the types of the shared memory for claimed tiles, for a kernel with `stages` operand buffers.
+    """Return the shared-memory types of `ClaimedTiles`, for a kernel with `stages` operand buffers.
 
     The producer is at most `stages` steps, and so as many tiles, ahead of the consumers: with one slot more, none is
     overwritten before it is read.
@@ -200,7 +200,7 @@ def claim(total: int, counter: Ref, visit: Callable[[Index, Callable[[], Index]]
 
 
 def _while_below(total: int, index: Index, visit: Callable[[Index, Index], Index]) -> Index:
-    """Repeat index = visit(number, index) while it is below `total`; return how often. At most `total` times.
+    """Repeat index = visit(number, index) while index < total, at most `total` times; return the number of calls.
 
     The code of a single warp may have no loop without a bound. Of two nested bounded loops, the outer one skips what is
     left of it quickly.

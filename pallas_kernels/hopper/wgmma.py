@@ -111,7 +111,7 @@ class _InterpretedAccumulator:
 
 
 def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False) -> Result:
-    """Call `body` with accumulators for tensor-core products, one for each entry of `starts`; return its result.
+    """Return body(*accumulators), with one accumulator of tensor-core products for each entry of `starts`.
 
     Args:
         body: Takes as many `Accumulator`s as there are starts; they live in registers until it returns.
@@ -136,7 +136,7 @@ def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array
 def add_products(
     sums: tuple[jax.Array, ...], *operands: tuple[Callable[[], jax.Array], Ref], interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """Add to each of `sums` a product left() @ right on the tensor cores; left() returns an operand in registers.
+    """Return each of `sums` plus its own product left() @ right on the tensor cores; left() is an operand in registers.
 
     Each left operand is computed while the product before it runs; all products are waited for at the end. Accumulators
     that are initialized, instead of stored to as in `accumulate`, need one fence and a few registers less; their
@@ -168,7 +168,7 @@ def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> ja
 def multiply_two(
     shape: tuple[int, int], start: Callable[[Accumulator, Accumulator], None], first: Callable[[jax.Array], First]
 ) -> tuple[First, jax.Array]:
-    """Compute two products and apply `first` to the first one while the second runs; return both results.
+    """Return (first(a), b) for two tensor-core products a and b; `first` runs while b is still being computed.
 
     Args:
         shape: Shape of both products.

@@ -9,7 +9,7 @@ from pallas_kernels.target import current_target
 
 
 class HostTable:
-    """A table [rows, D] in host memory, pinned if the target is a GPU, whose rows `host_gather` returns on the device.
+    """A table [rows, D] in host memory (pinned for a GPU), from which `host_gather` copies rows to the device.
 
     Args:
         rows: number of rows.

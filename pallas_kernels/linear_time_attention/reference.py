@@ -9,7 +9,7 @@ from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
 
 
 def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], LinearState | None]:
-    """Compute linear attention for all queries and keys: [B, T, N, H], and if causal the state after the last token.
+    """Return linear attention [B, T, N, H] by its definition, and if causal the recurrent state after the last token.
 
     The whole [B, N, T, S] matrix of similarities is materialised in float32 (float64 for float64 inputs) and
     differentiated by jax. A query whose similarities sum to 0 has the output 0.
@@ -55,7 +55,7 @@ def _visible(request: LinearAttentionRequest) -> Bool[Array, "_ 1 T S"]:
 
 
 def _last_state(request: LinearAttentionRequest, key: jax.Array, weight: jax.Array, v: jax.Array) -> LinearState:
-    """Return the recurrent state after the last token: sums over the keys of its document."""
+    """Return the recurrent state after the last token: sums over the keys of that token's document."""
     start = request.state
     if request.documents is not None:
         last = request.documents[:, -1:]

@@ -47,7 +47,7 @@ def unsupported_reason(request: LinearAttentionRequest) -> str | None:
 
 
 def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], LinearState | None]:
-    """Compute linear attention in chunks: return out [B, T, N, H], and if causal the state after the last token."""
+    """Return linear attention [B, T, N, H], by chunks, and if causal the recurrent state after the last token."""
 
     def compute(
         q: jax.Array, k: jax.Array, v: jax.Array, state: LinearState | None
@@ -70,7 +70,7 @@ def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], Li
 
 
 def _cut(request: LinearAttentionRequest, q: jax.Array, k: jax.Array, v: jax.Array) -> _Chunks:
-    """Compute the features of queries and keys, cut into chunks of tokens.
+    """Return the features of queries and keys, the values and the documents, all cut into chunks of tokens.
 
     If every query sees all keys, there is one chunk, whose numbers of queries and keys may differ.
     """
@@ -120,7 +120,7 @@ def _split(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
 
 
 def _counting(request: LinearAttentionRequest, chunk: int) -> jax.Array | None:
-    """Return which keys count, neither hidden nor padding: boolean [B or 1, 1, n, C]; None if all do."""
+    """Return a mask that is False for hidden keys and padding, [B or 1, 1, n, C]; None if there are neither."""
     length = request.k.shape[1]
     if request.hidden is None and length % chunk == 0:
         return None
@@ -194,7 +194,7 @@ def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> Line
 
 
 def _combine_states(state: LinearState, new: LinearState, decay: jax.Array) -> LinearState:
-    """Add two recurrent states, the first times exp(decay), in the larger of their scales."""
+    """Return state * exp(decay) + new, for two recurrent states, stored with the larger of their scales."""
     log_scale = jnp.maximum(state.log_scale + decay, new.log_scale)
     old_scale, new_scale = jnp.exp(state.log_scale + decay - log_scale), jnp.exp(new.log_scale - log_scale)
     return LinearState(
@@ -205,7 +205,7 @@ def _combine_states(state: LinearState, new: LinearState, decay: jax.Array) -> L
 
 
 def _outputs(chunks: _Chunks, befores: list[_StateBefore], causal: bool) -> jax.Array:
-    """Compute attention of each chunk's queries to its own keys and to the states: [B, K, n, G, C, H] in float32."""
+    """Return attention of each chunk's queries to its keys and to the states `befores`, float32 [B, K, n, G, C, H]."""
     dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
     # The scores are rounded before both sums, as in any flash attention, so that the sums agree.
     rounded = dtype if chunks.v.dtype == jnp.float16 else chunks.v.dtype
@@ -236,7 +236,7 @@ def _outputs(chunks: _Chunks, befores: list[_StateBefore], causal: bool) -> jax.
 
 
 def _where_seen(before: _StateBefore, x: jax.Array, otherwise: float) -> jax.Array:
-    """Return x [B, K, n, C], or broadcastable to it, with `otherwise` for tokens that may not use the state."""
+    """Return x [B, K, n, C] with `otherwise` for tokens that may not use the recurrent state before their chunk."""
     return x if before.seen is None else jnp.where(before.seen, x, otherwise)
 
 
@@ -247,7 +247,7 @@ def _attend_all(chunks: _Chunks) -> jax.Array:
 
 
 def _multiply(query: jax.Array, state: LinearState) -> tuple[jax.Array, jax.Array]:
-    """Multiply the features of queries with the recurrent state of their chunk.
+    """Return the unnormalised attention of query features to the recurrent state, and the sums of similarities.
 
     Returns [B, K, n, G, C, H], and the sums of the similarities [B, K, n, G, C].
     """

@@ -1,1 +1,1 @@
-"""Numerics of activations, keys and values in few bits: codecs, block floating point, bipolar integers."""
+"""Quantization of activations, keys and values to few bits: codecs, block floating point, bipolar integers."""

@@ -57,7 +57,7 @@ def bipolar_matmul(x: UInt8[Array, "M K"], x_bits: int, w: UInt8[Array, "K N"], 
 
 
 def _planes(u: UInt8[Array, "..."], bits: int) -> list[tuple[Int[Array, "..."], int]]:
-    """Split bipolar integers into int8 arrays, and the factors with which these add up to the values."""
+    """Split bipolar integers into pairs (int8 array, factor) whose products add up to the integers' values."""
     if bits <= _WIDEST_IN_INT8:
         return [(decode_bipolar(u, bits).astype(jnp.int8), 1)]
     half = bits // 2

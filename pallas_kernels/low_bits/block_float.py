@@ -11,7 +11,7 @@ _LEAST = -100
 
 
 def block_exponents(largest: Float[Array, "*blocks"], bits: int) -> Int[Array, "*blocks"]:
-    """Return the power-of-two exponent of each block's step, int8, at which its largest magnitude uses all `bits`.
+    """Return each block's exponent e, int8: divided by 2^e, the block's largest magnitude needs exactly `bits` bits.
 
     With e = floor(log2(largest)) the step is 2^(e - bits + 2).
     """
@@ -20,7 +20,7 @@ def block_exponents(largest: Float[Array, "*blocks"], bits: int) -> Int[Array, "
 
 
 def round_to_steps(x: Float[Array, "..."], exponents: Int[Array, "..."], bits: int) -> Int[Array, "..."]:
-    """Quantize x in steps of 2^exponent: round to the nearest, clip to signed integers of `bits`, return int8."""
+    """Return x / 2^exponent rounded to the nearest integer and clipped to signed integers of `bits` bits, as int8."""
     limit = 2 ** (bits - 1)
     scaled = x.astype(jnp.float32) * powers_of_two(-exponents.astype(jnp.int32))
     return jnp.clip(jnp.round(scaled), -limit, limit - 1).astype(jnp.int8)

@@ -1,4 +1,4 @@
-"""`Encoded`: an array of vectors in few bits, as one pytree node, and functions for it and for plain arrays."""
+"""`Encoded`: an array of vectors quantized to few bits, as one pytree node; its functions take plain arrays too."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ Stored: TypeAlias = jax.Array | Encoded
 
 
 def map_stored(function: Callable[..., jax.Array], *stored: Stored) -> Stored:
-    """Apply a function to plain arrays, or to each stored part of quantized ones; it must not change the last dim."""
+    """Apply `function`, which must keep the last dim, to plain arrays, or to each stored part of `Encoded` ones."""
     if not isinstance(stored[0], Encoded):
         return function(*stored)
     columns = zip(*(cast(Encoded, one).parts for one in stored), strict=True)
@@ -42,7 +42,7 @@ def map_stored(function: Callable[..., jax.Array], *stored: Stored) -> Stored:
 
 
 def encode_like(stored: Stored, x: Float[Array, "*dims K H"]) -> Stored:
-    """Store x as `stored` is stored: cast to its dtype, or quantized by its codec in its channel order."""
+    """Return x in the form of `stored`: cast to its dtype, or quantized by its codec in its channel order."""
     if not isinstance(stored, Encoded):
         return x.astype(stored.dtype)
     return dataclasses.replace(stored, parts=stored.codec.encode(sort_channels(x, stored.order)))
@@ -57,7 +57,7 @@ def decode(stored: Stored, dtype: jax.typing.DTypeLike) -> Float[Array, "*dims H
 
 
 def sort_channels(x: Float[Array, "*dims N H"], order: Int[Array, "K H"] | None) -> Float[Array, "*dims N H"]:
-    """Permute the channels of N heads by `order` [K, H]; N / K consecutive heads share an order."""
+    """Permute the channels (last dim) of N heads by `order` [K, H]; N / K consecutive heads share a row of it."""
     if order is None:
         return x
     heads, width = order.shape
@@ -71,7 +71,7 @@ def sort_queries(q: Float[Array, "*dims N H"], keys: Stored) -> Float[Array, "*d
 
 
 def without_order(stored: Stored) -> Stored:
-    """Drop the channel order of quantized vectors, so that their channels count as being in stored order."""
+    """Return `stored` with its channel order dropped: channels then count as being in the order of storage."""
     return dataclasses.replace(stored, order=None) if isinstance(stored, Encoded) else stored
 
 
@@ -84,5 +84,5 @@ def round_trip(
 
 
 def stored_bytes(stored: Stored) -> int:
-    """Return the size of a stored array in bytes, without its channel order."""
+    """Return the size of a stored array in bytes, not counting its channel order."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(without_order(stored)))

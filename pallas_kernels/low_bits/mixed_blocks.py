@@ -44,7 +44,7 @@ def outlier_order(magnitudes: Float[Array, " K"]) -> Int[Array, " K"]:
 
 
 def count_wide_blocks(magnitudes: Float[Array, " K"], factor: float = 8.0) -> int:
-    """Return how many 8-bit blocks hold all outlier channels, whose magnitudes exceed `factor` times the median."""
+    """Return how many 8-bit blocks all outlier channels need; their magnitudes exceed `factor` times the median."""
     outliers = int((magnitudes > factor * jnp.median(magnitudes)).sum())
     return -(-outliers // BLOCK)
 

@@ -18,7 +18,7 @@ from pallas_kernels.target import current_target
 
 
 class NormOptions(NamedTuple):
-    """Arguments of a norm that are fixed while tracing: hashable, not differentiated."""
+    """Static arguments of a norm (epsilon, centered, offset): hashable, not differentiated."""
 
     epsilon: float
     centered: bool = False

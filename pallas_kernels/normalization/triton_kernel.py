@@ -1,4 +1,4 @@
-"""The gradients of RMSNorm and LayerNorm in one pass over memory, which also adds the residual branch's gradient."""
+"""Triton kernel for the gradients of RMSNorm and LayerNorm in one pass, which can add the residual's gradient."""
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false
@@ -8,13 +8,13 @@ import triton.language as tl
 
 @triton.jit
 def add_four(a, b, c, d, e, f, g, h):
-    """Add four pairs of values, so that one `tl.reduce` computes four sums and warps synchronize only once per row."""
+    """Add four pairs of values: combine function of a `tl.reduce` that computes four sums with one synchronization."""
     return a + e, b + f, c + g, d + h
 
 
 @triton.jit
 def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
-    """Load a row of x and of the gradients, zero-padded, and a pivot for the computation of mean and variance.
+    """Return a zero-padded row each of x, d_out and d_residual, and a pivot to subtract from x before taking sums.
 
     The pivot is a value that is subtracted from x (if centered) so that its mean is small.
     """

@@ -1,4 +1,4 @@
-"""Checked arguments of paged attention. Dims: B sequences, T new tokens, N and K heads, H width of a head."""
+"""Checked arguments of paged attention. Dims: B sequences, T new tokens, N query heads, K key heads, H head dim."""
 
 from dataclasses import dataclass
 
@@ -91,7 +91,7 @@ def make_request(
 
 
 def _value_shape(pages: AnyArray | Encoded) -> tuple[int, ...]:
-    """Return the shape of the keys or values in pages, as they are once decoded."""
+    """Return the shape [P, page, K, H] that the keys or values in `pages` have once they are decoded."""
     if not isinstance(pages, Encoded):
         return jnp.shape(pages)
     return jax.eval_shape(pages.codec.decode, pages.parts).shape

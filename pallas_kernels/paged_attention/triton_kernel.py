@@ -71,7 +71,7 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan:
 
 @triton.jit
 def combine_kernel(partial, log_sums, out, plan: tl.constexpr):
-    """Combine attention to all ranges of a sequence's keys, for one query; `out` is [B, T, N, H]."""
+    """Combine one query's attention outputs over the ranges of its sequence's keys; `out` is [B, T, N, H]."""
     padded_ranges: tl.constexpr = plan.padded_ranges
     head_dim: tl.constexpr = plan.head_dim
     sequence, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)

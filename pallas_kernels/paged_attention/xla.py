@@ -53,7 +53,7 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
 
 
 def _rows(stored: Stored, table: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Gather the keys or values of each sequence from its pages, [B, keys, K, H], decoded."""
+    """Return the keys or values of each sequence, read from its pages `table` [B, pages], decoded: [B, keys, K, H]."""
     return decode(map_stored(lambda x: x[table].reshape(len(table), -1, *x.shape[2:]), stored), dtype)
 
 
@@ -72,7 +72,7 @@ def _scores(
 
 
 def _first_block(request: PagedAttentionRequest, block: int) -> jax.Array:
-    """Return the index of the first block of keys that any query sees, from the sliding window."""
+    """Return the index of the first block of keys that any query sees; 0 if there is no sliding window."""
     if request.window is None:
         return jnp.zeros((), jnp.int32)
     first = jnp.maximum(request.lengths - request.q.shape[1] + 1 - request.window, 0)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 def apply_rotary(
     x: Float[Array, "B T N H"], cos: Float[Array, "... T half"], sin: Float[Array, "... T half"]
 ) -> Float[Array, "B T N H"]:
-    """Rotate each pair (x[i], x[i + R / 2]) of the first R elements of a head by its angle; keep the others.
+    """Rotate each pair (x[i], x[i + R / 2]) of a head's first R elements by its angle; leave other elements unchanged.
 
     Args:
         x: [B, T, N, H].

@@ -41,7 +41,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Which dim of the matrix ("out", "in" or None) each dim of a stored array follows, by array name."""
+        """Dim of the matrix ("out", "in" or None) that each dim of a stored array corresponds to, by array name."""
 
     @abstractmethod
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:

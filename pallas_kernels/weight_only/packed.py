@@ -87,7 +87,7 @@ class PackedWeight:
 
 
 def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | None:
-    """Concatenate packed weights of the same inputs along a dim of their outputs.
+    """Concatenate packed weights of the same inputs along an output dim; return None if they do not fit together.
 
     Args:
       axis: the dim, counted from the last (-1); the output dims before it must have size 1, or be none.

@@ -44,7 +44,7 @@ class Grid:
         return inputs // size
 
     def scales(self, w: Float[Array, "out in"]) -> Float[Array, "out groups"]:
-        """Return the float32 scales that cover the largest magnitude of each group; 1 for a group of zeros.
+        """Return float32 scales [out, groups] that fit each group's largest magnitude into the grid; 1 if all are 0.
 
         As in compressed-tensors, the largest magnitude is placed at half the integers' range (7.5 for 4 bits), between
         the two limits. Scales are stored in bfloat16, so their values are rounded to it here: weights are then rounded

@@ -184,7 +184,7 @@ CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
 
 
 def stored_bits(request: PackedMatmulRequest) -> int:
-    """Return the bits of an integer of the packed weight in memory, 4 or 8."""
+    """Return how many bits each integer of the packed weight takes in memory: 4 or 8."""
     return 4 if request.weight.arrays["q"].dtype == jnp.int4 else 8
 
 

@@ -53,7 +53,7 @@ sub.rn.bf16x2 $1, b, c;
 
 @triton.jit
 def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
-    """Convert stored bytes (half 0), or their low (1) or high (2) halves, to the dtype that `like` points to."""
+    """Return stored bytes (half=0), or their low (half=1) or high (half=2) 4 bits, in the dtype of `like`."""
     dtype: tl.constexpr = like.dtype.element_ty
     if plan.assembly:
         assembly: tl.constexpr = _BYTE if half == 0 else _LOW_HALF if half == 1 else _HIGH_HALF
@@ -67,7 +67,7 @@ def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
 
 @triton.jit
 def _load_activations(x, place, valid, plan: tl.constexpr):
-    """Load the activations for the integers in the low and in the high halves of bytes; the same for whole bytes."""
+    """Return the activations for integers in the low and in the high 4 bits of bytes; for 8 bits twice the same."""
     dtype: tl.constexpr = x.dtype.element_ty
     if plan.halves == 1:
         both = tl.load(x + place, valid, 0.0)
