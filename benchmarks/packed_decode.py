@@ -124,7 +124,8 @@ def measure_variant(variant: str, config: RunConfig, model: ModelConfig, args: a
         parts = step_bytes(decoder, batch, args.prompt + args.tokens // 2)
         rows.append({
             "work": f"decode {args.preset} batch {batch} prompt {args.prompt}", "variant": variant,
-            "implementation": "jaxstack", "device": jax.devices()[0].device_kind, "devices": 1, "batch": batch, "milliseconds": 1e3 * further,
+            "implementation": "jaxstack",
+            "device": jax.devices()[0].device_kind, "devices": 1, "batch": batch, "milliseconds": 1e3 * further,
             "prefill_milliseconds": 1e3 * first, "tokens_per_second_per_device": batch / further, **parts,
             **bandwidth(sum(parts.values()) / further), "peak_memory_bytes": peak_memory_bytes(),
             "backends": sorted({choice.backend for choice in choices if choice.operation == "packed_matmul"}),

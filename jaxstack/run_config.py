@@ -49,7 +49,7 @@ from jaxstack.resilience.config import ResilienceConfig
 
 
 class RunConfig(Component):
-    """The configuration of a run. The file `config.yaml` in a run directory repeats the run."""
+    """Configuration of a run, one section per component; stored as `config.yaml` in the run directory."""
 
     run: RunSection = RunSection()
     model: ModelConfig = ModelConfig()

@@ -6,7 +6,7 @@ from jaxstack.config.base import Component
 
 
 class CheckpointConfig(Component):
-    """Intervals of saving, and the number of checkpoints to keep."""
+    """Configuration of checkpoints: when to save them, and how many to keep."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 

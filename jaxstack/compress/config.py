@@ -9,7 +9,7 @@ from jaxstack.config.base import Component
 
 
 class CalibrationConfig(Component):
-    """Calibration text, for methods that look at the inputs of layers."""
+    """Configuration of the calibration text, for compression methods that measure the inputs of layers."""
 
     sequences: int = Field(default=128, ge=1)
     """Number of sequences."""

@@ -31,7 +31,7 @@ else:
 
 
 class CompressionConfig(Component):
-    """Weights that are trained in a compressed form, so that their export loses little."""
+    """Configuration of compressed training: which weights are trained in which compressed form."""
 
     rules: tuple[AnyRule, ...] = ()
     """The first rule whose path occurs in a weight's path (as decoder/layers/3/mlp/down_proj/kernel) decides. Rules of

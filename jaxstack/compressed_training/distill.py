@@ -32,7 +32,7 @@ Model = TypeVar("Model", bound=Transformer)
 
 
 class DistillConfig(Component):
-    """A teacher, from whose predictions the run learns."""
+    """Configuration of distillation: the teacher model, its weight in the loss, and the temperature."""
 
     teacher: str | None = None
     """Run directory or Hugging Face checkpoint of a model with the same tokenizer; null: no teacher."""

@@ -50,7 +50,7 @@ class RunSection(Component):
 
 
 class BatchRamp(Component):
-    """Growth of the batch by doublings."""
+    """Configuration of the batch-size ramp: when the batch size doubles, and how the learning rate follows."""
 
     double_at_tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, max_length=20)
     """Numbers of tokens after which the batch doubles. The last doubling reaches train.global_batch_size, so k of them

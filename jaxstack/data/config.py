@@ -10,7 +10,7 @@ from jaxstack.data.augmentations import AnyTextAugmentation
 
 
 class TokenizerConfig(Component):
-    """Choice of the tokenizer. Each adds a document-start id that no text can produce."""
+    """Configuration of the tokenizer. Every kind of tokenizer has a document-start id that no text can produce."""
 
     name: Literal["auto", "byte", "bpe", "file"] = "auto"
     """byte: 256 bytes; bpe: byte-level BPE trained on the training documents; file: a tokenizer.json.
@@ -33,7 +33,7 @@ class TokenizerConfig(Component):
 
 
 class SourceConfig(Component):
-    """A source of documents and its share in the mixture."""
+    """Configuration of one source of documents: its path, its format, and its weight in the mixture."""
 
     path: Annotated[str, Field(min_length=1)] = "stdlib"
     """`stdlib`, `synthetic`, a file, a directory, a glob (also with **), a URL, or a directory of prepared shards,
@@ -48,7 +48,7 @@ class SourceConfig(Component):
 
 
 class ChatConfig(Component):
-    """Template and training targets of chats, for sources of format chat."""
+    """Configuration of sources of format chat: the chat template, and which answers are trained on."""
 
     template: str = "auto"
     """auto: the tokenizer's own; chatml, llama3, gemma; a file with a Jinja template; none: plain prompt and
@@ -71,7 +71,7 @@ class ChatConfig(Component):
 
 
 class DataConfig(Component):
-    """Data for training and evaluation. The default is real text that every machine has."""
+    """Configuration of the data for training and evaluation. The default source is Python's standard library."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(),)
     """The training mixture."""

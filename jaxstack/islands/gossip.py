@@ -14,7 +14,7 @@ Weights = tuple[tuple[int, float], ...]
 
 
 class Gossip(IslandMethod):
-    """Gossip averaging with neighbours (Lian et al. 2017, arXiv:1705.09056): islands agree only in the limit."""
+    """Gossip (Lian et al. 2017, arXiv:1705.09056): each island averages its parameters with a few others."""
 
     name: Literal["gossip"] = "gossip"
     graph: Literal["ring", "exponential"] = "exponential"

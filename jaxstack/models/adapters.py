@@ -28,7 +28,7 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 class AdapterRule(PathRule):
-    """Adapter of the dense layers whose weight has a matching path, as decoder/layers/3/mlp/down_proj/kernel."""
+    """Adapter settings (method, rank, alpha) of the dense layers whose weight path matches the rule."""
 
     method: Literal["lora", "dora"] = "lora"
     rank: int = Field(default=16, ge=1)
@@ -39,7 +39,7 @@ class AdapterRule(PathRule):
 
 
 class AdapterConfig(Component):
-    """Adapters of a model. With adapters, all other parameters are frozen unless `optimizer.groups` says otherwise."""
+    """Configuration of a model's adapters. All other parameters are frozen unless `optimizer.groups` says otherwise."""
 
     rules: tuple[AdapterRule, ...] = ()
     """The first rule whose path occurs in the path of a dense layer's weight decides on its adapter; without a matching

@@ -18,7 +18,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class RopeScaling(Component):
-    """Scaling of rotary frequencies for contexts longer than the one trained on."""
+    """Configuration of RoPE scaling, for contexts longer than the one that the model was trained on."""
 
     rope_type: Literal["linear", "llama3"]
     """`linear`: divide all frequencies by `factor`; `llama3`: depending on their wavelength, as in Llama 3.1."""

@@ -8,7 +8,7 @@ from jaxstack.config.base import Component
 
 
 class ObserveConfig(Component):
-    """Section `observe` of a run's configuration."""
+    """Configuration of what a run records and shows: metrics, trackers, profile and progress (section `observe`)."""
 
     log_every: int = Field(default=10, ge=1)
     """Number of steps between two logged lines; throughput is the mean over them."""

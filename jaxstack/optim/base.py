@@ -61,7 +61,7 @@ class StepOptimizer(optax.GradientTransformationExtraArgs):
 
 
 class GroupRule(PathRule):
-    """Optimizer settings of the parameters whose path matches."""
+    """Configuration of the parameters whose path matches: learning-rate factor, weight decay, frozen or not."""
 
     learning_rate_scale: float = Field(default=1.0, ge=0)
     """Factor of the scheduled learning rate."""
@@ -73,7 +73,7 @@ class GroupRule(PathRule):
 
 
 class Optimizer(Component):
-    """Base class of optimizers. A subclass has its own file, a `name` and a `core`, and is listed in `OPTIMIZERS`.
+    """Base class of optimizer configurations; a subclass has its own file, `name` and `core`, listed in `OPTIMIZERS`.
 
     The chain around `core` is the same for all: clip by global norm, core, decoupled weight decay, learning rate.
     """

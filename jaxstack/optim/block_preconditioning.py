@@ -21,7 +21,7 @@ exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST
 
 
 class BlockOptimizer(MatrixOptimizer):
-    """Base of optimizers that cut each matrix into blocks, each with a left and a right preconditioner.
+    """Base configuration of optimizers that cut matrices into blocks, each with a left and a right preconditioner.
 
     The factors of a block with the gradient G are moving averages of G G^T and G^T G. A subclass derives a matrix from
     each factor (a root or a basis), recomputed every `refresh_every` steps on the device that stores the block.

@@ -14,7 +14,7 @@ from jaxstack.tree_rules import check_patterns, map_by_path, match
 
 
 class MatrixRule(PathRule):
-    """Rule for parameters whose path matches: which of the last dims form a matrix; leading dims are batch dims."""
+    """Rule for parameters whose path matches a pattern: how many of their last dims form the two sides of a matrix."""
 
     inputs: int = Field(default=1, ge=1)
     """Number of dims, before the output dims, that are summed over."""

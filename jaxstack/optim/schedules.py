@@ -83,7 +83,7 @@ class Cosine(Schedule):
 
 
 class WarmupStableDecay(Schedule):
-    """WSD (Hu et al. 2024): the peak, then a decay over the last steps of the run.
+    """Warmup-stable-decay (WSD, Hu et al. 2024): the peak rate, then a decay over the last steps of the run.
 
     Before the decay the rate does not depend on the length of the run, so a run can be made longer, and a decay can
     begin at any kept checkpoint (`run.branch_from`).

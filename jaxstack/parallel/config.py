@@ -17,7 +17,7 @@ ISLANDS = "islands"
 
 
 class ParallelConfig(Component):
-    """Degrees of parallelism. They multiply to the number of devices; one of them may be -1 ("the rest").
+    """Degrees of parallelism, whose product is the number of devices; one may be -1 (all remaining devices).
 
     `parallel: auto` in place of the section lets the planner choose them.
     """

@@ -14,13 +14,13 @@ _PROJECTIONS = r"/(attention/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)/kernel$"
 
 
 class Fp8Rule(PathRule):
-    """Choice of matmuls in FP8, by the weight's path: decoder/layers/3/mlp/down_proj/kernel, scanned or not."""
+    """Rule whether matmuls run in FP8, by the path of the weight, e.g. decoder/layers/3/mlp/down_proj/kernel."""
 
     fp8: bool
 
 
 class PrecisionConfig(Component):
-    """Compute dtype and low-precision recipe."""
+    """Configuration of numeric precision: dtypes of computation, gradient sums and KV cache, and the FP8 recipe."""
 
     compute: Literal["bfloat16", "float32"] | None = Field(default=None)
     """Dtype of activations and of the weights' working copies; default: bfloat16 on a GPU, float32 on a CPU."""

@@ -7,7 +7,7 @@ from jaxstack.resilience.save_interval import LLAMA3_HOURS
 
 
 class ResilienceConfig(Component):
-    """Limits after which a run stops, and the expected rate of failures."""
+    """Reaction of a run to failures: limits on skipped steps and waiting, replica checks, expected failure rate."""
 
     max_skipped_steps: int = Field(default=10, ge=1)
     """Largest number of steps in a row that may be skipped because their loss or gradients are not finite, or spike.

@@ -6,7 +6,7 @@ from jaxstack.config.base import Component
 
 
 class EngineConfig(Component):
-    """Limits of the engine: concurrent requests, tokens per request and step, and memory of the KV cache."""
+    """Configuration of the engine: limits on requests and tokens, memory of the KV cache, speculative decoding."""
 
     slots: int = Field(default=16, ge=1)
     """Largest number of requests that are decoded at a time; further ones wait in the queue (`queue`)."""
@@ -46,7 +46,7 @@ class EngineConfig(Component):
 
 
 class ServerConfig(Component):
-    """Limits of the HTTP server."""
+    """Configuration of the HTTP server: limits on requests, shutdown time, chat template."""
 
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     """Largest size of a request's body in bytes."""
@@ -64,7 +64,7 @@ class ServerConfig(Component):
 
 
 class ServeConfig(Component):
-    """Configuration of `jaxstack.serve`."""
+    """Configuration of `jaxstack.serve`: the serving engine and the HTTP server."""
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()

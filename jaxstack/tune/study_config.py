@@ -12,7 +12,7 @@ from jaxstack.errors import ConfigError
 
 
 class StudyConfig(Component):
-    """A search over values of a configuration. Each trial is an ordinary training run with its own directory."""
+    """Configuration of a hyperparameter study: which configuration values are searched, in how many trials, and how."""
 
     name: str = "study"
     """Name of the study; its directory is `run.dir`/name. Default: the name of the study file."""

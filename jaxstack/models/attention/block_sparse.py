@@ -28,7 +28,7 @@ class Pattern(Component):
 
 
 class StridedPattern(Pattern):
-    """Layout with the nearest blocks and every stride-th one (Child et al. 2019)."""
+    """Query blocks attend to the nearest key blocks and every stride-th earlier one (Child et al. 2019)."""
 
     name: Literal["strided"] = "strided"
     local: int = Field(default=4, ge=1)

@@ -44,7 +44,7 @@ class ProjectedCache(NamedTuple):
 
 
 class ProjectedAttention(AttentionKind):
-    """Causal softmax attention within the query's block and to summaries of all earlier blocks.
+    """Causal softmax attention to the keys of the query's block and to a few projected keys of each earlier block.
 
     A summary is a learned weighted sum of a block's keys (or values), as in Linformer (Wang et al. 2020,
     arXiv:2006.04768) with one projection for all heads. Linformer projects the whole sequence, which is not causal:

@@ -21,7 +21,7 @@ from pallas_kernels.attention.masks import Mask
 
 
 class SoftmaxAttention(MaskedSoftmax):
-    """softmax(q k^T) v (Vaswani et al. 2017), by the first backend that supports the call."""
+    """Softmax attention, softmax(q k^T) v (Vaswani et al. 2017), by the first backend that supports the arguments."""
 
     name: Literal["softmax"] = "softmax"
 

@@ -8,7 +8,7 @@ from jaxstack.config.base import Component
 
 
 class MoEConfig(Component):
-    """Mixture of experts in place of the feed-forward sublayers. Left out of a model, all of them are dense."""
+    """Configuration of a mixture of experts that replaces the feed-forward sublayers; left out: all are dense."""
 
     num_experts: int = Field(ge=1, le=2**16)
     """Number of routed experts per layer."""

@@ -14,7 +14,7 @@ _SMALLEST_SCALE = 1e-3
 
 
 class Adafactor(Optimizer):
-    """Second moments factored into rows and columns (Shazeer & Stern 2018). State: O(rows + columns) per matrix."""
+    """Adafactor: second moments factored into rows and columns (Shazeer & Stern 2018). State: O(rows + columns)."""
 
     name: Literal["adafactor"] = "adafactor"
     learning_rate: float = Field(default=1e-2, gt=0)
