@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): an outer optimizer applies the mean of the islands' changes."""
+"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): an outer optimizer applies the mean of device groups' changes."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -20,7 +20,7 @@ class OuterSGD(IslandMethod):
     """Nesterov momentum of the outer optimizer."""
 
     def step(self, anchor: jax.Array, velocity: jax.Array, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Take one Nesterov step along the islands' mean change; return the new parameter and velocity.
+        """Take one Nesterov step along the device groups' mean change; return the new parameter and velocity.
 
         Args:
           anchor: the parameter at the last exchange.
