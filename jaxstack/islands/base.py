@@ -70,7 +70,7 @@ class OverlappedExchange(Exchange, Protocol):
 
 
 class IslandMethod(Component):
-    """Base class of the methods that synchronise islands; each has a file and a `name`, and is listed in `METHODS`."""
+    """Base class of the methods that synchronise islands (device groups): one file each, all listed in `METHODS`."""
 
     every: int = Field(default=30, ge=1)
     """Steps from one exchange of the parameters to the next."""
