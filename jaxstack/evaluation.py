@@ -30,7 +30,7 @@ class HeldOutData(Protocol):
     def held_out_batches(
         self, *, batch_size: int, rows: Sequence[int] | np.ndarray, max_tokens: int | None
     ) -> Iterator[HostBatch]:
-        """Yield this process's `rows` of each held-out batch; `max_tokens` limits the predicted tokens in total."""
+        """Yield the rows at indices `rows` of each held-out batch; `max_tokens` limits predicted tokens in total."""
         ...
 
 

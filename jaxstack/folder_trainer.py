@@ -58,7 +58,7 @@ class FolderTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> FolderExchange:
-        """The `FolderExchange` that averages parameter changes over all islands through files in the shared folder."""
+        """The `FolderExchange` that averages parameter changes over all runs through files in the shared folder."""
         return self._method.build(self._method.count, {})
 
     def _run_state(self, state: TrainState) -> TrainState:
@@ -76,7 +76,7 @@ class FolderTrainer(Trainer):
 
     @property
     def state(self) -> TrainState:
-        """The train state; `outer.shared` has parameters and the outer momentum as of the last averaging of islands."""
+        """The train state; `outer.shared` has parameters and outer momentum as of the last averaging over runs."""
         return super().state
 
     @state.setter
@@ -93,24 +93,24 @@ class FolderTrainer(Trainer):
         self.state = state
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes, dtypes and shardings of this island's rows of a batch; see `Trainer.peek_batch`."""
+        """Return shapes, dtypes and shardings of this run's rows of a batch; see `Trainer.peek_batch`."""
         size = self.train.global_batch_size
         batch = peek(self.data, global_batch_size=size * self._method.count, rows=self._rows(), start=start)
         return abstract_batch(batch, self.rules, size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:
-        """Yield this island's rows of each batch, whose rows are split over the islands; see `Trainer.batches`."""
+        """Yield this run's rows of each batch, whose rows are split over the islands (runs); see `Trainer.batches`."""
         size = self.train.global_batch_size
         host = self.data.batches(global_batch_size=size * self._method.count, rows=self._rows(), start=start)
         yield from self.placement.stream(host, size, size)
 
     def _rows(self) -> Any:
-        """Return the numbers of the rows that this process loads of each batch; a batch has the rows of all islands."""
+        """Return the indices of the rows that this process loads of each batch, whose rows are split over the runs."""
         size = self.train.global_batch_size
         return self.placement.local_rows(size) + self._method.island * size
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
-        """Take one training step, then exchange parameters with the other islands if an exchange is due."""
+        """Take one training step, then exchange parameters with the other islands (runs) if an exchange is due."""
         taken = int(jax.device_get(self.state.step)) if self._taken is None else self._taken
         metrics = super().train_step(batch)
         self._taken = taken + 1
@@ -124,7 +124,7 @@ class FolderTrainer(Trainer):
         return metrics
 
     def describe(self) -> dict[str, Any]:
-        """Describe as plain JSON what the compiled step runs, and how many bytes the islands exchange per averaging."""
+        """Describe as plain JSON what the compiled step runs, and how many bytes the runs exchange per averaging."""
         trained = self.module.split_frozen(self.state.params)[0]
         size = sum(x.nbytes for x in local_arrays(trained)) // jax.local_device_count()
         described = {**self._method.model_dump(mode="json"), "step_bytes": 0, "exchange_bytes": [size]}

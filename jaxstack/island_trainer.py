@@ -57,13 +57,13 @@ class IslandSteps(StepFunctions):
         return _map_own(one, state)
 
     def beside(self, exchange: OverlappedExchange, phase: int) -> "IslandSteps":
-        """Return a copy whose train step, while computing, runs one phase of `exchange` (averaging between islands)."""
+        """Return a copy whose train step also runs one phase of `exchange` (averaging over device groups) meanwhile."""
         other = copy.copy(self)
         other._beside = exchange, phase
         return other
 
     def synchronous(self) -> "IslandSteps":
-        """Return a copy whose train step sums gradients over all islands, as ordinary data parallelism does."""
+        """Return a copy whose train step sums gradients over all islands (device groups), as data parallelism does."""
         other = copy.copy(self)
         other._synchronous = True
         return other
@@ -75,7 +75,7 @@ class IslandSteps(StepFunctions):
         return dataclasses.replace(sums, gradients=total[0], loss=total[1], count=total[2])
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one optimizer step on each island; each metric is an array [islands]."""
+        """Take one optimizer step on each island (group of devices with a model copy); metrics are arrays [islands]."""
 
         def own(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             new, metrics = self._own_step(_map_own(lambda x: x[0], state), batch)
@@ -84,7 +84,7 @@ class IslandSteps(StepFunctions):
         return self._on_each(own, (_SPECS, _OWN), (_SPECS, _OWN))(state, dict(batch))
 
     def _own_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take one island's train step, overlapped with communication between islands if `beside` has added it."""
+        """Take the train step of one island (device group), overlapped with communication if `beside` has added it."""
         key = jax.random.fold_in(state.key, jax.lax.axis_index(ISLANDS))
         new, metrics = super().train_step(state._replace(key=key), batch)
         new = new._replace(key=state.key, outer=state.outer)
@@ -99,7 +99,7 @@ class IslandSteps(StepFunctions):
         return new._replace(params=params, outer=outer), metrics
 
     def exchange(self, communicate: Communicate, state: TrainState) -> TrainState:
-        """Return the train state after `communicate` has exchanged (e.g. averaged) the islands' trained parameters."""
+        """Return the train state after `communicate` has exchanged (e.g. averaged) parameters between device groups."""
 
         def own(state: TrainState) -> TrainState:
             state = _map_own(lambda x: x[0], state)
@@ -111,7 +111,7 @@ class IslandSteps(StepFunctions):
         return self._on_each(own, (_SPECS,), _SPECS)(state)
 
     def eval_step(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
-        """Return the loss sum and item count of a held-out batch, of which each island evaluates a part."""
+        """Return the loss sum and item count of a held-out batch, which is split over the islands (device groups)."""
         evaluate = super().eval_step
 
         def own(params: Dict, non_params: Dict, batch: Batch) -> LossSum:
@@ -168,7 +168,7 @@ class IslandTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> Exchange:
-        """Object that synchronises the islands' parameters, e.g. by averaging, built from the configured method.
+        """Object that synchronises the parameters of islands (device groups), e.g. by averaging, as configured.
 
         Raises:
           ConfigError: the method does not suit the number of islands.
@@ -199,7 +199,7 @@ class IslandTrainer(Trainer):
 
     @property
     def state(self) -> TrainState:
-        """The train state of all islands; parameters and optimizer state have a leading dim [islands]."""
+        """The train state of all islands (device groups); parameters and optimizer state have leading dim [islands]."""
         return super().state
 
     @state.setter
@@ -207,7 +207,7 @@ class IslandTrainer(Trainer):
         self._state, self._taken = state, None
 
     def _mean(self, state: TrainState) -> tuple[Dict, Dict, jax.Array]:
-        """Return parameters and other variables averaged over islands, and the islands' RMS distance from that mean."""
+        """Return parameters and other variables averaged over device groups, and the groups' RMS distance from it."""
         params, non_params = jax.tree.map(_mean_of_first, (state.params, state.non_params))
         squares = lambda x, mean: jnp.sum(jnp.mean((x - mean) ** 2, 0))  # noqa: E731
         trained = lambda tree: self.module.split_frozen(tree)[0]  # noqa: E731
@@ -221,13 +221,13 @@ class IslandTrainer(Trainer):
 
     @property
     def trained_module(self) -> Any:
-        """The module with the mean of all islands' current parameters."""
+        """The module with the mean of the current parameters of all islands (device groups)."""
         params, non_params, _ = self._compiled_mean(self.state)
         return self.module.merge(params, non_params)
 
     @property
     def stored_state(self) -> TrainState:
-        """The train state in the form that checkpoints have: `params` and `non_params` are means over islands.
+        """The train state as in checkpoints: `params` and `non_params` are means over islands (device groups).
 
         Each island's own values are in `outer.own`.
         """
@@ -251,7 +251,7 @@ class IslandTrainer(Trainer):
         return _with_means(self.shardings, one.params, one.non_params)
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
-        """Compile the train step and the communication between islands, see `Trainer.compile`."""
+        """Compile the train step and the communication between islands (device groups), see `Trainer.compile`."""
         step = super().compile(batch, create_state=create_state)
         exchange, state = self.exchange, self.abstract_state
         if self._method.synchronous_steps:
@@ -276,7 +276,7 @@ class IslandTrainer(Trainer):
         return lowered.compile(compiler_options=self.compiler_options)
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
-        """Take one step on each island, with the parameter exchange between islands if one is due at this step."""
+        """Take one step on each island (device group), with the parameter exchange between them if one is due."""
         if self.program.compiled is None:
             self.compile({k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()})
         taken = int(jax.device_get(self.state.step)) if self._taken is None else self._taken
@@ -302,18 +302,18 @@ class IslandTrainer(Trainer):
         return metrics
 
     def _due(self, step: int) -> int | None:
-        """Return which phase of the parameter exchange between islands is due after a step; None if none is due."""
+        """Return which phase of the parameter exchange between islands (device groups) is due after a step, or None."""
         return self.exchange.due(step) if step > self._method.synchronous_steps else None
 
     def bytes_of_steps(self, steps: int) -> float:
-        """Return how many bytes each device sends to other islands in the first `steps` steps of a run."""
+        """Return how many bytes each device sends to other islands (device groups) in a run's first `steps` steps."""
         known, first = self.describe()["islands"], min(steps, self._method.synchronous_steps)
         phases = [phase for step in range(1, steps + 1) if (phase := self._due(step)) is not None]
         sent = sum(known["exchange_bytes"][phase] for phase in phases)
         return first * known["synchronous_bytes"] + (steps - first) * known["step_bytes"] + sent
 
     def read(self, metrics: Metrics) -> dict[str, float]:
-        """Wait for the metrics of a step; return them as numbers, averaged over the islands of this process.
+        """Wait for the metrics of a step; return them as numbers, averaged over this process's islands (device groups).
 
         `count` is the sum and `skipped` the largest; the loss is the mean over items.
         """
@@ -326,7 +326,7 @@ class IslandTrainer(Trainer):
     def evaluate(
         self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """Return the held-out loss of the islands' mean parameters, and the islands' distance from that mean.
+        """Return the held-out loss of the device groups' mean parameters, and the groups' distance from that mean.
 
         The latter, `eval_island_distance`, is the root of the mean square of their Euclidean distances.
         """
@@ -337,7 +337,7 @@ class IslandTrainer(Trainer):
         return None if values is None else {**values, "eval_island_distance": float(distance)}
 
     def describe(self) -> dict[str, Any]:
-        """Return what the compiled programs run and how many bytes they send between islands, see `Trainer.describe`.
+        """Return the result of `Trainer.describe`, and how many bytes islands (device groups) send each other.
 
         `islands` has the bytes that each device sends to other islands: in a step, in the exchanges, and in each of
         the synchronous steps.
@@ -354,7 +354,7 @@ class IslandTrainer(Trainer):
 
 
 def bytes_between_islands(program: jax.stages.Compiled | None, axes: Mapping[str, int]) -> int:
-    """Return how many bytes each device sends to other islands when a compiled program runs once.
+    """Return how many bytes each device sends to other islands (device groups) when a compiled program runs once.
 
     Args:
       program: the program.
@@ -365,19 +365,19 @@ def bytes_between_islands(program: jax.stages.Compiled | None, axes: Mapping[str
 
 
 def _per_island(x: jax.Array) -> np.ndarray:
-    """Return the values that an array [islands] holds for the islands of this process."""
+    """Return the values that an array [islands] holds for the islands (device groups) of this process."""
     shards = {shard.index[0].start: shard.data for shard in x.addressable_shards}
     return np.array([jax.device_get(value).item() for value in shards.values()])
 
 
 def _with_means(state: TrainState, params: Any, non_params: Any) -> TrainState:
-    """Return the state as checkpoints store it: the given means, and each island's own values in `outer.own`."""
+    """Return the state for checkpoints: the given means, and in `outer.own` each island's (device group's) values."""
     own = {**state.outer.own, "params": state.params, "non_params": state.non_params}
     return state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
 
 
 def _map_own(function: Callable[[Any], Any], state: TrainState) -> TrainState:
-    """Return the train state with `function` applied to the arrays that differ between islands, such as parameters."""
+    """Return the train state with `function` applied to arrays that differ between device groups, e.g. parameters."""
     own = {name: jax.tree.map(function, getattr(state, name)) for name in _OWN_FIELDS}
     outer = state.outer._replace(own=jax.tree.map(function, state.outer.own))
     return state._replace(**own, outer=outer)

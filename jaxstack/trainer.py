@@ -217,7 +217,7 @@ class Trainer:
             self.state = self._state
 
     def _take_teacher(self) -> Dict:
-        """Return the teacher's parameters for a new train state: from `set_teacher`, or else from the current state."""
+        """Return the distillation teacher's parameters for a new state: from `set_teacher`, or from the old state."""
         teacher, self._teacher = self._teacher, {}
         return teacher or (split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
 

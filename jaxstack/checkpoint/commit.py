@@ -91,7 +91,7 @@ def _merge_parts(staging: Path, count: int) -> dict[str, str]:
 
 
 def make_index(step: int, specs: dict[str, LeafSpec], extra: object) -> dict[str, Any]:
-    """Return the content of checkpoint.json: step, versions, extra data, and the shape and dtype of each leaf.
+    """Return the content of checkpoint.json: step, jax and orbax versions, extra data, each leaf's shape and dtype.
 
     Raises:
       JaxstackError: `extra` is not plain JSON.

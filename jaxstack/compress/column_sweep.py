@@ -154,7 +154,10 @@ class Prune:
     def start_block(
         self, data: None, w: Float[Array, "out block"], diagonal: Float[Array, " block"], start: Int[Array, ""] | int
     ) -> Bool[Array, "out block"]:
-        """Return the mask [out, block] of the weights to prune; for n:m patterns all False, as `column` fills it in."""
+        """Return the mask of the weights to prune in a block of columns; n:m patterns start with all False.
+
+        For them `column` chooses the weights, at the first column of each group.
+        """
         if self.pattern.keep_of is not None:
             return jnp.zeros(w.shape, bool)
         return self.pattern.zeros(jnp.square(w / diagonal))
@@ -203,7 +206,7 @@ class Round:
         diagonal: Float[Array, " block"],
         i: Int[Array, ""] | int,
     ) -> tuple[Float[Array, " out"], Float[Array, "out block"]]:
-        """Return column i rounded to the grid, and the block's scales unchanged."""
+        """Return column i rounded to the grid, and the block's scales as given, since rounding does not change them."""
         old, scale = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (w, state))
         return self.grid.dequantize(self.grid.quantize(old, scale), scale)[:, 0], state
 

@@ -182,7 +182,7 @@ class _Run:
 
 
 def _kernels(block: Block) -> dict[str, int]:
-    """Return the number of input dims of each dense kernel of a block, by path such as `mlp/up_proj/kernel`."""
+    """Return {path: number of its leading dims that are contracted with the input} for the dense kernels of a block."""
     return {f"{path}/kernel": layer.contracted for path, layer in dense_layers(block).items()}
 
 

@@ -112,7 +112,7 @@ def assign(w: Float[Array, "out in"], settings: Clustering) -> tuple[Int[Array, 
 
 
 def stored_bytes(weights: int, matrices: int, bits: int) -> int:
-    """Return the bytes of clustered matrices on disk: the packed indices, and a table of bfloat16 for each matrix."""
+    """Return how many bytes clustered matrices take on disk: packed indices, and a bfloat16 table for each matrix."""
     return -(-weights * bits // 8) + matrices * 2**bits * 2
 
 

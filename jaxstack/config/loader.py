@@ -338,7 +338,7 @@ def _hint(path: Sequence[str], owner: type[BaseModel], code: str, found: object)
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
-    """Return the keys in the file, and the component, to which pydantic's location of a problem refers.
+    """Translate pydantic's location of an error to the keys in the file and the configuration class of the last key.
 
     Returns:
       The keys as in the file, and the component that has the last of them.

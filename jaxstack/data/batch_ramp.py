@@ -87,7 +87,7 @@ class BatchSizes:
         return phase.first_row + (step - phase.first_step) * phase.rows
 
     def steps_left(self, done: int) -> float:
-        """Return the remaining training after `done` steps, in steps of the current batch size."""
+        """Return how many steps of the current batch size would cover the rows left to train on after `done` steps."""
         if done >= self._train.steps:
             return 0.0
         return (self.rows_before(self._train.steps) - self.rows_before(done)) / self.rows(max(done - 1, 0))

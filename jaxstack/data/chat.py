@@ -92,7 +92,7 @@ class Chats:
 
 
 def open_chats(config: ChatConfig, tokenizer: Tokenizer) -> Chats:
-    """Return the settings for encoding chats, with the template that the configuration names.
+    """Return a `Chats`: tokenizer, chat template and configuration, with which a run's chats are encoded.
 
     Raises:
       ConfigError: the template does not exist.

@@ -98,7 +98,7 @@ def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -
 
 
 def shared_keys(saved: object, found: object) -> Any:
-    """Return `found` without keys missing from `saved`, at every depth, as later versions may have added keys."""
+    """Return `found` without keys missing from `saved`, at every depth, as later releases may have added keys."""
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
         return {key: shared_keys(saved[key], value) for key, value in found.items() if key in saved}
     return found

@@ -79,7 +79,7 @@ class Data:
         self._augment = self._augmenter()
 
     def _augmenter(self) -> Augmenter:
-        """Return the configured augmentations as one function of a training row, checked against the kinds of data."""
+        """Return the `Augmenter` of the configured augmentations; raise an error if one does not suit the data."""
         chats = any(isinstance(rows, ExampleRows) for rows in self._rows)
         ids = Vocabulary(self.tokenizer.document_start, self.tokenizer.vocab_size)
         chosen, packing = self._config.augmentations, self._config.packing
@@ -162,7 +162,7 @@ class Data:
         return self._source_listing
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
-        """Yield this process's `rows` of each global training batch, endlessly, beginning with batch number `start`.
+        """Yield endlessly the rows at indices `rows` of each global training batch, from batch number `start` on.
 
         Grain's workers read ahead; they stop when the iterator is closed.
 
@@ -177,7 +177,7 @@ class Data:
         return read_batches(self._batches(global_batch_size, rows, start), self._workers)
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Return this process's `rows` of one global training batch, read in the calling thread; see `batches`."""
+        """Return the rows at indices `rows` of one global training batch, read in the calling thread; see `batches`."""
         return self._batches(global_batch_size, rows, number)[0]
 
     def _batches(self, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> TrainingBatches:

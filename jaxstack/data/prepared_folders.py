@@ -30,7 +30,7 @@ class PreparedFolder(Protocol):
         ...
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that made the shards, checked against the index."""
+        """Load the tokenizer that made the shards; raise an error if its hash differs from the one in index.json."""
         ...
 
     def open_split(self, split: str) -> TokenStream:

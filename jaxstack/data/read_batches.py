@@ -149,17 +149,17 @@ class ParallelBatches:
         self._function, self._workers = function, WorkerOptions(threads, 0, ahead)
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
-        """Yield this process's `rows` of each batch of the function, endlessly, beginning with batch number `start`."""
+        """Yield endlessly the rows at indices `rows` of the batches that the function returns, from number `start`."""
         return read_batches(_FunctionBatches(self._function, rows, global_batch_size, start), self._workers)
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Return this process's `rows` of batch number `number`, read in the calling thread."""
+        """Return the rows at indices `rows` of batch number `number`, read in the calling thread."""
         return _FunctionBatches(self._function, rows, global_batch_size, number)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _FunctionBatches:
-    """Data source for Grain whose item i is `rows` of the batch that a user's function returns for step `start` + i."""
+    """Data source for Grain: item i has the rows `rows` of the batch that a user's function returns for `start` + i."""
 
     function: Callable[[int], HostBatch]
     rows: Sequence[int] | np.ndarray

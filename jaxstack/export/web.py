@@ -1,4 +1,4 @@
-"""Export of a model to a folder with a web page that runs it in the browser, in WebAssembly that the page generates."""
+"""Export of a model to a folder with a web page, whose JavaScript runs it in the browser by WebAssembly or WebGPU."""
 
 import json
 import shutil

@@ -145,7 +145,7 @@ class CompressedModule(FunctionalModule):
 
 
 def compress_in_training(module: object, rules: Sequence[WeightRule]) -> FunctionalModule:
-    """Wrap a module for `Trainer` so that its weights are compressed by rules in every training step.
+    """Wrap a module for `Trainer` so that its weights are compressed (e.g. quantized) in every training step.
 
     Args:
       module: an NNX module, whose values are the initial ones, or a function of `nnx.Rngs` that makes one.

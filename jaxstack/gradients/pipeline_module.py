@@ -148,7 +148,7 @@ class StagedModule(FunctionalModule):
         return structure.unflatten(found)
 
     def _is_stack(self, x: Any, wanted: Any, rows: int) -> bool:
-        """Return True if a leaf of the train state has a value for each layer, not one for a whole stack of layers."""
+        """Return True if a leaf of the train state has a leading dim over layers; False if all layers share it."""
         return x.shape != wanted.shape if self.unrolled else x.ndim > 0 and x.shape[0] == rows
 
     def _staged_name(self, name: str) -> tuple[str, int | None]:

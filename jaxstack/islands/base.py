@@ -18,7 +18,7 @@ Dict = dict[str, Any]
 
 
 class OuterState(NamedTuple):
-    """State of a method that synchronises islands, such as momentum: arrays common to all islands, and per island."""
+    """State of a method that synchronises islands (device groups): arrays common to all, and arrays per island."""
 
     shared: Dict
     """Arrays that are equal on all islands."""
@@ -37,7 +37,7 @@ class Exchange(Protocol):
     """Number of phases, which are counted from 0."""
 
     def init(self, params: Dict) -> OuterState:
-        """Return the method's initial state, given the parameters with which all islands start."""
+        """Return the method's initial state, given the parameters with which all islands (device groups) start."""
         ...
 
     def due(self, step: int) -> int | None:
@@ -45,13 +45,13 @@ class Exchange(Protocol):
         ...
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Exchange parameters with other islands; return this island's new parameters and the new state."""
+        """Exchange parameters with other islands (device groups); return this island's parameters and the new state."""
         ...
 
 
 @runtime_checkable
 class OverlappedExchange(Exchange, Protocol):
-    """Interface of an exchange between islands whose communication runs while the next train step computes.
+    """Interface of an exchange between islands (device groups) that communicates while the next train step computes.
 
     `send` and `merge` take the place of the call. `send` communicates the parameters from before that step while the
     step computes. `merge` runs `delay` steps after the step for which `due` returned the phase.
@@ -65,12 +65,12 @@ class OverlappedExchange(Exchange, Protocol):
         ...
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Return this island's parameters, merged with the result of `send`; needs no communication."""
+        """Return this island's (device group's) parameters, merged with the result of `send`; communicates nothing."""
         ...
 
 
 class IslandMethod(Component):
-    """Base class of the methods that synchronise islands; each has a file and a `name`, and is listed in `METHODS`."""
+    """Base class of the methods that synchronise islands (device groups): one file each, all listed in `METHODS`."""
 
     every: int = Field(default=30, ge=1)
     """Steps from one exchange of the parameters to the next."""
@@ -79,13 +79,13 @@ class IslandMethod(Component):
     and exchanges begin afterwards (post-local SGD, Lin et al. 2020, arXiv:1808.07217)."""
 
     def problem(self, islands: int) -> str | None:
-        """Return why the method cannot be used with this number of islands, and a remedy; None if it can."""
+        """Return why the method cannot be used with this number of device groups, and a remedy; None if it can."""
         del islands
         return None
 
     @abstractmethod
     def build(self, islands: int, stacked: Mapping[str, Any]) -> Exchange:
-        """Return the object that runs this method's parameter exchange between the given number of islands.
+        """Return the object that runs this method's parameter exchange between `islands` groups of devices.
 
         Args:
           islands: number of islands.

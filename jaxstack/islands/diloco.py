@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): an outer optimizer applies the mean of the islands' changes."""
+"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): an outer optimizer applies the mean of device groups' changes."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -20,7 +20,7 @@ class OuterSGD(IslandMethod):
     """Nesterov momentum of the outer optimizer."""
 
     def step(self, anchor: jax.Array, velocity: jax.Array, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Take one Nesterov step along the islands' mean change; return the new parameter and velocity.
+        """Take one Nesterov step along the device groups' mean change; return the new parameter and velocity.
 
         Args:
           anchor: the parameter at the last exchange.
@@ -46,7 +46,7 @@ class DiLoCo(OuterSGD):
 
 
 class DiLoCoExchange:
-    """DiLoCo's exchange: averages parameter changes over islands, and applies the mean with an outer optimizer.
+    """DiLoCo's exchange: averages parameter changes over islands (device groups); an outer optimizer applies the mean.
 
     Args:
       settings: interval and outer optimizer.
@@ -69,13 +69,13 @@ class DiLoCoExchange:
         return None if step % self._settings.every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Average parameter changes over islands; return the new common parameters and the new state."""
+        """Average parameter changes over islands (device groups); return new common parameters and the new state."""
         progress = jax.tree.map(jnp.subtract, state.shared["anchor"], params)
         progress, kept = self._reduction(progress, state)
         return self.apply(progress, OuterState({**state.shared, **kept.shared}, kept.own))
 
     def apply(self, progress: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Apply the islands' mean parameter change with Nesterov SGD; return the new parameters and state."""
+        """Apply the device groups' mean parameter change by Nesterov SGD; return the new parameters and state."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
         stepped = jax.tree.map(self._settings.step, anchor, velocity, progress)
         anchor, velocity = jax.tree.transpose(jax.tree.structure(anchor), jax.tree.structure((0, 0)), stepped)

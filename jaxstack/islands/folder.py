@@ -76,7 +76,7 @@ class FolderExchange(DiLoCoExchange):
         super().__init__(settings, self.mean)
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Run this exchange, then those that other islands have finished since; return the new parameters and state."""
+        """Run this exchange, then those that other islands (runs) have finished since; return parameters and state."""
         params, state = super().__call__(phase, params, state)
         late = 0
         while self.mean.is_closed(int(state.shared["round"])):
@@ -110,7 +110,7 @@ class FolderMean:
         return OuterState({"round": jnp.zeros((), jnp.int32)}, {})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Write this island's changes to a file, wait for other islands' files; return the mean and the new state."""
+        """Write this run's changes to a file, wait for other runs' files; return the mean and the new state."""
         number = int(state.shared["round"])
         if number == 0:
             self._check_start(state.shared["anchor"])
@@ -129,7 +129,7 @@ class FolderMean:
         return self.read(tree, state)
 
     def read(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Average the islands' files of a completed exchange; return the mean, sharded as `tree`, and the new state.
+        """Average the runs' files of a completed exchange; return the mean, sharded as `tree`, and the new state.
 
         Raises:
           JaxstackError: its files are deleted or damaged.
@@ -147,7 +147,7 @@ class FolderMean:
         return with_local_arrays(tree, mean), after
 
     def is_closed(self, number: int) -> bool:
-        """Return True if it is settled which islands take part in exchange `number`, so that its mean can be read."""
+        """Return True if it is settled which runs take part in exchange `number`, so that its mean can be read."""
         return (self._folder(number) / "members.json").exists()
 
     def _lost(self, number: int, reason: object) -> JaxstackError:
@@ -158,7 +158,7 @@ class FolderMean:
         )
 
     def _wait(self, number: int) -> None:
-        """Wait for the islands' files of an exchange until all exist or time is up; record which islands take part."""
+        """Wait for the runs' files of an exchange until all exist or time is up; record which runs take part."""
         settings = self._settings
         seconds = settings.wait_seconds * (1 if self._waited_for_all else _FIRST_WAIT)
         deadline = time.monotonic() + seconds
@@ -177,18 +177,18 @@ class FolderMean:
         self._waited_for_all = True
 
     def _awaited(self, number: int) -> set[int]:
-        """Return the indices of the islands whose files exchange `number` waits for."""
+        """Return the indices of the islands (runs) whose files exchange `number` waits for."""
         islands = range(self._settings.count)
         if not self._waited_for_all or number == 0:
             return set(islands)
         return {island for island in islands if self._is_present(number - 1, island)} | {self._settings.island}
 
     def _close(self, number: int, members: list[int]) -> None:
-        """Record which islands' changes count in an exchange, unless another process has done so already."""
+        """Record which islands' (runs') changes count in an exchange, unless another process has done so already."""
         write_once(self._folder(number) / "members.json", json.dumps(members), self._writer)
 
     def _check_start(self, params: Dict) -> None:
-        """Check that the folder belongs to islands with the same initial parameters and outer optimizer.
+        """Check that the folder belongs to runs with the same initial parameters and outer optimizer.
 
         Raises:
           ConfigError: it does not.

@@ -35,14 +35,14 @@ class Gossip(IslandMethod):
 
 
 def mixing_weights(graph: str, islands: int) -> list[Weights]:
-    """Return, per phase, pairs (shift, weight): how much island i takes of the parameters of island i + shift."""
+    """Return, per phase, pairs (shift, weight): how much device group i takes of the parameters of group i + shift."""
     if graph == "ring":
         return [((0, 1 / 3), (1, 1 / 3), (-1, 1 / 3)) if islands > 2 else ((0, 0.5), (1, 0.5))]
     return [((0, 0.5), (1 << turn, 0.5)) for turn in range(islands.bit_length() - 1)]
 
 
 def mixing_matrix(weights: Weights, islands: int) -> np.ndarray:
-    """Return the matrix W of one gossip exchange: island i's parameters become the sum over j of W[i, j] x_j."""
+    """Return the matrix W of one gossip exchange: device group i's parameters become the sum over j of W[i, j] x_j."""
     matrix = np.zeros((islands, islands))
     for shift, weight in weights:
         matrix += weight * np.roll(np.eye(islands), shift, axis=1)
@@ -50,7 +50,7 @@ def mixing_matrix(weights: Weights, islands: int) -> np.ndarray:
 
 
 class GossipExchange:
-    """Gossip averaging between islands: one collective permute of the parameters for each neighbour.
+    """Gossip averaging between islands (device groups): one collective permute of the parameters per neighbour.
 
     Args:
       every: steps between two exchanges.
@@ -71,7 +71,7 @@ class GossipExchange:
         return None if step % self._every else (step // self._every - 1) % self.phases
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Replace the island's parameters by the weighted mean of its own and its neighbours' ones."""
+        """Replace an island's (device group's) parameters by the weighted mean of its own and its neighbours' ones."""
 
         def mix(x: jax.Array) -> jax.Array:
             return sum(
@@ -82,6 +82,6 @@ class GossipExchange:
         return jax.tree.map(mix, params), state
 
     def _from(self, x: jax.Array, shift: int) -> jax.Array:
-        """Return array x of island i + `shift`, where i is this island's index in the ring of islands."""
+        """Return array x of device group i + `shift`, where i is this group's index in the ring of groups (islands)."""
         pairs = [(source, (source - shift) % self._islands) for source in range(self._islands)]
         return jax.lax.ppermute(x, ISLANDS, pairs)

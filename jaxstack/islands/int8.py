@@ -1,4 +1,4 @@
-"""The mean over islands with 8-bit communication: a reduce-scatter and an all-gather of quantized values."""
+"""The mean over islands (device groups) with 8-bit communication: reduce-scatter and all-gather of quantized values."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ _LARGEST = 127
 
 
 class Int8Mean:
-    """Averages arrays over islands, sending each value only twice, in int8, for any number of islands.
+    """Averages arrays over any number of islands (device groups), sending each value only twice, in int8.
 
     An array is cut along its longest dim, except for the last one, that the number of islands divides; each island
     averages one piece of it. A row (along the last dim) has one float32 scale, so that a value is rounded by at most
@@ -29,7 +29,7 @@ class Int8Mean:
         return OuterState({}, {})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean of a tree of arrays over islands, and the unchanged state."""
+        """Return the mean of a tree over islands (device groups), sent as int8, and `state`, which it does not use."""
         return jax.tree.map(self._mean, tree), state
 
     def _mean(self, x: jax.Array) -> jax.Array:
@@ -44,7 +44,7 @@ class Int8Mean:
         return jnp.concatenate(list(gathered), axis=dim)
 
     def cut(self, shape: tuple[int, ...]) -> int | None:
-        """Choose the dim along which to split an array over islands; None if none fits (it is averaged unquantized)."""
+        """Choose the dim along which to split an array over device groups; None if none fits (it is not quantized)."""
         # The last dim is that of the scales; the pieces' rows stay whole.
         dims = [d for d in range(len(shape) - 1) if shape[d] % self._islands == 0 and shape[d]]
         return max(dims, key=lambda d: shape[d], default=None)

@@ -1,4 +1,4 @@
-"""Local SGD (Stich 2019, arXiv:1805.09767): islands train separately, and average their parameters now and then."""
+"""Local SGD (Stich 2019, arXiv:1805.09767): device groups train separately, and average parameters now and then."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -19,7 +19,7 @@ class LocalSGD(IslandMethod):
 
 
 class MeanExchange:
-    """Local SGD's parameter exchange: one all-reduce, which averages the parameters over islands.
+    """Local SGD's parameter exchange: one all-reduce, which averages the parameters over islands (device groups).
 
     Args:
       every: steps between two exchanges.
@@ -39,5 +39,5 @@ class MeanExchange:
         return None if step % self._every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Replace the island's parameters by their mean over all islands."""
+        """Replace the parameters of an island (device group) by their mean over all islands."""
         return jax.lax.pmean(params, ISLANDS), state

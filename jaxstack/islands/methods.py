@@ -1,4 +1,4 @@
-"""The registry of methods for training on islands (DiLoCo, gossip, local SGD, ...): each is one file, listed here."""
+"""The registry of methods for training on islands (device groups): DiLoCo, gossip, ..., each one file listed here."""
 
 import functools
 import operator

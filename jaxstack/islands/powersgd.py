@@ -1,4 +1,4 @@
-"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): the mean over islands, communicated as low-rank factors.
+"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): the mean over device groups, communicated as low-rank factors.
 
 Dims: m x n a matrix; leading dims, such as layers and experts, are those of a batch of matrices; r the rank.
 """
@@ -35,7 +35,7 @@ class MatrixShape(NamedTuple):
 
 
 class PowerSGD:
-    """Averages matrices over islands by communicating low-rank factors P [m, r] and Q [n, r], with error feedback.
+    """Averages matrices over device groups by exchanging low-rank factors P [m, r] and Q [n, r], with error feedback.
 
     Each island adds to its matrix what the factors left out last time (`error`). An exchange starts from the
     Q of the last one (`factors`). Vectors, and matrices that are not larger than their factors, are averaged exactly.
@@ -48,7 +48,7 @@ class PowerSGD:
         self._rank = rank
 
     def init(self, tree: Dict) -> OuterState:
-        """Return the initial state: per compressed parameter a random Q, equal on all islands, and a zero error."""
+        """Return the initial state: per compressed parameter a random Q, equal in all device groups, and zero error."""
         factors, errors = {}, {}
         for path, x in flatten(tree).items():
             shape = self.matrix_shape("/".join(path), x)
@@ -59,7 +59,7 @@ class PowerSGD:
         return OuterState({"factors": nest(factors.items())}, {"error": nest(errors.items())})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean of a tree of arrays over islands, and the state with new factors and errors."""
+        """Return the mean of a tree over islands (device groups), and the state with new factors and errors."""
         factors, errors = flatten(state.shared["factors"]), flatten(state.own["error"])
         means = flatten(tree)
         for path, x in means.items():
@@ -84,7 +84,7 @@ class PowerSGD:
 
 
 def low_rank_mean(own: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Average matrices over islands through low-rank factors; return mean, next factor, and this island's error.
+    """Average matrices over device groups by low-rank factors; return mean, next factor, and this group's error.
 
     Args:
       own: this island's matrices [..., m, n].

@@ -49,7 +49,7 @@ class StreamingDiLoCo(OuterSGD):
 
 
 class StreamingExchange:
-    """Streaming DiLoCo's exchange between islands, of one fragment (part of the model's layers) at a time.
+    """Streaming DiLoCo's exchange between islands (device groups), of one part of the model's layers at a time.
 
     Phase p exchanges fragment p. The state is that of DiLoCo.
 
@@ -74,7 +74,7 @@ class StreamingExchange:
         return starts.get(step % every)
 
     def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Average the changes of one part of the model over islands, apply Nesterov SGD to it; return the new state."""
+        """Average changes of one part of the model over device groups, and apply Nesterov SGD; return the new state."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
         own = self._parts(phase, jax.tree.map(jnp.subtract, anchor, params))
         progress, _ = self._reduction(own, OuterState({}, {}))
@@ -85,7 +85,7 @@ class StreamingExchange:
         return OuterState({"anchor": anchor, "velocity": velocity}, {})
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Return the parameters, in one part of the model mixed from the island's own and the synchronised values."""
+        """Return the parameters, in one part of the model mixed from the device group's own and the common ones."""
         own, anchors = self._parts(phase, params), self._parts(phase, state.shared["anchor"])
         keep = self._settings.mixing
         return self._replaced(phase, params, {name: keep * x + (1 - keep) * anchors[name] for name, x in own.items()})
@@ -96,7 +96,7 @@ class StreamingExchange:
         return self.merge(phase, params, state), state
 
     def _parts(self, phase: int, tree: Dict) -> dict[str, jax.Array]:
-        """Return path -> array (of a layer stack: some layers) for the parameters of fragment `phase` of the model."""
+        """Return {path: array} of the parameters in one part of the model; of stacked layers only those in the part."""
         parts: dict[str, jax.Array] = {}
 
         def add(path: str, x: jax.Array, stacked: bool, owner: int) -> None:
@@ -119,7 +119,10 @@ class StreamingExchange:
         return map_by_path(replace, tree, self._stacked)
 
     def _owners(self, tree: Dict) -> Dict:
-        """Return the fragment number of each unstacked array: its layer's, or else that of the smallest fragment."""
+        """Return the number of the fragment (part of the model) to which each unstacked array belongs.
+
+        It is that of the array's layer, or else the smallest fragment.
+        """
         sizes = [0] * self.phases
         rest: list[tuple[int, str]] = []
         owner: dict[str, int] = {}

@@ -21,7 +21,7 @@ _SECONDS = 120
 
 
 def check() -> None:
-    """Check that versions, commit and devices match on all processes, and time an all-reduce; process 0 prints results.
+    """Check that package versions, commit and devices match on all processes, time an all-reduce, print the results.
 
     Raises:
       JaxstackError: the processes differ, or one of them does not answer in two minutes.
@@ -83,7 +83,7 @@ def describe_gpus() -> str:
 
 
 def main() -> int:
-    """Run the preflight check, and return its exit code."""
+    """Check before a run that all processes agree and that their devices can communicate; return the exit code."""
 
     def body() -> None:
         with ExitOnSignal("jaxstack launch --preflight"):

@@ -48,7 +48,7 @@ def same_stacking(source: ModelConfig, target: ModelConfig) -> bool:
 
 
 def _layer_groups(config: ModelConfig) -> list[tuple[list[int], bool]]:
-    """Return for each entry of the model's layer list the indices of its layers, and True if they are stacked."""
+    """Return for each item of the model's layer list the indices of its layers, and True if it is a stack of layers."""
     decoder = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))).decoder
     return [(list(decoder.layer_numbers(index)), index in decoder.scanned) for index in range(len(decoder.layers))]
 

@@ -93,7 +93,7 @@ class Stack(nnx.Module):
         self.remat = config.remat
 
     def layer_numbers(self, index: int) -> range:
-        """Return the position in the model, counted from 0, of each layer that the entry `layers[index]` holds."""
+        """Return the positions in the model, from 0, of the layers in `layers[index]`; a stack has several layers."""
         if index in self.scanned:
             return range(index, self.start + self.period * self.repeats, self.period)
         number = index if index < self.start + self.period else index + self.period * (self.repeats - 1)

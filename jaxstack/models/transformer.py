@@ -243,7 +243,7 @@ class Transformer(nnx.Module):
         return x[0], layers or []
 
     def _layer_caches(self, make: Callable[[Attention], LayerCache]) -> list[LayerCache]:
-        """Create a decoding cache for each entry of the model's layer list, by calling `make`."""
+        """Create a decoding cache for each item (layer or stack) of the model's layer list, by calling `make`."""
         stack = self.decoder
 
         def empty(index: int) -> LayerCache:

@@ -211,7 +211,7 @@ class EnergyMeter:
             return values
 
     def _power(self, joules: float, tokens_per_second: float | None) -> dict[str, float]:
-        """Return mean power since the last call and energy per token, by metric name; empty if not measured since."""
+        """Return {metric: value}: mean power since the last call, energy per token; {} if there is no new sample."""
         since, before = self._watts_since
         if self._last_time <= since:
             return {}

@@ -1,4 +1,4 @@
-"""Describes the environment of a run, as `environment.json` records it: versions, devices, flags."""
+"""Describes the environment of a run, as `environment.json` records it: package versions, devices, flags."""
 
 import datetime
 import importlib.metadata
@@ -33,7 +33,7 @@ HIDDEN = "(hidden)"
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, devices, host, commit, flags and command line of this process, as plain JSON.
+    """Return package versions, devices, host, commit, flags and command line of this process, as plain JSON.
 
     Initializes the JAX backend. Secrets are left out: only listed environment variables are recorded, and values of
     arguments that look like a key, a token or a password are replaced by `(hidden)`.
@@ -62,7 +62,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def write_environment(run_dir: str | Path, **sections: Any) -> dict[str, Any]:
-    """Write `environment.json`, with this process's versions, devices and flags, into a run directory.
+    """Write `environment.json`, with this process's package versions, devices and flags, into a run directory.
 
     Args:
       run_dir: the run directory.

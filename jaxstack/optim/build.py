@@ -129,7 +129,7 @@ def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str
 
 
 def is_load_signal(path: str) -> bool:
-    """Return True if a path is that of an expert-balancing bias, whose gradient entry holds the experts' loads."""
+    """Return True if a path is that of an expert-balancing bias, whose gradient is replaced by the experts' loads."""
     return match(path, ((BALANCE, True), (".*", False)))
 
 

@@ -168,7 +168,7 @@ def _context_for(
     scattering: Sequence[jax.Array],
     unsuitable: str | None,
 ) -> ShardingContext | None:
-    """Return the current sharding context if the overlapping kernels are to be used, else None; record the choice.
+    """Choose and record if kernels overlap these matmuls with communication; return sharding rules if so, else None.
 
     Args:
       operation: the name under which the choice is recorded.

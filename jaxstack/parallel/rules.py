@@ -189,7 +189,7 @@ class AxisRules:
         return PartitionSpec(*rows, *(length if any(length) else ()))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """Return the NamedSharding of `spec` on this mesh."""
+        """Return the NamedSharding on this mesh of `spec`, a PartitionSpec of mesh axes."""
         return NamedSharding(self.mesh, spec)
 
     @property

@@ -95,7 +95,7 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, context: ShardingContext, x: jax.Array, parameters: Parameters) -> "_Layout":
-        """Return the sharding of tokens x [B, T, D] and of these parameters by the rules of a sharding context."""
+        """Return how the sharding rules in `context` split the tokens x [B, T, D] and the experts' parameters."""
         rules, sizes = context.rules, context.rules.mesh.shape
         free = set(rules.mesh.axis_names) - rules.manual
         free = free if any(sizes[a] > 1 for a in free) else set()

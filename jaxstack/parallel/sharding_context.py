@@ -31,7 +31,7 @@ class ShardingContext:
     parameters: TracedParameters = TracedParameters()
 
     def within(self, manual: Sequence[str]) -> "ShardingContext":
-        """Return the sharding context to use inside a `shard_map` that is manual over these mesh axes."""
+        """Return these rules and settings for use inside a `shard_map` that is manual over the given mesh axes."""
         return dataclasses.replace(self, rules=self.rules.within(manual))
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
@@ -45,7 +45,7 @@ class ShardingContext:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the current sharding context for a `with` block, which must be inside the traced function."""
+        """Make these rules and settings current in a `with` block, which must be inside the traced function."""
         token = _current.set(self)
         try:
             yield
@@ -70,7 +70,7 @@ def logical_axis_rules(rules: AxisRules | Mesh, layout: StepLayout | None = None
 
 
 def current_context() -> ShardingContext | None:
-    """Return the innermost active sharding context, or None if there is none."""
+    """Return the sharding rules and settings of the innermost `with` block that sets them, or None if there is none."""
     return _current.get()
 
 

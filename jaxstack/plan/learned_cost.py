@@ -88,7 +88,7 @@ class LearnedCost:
     bounds: tuple[float, float]
 
     def predict(self, features: ProgramFeatures, peak_flops: float, bandwidth: float) -> float:
-        """Return the predicted run time of a program, in seconds.
+        """Return the predicted run time of a compiled program, in seconds.
 
         Args:
           features: of the compiled program.

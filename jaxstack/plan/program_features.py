@@ -54,7 +54,7 @@ class ProgramFeatures:
         return max(sum(times), 1e-9)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the features as plain JSON."""
+        """Return the program's FLOPs, bytes and other features as plain JSON, which `from_json` reads."""
         return dataclasses.asdict(self)
 
     @classmethod

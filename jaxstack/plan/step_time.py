@@ -128,7 +128,7 @@ class StepModel:
         return {"matmul": flops / rate, "elementwise": moved / self._memory_rate}
 
     def _rate(self, layouts: LayoutTable, narrow: Floats, *, bf16: bool = False) -> Floats:
-        """Return the FLOP/s that matmuls with the smallest dim `narrow` reach, for each layout."""
+        """Return, for each parallel layout, the FLOP/s reached by matmuls whose smallest dim is `narrow`."""
         peaks, efficiency = self.cluster.peak_tflops, self.efficiency
         wide = peaks.bfloat16 * efficiency.matmul
         fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
@@ -136,7 +136,7 @@ class StepModel:
         return 1e12 * rate * narrow / (narrow + _SMALL_DIM)
 
     def _attention_rate(self, layouts: LayoutTable) -> Floats:
-        """Return the FLOP/s that attention reaches, interpolated between the measured head_dims.
+        """Return, for each parallel layout, the FLOP/s that attention reaches, interpolated between measured head_dims.
 
         With c devices along `context` each kernel call sees one of the 2c chunks into which a sequence is cut.
         """

@@ -18,7 +18,7 @@ from jaxstack.run_config import RunConfig
 
 
 def tensor_first(fits: Callable[[int, int], bool], *, most_tensor: int, most_pipeline: int) -> tuple[int, int] | None:
-    """Return the smallest degrees (tensor, pipeline) that fit the memory, with tensor parallelism tried first.
+    """Return the smallest (tensor, pipeline) parallelism degrees that fit the memory, tensor tried first; None if none.
 
     Args:
       fits: called with degrees (tensor, pipeline); returns True if they divide the model and fit the memory.
@@ -85,7 +85,7 @@ class GptJob:
         return state_bytes * parameters + inputs + max(layer, 8 * s * v / t if p == 1 else 0.0)
 
     def layout(self, memory_bytes: float, most_tensor: int = 8) -> tuple[int, int] | None:
-        """Return the "tensor first" degrees (tensor, pipeline) for GPUs with this usable memory; None if none fit."""
+        """Return the smallest (tensor, pipeline) degrees that fit the memory, tensor tried first; None if none fit."""
 
         def fits(tensor: int, pipeline: int) -> bool:
             return self.divides(tensor, pipeline) and self.gpu_bytes(tensor, pipeline) <= memory_bytes

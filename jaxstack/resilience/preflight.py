@@ -21,7 +21,7 @@ SKEW_SECONDS = 2.0
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
-    """Check that all processes have the same versions, commit and configuration; return warnings if clocks differ.
+    """Check that package versions, commit and configuration match on all processes; return warnings if clocks differ.
 
     Args:
       settings: the run's configuration as text.

@@ -51,7 +51,7 @@ _MANY_LAYERS = 200
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """Result of training: a run that has reached its last step.
+    """Result of training: the finished run's directory, completed configuration and last logged metrics.
 
     Attributes:
       directory: the run directory; `jaxstack.run.load.load(directory)` opens it.
@@ -244,7 +244,7 @@ class _ByteBaselines:
         self._full_text: bytes | None = None
 
     def describe(self, values: Mapping[str, float], max_tokens: int | None) -> dict[str, float]:
-        """Return the perplexity of an evaluation, and its bits per byte if the held-out text is known."""
+        """Return an evaluation's perplexity, and its bits per byte if the held-out text's size in bytes is known."""
         raw = self._data.held_out_bytes(max_tokens)
         self._full_text = raw if max_tokens is None else self._full_text
         return bits_per_byte(values, len(raw))

@@ -37,7 +37,7 @@ from jaxstack.serve.step import (
 
 
 class Recent(NamedTuple):
-    """Newest tokens of each sequence, which the draft model recomputes without approximation before it drafts."""
+    """Newest tokens of each sequence, to run again as the draft model's keys and values for them are approximate."""
 
     tokens: Int[np.ndarray, "R D"]
     """At the end of each row."""

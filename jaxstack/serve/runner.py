@@ -213,7 +213,7 @@ class DraftRunner(Runner):
         return self._draft.run(rows, newest, chunks, tokens, mode, mask, self._recent(plan.decoded, len(rows)))
 
     def _recent(self, rows: Sequence[Row], count: int) -> Recent | None:
-        """Return each row's newest tokens, for an approximate draft model to recompute; None for an exact one."""
+        """Return each row's newest tokens, to recompute if the draft model's KV cache is approximate; else None."""
         if self._draft.together == 1:
             return None
         tokens, counts = np.zeros((count, self._width), np.int32), np.zeros(count, np.int32)

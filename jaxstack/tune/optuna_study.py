@@ -29,8 +29,8 @@ _CONSTRAINTS = ("memory", "failure")
 """Constraints of every ended trial, as Optuna's Gaussian process needs the same ones from all of them. A trial is
 feasible if none is positive."""
 _GOOD_SHARE = 0.15
-"""Share of the trials that TPE models as the good ones. With Optuna's own, 0.1, these are three after 30 trials: too few
-for five hyperparameters, by replays of recorded trials."""
+"""Share of the trials that TPE models as the good ones. With Optuna's own, 0.1, these are three after 30 trials: too
+few for five hyperparameters, by replays of recorded trials."""
 _MOST_GOOD = 25
 _WORST = 20.0
 """Value of an infeasible trial while no trial has a loss: nats per token, above those of a random model."""
@@ -215,7 +215,7 @@ class OptunaStudy:
         return self._study.get_trials(deepcopy=False)
 
     def _frozen_trial(self, number: int) -> FrozenTrial:
-        """Return the stored data of a trial."""
+        """Return the trial with this number as Optuna stores it, a `FrozenTrial`."""
         return next(trial for trial in self._trials() if trial.number == number)
 
     def _trial(self, number: int) -> optuna.Trial:

@@ -1,4 +1,4 @@
-"""Compile-time configuration of the Hopper attention kernels, and their loop over the visible tiles of a block."""
+"""Compile-time configuration of the Hopper attention kernels, and their loop over score tiles not fully masked."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The attention backward in Triton: one kernel for dQ, one for dK and dV; both skip hidden tiles.
+"""Gradients of attention in Triton: one kernel for dQ, one for dK and dV; both skip score tiles that are masked.
 
 Scores are recomputed from q, k and the log-sum-exp. Each block of a result belongs to one program, which sums in
 registers in a fixed order (over all heads of the group for dK and dV), so results are bit-equal in every run.

@@ -60,7 +60,7 @@ def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
 
 @triton.jit
 def score(products, plan: tl.constexpr):
-    """Scale and soft-cap the products q.k to scores, leaving out the last factor, `plan.output_scale`.
+    """Return the scores q.k, scaled and soft-capped, but not yet multiplied by `plan.output_scale` (the caller does).
 
     With a soft cap it is the tanh instead, computed from exp2(products * plan.input_scale).
     """

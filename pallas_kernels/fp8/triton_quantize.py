@@ -224,14 +224,14 @@ def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_
 
 @triton.jit
 def norm_of(x, inverse_rms, gain, rows, columns, plan: tl.constexpr):
-    """Return a tile of the RMSNorm x * inverse_rms * gain in the dtype of x."""
+    """Return a tile of RMSNorm's output x * inverse_rms * gain, in the dtype of x."""
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
     return (block * tl.load(inverse_rms + rows) * tl.load(gain + columns)).to(x.dtype.element_ty)
 
 
 @triton.jit
 def norm_kernel(x, inverse_rms, gain, history, values, transposed, maxima, inverse, plan: tl.constexpr):
-    """Quantize a tile of the RMSNorm x * inverse_rms [rows] * gain [columns], and its transpose, with one scale."""
+    """Quantize a tile of RMSNorm's output x * inverse_rms * gain, and its transpose, with one scale per array."""
     rows, columns = tile_indices(plan)
     block, scale = norm_of(x, inverse_rms, gain, rows, columns, plan), scale_of(history, inverse, plan)
     store_both(block, scale, values, transposed, rows, columns, plan)
@@ -240,7 +240,7 @@ def norm_kernel(x, inverse_rms, gain, history, values, transposed, maxima, inver
 
 @triton.jit
 def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
-    """Quantize the RMSNorm x * inverse_rms * gain, each tile with a scale from its own largest magnitude."""
+    """Quantize RMSNorm's output x * inverse_rms * gain, each tile with a scale from its own largest magnitude."""
     rows, columns = tile_indices(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
     store_own_scale(block, values, maxima, rows, columns, plan)
@@ -250,7 +250,7 @@ def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
 def norm_blocks_kernel(
     x, inverse_rms, gain, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of the RMSNorm x * inverse_rms * gain, and its transpose, with a scale per 128 values."""
+    """Quantize a tile of RMSNorm's output x * inverse_rms * gain, and its transpose, with a scale per 128 values."""
     rows, columns = tile_indices(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
     quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)

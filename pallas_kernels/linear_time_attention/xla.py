@@ -120,7 +120,7 @@ def _split(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
 
 
 def _counting(request: LinearAttentionRequest, chunk: int) -> jax.Array | None:
-    """Return a mask that is False for hidden keys and padding, [B or 1, 1, n, C]; None if there are neither."""
+    """Return a mask [B or 1, 1, chunks, keys], False for padding and keys that no query sees; None if all are True."""
     length = request.k.shape[1]
     if request.hidden is None and length % chunk == 0:
         return None
@@ -247,7 +247,7 @@ def _attend_all(chunks: _Chunks) -> jax.Array:
 
 
 def _multiply(query: jax.Array, state: LinearState) -> tuple[jax.Array, jax.Array]:
-    """Return the unnormalised attention of query features to the recurrent state, and the sums of similarities.
+    """Return numerator and denominator of the queries' attention to the state: sums of weighted values, and of weights.
 
     Returns [B, K, n, G, C, H], and the sums of the similarities [B, K, n, G, C].
     """

@@ -1,1 +1,1 @@
-"""RMSNorm and LayerNorm with gradients in one pass over memory."""
+"""RMSNorm and LayerNorm, whose backward computes all gradients in one pass over memory."""

@@ -52,7 +52,7 @@ class Change(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationBlock:
-    """A Transformer layer during calibration, for methods that change several of its weights together.
+    """A Transformer layer's weights and input statistics, for methods that change several of its weights together.
 
     Attributes:
       config: configuration of the model.

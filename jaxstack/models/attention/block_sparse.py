@@ -81,7 +81,7 @@ class BigBirdPattern(Pattern):
 
 
 class BlockSparseAttention(MaskedSoftmax):
-    """Causal softmax attention to the blocks of a pattern, which covers the whole row even if documents are packed."""
+    """Causal softmax attention restricted to the blocks of a pattern, which covers whole rows of packed documents."""
 
     name: Literal["block_sparse"] = "block_sparse"
     pattern: Annotated[StridedPattern | FixedPattern | BigBirdPattern, Field(discriminator="name")] = BigBirdPattern()

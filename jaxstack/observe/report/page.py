@@ -135,7 +135,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _lead(environment: Mapping[str, Any], metrics: Mapping[str, Series]) -> str:
-    """Return the line under the report's title: devices, version, start."""
+    """Return the line under the report's title: devices, version of jax, start."""
     parts = []
     kinds = environment.get("device_kinds")
     if isinstance(kinds, list) and kinds:

@@ -113,7 +113,7 @@ def dequantize(codes: UInt8[Array, "..."], scales: Float[Array, "..."], signed: 
 
 
 def _blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Return (x as [..., blocks, values of a block], padded with zeros; shape of the array of block scales)."""
+    """Split x into blocks, padded with zeros; return [..., blocks, block size] and the shape of the blocks' scales."""
     *before, rows, last = shape
     if last < BLOCK and BLOCK % last == 0 and rows % (BLOCK // last) == 0:
         count = rows * last // BLOCK

@@ -54,7 +54,7 @@ class SplitBackward:
 def split_backward(
     layer: SplitLayer, weights: Any, x: Any, shared: Any, index: Any, at_once: Any = None
 ) -> SplitBackward:
-    """Split a layer's backward pass in two: gradients of input and weight vectors first, of weight matrices later.
+    """Split a layer's backward pass: first gradients of its input and vectors (norm scales, ...), later of matrices.
 
     `weights`, `x`, `shared` and `index` are arguments of the layer, or their shapes.
 

@@ -84,7 +84,7 @@ class _Builder:
         self.columns["arriving_gradient"][:] = self.columns["ends_gradient"][:] = self.sizes[1]
 
     def _allocate(self) -> None:
-        """Assign a buffer entry to each activation, gradient and residual of each stage.
+        """Assign an index in a buffer to each activation, gradient and residual of each stage.
 
         All stages get buffers of one size: that of the stage that needs most.
         """

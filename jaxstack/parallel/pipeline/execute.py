@@ -317,7 +317,7 @@ class _Executor:
         return state._replace(dx=dx, pending=pending, totals=dataclasses.replace(state.totals, layers=total))
 
     def _weights_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
-        """Run the deferred weight-gradient tasks in a tick's last two slots, and add their gradients to the totals.
+        """Run the deferred weight-gradient tasks in a tick's last two time slots; add their gradients to the totals.
 
         Those of slot 1 have no branch in its own switch: its branches pass on the values that they read, so XLA would
         copy these.

@@ -30,7 +30,7 @@ Slot = tuple[Task | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule as a table: `ticks[t][slot][stage]` is the task that a stage runs in a slot of tick t."""
+    """A pipeline schedule as a table: `ticks[t][slot][stage]` is a stage's task in one of the time slots of tick t."""
 
     name: str
     stages: int
@@ -44,7 +44,7 @@ class Schedule:
         return any(task.kind == "W" for _, _, _, task in self.tasks())
 
     def tasks(self) -> Iterator[tuple[int, int, int, Task]]:
-        """Yield (tick, slot, stage, task) of every task, in order of time."""
+        """Yield (tick, time slot in the tick, stage, task) of every task, in order of time."""
         for tick, slots in enumerate(self.ticks):
             for slot, row in enumerate(slots):
                 for stage, task in enumerate(row):
@@ -52,7 +52,7 @@ class Schedule:
                         yield tick, slot, stage, task
 
     def when(self) -> dict[tuple[Kind, int, int], tuple[int, int]]:
-        """Return when each task runs: (kind, microbatch, virtual stage) -> (tick, slot)."""
+        """Return when each task runs: (kind, microbatch, virtual stage) -> (tick, time slot in the tick)."""
         return {
             (task.kind, task.microbatch, task.chunk * self.stages + stage): (tick, slot)
             for tick, slot, stage, task in self.tasks()

@@ -41,7 +41,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Simulate a pipeline schedule, given the time of each kind of task; a slot lasts as long as its longest task."""
+    """Return simulated time and memory of a pipeline schedule; each time slot lasts as long as its longest task."""
     costs = costs or (SPLIT_COSTS if schedule.splits_backward else COSTS)
     cost = {kind: value / schedule.chunks for kind, value in costs.items()}
     clock, spans = 0.0, []
