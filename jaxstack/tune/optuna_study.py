@@ -28,10 +28,6 @@ from jaxstack.tune.study_config import StudyConfig
 _CONSTRAINTS = ("memory", "failure")
 """Constraints of every ended trial, as Optuna's Gaussian process needs the same ones from all of them. A trial is
 feasible if none is positive."""
-_GOOD_SHARE = 0.15
-"""Share of the trials that TPE models as the good ones. With Optuna's own, 0.1, these are three after 30 trials: too
-few for five hyperparameters, by replays of recorded trials."""
-_MOST_GOOD = 25
 _WORST = 20.0
 """Value of an infeasible trial while no trial has a loss: nats per token, above those of a random model."""
 
@@ -241,11 +237,7 @@ def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSample
     if config.sampler == "gp":
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=config.random_trials)
     return optuna.samplers.TPESampler(
-        seed=seed,
-        n_startup_trials=config.random_trials,
-        multivariate=True,
-        constant_liar=True,
-        gamma=lambda trials: min(math.ceil(_GOOD_SHARE * trials), _MOST_GOOD),
+        seed=seed, n_startup_trials=config.random_trials, multivariate=True, constant_liar=True
     )
 
 
