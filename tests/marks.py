@@ -47,7 +47,8 @@ _MODULES = {"interpreted_kernel": ("test_mosaic",)}
 """Mark -> names of the test modules whose tests all get it."""
 
 KERNEL_CASES = 2
-"""Cases of each parametrized test of kernels that the default runs; further ones get the mark `exhaustive`."""
+"""Cases of each parametrized test of kernels that are not `exhaustive`. The default runs the first, the slow tests the
+others."""
 
 SLOW_CASES = 1
 """Cases of each parametrized slow test that run with the slow tests; further ones get the mark `exhaustive`."""
@@ -86,6 +87,8 @@ def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
             item.add_marker(mark)
         slow = _has_slow_mark(item) and not item.get_closest_marker("quick")
         kernel = test.startswith("tests/pallas_kernels/")
+        if kernel and cases[test] > 1:
+            item.add_marker("longer")
         if (slow and cases[test] > SLOW_CASES) or (kernel and cases[test] > KERNEL_CASES):
             item.add_marker("exhaustive")
     for tests in modules.values():

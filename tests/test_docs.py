@@ -115,6 +115,8 @@ LONG = {
     "evaluation.md": ("longer",),
     "serving.md": ("longer",),
     "kernels.md: linear_attention, performer_attention": ("longer",),
+    "huggingface.md": ("longer",),
+    "precision.md": ("longer",),
 }
 """Pages and sections whose blocks run for seconds -> their marks."""
 

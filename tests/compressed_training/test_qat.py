@@ -11,7 +11,7 @@ from jaxstack.compressed_training.qat import QatRule, round_straight_through
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.rounding_grid import Grid
 
-W = jax.random.normal(jax.random.key(0), (24, 32)) * 0.02
+W = 0.02 * np.random.default_rng(0).normal(size=(24, 32)).astype(np.float32)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 16), (3, 8)])

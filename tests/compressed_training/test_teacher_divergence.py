@@ -7,10 +7,11 @@ import pytest
 
 from jaxstack.compressed_training.teacher_divergence import DivergenceOptions, divergence_sum
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-HIDDEN, WEIGHT = jax.random.normal(KEYS[0], (7, 6)), jax.random.normal(KEYS[1], (6, 29))
-TEACHER, TEACHER_WEIGHT = jax.random.normal(KEYS[2], (7, 5)), jax.random.normal(KEYS[3], (5, 29))
-COUNTS = jnp.asarray([1.0, 0, 1, 1, 1, 0, 1])
+SHAPES = ((7, 6), (6, 29), (7, 5), (5, 29))
+HIDDEN, WEIGHT, TEACHER, TEACHER_WEIGHT = (
+    np.random.default_rng(n).normal(size=shape).astype(np.float32) for n, shape in enumerate(SHAPES)
+)
+COUNTS = np.array([1, 0, 1, 1, 1, 0, 1], np.float32)
 
 
 def whole(hidden: jax.Array, weight: jax.Array, options: DivergenceOptions) -> jax.Array:

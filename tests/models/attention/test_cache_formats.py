@@ -41,7 +41,7 @@ def test_the_setting_offers_the_formats_of_the_table():
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        pytest.param("bfp12", {}, marks=pytest.mark.quick),
+        ("bfp12", {}),
         ("int4", WINDOWS),
         ("fp8", {"attention": LongformerAttention(window=4, global_tokens=3)}),
         pytest.param("int8", {}, marks=pytest.mark.longer),

@@ -30,7 +30,9 @@ def test_the_code_is_the_published_one(signed):
 
 
 @pytest.mark.parametrize("shape, scales", [
-    ((4, 512), (4, 2)), ((3, 300), (3, 2)), ((2, 8, 64), (2, 2, 1)), ((6, 96), (6, 1)), ((2, 3, 4, 128), (2, 3, 2, 1)),
+    ((4, 512), (4, 2)), ((3, 300), (3, 2)),
+    pytest.param((2, 8, 64), (2, 2, 1), marks=pytest.mark.longer),
+    pytest.param((2, 3, 4, 128), (2, 3, 2, 1), marks=pytest.mark.longer),
 ])  # fmt: skip
 def test_values_are_rounded_to_the_nearest_of_their_block(shape, scales):
     x = normal(*shape)

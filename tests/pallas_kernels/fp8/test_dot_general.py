@@ -95,6 +95,7 @@ def test_numbers_that_fp8_holds_are_multiplied_exactly(recipe):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("recipe", ["delayed", *longer("current", "blockwise")])
 def test_several_weights_together_as_one_by_one(recipe):
     x, weights, incoming = operands()
@@ -159,6 +160,7 @@ def test_a_float32_weight_is_rounded_once_and_gets_a_float32_gradient(recipe):
     assert error(gradient, exact) < STEPS["e5m2"]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("recipe", ["delayed", *longer("current", "blockwise")])
 def test_an_mlp_of_one_piece_is_its_three_products(recipe):
     x, (gate, up), _ = operands(rows=(4, 32), inner=(64,), outputs=((128,), (128,)))
@@ -228,6 +230,7 @@ def test_a_value_that_is_not_finite_is_not_hidden(recipe, value):
     assert clipped or not jnp.isfinite(out[1, 2]).all()
 
 
+@pytest.mark.longer
 def test_an_outlier_spoils_its_own_block_only():
     x, (_, w), _ = operands(rows=(256,), inner=(256,))
     exact = x.at[0, 0].set(1e6) @ w
@@ -241,6 +244,7 @@ def test_an_outlier_spoils_its_own_block_only():
 # --- delayed scaling ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.longer
 def test_the_gradient_of_a_state_is_the_maxima_of_the_call():
     x, (_, w), (_, incoming) = operands()
     state = empty_fp8_state(3)  # with room for all of these values
@@ -344,8 +348,8 @@ def trained(loss, params, steps=30):
     return float(loss(params))
 
 
-X = jax.random.normal(jax.random.key(3), (64, 32))
-Y = jnp.sin(X @ jax.random.normal(jax.random.key(4), (32, 16)) / 4)
+X = np.random.default_rng(3).normal(size=(64, 32)).astype(np.float32)
+Y = np.sin(X @ np.random.default_rng(4).normal(size=(32, 16)).astype(np.float32) / 4)
 
 
 def test_nnx_linear_takes_it():

@@ -11,7 +11,7 @@ from pallas_kernels.weight_only.formats import IntegerFormat, powers_of_two
 from pallas_kernels.weight_only.packed import pack_block_float, pack_float8, pack_integers, pack_lookup, pack_low_rank
 
 OUT, IN = 6, 16
-W = jax.random.normal(jax.random.key(0), (OUT, IN))
+W = np.random.default_rng(0).normal(size=(OUT, IN)).astype(np.float32)
 
 
 def packed(kind: str):

@@ -7,6 +7,7 @@ import pytest
 
 from jaxstack.parallel.pipeline.backward_split import split_backward
 from jaxstack.parallel.pipeline.layer_vjp import split_layer
+from tests.marks import longer
 
 B, T, D, F = 4, 32, 64, 256
 
@@ -28,7 +29,7 @@ def flops(function, *args):
     return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [False, *longer(True)])
 def test_both_halves_together_are_the_whole(remat):
     weights, x, shared, index, gradient = arguments()
     body = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable) if remat else layer
