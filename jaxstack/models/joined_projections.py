@@ -6,6 +6,7 @@ for queries, keys and values, and one for the gate and the input of an MLP, take
 
 from collections.abc import Collection
 
+import jax
 from flax import nnx
 
 from jaxstack.models.attention_layer import Attention
@@ -30,5 +31,6 @@ def join_projections(model: nnx.Module, paths: Collection[ModulePath] | None = N
         if not isinstance(module, Attention | GatedMLP) or (paths is not None and path not in paths):
             continue
         if module.join_projections():
+            jax.block_until_ready(nnx.state(module))  # The separate matrices are freed before the next are joined.
             joined.append(path)
     return frozenset(joined)
