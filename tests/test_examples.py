@@ -22,6 +22,7 @@ def test_attention_in_somebodys_linen_model():
     assert load("attention_in_linen").main() < 1e-5
 
 
+@pytest.mark.longer
 def test_fp8_in_somebodys_models():
     found = load("fp8_in_flax").main()
     assert found["nnx"] < 0.2 and found["nnx in FP8"] == pytest.approx(found["nnx"], rel=0.1)

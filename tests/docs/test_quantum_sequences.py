@@ -27,6 +27,7 @@ def test_a_controlled_z_between_neighbours_flips_the_sign_of_11():
     assert example.controlled_z(3).tolist() == [1, 1, 1, -1, 1, 1, -1, 1]
 
 
+@pytest.mark.longer
 def test_joining_is_the_partial_trace_of_the_evolved_pair():
     box = example.circuit(jax.random.normal(jax.random.key(0), (2, 4, 3)))
     left, right = (example.pure_state(jax.random.normal(jax.random.key(k), (2, 2, 3))) for k in (1, 2))

@@ -48,6 +48,7 @@ def test_chunks_change_nothing(monkeypatch, changes, tokens):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.longer
 def test_gradients_of_weights_are_added_up_in_float32(monkeypatch):
     """In bfloat16 each of 64 chunks would round the sum."""
     params, x = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (1, 512, 8))

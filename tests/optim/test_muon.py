@@ -67,6 +67,7 @@ def test_momentum_is_nesterovs():
     np.testing.assert_allclose(updates["kernel"], wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.longer
 def test_heads_are_one_side_and_layers_and_experts_count_matrices():
     stacked = normal(3, 8, 4, 2)
     found = update_of("attention/q_proj/kernel", stacked)

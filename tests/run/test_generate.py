@@ -132,6 +132,7 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
     return lines[0]
 
 
+@pytest.mark.longer
 def test_what_does_not_fit_gets_one_message(source, converted, tmp_path, capsys):
     long = ["--run", str(source), "--prompt", as_words([5] * 70), ONE]
     assert "a prompt of 71 tokens leaves no room in the model's context of 64 tokens" in refused(capsys, *long)

@@ -42,6 +42,7 @@ def test_the_packed_weight_has_the_values_of_the_integers():
     np.testing.assert_array_equal(rows, wanted[jnp.array([3, 100])])
 
 
+@pytest.mark.longer
 def test_tiles_need_not_be_square():
     w = jax.random.normal(jax.random.key(1), (64, 128)) * jnp.exp(jax.random.normal(jax.random.key(2), (64, 1)))
     errors = []
@@ -56,6 +57,7 @@ def test_tiles_need_not_be_square():
     assert method.unsupported_reason(8, 96) == "tile_size 64 does not divide its 96 inputs; 48 does"
 
 
+@pytest.mark.longer
 def test_the_sweep_lowers_the_error_of_outputs_on_the_same_tiles():
     x = jax.random.normal(jax.random.key(3), (512, 64)) @ jax.random.normal(jax.random.key(4), (64, 64))
     w = jax.random.normal(jax.random.key(5), (64, 64))

@@ -89,6 +89,7 @@ def test_soap_is_the_papers_algorithm():
         np.testing.assert_allclose(found[path], wanted, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.longer
 def test_soap_on_blocks_of_one_value_is_adam_after_the_first_step():
     """A basis of one vector is 1 or -1."""
     core, adam = Soap(block_size=1).core(RunInfo()), optax.scale_by_adam(0.95, 0.95)

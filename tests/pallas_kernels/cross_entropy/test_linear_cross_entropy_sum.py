@@ -82,6 +82,7 @@ def test_random_leading_dims_and_chunks(leading, tokens):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.longer
 def test_terms_that_cancel_leave_roundings_of_the_terms(backend):
     """Relative to the sum itself even exactly summed terms, each rounded to float32, would err more."""
     compute = jax.jit(weighted_sum(backend))

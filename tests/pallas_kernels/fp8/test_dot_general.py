@@ -125,6 +125,7 @@ def test_dims_are_those_of_dot_general(dims):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *longer("current", "blockwise")])
+@pytest.mark.longer
 def test_what_is_asked_for_is_the_dtype(recipe):
     x, weights, _ = operands(dtype=jnp.bfloat16)
     given = states(recipe, 1)[0]
@@ -146,6 +147,7 @@ def test_a_quantized_weight_is_used_and_its_carrier_gets_the_gradient():
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *longer("current", "blockwise")])
+@pytest.mark.longer
 def test_a_float32_weight_is_rounded_once_and_gets_a_float32_gradient(recipe):
     x, (_, w), (_, incoming) = operands(dtype=jnp.float32)
     low = x.astype(jnp.bfloat16)

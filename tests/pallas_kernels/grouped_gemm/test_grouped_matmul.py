@@ -30,6 +30,7 @@ def test_error_at_most_twice_the_plain_version(name, implementation):
     check(CASES[name], implementation)
 
 
+@pytest.mark.longer
 def test_rows_of_no_group_are_zero():
     for case in (CASES["rows_of_no_group"], CASES["aligned"]):
         x, weights, _ = case.arrays()

@@ -44,6 +44,7 @@ def test_the_integer_product_is_that_of_the_rounded_values(layer):
     assert rounded.bits == 5
 
 
+@pytest.mark.longer
 def test_outliers_in_one_8_bit_block_lower_the_error(layer):
     x, w = layer
     magnitudes = jnp.abs(x).mean(0)
