@@ -1,4 +1,4 @@
-"""The command `jaxstack plan --cluster`: options, search, budget check, verification and output file."""
+"""The command `jaxstack plan --cluster`: rank a run's layouts on a cluster, and write the best as a configuration."""
 
 import dataclasses
 from pathlib import Path
