@@ -76,7 +76,7 @@ class FolderExchange(DiLoCoExchange):
         super().__init__(settings, self.mean)
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Exchange parameters with other runs through the folder, also those rounds that were missed; return the new ones."""
+        """Exchange parameters with other runs through the folder, missed rounds too; return them and the state."""
         params, state = super().__call__(phase, params, state)
         late = 0
         while self.mean.is_closed(int(state.shared["round"])):

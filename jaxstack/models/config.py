@@ -277,7 +277,7 @@ class ModelConfig(Component):
 
 @functools.lru_cache(maxsize=64)
 def _repeated_pattern(kinds: tuple[tuple[int | None, bool], ...]) -> tuple[int, int]:
-    """Return (start, period) of the repeated layers whose period, with the layers before and after them, is shortest."""
+    """Return (start, period) of the repeated layers with the fewest layers to compile: one period and the rest."""
 
     def period_of(kinds: tuple[tuple[int | None, bool], ...]) -> int:
         fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
