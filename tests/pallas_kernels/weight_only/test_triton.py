@@ -77,9 +77,10 @@ def test_compiled_for_hopper_one_kernel_reads_the_stored_weight(bits, group, row
         compiled = compile_for_hopper(packed_matmul, x, weight)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text.count('custom_call_target="triton_kernel_call"') == 1
-    # The one fusion there may be adds the partial sums of the programs that share an output.
+    # The one fusion there may be adds the partial sums of the programs that share an output, in float32.
     ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
-    assert text.count(" fusion(") == (ranges > 1) and " copy(" not in text and memory.temp_size_in_bytes < 2**20
+    assert text.count(" fusion(") == (ranges > 1) and " copy(" not in text
+    assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096
 
 
 @needs_triton
