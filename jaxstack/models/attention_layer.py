@@ -98,14 +98,13 @@ class Attention(nnx.Module):
         return magnitude_order(kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotates)
 
     def join_projections(self) -> bool:
-        """Fuse the query, key and value projections into one layer if possible; return True if they were fused.
+        """Merge the query, key and value projections into one layer if possible; return True if they were merged.
 
-        Returns:
-          True if it did; False where the cache sorts channels, for which the keys' projection is read, or where
-          `join_layers` refuses.
+        They stay apart where the cache sorts channels, for which the keys' projection is read, where `join_layers`
+        refuses, and if they were merged before.
         """
         cache_format = self.heads.cache_format
-        if cache_format is not None and cache_format.sorts_channels:
+        if self.qkv_proj is not None or (cache_format is not None and cache_format.sorts_channels):
             return False
         self.qkv_proj = join_layers((self.q_proj, self.k_proj, self.v_proj), -2)
         if self.qkv_proj is None:

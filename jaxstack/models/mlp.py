@@ -59,7 +59,9 @@ class GatedMLP(PlainMLP):
         return apply_mlp(x, (self.gate_up_proj,), lambda y: activation(*jnp.split(y, 2, -1)), self.down_proj, None)
 
     def join_projections(self) -> bool:
-        """Merge the gate and up projections into one dense layer; return False if that is not possible."""
+        """Merge the gate and up projections into one dense layer; return False if not possible, or already done."""
+        if self.gate_up_proj is not None:
+            return False
         self.gate_up_proj = join_layers((self.gate_proj, self.up_proj), -1)
         if self.gate_up_proj is None:
             return False

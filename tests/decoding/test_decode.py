@@ -59,6 +59,7 @@ def greedy(decoder) -> list[list[int]]:
 def test_joined_projections_give_the_same_tokens(greedy, degrees):
     decoder = open_decoder(**degrees)
     decoder.join_projections()
+    decoder.join_projections()  # changes nothing
     names = decoder.params["decoder"]["layers"]["0"]["attention"].keys()
     assert ("qkv_proj" in names) == ("tensor" not in degrees)
     assert run(decoder, PROMPTS, 12, GREEDY) == greedy

@@ -34,6 +34,7 @@ def test_outputs_stay_the_same(changes):
     gate_up = set() if changes.get("mlp") == "plain" else {"gate_up_proj"}
     assert kernels - {"up_proj"} == {"qkv_proj", "o_proj", "down_proj"} | gate_up
     np.testing.assert_allclose(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    assert not join_projections(model), "they are joined already"
 
 
 def pack(layer, grid: Grid) -> None:
