@@ -96,27 +96,23 @@ def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | 
       The weight whose matrix has the rows of all; None if one is not packed, if their formats or inputs differ, or if
       an array of the format does not have a row for each output.
     """
-    first = weights[0]
-    if not isinstance(first, PackedWeight) or len(first.outputs) + axis < 0:
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    place = len(packed[0].outputs) + axis if packed else -1
+    if len(packed) < len(weights) or place < 0 or math.prod(packed[0].outputs[:place]) != 1:
         return None
-    place = len(first.outputs) + axis
-    if math.prod(first.outputs[:place]) != 1 or any(dims[0] != "out" for dims in first.format.dims_of.values()):
+
+    def described(weight: PackedWeight) -> tuple[object, ...]:
+        rows = {name: (array.shape[1:], array.dtype) for name, array in weight.arrays.items()}
+        return weight.format, weight.inputs, weight.outputs[:place], weight.outputs[place + 1 :], rows
+
+    first = packed[0]
+    if any(described(weight) != described(first) for weight in packed):
         return None
-    arrays: dict[str, list[jax.Array]] = {name: [] for name in first.arrays}
-    total = 0
-    for weight in weights:
-        if not isinstance(weight, PackedWeight) or (weight.format, weight.inputs) != (first.format, first.inputs):
-            return None
-        if weight.arrays.keys() != first.arrays.keys():
-            return None
-        for name, array in weight.arrays.items():
-            arrays[name].append(array)
-            if (array.shape[1:], array.dtype) != (first.arrays[name].shape[1:], first.arrays[name].dtype):
-                return None
-        total += weight.outputs[place]
-    outputs = (*first.outputs[:place], total, *first.outputs[place + 1 :])
-    joined = {name: jnp.concatenate(parts) for name, parts in arrays.items()}
-    return PackedWeight(joined, first.format, first.inputs, outputs)
+    if any(dims[0] != "out" for dims in first.format.dims_of.values()):
+        return None
+    outputs = (*first.outputs[:place], sum(weight.outputs[place] for weight in packed), *first.outputs[place + 1 :])
+    arrays = {name: jnp.concatenate([weight.arrays[name] for weight in packed]) for name in first.arrays}
+    return PackedWeight(arrays, first.format, first.inputs, outputs)
 
 
 def pack_integers(grid: Grid, q: Int[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:
