@@ -406,9 +406,12 @@ config = DataConfig(sources=(SourceConfig(path={byte_config.sources[0].path!r}),
     tokenizer=TokenizerConfig(name="byte"), cache_dir={byte_config.cache_dir!r})
 iterator = open_data(config, sequence_length=32, seed=0).batches(global_batch_size=4, rows=range(4), start=0)
 next(iterator)
-fds = [f"/proc/self/fd/{{f}}" for f in os.listdir("/proc/self/fd")]
-links = [os.readlink(f) for f in fds if os.path.exists(f)]
-print("sockets", sum(link.startswith("socket:") for link in links))
+def target(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{{fd}}")
+    except FileNotFoundError:  # the reader's threads close files meanwhile
+        return ""
+print("sockets", sum(target(fd).startswith("socket:") for fd in os.listdir("/proc/self/fd")))
 """
     environment = {**os.environ, "ENABLE_PYGRAIN_PROMETHEUS_TELEMETRY": "true"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
