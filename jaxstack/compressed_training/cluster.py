@@ -132,9 +132,7 @@ def start_centroids(counts: jax.Array, settings: Clustering) -> tuple[jax.Array,
     k = 2**settings.bits
     centroids = quantiles(_TABLE.values, counts, (jnp.arange(k) + 0.5) / k)
     mean_square = jnp.sum(counts / jnp.sum(counts) * jnp.square(_TABLE.values))
-    temperature = jnp.maximum(settings.temperature * mean_square, jnp.finfo(jnp.float32).tiny)
-    # In a matrix of zeros, such as an empty row of a pipeline stage, squares over `tiny` would overflow to NaN.
-    return centroids, jnp.where(mean_square > 0, temperature, 1.0)
+    return centroids, jnp.maximum(settings.temperature * mean_square, jnp.finfo(jnp.float32).tiny)
 
 
 def _iterate(data: jax.Array, counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:

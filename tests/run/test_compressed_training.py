@@ -170,7 +170,7 @@ def test_a_mask_needs_zeros(folder, capsys):
             ["compression.rules=[{path: mlp, method: cluster}]", "optimizer.groups=[{path: up_proj, frozen: true}]"],
             "which optimizer.groups freezes",
         ),
-        (["compression.rules=[{path: mlp, method: cluster}]", "parallel.pipeline=2"], "does not support a pipeline"),
+        (["distill.teacher=base", "parallel.pipeline=2"], "distill.teacher does not support a pipeline"),
         (["distill.teacher=other", "compression.rules=[]"], "has a vocabulary of 64 ids"),
     ],
 )
