@@ -101,7 +101,7 @@ def test_layers_that_a_pipeline_stores_together_have_one_rule():
 
 
 MASKED = "{path: attention/(v|o)_proj, method: mask}"
-QUANTIZED = "{path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8}, {path: embedding, method: qat, bits: 8}"
+QUANTIZED = "{path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8}, {path: embedding, method: qat, group_size: null}"
 OTHERS = "{path: up_proj, method: low_rank}, {path: gate_proj, method: cluster}, {path: down_proj, method: cluster}"
 
 
@@ -128,6 +128,12 @@ def load(trainer: Trainer, start: TrainState) -> Trainer:
     return trainer
 
 
+def assert_close_parameters(found: Dict, wanted: Dict) -> None:
+    """Compare by norm: single weights may be rounded to another value, and then take another step."""
+    errors = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), found, wanted)
+    assert max(jax.tree.leaves(errors)) < 0.01, errors
+
+
 def assert_trains_as_one_device(rules: str, shape: tuple[str, ...], *layout: str) -> None:
     start, found = pruned_start(rules, *shape), []
     for overrides in ((), layout):
@@ -139,7 +145,7 @@ def assert_trains_as_one_device(rules: str, shape: tuple[str, ...], *layout: str
     np.testing.assert_allclose(metrics[0]["grad_norm"], wanted[0]["grad_norm"], rtol=1e-5)
     # After the first step a weight between two integers may be rounded to the other one.
     np.testing.assert_allclose(values(metrics, "grad_norm"), values(wanted, "grad_norm"), rtol=1e-3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4), pipelined, params)
+    assert_close_parameters(pipelined, params)
     zeros = 0
     for path, begin in flatten(start.params).items():
         if path[-2] in ("v_proj", "o_proj"):
@@ -184,5 +190,4 @@ def test_a_run_goes_on_under_another_layout(tmp_path, first: tuple[str, ...], th
     load(trainer_with(rules, *shape, "train.steps=2", *first), start).fit(tmp_path, settings)
     resumed = trainer_with(rules, *shape, "train.steps=4", *then)
     assert resumed.fit(tmp_path, settings)["loss"] == pytest.approx(wanted, rel=1e-5)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3)  # noqa: E731
-    jax.tree.map(close, jax.device_get(resumed.stored_state.params), jax.device_get(whole.stored_state.params))
+    assert_close_parameters(jax.device_get(resumed.stored_state.params), jax.device_get(whole.stored_state.params))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack import convert
+from jaxstack import convert, evaluate
 from jaxstack import train as command
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.methods.rtn import Rtn
@@ -144,6 +144,27 @@ def test_another_run_starts_from_the_compressed_weights(folder, small):
     again = ["run.name=again", f"run.init_from={folder / 'small'}", "train.steps=1", "optimizer.learning_rate=1e-12"]
     found = train(load_config(folder / "base.yaml", again)).metrics
     assert found["eval_loss"] == pytest.approx(small["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_pipeline_trains_and_evaluates_as_other_layouts(folder, capsys):
+    alone, pipelined = ["distill.teacher=null", "train.steps=2"], ["parallel.pipeline=2", "parallel.fsdp=2"]
+    wanted = train(load_config(folder / "small.yaml", [*alone, "run.name=alone"])).metrics
+    found = train(load_config(folder / "small.yaml", [*alone, *pipelined, "run.name=pipelined"])).metrics
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-4)
+    said = "".join(capsys.readouterr()).splitlines()
+    lines = [line for line in said if " weights, of which " in line or "clustered around" in line]
+    assert lines and set(lines[: len(lines) // 2]) == set(lines[len(lines) // 2 :]), lines
+    one, other = stored(folder, "alone"), stored(folder, "pipelined")
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        assert np.linalg.norm(other[path] - value) < 0.01 * np.linalg.norm(value), path
+    losses = []
+    for layout in ([], ["parallel.pipeline=3"]):
+        assert evaluate.main(["--run", str(folder / "pipelined"), "--json", *layout]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.exhaustive
