@@ -1,4 +1,4 @@
-"""Compressed weights in a pipeline: the stages' stacks are compressed as the layers are, and train as one device does."""
+"""Compressed weights in a pipeline: the stages' stacks are compressed as layers are, and train as on one device."""
 
 import functools
 from typing import Any
@@ -101,7 +101,9 @@ def test_layers_that_a_pipeline_stores_together_have_one_rule():
 
 
 MASKED = "{path: attention/(v|o)_proj, method: mask}"
-QUANTIZED = "{path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8}, {path: embedding, method: qat, group_size: null}"
+QUANTIZED = (
+    "{path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8}, {path: embedding, method: qat, group_size: 16}"
+)
 OTHERS = "{path: up_proj, method: low_rank}, {path: gate_proj, method: cluster}, {path: down_proj, method: cluster}"
 
 
@@ -117,7 +119,7 @@ def trainer_with(rules: str, *overrides: str) -> Trainer:
 @functools.cache
 def pruned_start(rules: str, *overrides: str) -> TrainState:
     state = jax.device_get(trainer_with(rules, *overrides).state)
-    prune = lambda path, x: np.where(np.abs(x) < 0.1, 0, x) if "v_proj" in path or "o_proj" in path else x  # noqa: E731
+    prune = lambda path, x: np.where(np.abs(x) < 0.01, 0, x) if "v_proj" in path or "o_proj" in path else x  # noqa: E731
     params = jax.tree_util.tree_map_with_path(lambda path, x: prune(jax.tree_util.keystr(path), x), state.params)
     return state._replace(params=params)
 
@@ -148,10 +150,12 @@ def assert_trains_as_one_device(rules: str, shape: tuple[str, ...], *layout: str
     assert_close_parameters(pipelined, params)
     zeros = 0
     for path, begin in flatten(start.params).items():
-        if path[-2] in ("v_proj", "o_proj"):
+        if "v_proj" in path or "o_proj" in path:
             np.testing.assert_array_equal(flatten(pipelined)[path] == 0, begin == 0)
             zeros += np.sum(begin == 0)
-    assert zeros > 100
+    assert (
+        100 < zeros < 0.9 * sum(x.size for path, x in flatten(start.params).items() if {"v_proj", "o_proj"} & {*path})
+    )
 
 
 LAYOUTS = {
