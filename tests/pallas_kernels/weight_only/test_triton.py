@@ -16,11 +16,11 @@ from pallas_kernels import Grid, NotSupported, PackedWeight, lowering_platform, 
 from pallas_kernels.target import Target
 from pallas_kernels.weight_only import triton
 from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat
-from pallas_kernels.weight_only.packed import pack_integers
+from pallas_kernels.weight_only.packed import pack_integers, pack_lookup
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 from pallas_kernels.weight_only.triton import Tile
 from tests.hopper import compile_for_hopper
-from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
+from tests.pallas_kernels.triton_interpreter import Array, let_assembly_run, let_numpy_index, needs_triton, run_interpreted
 
 S = jax.ShapeDtypeStruct
 CASES = {
@@ -29,24 +29,42 @@ CASES = {
     "int4_sliced": (Grid(4, 64), 1, Tile(16, 32, 2, 2, 2, 2, assembly=False)),
     "int8_sliced": (Grid(8, 64), 9, Tile(16, 64, 1, 4, 4, 2, assembly=False)),
 }
+WHOLE, SLICED = Tile(16, 32, 2, 1, 2, 2), Tile(16, 64, 1, 4, 4, 2)
+LOOKUPS = {f"lookup{bits}_{rows}": (bits, rows, (SLICED, WHOLE)[(bits + rows) % 2])
+           for bits in (1, 2, 3, 4, 8) for rows in (1, 4, 16)}  # fmt: skip
+FEW_LOOKUPS = ("lookup1_1", "lookup2_16", "lookup3_4", "lookup4_1", "lookup8_16")
 OUT, IN = 32, 256
+
+
+def stored_weight(name: str):
+    """The packed weight of a case, its bytes as a kernel receives them, and its scales or tables."""
+    if name in LOOKUPS:
+        bits, random = LOOKUPS[name][0], np.random.default_rng(1)
+        indices = random.integers(0, 2**bits, (OUT, IN))
+        # The values of a table are numbers of 16 bits, whose products with activations are exact in float32.
+        codebook = random.normal(size=(OUT // 16, 2**bits)).astype(np.float16)
+        weight = pack_lookup(bits, jnp.asarray(indices), jnp.asarray(codebook, jnp.float32))
+        constants = Array(codebook, "fp16") if bits > 4 else Array(codebook.astype(np.float32), "fp32")
+        return weight, np.asarray(weight.arrays["indices"].astype(jnp.uint8)).view(np.int8), constants
+    grid = CASES[name][0]
+    w = jax.random.normal(jax.random.key(0), (OUT, IN))
+    scales = grid.scales(w)
+    weight = pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.float16))
+    return weight, np.asarray(weight.arrays["q"].astype(jnp.int8)), Array(np.asarray(weight.arrays["scales"]), "fp16")
 
 
 def interpret(name: str) -> None:
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
-    grid, rows, tile = CASES[name]
-    w = jax.random.normal(jax.random.key(0), (OUT, IN))
-    scales = grid.scales(w)
-    weight = pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.float16))
+    _, rows, tile = {**CASES, **LOOKUPS}[name]
+    weight, q, constants = stored_weight(name)
     x = np.random.default_rng(0).normal(size=(rows, IN)).astype(np.float16)
     request, _ = make_request(x, weight, jnp.float32)
     plan = triton.make_plan(request, tile)
     assert triton.tile_problem(plan) is None
-    q = np.asarray(weight.arrays["q"].astype(jnp.int8))
-    if grid.bits == 4:
+    if plan.halves == 2:
         q = ((q[:, 1::2] << 4) | (q[:, ::2] & 15)).astype(np.int8)
-    arrays = [Array(x, "fp16"), Array(q, "i8"), Array(np.asarray(weight.arrays["scales"]), "fp16")]
+    arrays = [Array(x, "fp16"), Array(q, "i8"), constants]
     out = np.full((tile.ranges, rows, OUT), np.nan, np.float32)
     kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
     kernel[(OUT // tile.block_out, tile.ranges)](*arrays, Array(out, "fp32"), plan=plan)
@@ -55,7 +73,14 @@ def interpret(name: str) -> None:
 
 @needs_triton
 def test_the_kernels_multiply_by_the_matrix():
-    done = run_interpreted(__spec__.name, *CASES)
+    done = run_interpreted(__spec__.name, *CASES, *FEW_LOOKUPS)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_the_kernels_look_up_indices_of_any_bits():
+    done = run_interpreted(__spec__.name, *LOOKUPS)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -151,5 +176,6 @@ def test_the_gradients_are_those_of_xla():
 
 if __name__ == "__main__":
     let_numpy_index()
+    let_assembly_run()
     for case in sys.argv[1:]:
         interpret(case)
