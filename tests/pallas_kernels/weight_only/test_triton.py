@@ -15,12 +15,18 @@ import pytest
 from pallas_kernels import Grid, NotSupported, PackedWeight, lowering_platform, packed_matmul, record_choices
 from pallas_kernels.target import Target
 from pallas_kernels.weight_only import triton
-from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat
+from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat, LowRankFormat
 from pallas_kernels.weight_only.packed import pack_integers, pack_lookup
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 from pallas_kernels.weight_only.triton import Tile
 from tests.hopper import compile_for_hopper
-from tests.pallas_kernels.triton_interpreter import Array, let_assembly_run, let_numpy_index, needs_triton, run_interpreted
+from tests.pallas_kernels.triton_interpreter import (
+    Array,
+    let_assembly_run,
+    let_numpy_index,
+    needs_triton,
+    run_interpreted,
+)
 
 S = jax.ShapeDtypeStruct
 CASES = {
@@ -108,6 +114,26 @@ def test_compiled_for_hopper_one_kernel_reads_the_stored_weight(bits, group, row
     assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096
 
 
+def abstract_lookup(bits, tables=1, outputs=4096, inputs=14336):
+    """A weight of indices and their tables, without values."""
+    indices = S((outputs, inputs), jnp.uint4 if bits <= 4 else jnp.uint8)
+    arrays = {"indices": indices, "codebook": S((tables, 2**bits), jnp.float32)}
+    return PackedWeight(arrays, LookupFormat(bits), (inputs,), (outputs,))
+
+
+@needs_triton
+@pytest.mark.parametrize(("bits", "rows"), [(3, 1), (1, 4), (2, 1), (4, 16), (4, 64), (8, 1), (8, 16)])
+def test_compiled_for_hopper_no_values_of_a_table_are_written(bits, rows):
+    x, weight = S((rows, 14336), jnp.bfloat16), abstract_lookup(bits)
+    with lowering_platform("cuda"):
+        compiled = compile_for_hopper(packed_matmul, x, weight)
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call"') == 1
+    memory, dense = compiled.memory_analysis(), 2 * 4096 * 14336
+    assert memory.argument_size_in_bytes < dense * (0.3 if bits <= 4 else 0.6)
+    ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
+    assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096 + 1024 < dense / 20
+
+
 @needs_triton
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -129,29 +155,32 @@ def test_every_tile_compiles_for_hopper(tile, group):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(128256, 2048, None), (16, 128, 32), (4096, 384, None)])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_products_of_any_shape_compile_for_hopper(bits, outputs, inputs, group, dtype):
+@pytest.mark.parametrize("kind", ["integer", "lookup"])
+def test_products_of_any_shape_compile_for_hopper(kind, bits, outputs, inputs, group, dtype):
+    lookup = abstract_lookup(bits, outputs // 16, outputs, inputs)
     for rows in (5, 16, 64):
         with lowering_platform("cuda"):
-            weight = abstract(bits, group, outputs, inputs)
+            weight = lookup if kind == "lookup" else abstract(bits, group, outputs, inputs)
             compile_for_hopper(packed_matmul, S((rows, inputs), dtype), weight)
 
 
 @needs_triton
 def test_the_choice_and_its_reasons():
     x, int4 = S((1, 14336), jnp.bfloat16), abstract(4, 128)
-    arrays = {"indices": S((4096, 14336), jnp.uint4), "codebook": S((1, 16), jnp.bfloat16)}
-    lookup = PackedWeight(arrays, LookupFormat(4), (14336,), (4096,))
+    arrays = {"u": S((4096, 64), jnp.bfloat16), "v": S((64, 14336), jnp.bfloat16)}
+    low_rank = PackedWeight(arrays, LowRankFormat(), (14336,), (4096,))
     zeros = dataclasses.replace(int4, arrays={**int4.arrays, "zeros": S((4096, 112), jnp.int4)})
     calls = {
-        "": (x, int4),
         "got float32": (S((1, 14336), jnp.float32), int4),
         "got 65": (S((65, 14336), jnp.bfloat16), int4),
-        "LookupFormat": (x, lookup),
+        "LowRankFormat": (x, low_rank),
         "zero points": (x, zeros),
         "multiple of 16": (x, abstract(8, outputs=4100)),
         "multiple of 32": (x, abstract(4, 16)),
+        "tables of a multiple of 16": (x, abstract_lookup(4, 4096 // 8)),
     }
-    for words, call in calls.items():
+    supported = (int4, abstract_lookup(1), abstract_lookup(4, 4096 // 16), abstract_lookup(8))
+    for words, call in (*calls.items(), *(("", (x, weight)) for weight in supported)):
         with lowering_platform("cuda"), record_choices() as choices:
             jax.eval_shape(packed_matmul, *call)
         refused = dict(choices[0].refused)
