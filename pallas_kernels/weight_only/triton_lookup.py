@@ -7,7 +7,7 @@ about half of what a load for each index compiles to. Larger tables are read fro
 """
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

@@ -188,7 +188,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("kind", PACKED)
 def test_products_with_packed_weights(kind, rows):
     x = jax.random.normal(jax.random.key(0), (rows, 1024), jnp.bfloat16)
