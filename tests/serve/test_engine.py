@@ -105,6 +105,22 @@ def test_a_repeated_prompt_computes_at_most_a_page_and_a_token(decoder):
         assert engine.stats.computed_tokens - before <= 2 * (SMALL.page_size + 1) + 1
 
 
+def test_warming_up_again_overwrites_no_cached_page(decoder):
+    prompt = prompts([65])[0]
+    with Engine(decoder, SMALL, start=False) as engine:
+        assert engine.pool.used == 0
+        seconds = engine.scheduler.shapes_beside.func.__self__
+        assert set(seconds.at_start) == set(seconds.at_end) == set(engine.scheduler.shapes)
+        assert min(seconds.decode, *seconds.at_start.values(), *seconds.at_end.values()) > 0
+        for _ in range(2):
+            handle = engine.submit(prompt, 5, GREEDY)
+            while engine.step():
+                pass
+            assert handle.result() == expected(decoder, prompt, 5)
+            engine.warm_up()
+        assert handle.cached_tokens == 64
+
+
 def test_too_few_pages_preempt_the_newest_and_change_no_text(decoder):
     """Twelve pages for four requests that need seven each."""
     config = SMALL.model_copy(update={"pages": 12, "context": 40})
