@@ -17,8 +17,9 @@ from jaxstack.serve import engine as engine_module
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
 from jaxstack.serve.ngram_draft import accept
+from jaxstack.serve.rows import Column
 from jaxstack.serve.schedule import ChunkShape, chunk_shapes, decode_batch_sizes, shapes_beside
-from jaxstack.serve.step import Column, Programs
+from jaxstack.serve.step import Programs
 
 V = 3
 CONTEXT = 40
