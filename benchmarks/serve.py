@@ -35,7 +35,7 @@ from benchmarks.rows import append_rows, print_table
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
-from jaxstack.models.count import count_parameters
+from jaxstack.models import ModelConfig, count_parameters
 from jaxstack.observe.throughput import dense_bf16_peak
 from jaxstack.run_config import load_config
 from jaxstack.serve.config import EngineConfig
@@ -210,15 +210,15 @@ def throughput(decoder: Decoder, config: EngineConfig, args: argparse.Namespace)
     }  # fmt: skip
     peak = args.peak or dense_bf16_peak(jax.devices()[0].device_kind)
     if peak is not None:
-        optimum = decoder.rules.mesh.size * optimal_tokens_per_second(decoder, peak)
+        optimum = decoder.rules.mesh.size * optimal_tokens_per_second(decoder.config, peak)
         computed = args.requests * (args.prompt + args.tokens)
         row |= {"peak_tflops": peak, "share_of_optimum": computed / seconds / optimum}
     return [row]
 
 
-def optimal_tokens_per_second(decoder: Decoder, peak_tflops: float) -> float:
+def optimal_tokens_per_second(model: ModelConfig, peak_tflops: float) -> float:
     """Return the tokens per second of a device that only multiplies each token with the parameters, at its peak."""
-    return 1e12 * peak_tflops / (2 * count_parameters(decoder.config).matmul)
+    return 1e12 * peak_tflops / (2 * count_parameters(model).matmul)
 
 
 WORKS = {"arrivals": arrivals, "interruption": interruption, "prefix": prefix, "throughput": throughput}

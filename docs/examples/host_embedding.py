@@ -7,6 +7,8 @@ of 262,144 rows of 3,840 numbers in bfloat16 leaves 2 GB of the GPU to pages of 
 output head of its own (`tie_word_embeddings: false`), runs on one GPU, and does not train the table.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +47,7 @@ def move_embedding_to_host(decoder: Decoder) -> Decoder:
     table = HostTable.of(np.asarray(decoder.params["embedding"]["table"]))
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        model = decoder.module.make(rngs)
+        model: Any = decoder.module.make(rngs)
         model.embedding = HostEmbedding(table)
         return model
 

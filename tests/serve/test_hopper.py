@@ -29,12 +29,15 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
     """The program of several decode steps of an unrolled model in bfloat16, under tensor parallelism.
 
     With `together`: the program of one step, by layers that run together. With `chunk`: that of a step with as many
-    prompt tokens, on two halves of its tokens.
+    prompt tokens, on two halves of its tokens, with layers as wide as llama3-8b's.
     """
     config = ModelConfig(
         vocab_size=4096, hidden_size=1024, num_layers=2, num_heads=8, num_kv_heads=4, intermediate_size=2048,
         scan_layers=False,
     )  # fmt: skip
+    if chunk is not None:
+        wide = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336}
+        config = config.model_copy(update=wide)
     rules = make_rules(hopper_mesh(AXES))
     module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
 
@@ -105,22 +108,22 @@ def has_matmul(module: Module, instruction: Instruction) -> bool:
 @needs_triton
 @pytest.mark.exhaustive
 def test_half_batches_run_matmuls_while_the_other_half_is_summed():
-    """After the sum of a half, its next operation needs the sum, so that a matmul in between is the other half's.
+    """What follows a sum in its half needs the sum, so that a matmul between its start and its end is the other half's.
 
-    Only the second half's last sum has none to overlap with.
+    The first sum in a layer waits for that of the second half's embeddings, and nothing is left beside the last one.
     """
-    program = compiled_steps(chunk=496)
+    program = compiled_steps(chunk=1008)
     module = parse_module(program)
     running, sums, overlapped = set[str](), 0, set[str]()
     for instruction in module.computations[module.entry].values():
-        if instruction.opcode in ("all-reduce", "all-reduce-start"):
+        if instruction.opcode in ("all-reduce", "all-reduce-start") and "/layers/" in instruction.op_name:
             sums += 1
             running |= {instruction.name} if instruction.opcode == "all-reduce-start" else set()
         elif instruction.opcode == "all-reduce-done":
             running -= set(instruction.operands)
         elif has_matmul(module, instruction):
             overlapped |= running
-    assert sums == 10, "for each half the embedding's rows, and two in each layer"
-    assert len(overlapped) == 9
-    made = re.findall(rf"= bf16\[(?:{PAGES},{PAGE}|{PAGES * PAGE}),2,128\]\S* ([\w-]+)\(", program)
+    assert sums == 8, "two in each layer for each half"
+    assert len(overlapped) >= sums - 2
+    made = re.findall(rf"= bf16\[(?:{PAGES},{PAGE}|{PAGES * PAGE}),4,128\]\S* ([\w-]+)\(", program)
     assert made and not {"copy", "copy-start", "all-gather"} & set(made), made

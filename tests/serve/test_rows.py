@@ -1,5 +1,7 @@
 """Half-batches: rows that run in two halves have the hidden states and the cache of rows that run at once."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +70,8 @@ class Recorder:
 def test_halves_are_the_same_tokens_at_the_same_places():
     for groups, sizes in zip(CASES, [(9, 8), (9, 4), (1,)], strict=True):
         rows, tokens = make_case(groups)
-        pages, model = jnp.full((40, PAGE, 1, 2), -1), Recorder()
+        model: Any = Recorder()
+        pages = jnp.full((40, PAGE, 1, 2), -1)
         given = list(zip(map(jnp.asarray, rows), map(jnp.asarray, tokens), strict=True))
         whole, cache = run_rows(model, given, pages)
         halved, halved_cache = run_rows(model, given, pages, halves=True)
