@@ -55,7 +55,7 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
 
     def step(params, newest, rows, pages):
         with logical_axis_rules(rules):
-            return decode_rows(module.merge(params, {}), rows, newest[:, None], pages, together or 1)
+            return decode_rows(module.merge(params, {}), rows, newest[:, None], pages, together=together or 1)
 
     options = None
     if chunk is not None:

@@ -1,6 +1,6 @@
 """Half-batches: rows that run in two halves have the hidden states and the cache of rows that run at once."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,76 +30,69 @@ def describe(first_page: int, places) -> np.ndarray:
     return rows
 
 
-CASES = [
-    # The first half of the chunk has one token after five places of padding; the second attends to its key.
-    [([(3, 2), (0, 0), (9, 1)], 2), ([(5, 7)], 11)],
-    # A token that cannot be split, and several chunks.
-    [([(4, 1)], 1), ([(0, 3), (4, 4), (0, 0)], 4)],
-    [([(4, 1)], 1)],
-]
-"""Groups of rows: (start, count) of each row, and the rows' width."""
+GROUPS = [([(3, 2), (0, 0), (9, 1)], 2), ([(5, 7)], 11), ([(4, 1)], 1)]
+"""(start, count) of each row, and the rows' width. Drafts; a chunk of which the first half has one token after four
+places of padding; and a token, which cannot be split."""
+SIZES = [18, 10, 8]
+"""Tokens of all groups, and of their halves."""
 
 
-def make_case(groups) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Descriptions and tokens of each group."""
+def make_rows() -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+    """Which tokens of each group are no padding; descriptions and tokens of each."""
     random = np.random.default_rng(0)
-    rows = [describe(20 * number, places) for number, (places, _) in enumerate(groups)]
-    return rows, [random.integers(0, 257, (len(places), width)).astype(np.int32) for places, width in groups]
+    rows = [describe(20 * number, places) for number, (places, _) in enumerate(GROUPS)]
+    tokens = [random.integers(0, 257, (len(places), width)).astype(np.int32) for places, width in GROUPS]
+    real = [np.arange(x.shape[1]) >= x.shape[1] - y[:, Column.COUNT, None] for x, y in zip(tokens, rows, strict=True)]
+    return real, list(zip(rows, tokens, strict=True))
 
 
 class Recorder:
-    """In place of a model: hidden states are a token's id and position, which the pages get too."""
+    """In place of a model: hidden states are a token's id, position and cached length; the pages get the same."""
 
     def __init__(self):
         self.sizes = []
 
     def decode_packed(self, ids, positions, slots, pages, *, layers_together):
         self.sizes.append(ids.size)
-        hidden = jnp.stack([ids, positions], 1)
-        start = 0
-        for table, lengths, width in slots.groups:  # each row's newest position is its length - 1
-            newest = positions[start : start + len(table) * width].reshape(-1, width)[:, -1]
-            assert np.array_equal(lengths, newest + 1)
-            start += len(table) * width
-        assert start == ids.size
-        flat = pages.reshape(-1, 2).at[slots.write].set(hidden, mode="drop")
-        return hidden, flat.reshape(pages.shape)
+        lengths = [jnp.repeat(group.lengths, group.width) for group in slots.groups]
+        hidden = jnp.stack([ids, positions, jnp.concatenate(lengths)], 1)
+        return hidden[:, :2], pages.reshape(-1, 3).at[slots.write].set(hidden, mode="drop").reshape(pages.shape)
 
 
 @pytest.mark.quick
 def test_halves_are_the_same_tokens_at_the_same_places():
-    for groups, sizes in zip(CASES, [(9, 8), (9, 4), (1,)], strict=True):
-        rows, tokens = make_case(groups)
-        model: Any = Recorder()
-        pages = jnp.full((40, PAGE, 1, 2), -1)
-        given = list(zip(map(jnp.asarray, rows), map(jnp.asarray, tokens), strict=True))
-        whole, cache = run_rows(model, given, pages)
-        halved, halved_cache = run_rows(model, given, pages, halves=True)
-        assert model.sizes == [sum(sizes), *sizes]
-        assert np.array_equal(cache, halved_cache) and np.any(cache >= 0)
-        for one, other, row in zip(whole, halved, rows, strict=True):
-            real = np.arange(one.shape[1]) >= one.shape[1] - row[:, Column.COUNT, None]
-            assert np.array_equal(np.asarray(one)[..., 0], np.asarray(other)[..., 0])
-            assert np.array_equal(np.asarray(one)[real], np.asarray(other)[real])
+    """A token's half ends at the token or later, at most where the whole ends."""
+    (real, rows), model = make_rows(), Recorder()
+
+    def run(rows, pages):
+        return [run_rows(cast(Any, model), rows, pages, halves=halves) for halves in (False, True)]
+
+    (whole, cache), (halved, halved_cache) = run_jitted(run, rows, np.full((60, PAGE, 1, 3), -1))
+    assert model.sizes == SIZES
+    for one, other, mask in zip(whole, halved, real, strict=True):
+        assert np.array_equal(np.asarray(one)[mask], np.asarray(other)[mask])
+    cache, halved_cache = np.asarray(cache), np.asarray(halved_cache)
+    assert np.array_equal(cache[..., :2], halved_cache[..., :2])
+    assert np.sum(cache[..., 1] >= 0) == sum(mask.sum() for mask in real)
+    written = cache[..., 1] >= 0
+    position, length = halved_cache[written, 1], halved_cache[written, 2]
+    assert np.all(position < length) and np.all(length <= cache[written, 2])
 
 
-@pytest.mark.parametrize("groups", [pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES])
-def test_halves_have_the_hidden_states_and_the_cache_of_the_whole(groups):
+@pytest.mark.exhaustive
+def test_halves_have_the_hidden_states_and_the_cache_of_the_whole():
     decoder, random = open_tiny(), np.random.default_rng(0)
-    made = jax.eval_shape(lambda: make_pages(decoder, decoder.params, decoder.non_params, 40, PAGE))
+    made = jax.eval_shape(lambda: make_pages(decoder, decoder.params, decoder.non_params, 60, PAGE))
     pages = jax.tree.map(lambda x: random.normal(size=x.shape).astype(x.dtype), made)
 
     def run(params, rows, pages):
         model = decoder.module.merge(params, decoder.non_params)
         return [run_rows(model, rows, pages, halves=halves) for halves in (False, True)]
 
-    rows, tokens = make_case(groups)
-    (whole, cache), (halved, halved_cache) = run_jitted(
-        run, decoder.params, list(zip(rows, tokens, strict=True)), pages
-    )
-    for one, other, row in zip(whole, halved, rows, strict=True):
-        real = np.arange(one.shape[1]) >= one.shape[1] - row[:, Column.COUNT, None]
-        np.testing.assert_allclose(np.asarray(other)[real], np.asarray(one)[real], atol=2e-6)
+    real, rows = make_rows()
+    (whole, cache), (halved, halved_cache) = run_jitted(run, decoder.params, rows, pages)
+    for one, other, mask in zip(whole, halved, real, strict=True):
+        np.testing.assert_allclose(np.asarray(other)[mask], np.asarray(one)[mask], atol=2e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), halved_cache, cache)
 
 
