@@ -1,5 +1,6 @@
 """Half-batches: rows that run in two halves have the hidden states and the cache of rows that run at once."""
 
+import types
 from typing import Any, cast
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.errors import ConfigError
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine
+from jaxstack.serve.engine import Engine, _halves_from
 from jaxstack.serve.rows import Column, run_rows
 from jaxstack.serve.step import make_pages
 from tests.compilation import run_jitted
@@ -18,7 +20,6 @@ from tests.serve.test_engine import GREEDY, expected, prompts
 from tests.serve.tiny import open_tiny
 
 PAGE, TABLE = 4, 5
-UNROLLED = CONFIG.model_copy(update={"scan_layers": False})
 
 
 def describe(first_page: int, places) -> np.ndarray:
@@ -98,11 +99,11 @@ def test_halves_have_the_hidden_states_and_the_cache_of_the_whole():
 
 def test_tensor_parallel_engine_gives_the_same_text_by_half_batches():
     """Steps with chunks and several decode steps at once; stacked layers, which would not overlap, are refused."""
-    decoder, asked = open_decoder(UNROLLED, tensor=2), prompts([20, 3])
-    config = EngineConfig(slots=4, page_size=4, chunk=16, half_batches_from=4)
+    decoder, asked = open_decoder(CONFIG.model_copy(update={"num_layers": 1}), tensor=2), prompts([12, 3])
+    config = EngineConfig(slots=2, page_size=4, chunk=16, half_batches_from=2)
     with Engine(decoder, config, warm_up=False) as engine:
         handles = [engine.submit(prompt, 8, GREEDY) for prompt in asked]
         answers = [handle.result() for handle in handles]
     assert answers == [expected(decoder, prompt, 8) for prompt in asked]
     with pytest.raises(ConfigError, match="scan_layers=false"):
-        Engine(open_decoder(tensor=2), config, warm_up=False, start=False)
+        _halves_from(cast(ModelOnMesh, types.SimpleNamespace(rules=decoder.rules, config=CONFIG)), config)
