@@ -75,7 +75,7 @@ class QatRule(WeightRule):
                 "set precision.fp8=none, or drop `activations`."
             )
         dense.dot_general = int8_dot_general
-        dense.kernel.set_metadata(uncast=True)  # the values of the grid need more bits than bfloat16 has
+        dense.kernel = dense.kernel.copy(uncast=True)  # the values of the grid need more bits than bfloat16 has
 
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
         return round_straight_through(w, self.grid) if train else self.grid.round(w)
