@@ -91,7 +91,7 @@ class RoundedInputFormat(IntegerFormat):
 
     def __post_init__(self) -> None:
         if self.grid != Grid(8):
-            raise ValueError("Inputs rounded to int8 need weights of 8 bits and without groups: bits 8, no group_size.")
+            raise ValueError("inputs rounded to int8 need weights with bits 8 and group_size null (one scale for each output).")
 
 
 @dataclasses.dataclass(frozen=True)

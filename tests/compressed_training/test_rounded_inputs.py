@@ -48,6 +48,7 @@ def test_a_training_step_computes_what_the_packed_layer_does():
     assert np.any(served != x @ packed.matrix().T)
 
 
+@pytest.mark.longer
 def test_gradients_pass_the_rounding_of_inputs_and_weights():
     """The gradient of a sum of squares y² is 2 X̂' y for the weights and 2 y Ŵ' for the inputs, with rounded X̂ and Ŵ."""
     rule = QatRule(path="kernel", **W8A8)
@@ -81,7 +82,7 @@ def test_the_decoder_of_a_trained_model_gets_packed_weights():
 
 def test_what_does_not_fit_is_one_message():
     for wrong in ({"bits": 4}, {"group_size": 8}):
-        with pytest.raises(ValidationError, match="bits 8, no group_size"):
+        with pytest.raises(ValidationError, match="need weights with bits 8 and group_size null"):
             QatRule(path=".", **{**W8A8, **wrong})
     rule = QatRule(path=".", **W8A8)
     with pytest.raises(ConfigError, match=r"activations int8 matches embedding/table, which is no dense layer"):

@@ -90,7 +90,7 @@ def test_what_is_not_supported_is_refused():
         int8_dot_general(X, W, (((1,), (1,)), ((), ())))
     with pytest.raises(ValueError, match="weights in float32"):
         int8_dot_general(X, W.T.astype(jnp.bfloat16), DIMS)
-    with pytest.raises(ValueError, match="bits 8, no group_size"):
+    with pytest.raises(ValueError, match="need weights with bits 8 and group_size null"):
         pack_nearest(Grid(4, 8), W, round_inputs=True)
     assert unsupported_inputs(MOST_INPUTS) is None and "overflow" in str(unsupported_inputs(MOST_INPUTS + 1))
     assert MOST_INPUTS * 127 * 128 < 2**31 <= (MOST_INPUTS + 1) * 127 * 128
