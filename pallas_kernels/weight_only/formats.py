@@ -91,7 +91,9 @@ class RoundedInputFormat(IntegerFormat):
 
     def __post_init__(self) -> None:
         if self.grid != Grid(8):
-            raise ValueError("inputs rounded to int8 need weights with bits 8 and group_size null (one scale for each output).")
+            raise ValueError(
+                "inputs rounded to int8 need weights with bits 8 and group_size null (a scale for each output)."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
