@@ -76,25 +76,31 @@ def _times_integers(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
     return y - jnp.matmul(sums, shifts.T, precision=jax.lax.Precision.HIGHEST)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _times_rounded(x: jax.Array, arrays: Arrays, format: Format) -> jax.Array:
+    return _integer_product(x, arrays, format)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _integer_product(x: jax.Array, arrays: Arrays, format: Format) -> jax.Array:
     q, scales = quantize_tokens(x)
     dims = (((1,), (1,)), ((), ()))
     return scaled_product(q, scales, arrays["q"], arrays["scales"][:, 0].astype(jnp.float32), dims)
 
 
-def _times_rounded_forward(x: jax.Array, arrays: Arrays, format: Format) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
-    return _times_rounded(x, arrays, format), (x, arrays)
+def _integer_product_forward(
+    x: jax.Array, arrays: Arrays, format: Format
+) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
+    return _integer_product(x, arrays, format), (x, arrays)
 
 
-def _times_rounded_backward(
+def _integer_product_backward(
     format: Format, saved: tuple[jax.Array, Arrays], d_y: jax.Array
 ) -> tuple[jax.Array, Arrays]:
     x, arrays = saved
     return jax.vjp(lambda x, arrays: _times_integers(x, arrays, format), round_tokens(x), arrays)[1](d_y)
 
 
-_times_rounded.defvjp(_times_rounded_forward, _times_rounded_backward)
+_integer_product.defvjp(_integer_product_forward, _integer_product_backward)
 
 
 def _times_float8(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
