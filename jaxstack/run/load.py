@@ -26,7 +26,6 @@ from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers, with_kv_cache
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.quantization_config import is_quantized
@@ -301,21 +300,23 @@ def restore_parameters(
         return _read_compressed(directory, module, rules, step)
     manager = CheckpointManager(Path(directory) / "checkpoints", report=report)
     chosen = choose_step(manager, step)
-    stored = module.plain if isinstance(module, StagedModule) else module
+    stored = module.plain
     specs = stored.parameter_specs(rules)
 
     def with_sharding(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding(spec))
 
     params = jax.tree.map(with_sharding, stored.abstract_params, specs)
-    non_params = jax.tree.map(lambda x: with_sharding(x, jax.P()), module.abstract_non_params)
+    non_params = jax.tree.map(lambda x: with_sharding(x, jax.P()), stored.abstract_non_params)
     tree, extra = manager.restore(chosen, {"params": params, "non_params": non_params}, subset=True)
     check_tokenizer(Path(directory) / "tokenizer", chosen, extra)
-    params = tree["params"]
-    if isinstance(module, StagedModule):
+    params, non_params = tree["params"], tree["non_params"]
+    if not module.stores_plain:
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
-        params = jax.jit(module.params_from_plain, out_shardings=shardings)(params)
-    return params, tree["non_params"], chosen
+        from_plain = functools.partial(module.from_plain, wanted=module.abstract_params)
+        params = jax.jit(from_plain, out_shardings=shardings)(params)
+        non_params = jax.jit(functools.partial(module.from_plain, wanted=module.abstract_non_params))(non_params)
+    return params, non_params, chosen
 
 
 def _read_compressed(
