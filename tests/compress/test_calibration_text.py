@@ -48,6 +48,8 @@ def test_too_short_a_text_is_one_message_with_the_numbers(run: tuple[Path, RunCo
     ) as e:
         read_calibration(directory, config, CalibrationConfig())
     assert "at most 6" in str(e.value) and "calibration.sequence_length to at most" in str(e.value)
+    with pytest.raises(ConfigError, match=r"to at most 6\d\.$"):  # no length gives so many sequences
+        read_calibration(directory, config, CalibrationConfig(sequences=4000))
 
 
 def test_a_checkpoint_without_text_asks_for_files(tmp_path: Path, run: tuple[Path, RunConfig]):

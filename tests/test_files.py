@@ -1,0 +1,40 @@
+"""New directories are complete or absent."""
+
+import errno
+
+import pytest
+
+from jaxstack.errors import ConfigError
+from jaxstack.files import new_directory, write_file
+
+
+def test_a_new_directory_appears_when_it_is_complete(tmp_path):
+    folder = tmp_path / "runs" / "small"
+    with new_directory(folder) as staging:
+        assert staging.name == "small" and not folder.exists()
+        write_file(staging / "a", b"1", durable=False)
+    assert [path.name for path in folder.parent.iterdir()] == ["small"] and (folder / "a").read_bytes() == b"1"
+    with pytest.raises(ConfigError, match="small exists already"), new_directory(folder):
+        pytest.fail("the block must not run")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "the input cannot be read", "text")])
+def test_a_directory_that_is_not_complete_is_removed(tmp_path, error):
+    with pytest.raises(type(error)) as caught, new_directory(tmp_path / "small") as staging:
+        write_file(staging / "a", b"1", durable=False)
+        raise error
+    assert caught.value is error and not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_to_is_one_message(tmp_path):
+    write_file(tmp_path / "file", b"", durable=False)
+    with pytest.raises(ConfigError, match="cannot write .*file/small: Not a directory"):
+        with new_directory(tmp_path / "file" / "small"):
+            pytest.fail("the block must not run")
+    with pytest.raises(ConfigError, match="cannot write .*/small: File too large; raise the limit"):
+        with new_directory(tmp_path / "small") as staging:
+            raise OSError(errno.EFBIG, "File too large", str(staging / "a"))
+    with pytest.raises(ConfigError, match="small exists already"), new_directory(tmp_path / "small") as staging:
+        (tmp_path / "small").mkdir()  # by another command meanwhile
+        write_file(tmp_path / "small" / "a", b"", durable=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "small"]
