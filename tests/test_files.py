@@ -28,12 +28,12 @@ def test_a_directory_that_is_not_complete_is_removed(tmp_path, error):
 
 def test_a_place_that_cannot_be_written_to_is_one_message(tmp_path):
     write_file(tmp_path / "file", b"", durable=False)
-    with pytest.raises(ConfigError, match="cannot write .*file/small: Not a directory"):
-        with new_directory(tmp_path / "file" / "small"):
-            pytest.fail("the block must not run")
-    with pytest.raises(ConfigError, match="cannot write .*/small: File too large; raise the limit"):
-        with new_directory(tmp_path / "small") as staging:
-            raise OSError(errno.EFBIG, "File too large", str(staging / "a"))
+    below = tmp_path / "file" / "small"
+    with pytest.raises(ConfigError, match="cannot write .*file/small: Not a directory"), new_directory(below):
+        pytest.fail("the block must not run")
+    full = pytest.raises(ConfigError, match="cannot write .*/small: File too large; raise the limit")
+    with full, new_directory(tmp_path / "small") as staging:
+        raise OSError(errno.EFBIG, "File too large", str(staging / "a"))
     with pytest.raises(ConfigError, match="small exists already"), new_directory(tmp_path / "small") as staging:
         (tmp_path / "small").mkdir()  # by another command meanwhile
         write_file(tmp_path / "small" / "a", b"", durable=False)
