@@ -119,6 +119,8 @@ def new_directory(folder: Path) -> Iterator[Path]:
         if str(error.filename).startswith(str(hidden)):
             raise cannot_write(folder, error) from None
         raise
+    except JaxstackError as error:  # name the directory that was asked for
+        raise type(error)(str(error).replace(str(staging), str(folder))) from None
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 

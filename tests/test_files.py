@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import new_directory, write_file
 
 
@@ -34,6 +34,9 @@ def test_a_place_that_cannot_be_written_to_is_one_message(tmp_path):
     full = pytest.raises(ConfigError, match="cannot write .*/small: File too large; raise the limit")
     with full, new_directory(tmp_path / "small") as staging:
         raise OSError(errno.EFBIG, "File too large", str(staging / "a"))
+    full = pytest.raises(ConfigError, match=f"^cannot write {tmp_path}/small/compressed")
+    with full, new_directory(tmp_path / "small") as staging:
+        raise cannot_write(staging / "compressed", OSError(errno.EFBIG, "File too large"))
     with pytest.raises(ConfigError, match="small exists already"), new_directory(tmp_path / "small") as staging:
         (tmp_path / "small").mkdir()  # by another command meanwhile
         write_file(tmp_path / "small" / "a", b"", durable=False)

@@ -42,6 +42,12 @@ def read_calibration(
             "calibration.data of the recipe, or at the end of the command, as 'calibration.data=[texts/*.txt]'."
         )
     length = calibration.sequence_length or _default_length(config, is_run(directory))
+    longest = config.model.max_position_embeddings
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"calibration.sequence_length ({length:,}) must not exceed the model's max_position_embeddings "
+            f"({longest:,}); lower it."
+        )
     data = open_data(
         _data_section(Path(directory), config.data, calibration.data),
         sequence_length=length,
