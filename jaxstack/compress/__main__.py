@@ -50,7 +50,7 @@ def make_parser() -> CommandParser:
         parser,
         "compress --run runs/quickstart --recipe int8 --out runs/quickstart-int8",
         "compress --run runs/quickstart --recipe RECIPE.yaml --out runs/small --max-tokens 100000",
-        "compress --run models/qwen --recipe int4-gptq --out runs/qwen-int4 'calibration.data=[texts/*.txt]'",
+        "compress --run models/qwen --recipe int4-gptq 'calibration.data=[texts/*.txt]'",
     )
 
 
