@@ -5,6 +5,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxstack.compressed_training.compressible_weights import MatrixLayout, Weight
@@ -39,6 +40,14 @@ class WeightRule(PathRule):
           ConfigError: it cannot.
         """
         del weight
+
+    def prepare(self, layer: nnx.Module, weight: Weight) -> None:
+        """Change, in place, how the module that holds a weight computes with it, such as its matmul; default: nothing.
+
+        Raises:
+          ConfigError: the module cannot be changed so.
+        """
+        del layer, weight
 
     @abstractmethod
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:

@@ -52,6 +52,12 @@ class MatrixLayout:
         return (first, second) if self.outputs_first else (second, first)
 
     @property
+    def dims(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of a matrix's input dims, and of its output dims."""
+        first, second = self.shape[self.stack : self._cut], self.shape[self._cut :]
+        return (second, first) if self.outputs_first else (first, second)
+
+    @property
     def matrix_axes(self) -> tuple[tuple[str | None, ...], str | None, str | None]:
         """Logical axes of the stack, output and input dims; dims merged into one have the logical axis of the first."""
         axes = self.axes or (None,) * len(self.shape)

@@ -31,16 +31,24 @@ class CompressedModule(FunctionalModule):
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], rules: Sequence[WeightRule]):
-        self._used = FunctionalModule(make)
-        super().__init__(make)
         model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         self.chosen = choose_rules(find_weights(model), rules)
         """Path of a weight in `used` -> its rule, and the weight."""
+        self._used = FunctionalModule(lambda rngs: self._prepared(make(rngs)))
+        super().__init__(self._used.make)
         self._offsets, self._choices = {}, 0
         for path, (rule, weight) in self.chosen.items():
             self._offsets[path] = self._choices
             self._choices += rule.choices(weight.layout)
         self._set_params([item for path, variable in self._params for item in self._stored_variables(path, variable)])
+
+    def _prepared(self, model: nnx.Module) -> nnx.Module:
+        """Change a model, in place, as the rules of its weights ask for."""
+        for path, node in nnx.iter_modules(model):
+            for name in vars(node):
+                if (chosen := self.chosen.get("/".join(map(str, (*path, name))))) is not None:
+                    chosen[0].prepare(node, chosen[1])
+        return model
 
     def _stored_variables(self, path: tuple[Any, ...], variable: Any) -> list[tuple[tuple[Any, ...], Any]]:
         rule, weight = self.chosen.get("/".join(map(str, path)), (None, None))
@@ -109,10 +117,32 @@ class CompressedModule(FunctionalModule):
         """Count the values that an export stores for each compressed weight: {path: count}. Traceable."""
         return {path: rule.kept(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()}
 
-    def pack(self, params: Dict) -> dict[str, PackedWeight | jax.Array]:
-        """Pack each compressed weight for export: one [out, in] matrix per layer and expert, keyed by path."""
+    def pack_rounding(self, params: Dict) -> dict[str, PackedWeight]:
+        """Pack the weights of layers that also round their inputs, for inference; keyed by path in the unrolled model.
+
+        The exported values alone would compute something else.
+        """
+        rounding = {"/".join(map(str, path)) for path, v in self.used._params if v.get_metadata().get("uncast")}
+        found = {}
+        for name, packed in self.pack(params, rounding.__contains__).items():
+            assert isinstance(packed, PackedWeight)
+            weight = next(weight for _, weight in self.chosen.values() if name in weight.names)
+            found[name] = packed.with_dims(*weight.layout.dims)
+        return found
+
+    def pack(
+        self, params: Dict, wanted: Callable[[str], bool] = lambda path: True
+    ) -> dict[str, PackedWeight | jax.Array]:
+        """Pack each compressed weight for export: one [out, in] matrix per layer and expert, keyed by path.
+
+        Args:
+          params: what the train state stores.
+          wanted: returns True for the paths of the weights to pack.
+        """
         packed: dict[str, PackedWeight | jax.Array] = {}
         for path, (rule, weight) in self._items():
+            if not wanted(path):
+                continue
             stored, layout = self._get(params, path), weight.layout
             stored = stored if isinstance(stored, dict) else layout.to_matrices(stored)
             for place in np.ndindex(*layout.stack_shape):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxstack.checkpoint.compressed import is_compressed, named_leaves, read_compressed
+from jaxstack.checkpoint.compressed import is_compressed, named_leaves, read_compressed, with_packed_weights
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_overrides, merge_trees
@@ -37,6 +37,7 @@ from jaxstack.precision.config import PrecisionConfig
 from jaxstack.run.build import build_model
 from jaxstack.run.generate import GeneratedText, generate
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
+from pallas_kernels import PackedWeight
 
 _SEQUENCE_LENGTH = 1024
 """Sequence length in the configuration of a Hugging Face checkpoint, unless the model has fewer positions."""
@@ -366,15 +367,20 @@ def load_decoder(
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
         params, module = merge(*module.split_adapters(params), non_params), plain
+    packed: dict[str, PackedWeight] = {}
     if isinstance(module, CompressedModule):
-        layout = jax.tree.map(rules.sharding, module.used.parameter_specs(rules))
+        packed = {} if master else module.pack_rounding(params)
+        plain = FunctionalModule(_plain_model(stored, config.precision, dtype))
+        layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         convert = module.master if master else module.export
-        params, module = jax.jit(convert, out_shardings=layout)(params), module.used
+        params, module = jax.jit(convert, out_shardings=layout)(params), plain
     if stored != unrolled:
         params = cast_matrices(module, params, rules)
         module = FunctionalModule(_plain_model(unrolled, config.precision, dtype))
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         params = jax.jit(functools.partial(unroll_layers, stored), out_shardings=shardings)(params)
+    if packed:
+        params = with_packed_weights(params, packed, jax.tree.map(rules.sharding, module.parameter_specs(rules)))
     return Decoder(module, params, non_params, rules, vocab_size=vocab_size), chosen
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.target import Target, multiprocessors
 from pallas_kernels.triton_support import unsupported_target
 from pallas_kernels.weight_only import xla
-from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat
+from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat, RoundedInputFormat
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest
 
@@ -320,6 +320,8 @@ def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
     x, weight = request.x, request.weight
     if not isinstance(weight.format, (IntegerFormat, LookupFormat)):
         return f"reads integers with scales and lookup tables; the weight is {weight.format}"
+    if isinstance(weight.format, RoundedInputFormat):
+        return "multiplies activations as they are; the weight asks for inputs rounded to int8"
     if "zeros" in weight.arrays:
         return "reads integers without zero points; the weight has some"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
