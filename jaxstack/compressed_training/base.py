@@ -41,6 +41,11 @@ class WeightRule(PathRule):
         """
         del weight
 
+    @property
+    def prepares(self) -> bool:
+        """True if `prepare` changes modules, which the stages of a pipeline do not support."""
+        return False
+
     def prepare(self, layer: nnx.Module, weight: Weight) -> None:
         """Change, in place, how the module that holds a weight computes with it, such as its matmul; default: nothing.
 

@@ -60,6 +60,10 @@ class QatRule(WeightRule):
         if self.activations and (reason := unsupported_inputs(weight.layout.size[1])):
             raise ConfigError(f"compression.rules: {weight.names[0]}: {reason}; drop `activations`.")
 
+    @property
+    def prepares(self) -> bool:
+        return self.activations is not None
+
     def prepare(self, layer: nnx.Module, weight: Weight) -> None:
         if self.activations is None:
             return

@@ -38,14 +38,15 @@ class CompressedModule(FunctionalModule):
         model = nnx.eval_shape(lambda: given.make(nnx.Rngs(0)))
         self.chosen = choose_rules([_stored_in(given, weight) for weight in find_weights(model)], rules)
         """Path of a weight in `used` -> its rule, and the weight."""
-        prepares = any(rule.prepares for rule, _ in self.chosen.values())
+        staged, prepares = given.plain is not given, any(rule.prepares for rule in rules)
+        if staged and prepares:
+            raise ConfigError("compression.rules with activations do not support a pipeline; set parallel.pipeline=1.")
         self._used = FunctionalModule(lambda rngs: self._prepared(given.make(rngs))) if prepares else given
         super().__init__(self._used.make)
         self._set_non_params(self._used._non_params)
         variables = self._used._params
         self._set_params([item for path, variable in variables for item in self._stored_variables(path, variable)])
-        staged = self._used.plain is not self._used
-        self._plain = CompressedModule(self._used.plain, rules) if staged else self
+        self._plain = CompressedModule(given.plain, rules) if staged else self
 
     def _prepared(self, model: nnx.Module) -> nnx.Module:
         """Change a model, in place, as the rules of its weights ask for."""

@@ -170,11 +170,8 @@ def stage_module(module: FunctionalModule, stages: int, chunks: int) -> Function
     Weights that training compresses are then compressed in the stacks of layers that the stages hold.
 
     Raises:
-      ConfigError: as `StagedModule`; or compression rules quantize activations, or differ between layers that are
-        stored together.
+      ConfigError: as `StagedModule`, or compression rules differ between layers that are stored together.
     """
-    if isinstance(module, CompressedModule) and any(rule.prepares for rule in module.rules):
-        raise ConfigError("compression.rules with activations do not support a pipeline; set parallel.pipeline=1.")
     staged = StagedModule(module.make, stages, chunks)
     return CompressedModule(staged, module.rules) if isinstance(module, CompressedModule) else staged
 
