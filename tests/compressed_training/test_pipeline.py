@@ -56,7 +56,7 @@ def everything(module: CompressedModule, to_plain: Any, stored: Dict, key: jax.A
         used, penalty = module.use(stored, key)
         used = to_plain(used, used_shapes)
         sums = jax.tree.map(lambda w, slope: jnp.sum(w * slope), used, slopes)
-        return sum(jax.tree.leaves(sums), jnp.float32(0 if penalty is None else penalty)), used
+        return jnp.sum(jnp.stack(jax.tree.leaves(sums))) + (0 if penalty is None else penalty), used
 
     (total, used), gradients = jax.value_and_grad(loss, has_aux=True)(stored)
     new = jax.tree.map(lambda w, g: w - 0.1 * g, stored, gradients)
