@@ -73,11 +73,14 @@ class StreamingExchange:
         starts = {fragment * every // count: fragment for fragment in range(count)}
         return starts.get(step % every)
 
-    def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
+    def changes(self, phase: int, params: Dict, state: OuterState) -> dict[str, jax.Array]:
+        """Return how the parameters in one part of the model changed since its last exchange, path -> array."""
+        return self._parts(phase, jax.tree.map(jnp.subtract, state.shared["anchor"], params))
+
+    def send(self, phase: int, changes: dict[str, jax.Array], state: OuterState) -> OuterState:
         """Average changes of one part of the model over device groups, and apply Nesterov SGD; return the new state."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
-        own = self._parts(phase, jax.tree.map(jnp.subtract, anchor, params))
-        progress, _ = self._reduction(own, OuterState({}, {}))
+        progress, _ = self._reduction(changes, OuterState({}, {}))
         anchors, velocities = self._parts(phase, anchor), self._parts(phase, velocity)
         stepped = {name: self._settings.step(anchors[name], velocities[name], x) for name, x in progress.items()}
         anchor = self._replaced(phase, anchor, {name: new for name, (new, _) in stepped.items()})
@@ -92,7 +95,7 @@ class StreamingExchange:
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
         """Communicate and merge one part of the model, without overlap; return the parameters and the state."""
-        state = self.send(phase, params, state)
+        state = self.send(phase, self.changes(phase, params, state), state)
         return self.merge(phase, params, state), state
 
     def _parts(self, phase: int, tree: Dict) -> dict[str, jax.Array]:
