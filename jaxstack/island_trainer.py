@@ -280,7 +280,8 @@ class IslandTrainer(Trainer):
         if self.rules.mesh.devices.flat[0].platform == "cpu":
             return self.train.xla_options
         state = self.steps.one_model(self.abstract_state)
-        sent = jax.eval_shape(functools.partial(exchange.changes, phase), self.module.split_frozen(state.params)[0], state.outer)
+        trained = self.module.split_frozen(state.params)[0]
+        sent = jax.eval_shape(functools.partial(exchange.changes, phase), trained, state.outer)
         return {**overlap_options(self.compiler_options, len(sent)), **self.train.xla_options}
 
     def _compile_exchange(self, communicate: Communicate) -> jax.stages.Compiled:

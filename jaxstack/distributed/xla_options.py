@@ -11,7 +11,6 @@ import jax
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 
-
 _OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
