@@ -62,7 +62,7 @@ class OverlappedExchange(Exchange, Protocol):
     """Steps from `send` to `merge`, at least 1; with 1, `merge` follows the step that `send` overlaps with."""
 
     def changes(self, phase: int, params: Dict, state: OuterState) -> dict[str, jax.Array]:
-        """Return {name: array} to communicate, from the parameters that a train step starts from; each runs by itself."""
+        """Return {name: array} to communicate; `params` are those that a train step starts from."""
         ...
 
     def send(self, phase: int, changes: dict[str, jax.Array], state: OuterState) -> OuterState:

@@ -32,7 +32,7 @@ def end_of(runs: Runs, name: str) -> tuple[dict[int, float], dict[str, bytes]]:
 
 @pytest.mark.exhaustive
 def test_two_processes_go_on_exactly_from_the_last_checkpoint(runs: Runs):
-    """One process dies in the second exchange, after step 8; the checkpoint is that of step 5, between two exchanges."""
+    """One process dies in the second exchange, after step 8; the checkpoint of step 5 lies between two exchanges."""
     for name, kill in (("whole", ""), ("killed", "exchange:2:1")):
         layout = ("parallel={islands: 2, simulate_devices: 2}", "islands={name: diloco, every: 4}")
         command = runs.train(name, *STEPS, *layout, command=KILLED)
