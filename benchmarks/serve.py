@@ -128,7 +128,8 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
 
     with Engine(decoder, config.model_copy(update={"prefix_cache": False, "decode_steps": 1})) as engine:
         token_times(engine, asked, None)
-        widest = max(shape.rows * shape.width for shape in engine.scheduler.shapes_beside)
+        places = (0, args.long / engine.context)
+        widest = [max(rows * width for rows, width in engine.scheduler.shapes_beside(place)) for place in places]
         many = [(prompt, engine.context - 64) for prompt, _ in asked]
         for _ in range(args.turns):
             handles: list[Handle] = []
@@ -138,8 +139,8 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
     percentiles = [1e3 * float(np.percentile(np.concatenate(times), 99)) for times in (alone, beside)]
     return [
         {"variant": "p99 alone", "milliseconds": percentiles[0]},
-        {"variant": f"p99 beside {args.long} tokens, chunk {config.chunk}, {widest} beside answers",
-         "milliseconds": percentiles[1], "times_alone": percentiles[1] / percentiles[0],
+        {"variant": f"p99 beside {args.long} tokens, chunk {config.chunk}, {widest[0]} beside answers",
+         "milliseconds": percentiles[1], "times_alone": percentiles[1] / percentiles[0], "chunk_at_end": widest[1],
          "first_token_milliseconds": 1e3 * float(np.median(waits))},
     ]  # fmt: skip
 

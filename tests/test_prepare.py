@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -46,10 +47,10 @@ def arguments(corpus, output, *more):
 
 
 def test_help_is_fast_and_imports_nothing_heavy():
-    began = time.perf_counter()
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--held-out-fraction" in done.stdout
-    assert time.perf_counter() - began < 3  # under load; about 0.1 s on an idle machine
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < 1  # about 0.1 s
     probe = "import sys, jaxstack.prepare; print(sorted({'numpy', 'jax', 'rich', 'pydantic'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.strip() == "[]"
 

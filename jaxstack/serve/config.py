@@ -24,8 +24,8 @@ class EngineConfig(Component):
     """Largest number of prompt tokens that a step computes; fewer beside running answers, see `chunk_slowdown`."""
     chunk_slowdown: float = Field(default=2.0, ge=1)
     """Largest duration of a step with prompt tokens beside running answers, relative to a step without them. The number
-    of prompt tokens follows from measurements at the start. A larger value starts answers sooner; a smaller one delays
-    the running answers less."""
+    of prompt tokens follows from measurements at the start, and falls along a long prompt. A larger value starts
+    answers sooner; a smaller one delays the running answers less."""
     prefix_cache: bool = True
     """Keep the keys and values of finished requests, as long as there is room, for later ones that begin with the same
     tokens."""

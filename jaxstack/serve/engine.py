@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.sampling import Sampling
@@ -212,8 +213,10 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile and time all programs of the engine now, so that no request has to wait for a compilation."""
-        seconds = self._runner.warm_up(self.scheduler.shapes)
-        self.scheduler.shapes_beside = schedule.shapes_beside(seconds, self.config.chunk_slowdown)
+        page = self.pool.allocate(1) or []
+        seconds = self._runner.warm_up(self.scheduler.shapes, page)
+        self.pool.release(page)
+        self.scheduler.shapes_beside = partial(seconds.shapes_within, self.config.chunk_slowdown)
 
     def drain(self, seconds: float) -> bool:
         """Stop accepting requests, and wait up to `seconds` for running ones to end; return False if some did not."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.draft_model import DraftPrograms, Recent
 from jaxstack.serve.ngram_draft import accept
 from jaxstack.serve.sampling import Mode
-from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, decode_batch_sizes
+from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, StepSeconds, decode_batch_sizes
 from jaxstack.serve.step import Programs, choose_mode, pad_chunks
 
 _LONGEST = 0.03
@@ -59,32 +59,44 @@ class Runner:
         """Maximum number of decode steps to run as one program, given how long recent steps took."""
         return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
 
-    def warm_up(self, shapes: Sequence[ChunkShape]) -> dict[ChunkShape | None, float]:
-        """Compile the programs for all batch sizes and prompt-chunk shapes; return the seconds of a step by shape.
+    def warm_up(self, shapes: Sequence[ChunkShape], page: Sequence[int]) -> StepSeconds:
+        """Compile the programs for all batch sizes and prompt-chunk shapes; return the seconds that their steps take.
 
-        Returns:
-          Seconds of a step of all slots with empty chunks of each shape; those of a step without chunks under None.
+        Args:
+          shapes: shapes of prompt chunks.
+          page: an allocated page of the KV cache, which is overwritten; none: chunks are timed at the start of prompts
+            only.
         """
-        programs, seconds = self.programs, dict[ChunkShape | None, float]()
-        totals: set[int] = set()
+        decode, totals = 0.0, set[int]()
         for count in decode_batch_sizes(self._slots):
-            rows = programs.describe([], count)
-            seconds[None] = self._time_empty(count, None)
-            if self._steps > 1:
-                programs.run_steps(rows, 0, self._steps, "greedy")
+            decode = self._time_decoding(count)
             totals.add(count * self._width)
+        at_start, at_end = dict[ChunkShape, float](), dict[ChunkShape, float]()
         for shape in shapes:
-            seconds[shape] = self._time_empty(self._slots, shape)
+            at_start[shape] = self._time_chunks(shape, self.programs.describe([], shape.rows))
+            at_end[shape] = at_start[shape]
+            if page:
+                at_end[shape] = self._time_chunks(shape, self.programs.describe_deepest(shape, page[0]))
             totals.add(self._slots * self._width + shape.rows)
-        programs.compile_sampling(totals)
+        self._compile_sampling(totals)
+        return StepSeconds(decode, at_start, at_end)
+
+    def _time_decoding(self, count: int) -> float:
+        """Compile the decode steps of `count` rows; return the duration of one in seconds."""
+        rows = self.programs.describe([], count)
+        seconds = seconds_of(lambda: self._run_empty(rows, None, None))
+        if self._steps > 1:
+            self.programs.run_steps(rows, 0, self._steps, "greedy")
         return seconds
 
-    def _time_empty(self, count: int, shape: ChunkShape | None) -> float:
-        """Compile a step of `count` decode rows and prompt chunks of a shape; return its duration in seconds."""
-        rows = self.programs.describe([], count)
-        chunks = None if shape is None else self.programs.describe([], shape.rows)
-        tokens = None if shape is None else pad_chunks([], shape)
+    def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
+        """Compile a step of all batch slots and these rows of prompt chunks; return its duration in seconds."""
+        rows, tokens = self.programs.describe([], self._slots), pad_chunks([], shape)
         return seconds_of(lambda: self._run_empty(rows, chunks, tokens))
+
+    def _compile_sampling(self, totals: Collection[int]) -> None:
+        """Compile the sampling of batches of these numbers of rows, in each mode."""
+        self.programs.compile_sampling(totals)
 
     def _run_empty(
         self,
@@ -186,14 +198,8 @@ class DraftRunner(Runner):
         super().__init__(programs, config)
         self._draft = draft
 
-    def warm_up(self, shapes: Sequence[ChunkShape]) -> dict[ChunkShape | None, float]:
-        """Compile the programs with and without grammar constraints; arguments and result as of `Runner.warm_up`."""
-        seconds = dict[ChunkShape | None, float]()
-        for count in decode_batch_sizes(self._slots):
-            seconds[None] = self._time_empty(count, None)
-        for shape in shapes:
-            seconds[shape] = self._time_empty(self._slots, shape)
-        return seconds
+    def _compile_sampling(self, totals: Collection[int]) -> None:
+        """Do nothing: the draft model's programs sample themselves."""
 
     def _run_empty(
         self,

@@ -8,7 +8,7 @@ pages run out, the newest request is preempted, and later recomputed from its pr
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -40,16 +40,30 @@ def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
     return tuple(sorted(shapes, key=lambda shape: (shape.rows * shape.width, shape.width)))
 
 
-def shapes_beside(seconds: Mapping[ChunkShape | None, float], slowdown: float) -> tuple[ChunkShape, ...]:
-    """Return the prompt-chunk shapes that slow a decode step by at most the factor `slowdown`, or else the fastest one.
+class StepSeconds(NamedTuple):
+    """Measured durations of the engine's steps, in seconds, with all batch slots decoding.
 
-    Args:
-      seconds: duration of a step with chunks of each shape, and under None of a step without chunks.
-      slowdown: largest duration relative to a step without chunks.
+    Attributes:
+      decode: a step without prompt chunks.
+      at_start: a step with chunks of each shape at the start of their prompts, whose attention reads few keys.
+      at_end: the same with chunks at the end of the longest prompt that the engine takes.
     """
-    timed = {shape: took for shape, took in seconds.items() if shape is not None}
-    limit = max(slowdown * seconds[None], min(timed.values()))
-    return tuple(shape for shape, took in timed.items() if took <= limit)
+
+    decode: float
+    at_start: Mapping[ChunkShape, float]
+    at_end: Mapping[ChunkShape, float]
+
+    def shapes_within(self, slowdown: float, depth: float) -> tuple[ChunkShape, ...]:
+        """Return the chunk shapes that slow a decode step by at most the factor `slowdown`, or else the fastest one.
+
+        Args:
+          slowdown: largest duration relative to a step without chunks.
+          depth: position of the chunks in their prompts, from 0, the start, to 1, the longest prompt's end. Attention
+            reads all keys before a chunk, so that durations between the two measured ones grow linearly with it.
+        """
+        seconds = {shape: (1 - depth) * at + depth * self.at_end[shape] for shape, at in self.at_start.items()}
+        limit = max(slowdown * self.decode, min(seconds.values()))
+        return tuple(shape for shape, took in seconds.items() if took <= limit)
 
 
 def decode_batch_sizes(slots: int) -> tuple[int, ...]:
@@ -164,7 +178,8 @@ class Scheduler:
 
     Attributes:
       shapes: shapes of prompt chunks.
-      shapes_beside: those of them for steps while answers run; may be changed at any time.
+      shapes_beside: function that returns those of them for steps while answers run, given the position of the chunks
+        in the context, from 0 to 1; may be changed at any time.
       approximate: the draft model's keys and values of drafts are approximations until the next step.
       decode_steps: largest number of steps of a plan without prompt chunks; may be changed at any time.
     """
@@ -173,7 +188,8 @@ class Scheduler:
         self, slots: int, context: int, chunk: int, pool: PagePool, draft_tokens: int = 0, *, draft_model: bool = False
     ):
         self.context, self.pool, self.shapes = context, pool, chunk_shapes(chunk, slots)
-        self.shapes_beside, self.decode_steps = self.shapes, 1
+        self.shapes_beside: Callable[[float], tuple[ChunkShape, ...]] = lambda depth: self.shapes
+        self.decode_steps = 1
         self.draft_tokens, self._draft_model, self.approximate = draft_tokens, draft_model, False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -341,8 +357,9 @@ class Scheduler:
             return [], None
         answers = any(sequence.filled >= sequence.target for sequence in self.running)
         left = [sequence.target - sequence.filled for sequence in pending]
+        depth = max(sequence.filled for sequence in pending) / self.context
         shape = max(
-            self.shapes_beside if answers else self.shapes,
+            self.shapes_beside(depth) if answers else self.shapes,
             key=lambda shape: (_covered(shape, left), -shape.rows * shape.width, shape.width),
         )
         rows: list[Row] = []

@@ -111,6 +111,14 @@ class Programs:
             own[:, Column.INDEX] = [row.index or 0 for row in rows]
         return plan
 
+    def describe_deepest(self, shape: ChunkShape, page: int) -> Int[np.ndarray, "Q columns"]:
+        """Encode full prompt chunks at the end of the longest prompt, all of whose pages are `page`, to time them."""
+        chunks = self.describe([], shape.rows)
+        chunks[:, Column.START] = max(0, self.table_width * self.page_size - shape.width)
+        chunks[:, Column.COUNT] = shape.width
+        chunks[:, Column.PAGES :] = page
+        return chunks
+
     def _describe_sequence(self, sequence: schedule.Sequence) -> None:
         """Write a sequence's sampling settings and new page numbers into the table that `describe` copies from."""
         line, known = self._described[sequence.slot], sequence.described_pages

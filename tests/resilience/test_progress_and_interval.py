@@ -27,10 +27,10 @@ def test_the_record_is_overwritten_in_place(tmp_path):
 
 def test_a_sign_of_life_is_cheap(tmp_path):
     signs = ProgressFile(tmp_path / "progress")
-    began = time.perf_counter()
+    began = time.process_time()
     for step in range(1000):
         signs.note("train", step=step)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_waiting_is_not_ones_own_time():

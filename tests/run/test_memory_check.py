@@ -66,10 +66,10 @@ def test_many_layers_that_do_not_fit_are_refused_before_they_are_traced(tmp_path
     monkeypatch.setattr(device_setup, "host_memory", lambda: 2**30)
     overrides = ["model.preset=tiny", f"model.num_layers={layers}", "model.scan_layers=false", f"run.dir={tmp_path}"]
     lines: list[str] = []
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ConfigError, match="the model does not fit: its state takes"):
         train(load_config(None, [*overrides, "parallel.data=-1"]), report=lines.append)
-    assert time.perf_counter() - began < 5 and not lines
+    assert time.process_time() - began < 5 and not lines
 
 
 @pytest.mark.parametrize(("optimizer", "state"), [("adamw", 8), ("lion", 4), ("sgd", 4), ("muon", 4), ("adafactor", 0)])

@@ -17,7 +17,7 @@ from jaxstack.serve import engine as engine_module
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
 from jaxstack.serve.ngram_draft import accept
-from jaxstack.serve.schedule import ChunkShape, chunk_shapes, decode_batch_sizes, shapes_beside
+from jaxstack.serve.schedule import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
 from jaxstack.serve.step import Column, Programs
 
 V = 3
@@ -211,20 +211,34 @@ def test_shapes_have_room_for_every_budget():
 
 def test_steps_beside_answers_have_the_shapes_that_are_fast_enough():
     short, half, whole = ChunkShape(1, 64), ChunkShape(1, 256), ChunkShape(1, 512)
-    seconds = {None: 1.0, short: 1.2, half: 2.0, whole: 3.4}
-    assert shapes_beside(seconds, 2) == (short, half) and shapes_beside(seconds, 9) == (short, half, whole)
-    assert shapes_beside({None: 1.0, half: 5.0, whole: 7.0}, 2) == (half,), "the fastest is always one of them"
+    seconds = StepSeconds(1.0, {short: 1.2, half: 2.0, whole: 3.4}, {short: 1.4, half: 3.0, whole: 6.4})
+    assert seconds.shapes_within(2, 0) == (short, half) and seconds.shapes_within(9, 1) == (short, half, whole)
+    assert seconds.shapes_within(2.5, 0.5) == (short, half) and seconds.shapes_within(2.5, 0.51) == (short,)
+    slow = StepSeconds(1.0, {half: 5.0, whole: 7.0}, {half: 5.0, whole: 7.0})
+    assert slow.shapes_within(2, 0) == (half,), "the fastest is always one of them"
 
 
 def test_a_long_prompt_is_cut_by_what_runs_beside_it_and_short_ones_share_a_chunk(make_engine):
     engine = make_engine(EngineConfig(slots=3, pages=40, page_size=8, chunk=32, prefix_cache=False))
-    engine.scheduler.shapes_beside = (ChunkShape(1, 8),)
+    engine.scheduler.shapes_beside = lambda depth: (ChunkShape(1, 8),)
     plans = []
     for prompt in ([1] * 30, [2] * 20):
         engine.submit(prompt, 9)
         engine._take_messages()
         plans.append(engine.scheduler.plan(in_flight=False))
     assert [plan.shape for plan in plans] == [(1, 32), (1, 8)] and len(plans[1].decoded) == 1
+
+
+def test_fewer_tokens_of_a_prompt_are_computed_beside_answers_the_more_there_are_before_them(make_engine):
+    engine = make_engine(EngineConfig(slots=2, pages=40, page_size=8, chunk=16, prefix_cache=False))
+    engine.scheduler.shapes_beside = lambda depth: (ChunkShape(1, 8 if depth < 0.5 else 4),)
+    widths = []
+    for prompt in ([1] * 8, [2] * 36):
+        engine.submit(prompt, 4)
+        engine._take_messages()
+        while (plan := engine.scheduler.plan(in_flight=False)) is not None and plan.shape is not None:
+            widths.append(plan.shape.width)
+    assert engine.context == 40 and widths == [16, 8, 8, 8, 4, 4, 4]
 
 
 def test_the_shape_computes_most_tokens_with_the_least_padding(make_engine):
