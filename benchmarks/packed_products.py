@@ -40,13 +40,16 @@ from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.distributed.xla_options import packed_weight_options
 from jaxstack.models import ModelConfig, preset_config
 from pallas_kernels import PackedWeight, packed_matmul
-from pallas_kernels.weight_only.packed import pack_nearest
+from pallas_kernels.weight_only.formats import LookupFormat
+from pallas_kernels.weight_only.packed import pack_lookup, pack_nearest
 from pallas_kernels.weight_only.rounding_grid import Grid
 
-FORMATS: Mapping[str, Grid | None] = {
+FORMATS: Mapping[str, Grid | LookupFormat | None] = {
     "bf16": None,
     "int8, a scale for each output": Grid(8),
     "int4, groups of 128": Grid(4, 128),
+    "4 bits, a table of 16 values": LookupFormat(4),
+    "3 bits, a table of 8 values": LookupFormat(3),
 }
 COLUMNS = ("work", "variant", "implementation", "milliseconds", "speedup", "bandwidth", "weight_share", "device")
 
@@ -54,14 +57,19 @@ Row = dict[str, Any]
 Weight = jax.Array | PackedWeight
 
 
-def make_weights(grid: Grid | None, width: int, inner: int, pairs: int) -> list[Weight]:
+def make_weights(format: Grid | LookupFormat | None, width: int, inner: int, pairs: int) -> list[Weight]:
     """Return random weights [in, out], of alternating sizes (width, 2 inner) and (inner, width)."""
 
     def make(key: jax.Array, inputs: int, outputs: int) -> Weight:
         w = jax.random.normal(key, (outputs, inputs)) / inputs**0.5
-        if grid is None:
+        if format is None:
             return w.T.astype(jnp.bfloat16)
-        return pack_nearest(grid, w)
+        if isinstance(format, Grid):
+            return pack_nearest(format, w)
+        # A table of equally frequent values.
+        borders = jax.scipy.stats.norm.ppf(jnp.arange(1, 2**format.bits) / 2**format.bits) / inputs**0.5
+        middles = jax.scipy.stats.norm.ppf((jnp.arange(2**format.bits) + 0.5) / 2**format.bits) / inputs**0.5
+        return pack_lookup(format.bits, jnp.searchsorted(borders, w), middles[None])
 
     made = jax.jit(make, static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(0), 2 * pairs)
@@ -103,14 +111,18 @@ def time_turn(run: Callable[[], jax.Array], seconds: float) -> float:
 
 
 def stored_bytes(weights: Sequence[Weight]) -> int:
-    return sum(w.stored_bytes if isinstance(w, PackedWeight) else w.nbytes for w in weights)
+    """Return the bytes in memory, where indices of 3 bits take 4."""
+    return sum(x.size * jax.dtypes.itemsize_bits(x.dtype) // 8 for x in jax.tree.leaves(weights))
 
 
 def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Namespace) -> list[Row]:
     """Return one row for bfloat16, and for each format and backend."""
     x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
-    weights = {name: make_weights(grid, width, inner, arguments.pairs) for name, grid in FORMATS.items()}
-    variants = [("bf16", None), *((name, way) for name, grid in FORMATS.items() if grid for way in arguments.backends)]
+    weights = {name: make_weights(format, width, inner, arguments.pairs) for name, format in FORMATS.items()}
+    variants = [
+        ("bf16", None),
+        *((name, way) for name, format in FORMATS.items() if format for way in arguments.backends),
+    ]
     runs = {key: compile_chain(weights[key[0]], x, arguments.passes, key[1]) for key in variants}
     for run in runs.values():
         jax.block_until_ready(run())

@@ -3,12 +3,16 @@
     python benchmarks/serve.py                                             # llama3-1b on a GPU, tiny on a CPU
     python benchmarks/serve.py llama3-8b --work throughput --slots 256 --prompt 1000 --tokens 1000 --requests 1024
     python benchmarks/serve.py --long 8000 --chunk 256 --work interruption parallel.tensor=2
+    python benchmarks/serve.py llama3-8b --work throughput --chunk 2048 --half-batches-from 1024 parallel.tensor=2
 
 arrivals: requests of random lengths that arrive at random (Poisson), against one after another, by the engine and by
 `Decoder.generate`. interruption: time between the tokens of running answers, alone and while a long prompt arrives,
 with one decode step per program.
 prefix: prompts of which 90 % is common, with and without the prefix cache: seconds per request of many at once, and
-time to the first token of single ones. throughput: all requests at once.
+time to the first token of single ones. throughput: all requests at once, with the share of the optimum C / (2 P) tokens
+of prompts and answers per second (NanoFlow, Zhu et al. 2024, arXiv:2408.12757): C is the peak FLOP/s of the devices
+(--peak, by default the data sheet's for bfloat16), P the parameters that multiply each token (without the input
+embedding; of experts those that a token uses).
 All are greedy, through the library's API, after warm-up. Rows are appended to benchmarks/results/serve.jsonl.
 """
 
@@ -31,6 +35,8 @@ from benchmarks.rows import append_rows, print_table
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
+from jaxstack.models import ModelConfig, count_parameters
+from jaxstack.observe.throughput import dense_bf16_peak
 from jaxstack.run_config import load_config
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
@@ -198,10 +204,22 @@ def throughput(decoder: Decoder, config: EngineConfig, args: argparse.Namespace)
     with Engine(decoder, config) as engine:
         seconds = timed(lambda: submit_all(engine, [(prompt, args.tokens) for prompt in prompts]))
         steps = engine.stats.steps
-    return [
-        {"variant": f"{config.slots} slots", "seconds_per_token": seconds / (args.requests * args.tokens),
-         "milliseconds_per_step": 1e3 * seconds / steps, "measured_seconds": seconds},
-    ]  # fmt: skip
+    halves = "" if config.half_batches_from is None else f", half-batches from {config.half_batches_from} tokens"
+    row = {
+        "variant": f"{config.slots} slots{halves}", "seconds_per_token": seconds / (args.requests * args.tokens),
+        "milliseconds_per_step": 1e3 * seconds / steps, "measured_seconds": seconds,
+    }  # fmt: skip
+    peak = args.peak or dense_bf16_peak(jax.devices()[0].device_kind)
+    if peak is not None:
+        optimum = decoder.rules.mesh.size * optimal_tokens_per_second(decoder.config, peak)
+        computed = args.requests * (args.prompt + args.tokens)
+        row |= {"peak_tflops": peak, "share_of_optimum": computed / seconds / optimum}
+    return [row]
+
+
+def optimal_tokens_per_second(model: ModelConfig, peak_tflops: float) -> float:
+    """Return the tokens per second of a device that only multiplies each token with the parameters, at its peak."""
+    return 1e12 * peak_tflops / (2 * count_parameters(model).matmul)
 
 
 WORKS = {"arrivals": arrivals, "interruption": interruption, "prefix": prefix, "throughput": throughput}
@@ -223,6 +241,8 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=16 if small else 64, help="requests that run together")
     parser.add_argument("--chunk", type=int, default=128 if small else 512, help="prompt tokens per step")
     parser.add_argument("--decode-steps", type=int, default=8, help="decode steps per program at most")
+    parser.add_argument("--half-batches-from", type=int, help="engine.half_batches_from (default: never)")
+    parser.add_argument("--peak", type=float, help="TFLOP/s of a device, for the share of the optimum")
     parser.add_argument("--page", type=int, default=16, help="tokens per page")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")
     args = parser.parse_intermixed_args()
@@ -238,7 +258,7 @@ def main() -> int:
         room = args.shared + min(args.tokens, 64) if work == "prefix" else room
         sizes = EngineConfig(
             slots=args.slots, context=room, chunk=args.chunk, page_size=args.page, decode_steps=args.decode_steps,
-            queue=args.requests + args.slots,
+            queue=args.requests + args.slots, half_batches_from=args.half_batches_from,
         )  # fmt: skip
         common = {
             "work": f"serve {name} {work} prompt {args.prompt} tokens {args.tokens} slots {args.slots} "
@@ -253,7 +273,9 @@ def main() -> int:
     if not args.no_rows:
         append_rows("serve", rows)
     shown = ("work", "variant", "milliseconds", "tokens_per_second_per_device", "times_sequential", "times_alone")
-    print_table(rows, (*shown, "times_without", "first_token_milliseconds", "first_token_times_without"))
+    print_table(
+        rows, (*shown, "share_of_optimum", "times_without", "first_token_milliseconds", "first_token_times_without")
+    )
     return 0
 
 

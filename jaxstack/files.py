@@ -5,13 +5,14 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxstack.errors import JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 
 
 @contextmanager
@@ -79,6 +80,49 @@ def writing_to(folder: Path) -> Iterator[None]:
         if e.errno == errno.EFBIG:
             reason += ", the limit on file sizes (ulimit -f)"
         raise JaxstackError(f"cannot write to {folder}: {reason}; start again to go on from here") from None
+
+
+@contextmanager
+def new_directory(folder: Path) -> Iterator[Path]:
+    """Create the directory `folder` completely or not at all: the block fills another one, which is then renamed.
+
+    That one is created first, so that a place which cannot be written to is found before the work. It is removed if the
+    block raises.
+
+    Args:
+      folder: the directory to create; must not exist. Missing parents are created.
+
+    Yields:
+      An empty directory of the same name, in a hidden one beside `folder`.
+
+    Raises:
+      ConfigError: it exists, or cannot be written to.
+      JaxstackError: the disk is full.
+    """
+    exists = ConfigError(f"{folder} exists already; give another directory, or remove it.")
+    if os.path.lexists(folder):
+        raise exists
+    # The process id keeps two commands apart that write to the same place.
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    staging = hidden / folder.name
+    try:
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+    try:
+        yield staging
+        os.rename(staging, folder)
+        sync_directory(folder.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and error.filename2 is not None:
+            raise exists from None
+        if str(error.filename).startswith(str(hidden)):
+            raise cannot_write(folder, error) from None
+        raise
+    except JaxstackError as error:  # name the directory that was asked for
+        raise type(error)(str(error).replace(str(staging), str(folder))) from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 class LockHeld(Exception):

@@ -157,9 +157,13 @@ class RunConfig(Component):
 
     def _compression_problem(self) -> str | None:
         rules, stages = self.compression.rules, self.parallel.pipeline
-        if stages > 1 and (rules or self.distill.teacher is not None):
-            section = "compression.rules" if rules else "distill.teacher"
-            return f"{section} does not support a pipeline; set parallel.pipeline=1 ({stages}), or remove it."
+        if stages > 1 and self.distill.teacher is not None:
+            return f"distill.teacher does not support a pipeline; set parallel.pipeline=1 ({stages}), or remove it."
+        if stages > 1 and any(rule.prepares for rule in rules):
+            return (
+                f"compression.rules with activations do not support a pipeline; set parallel.pipeline=1 ({stages}), or "
+                "leave activations out."
+            )
         if rules and self.adapters.rules:
             return (
                 "compression.rules and adapters.rules exclude each other: a merged adapter would move weights out of "

@@ -226,13 +226,13 @@ class Trainer:
         """The train state in the form that checkpoints have, which is the same for every parallel layout."""
         if self.module.stores_plain:
             return without_teacher(self.state)
-        to_plain = functools.partial(self.module.to_plain, self.optimizer)
+        to_plain = functools.partial(self.module.to_plain, wanted=abstract_state(self.module.plain, self.optimizer))
         return jax.jit(to_plain, out_shardings=self._stored_shardings())(self.state)
 
     @stored_state.setter
     def stored_state(self, state: TrainState) -> None:
         if not self.module.stores_plain:
-            from_plain = functools.partial(self.module.from_plain, self.optimizer)
+            from_plain = functools.partial(self.module.from_plain, wanted=abstract_state(self.module, self.optimizer))
             state = jax.jit(from_plain, out_shardings=self.shardings)(state)
         self._state = replace_teacher(state, self._take_teacher())
 

@@ -38,5 +38,6 @@ from .target import Target as Target
 from .target import current_target as current_target
 from .target import lowering_platform as lowering_platform
 from .weight_only.api import packed_matmul as packed_matmul
+from .weight_only.integer_products import int8_dot_general as int8_dot_general
 from .weight_only.packed import PackedWeight as PackedWeight
 from .weight_only.rounding_grid import Grid as Grid

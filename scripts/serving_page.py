@@ -60,7 +60,8 @@ def engine() -> str:
     lines, rows = [], read_rows(RESULTS / "serve.jsonl")
     for row in rows:
         ratios = (("times_sequential", "{:.1f}x one at a time"), ("times_alone", "{:.2f}x alone"),
-                  ("times_without", "{:.2f}x without"))  # fmt: skip
+                  ("times_without", "{:.2f}x without"),
+                  ("share_of_optimum", "{:.1%} of the optimum"))  # fmt: skip
         compared = ", ".join(form.format(row[name]) for name, form in ratios if name in row)
         speed = row.get("tokens_per_second_per_device")
         time = row.get("milliseconds")

@@ -47,10 +47,15 @@ def test_checkpoints_and_data_alone():
     assert load("checkpoints_and_data").main()
 
 
+@pytest.mark.longer
+def test_embedding_of_a_language_model_in_host_memory():
+    assert load("host_embedding").main()
+
+
 def test_every_example_is_tested_and_shown():
     tested = Path(__file__).read_text(encoding="utf-8")
     page = (FOLDER.parent / "examples.md").read_text(encoding="utf-8")
     names = sorted(path.stem for path in FOLDER.glob("*.py"))
-    assert len(names) == 5
+    assert len(names) == 6
     for name in names:
         assert f'load("{name}")' in tested and f"<!-- source: examples/{name}.py -->" in page, name

@@ -121,6 +121,12 @@ def dense_parameter(path: str, leaf: PackedWeight | jax.Array) -> jax.Array:
     return leaf.matrix() if path.endswith("/table") else leaf.dense()  # a packed table is the transpose
 
 
+def with_packed_weights(params: Params, packed: Mapping[str, PackedWeight], shardings: Params) -> Params:
+    """Return parameters with those at the paths of `packed` replaced by packed weights, sharded as the plain ones."""
+    leaves, layout = named_leaves(params), named_leaves(shardings)
+    return nest({**leaves, **{path: place_packed(weight, layout[path]) for path, weight in packed.items()}})
+
+
 def unpack_vectors(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters by path with compressed vectors (1-D parameters) decompressed; matrices stay compressed."""
     return {path: leaf.dense() if is_packed(leaf) and leaf.ndim == 1 else leaf for path, leaf in leaves.items()}

@@ -2,12 +2,16 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError
+
+_OVERRIDE = re.compile(r"(layers|calibration|store|vectors)(\.\w+)*=")
+"""Override of a recipe's value."""
 
 
 def make_parser() -> CommandParser:
@@ -25,6 +29,12 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--out", metavar="DIR", help="directory to write; must not exist (default: RUN-RECIPE)")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to compress (default: the newest)")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="values that replace the recipe's, e.g. calibration.sequences=32",
+    )
     text = parser.add_argument_group("held-out text, which the perplexity is measured on")
     text.add_argument("--data", metavar="PATH", nargs="+", help="files, directories or globs (default: the run's own)")
     text.add_argument("--text-key", metavar="KEY", default="text", help="JSON key or column with the text (text)")
@@ -40,12 +50,15 @@ def make_parser() -> CommandParser:
         parser,
         "compress --run runs/quickstart --recipe int8 --out runs/quickstart-int8",
         "compress --run runs/quickstart --recipe RECIPE.yaml --out runs/small --max-tokens 100000",
+        "compress --run models/qwen --recipe int4-gptq 'calibration.data=[texts/*.txt]'",
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `jaxstack compress` with command-line arguments and return its exit code."""
-    args = make_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    # --data, which takes several words, would take overrides that follow it too.
+    args = make_parser().parse_intermixed_args(sorted(words, key=lambda word: not _OVERRIDE.match(word)))
     return run_command("jaxstack compress", lambda: _compress(args))
 
 
@@ -54,6 +67,7 @@ def _compress(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}; found {value}.")
+    from jaxstack.compress.recipe import load_recipe
     from jaxstack.compress.report import summary_lines
     from jaxstack.compress.run import CompressOptions, compress
     from jaxstack.run.evaluate import TextOptions
@@ -62,7 +76,7 @@ def _compress(args: argparse.Namespace) -> None:
     text = TextOptions(args.data or (), args.text_key, args.max_tokens)
     result = compress(
         args.run,
-        args.recipe,
+        load_recipe(args.recipe, args.overrides),
         out,
         CompressOptions(args.step, text, args.layer_tokens),
         report=lambda line: print(line, file=sys.stderr),

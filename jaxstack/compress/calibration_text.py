@@ -39,9 +39,15 @@ def read_calibration(
     if not calibration.data and not is_run(directory):
         raise ConfigError(
             f"{directory} is a Hugging Face checkpoint, with no training text to calibrate on: name files in "
-            "calibration.data."
+            "calibration.data of the recipe, or at the end of the command, as 'calibration.data=[texts/*.txt]'."
         )
     length = calibration.sequence_length or _default_length(config, is_run(directory))
+    longest = config.model.max_position_embeddings
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"calibration.sequence_length ({length:,}) must not exceed the model's max_position_embeddings "
+            f"({longest:,}); lower it."
+        )
     data = open_data(
         _data_section(Path(directory), config.data, calibration.data),
         sequence_length=length,
@@ -83,10 +89,12 @@ def _data_section(directory: Path, section: DataConfig, paths: tuple[str, ...]) 
 def _check_enough(data: Data, sequences: int, length: int) -> None:
     rows = sum(data.rows_per_epoch)
     if rows < sequences:
+        shorter = data.train_tokens // sequences
         raise ConfigError(
             f"the calibration text has {data.train_tokens:,} tokens, {rows:,} sequences of {length:,}; "
-            f"calibration.sequences is {sequences:,}. Give more text in calibration.data, set calibration.sequences to "
-            f"at most {rows:,}, or calibration.sequence_length to at most {max(data.train_tokens // sequences, 2):,}."
+            f"calibration.sequences is {sequences:,}. Give more text in calibration.data, or set calibration.sequences "
+            f"to at most {rows:,}"
+            + (f", or calibration.sequence_length to at most {shorter:,}." if shorter >= 2 else ".")
         )
 
 

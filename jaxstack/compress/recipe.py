@@ -1,7 +1,7 @@
 """Reads compression recipes, and finds the method that a recipe gives each dense layer of a model."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxstack.compress.config import Recipe
 from jaxstack.compress.methods.base import Keep, Method
-from jaxstack.config.loader import build_component, load_yaml
+from jaxstack.config.loader import build_component, load_yaml, merge_overrides
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.linear import Linear
@@ -31,8 +31,12 @@ class WeightDims(NamedTuple):
         return math.prod(self.outputs), math.prod(self.inputs)
 
 
-def load_recipe(name: str) -> Recipe:
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load a compression recipe from a YAML file, or by name from those that come with jaxstack.
+
+    Args:
+      name: the name or the file.
+      overrides: `key=value` and `calibration.key=value`, which replace values of the recipe.
 
     Raises:
       ConfigError: there is none, or it has a mistake.
@@ -41,7 +45,8 @@ def load_recipe(name: str) -> Recipe:
     path = shipped.get(name, Path(name))
     if name not in shipped and not path.is_file():
         raise ConfigError(f"there is no recipe {name!r}, and no file; {nearest(name, list(shipped))}")
-    return build_component(Recipe, load_yaml(path), str(path))
+    tree = merge_overrides(load_yaml(path), overrides)
+    return build_component(Recipe, tree, str(path), overrides)
 
 
 def dense_weights(model: ModelConfig) -> dict[str, WeightDims]:
@@ -74,10 +79,17 @@ def choose_methods(recipe: Recipe, weights: Mapping[str, WeightDims]) -> dict[st
     """Return the compression method of each weight, by path, for the weights that a rule of the recipe compresses.
 
     Raises:
-      ConfigError: a rule matches no weight, or its method cannot compress one that it matches.
+      ConfigError: a rule matches no weight, or only weights of earlier rules, or its method cannot compress one.
     """
     check_patterns([rule.path for rule in recipe.layers], dict.fromkeys(weights, 0), "layers of the recipe")
     table = [*((rule.path, rule) for rule in recipe.layers), (".*", None)]
+    deciding = {id(match(path, table)) for path in weights}
+    for rule in recipe.layers:
+        if id(rule) not in deciding:
+            raise ConfigError(
+                f"layers of the recipe: the rule with path {rule.path!r} is never used, as earlier rules match all of "
+                "its weights, and the first rule that matches holds; put it before them, or remove it."
+            )
     chosen: dict[str, Method] = {}
     for path, dims in weights.items():
         method = match(path, table)

@@ -38,7 +38,7 @@ from jaxstack.config.sections import RunSection
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Decoder, Params
 from jaxstack.errors import ConfigError
-from jaxstack.files import write_file, writing_to
+from jaxstack.files import new_directory, write_file
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.huggingface.load import nest
 from jaxstack.models.pretrained import is_run
@@ -111,12 +111,14 @@ def compress(
     one_device = ["parallel.data=1", "precision.compute=float32"]
     decoder, step = load_decoder(directory, one_device, step=options.step, master=True, report=report)
     _unpack(decoder)
-    weights = _compress_weights(decoder, methods, dims, batches, recipe, report)
+    # The text and the output are opened before the work, so that a mistake in either is found at once.
     measure = None if tokenizer is None else _open_measure(config, directory, options.text, report)
-    result = _describe(directory, step, weights, methods, dims, measure, options, report)
-    _write(output, weights.stored, step, tokenizer, directory)
-    write_report(output, result, dump_yaml(recipe))
-    write_file(output / "config.yaml", dump_yaml(config).encode())  # last: without it this is no run directory
+    with new_directory(output) as folder:
+        weights = _compress_weights(decoder, methods, dims, batches, recipe, report)
+        result = _describe(directory, step, weights, methods, dims, measure, options, report)
+        _write(folder, weights.stored, step, tokenizer, directory)
+        write_report(folder, result, dump_yaml(recipe))
+        write_file(folder / "config.yaml", dump_yaml(config).encode())
     return result
 
 
@@ -360,8 +362,7 @@ def _compressed_config(config: RunConfig, directory: Path, output: Path, tokeniz
 def _write(output: Path, leaves: Leaves, step: int, tokenizer: Tokenizer | None, directory: Path) -> None:
     """Write a compressed model's weights and tokenizer to the output directory."""
     ordered = dict(sorted(leaves.items(), key=lambda item: forward_order_key(item[0])))
-    with writing_to(output):
-        write_compressed(output, nest(ordered), step)
-        if tokenizer is not None:
-            tokenizer.save(output / "tokenizer")
-        copy_stop_tokens(directory, output)
+    write_compressed(output, nest(ordered), step)
+    if tokenizer is not None:
+        tokenizer.save(output / "tokenizer")
+    copy_stop_tokens(directory, output)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxstack.compressed_training.compressible_weights import MatrixLayout, Weight
@@ -40,6 +41,19 @@ class WeightRule(PathRule):
         """
         del weight
 
+    @property
+    def prepares(self) -> bool:
+        """True if `prepare` changes modules, which the stages of a pipeline do not support."""
+        return False
+
+    def prepare(self, layer: nnx.Module, weight: Weight) -> None:
+        """Change, in place, how the module that holds a weight computes with it, such as its matmul; default: nothing.
+
+        Raises:
+          ConfigError: the module cannot be changed so.
+        """
+        del layer, weight
+
     @abstractmethod
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
         """Return a dense matrix with its compressed values: differentiable if `train`, else exactly as exported."""
@@ -58,18 +72,18 @@ class WeightRule(PathRule):
         return w
 
     def choices(self, layout: MatrixLayout) -> int:
-        """Return how many values the random argument `choice` of `use` can take, e.g. ranks to truncate to; or 0."""
+        """Return how many values a step can draw for one matrix, e.g. ranks to truncate it to; 0: it draws nothing."""
         del layout
         return 0
 
-    def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, ""] | None) -> jax.Array:
+    def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, "*stack"] | None) -> jax.Array:
         """Compute the compressed weight for a training forward pass from the stored weight or factors. Differentiable.
 
         Args:
           stored: what the train state holds.
           layout: the weight as matrices.
-          choice: random integer from 0 to `choices` - 1; outside of this range if the step has drawn for another
-            weight; None if nothing was drawn.
+          choice: for each matrix the random integer from 0 to `choices` - 1 that the step has drawn for it; outside of
+            this range if it has drawn for another matrix; None if nothing was drawn.
         """
         del choice
         return layout.map(lambda w: self.compress(w, train=True), stored, one_by_one=self.one_by_one)

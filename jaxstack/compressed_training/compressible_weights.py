@@ -27,6 +27,7 @@ class MatrixLayout:
       inputs: number of contracted dims, which follow the stack's.
       outputs_first: True if the dims of the outputs precede those of the inputs, as in an embedding table.
       axes: logical axes of the weight, for each dim; None: not known.
+      stages: number of pipeline stages that hold equal parts of the first dim.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +35,7 @@ class MatrixLayout:
     inputs: int
     outputs_first: bool = False
     axes: tuple[str | None, ...] | None = None
+    stages: int = 1
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
@@ -50,6 +52,12 @@ class MatrixLayout:
         """Shape of one matrix: (outputs, inputs)."""
         first, second = self._parts
         return (first, second) if self.outputs_first else (second, first)
+
+    @property
+    def dims(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of a matrix's input dims, and of its output dims."""
+        first, second = self.shape[self.stack : self._cut], self.shape[self._cut :]
+        return (second, first) if self.outputs_first else (first, second)
 
     @property
     def matrix_axes(self) -> tuple[tuple[str | None, ...], str | None, str | None]:
@@ -82,11 +90,16 @@ class MatrixLayout:
         """Return the weight with `function` (from [out, in] to [out, in]) applied to each of its matrices.
 
         Args:
-          one_by_one: True runs the matrices in a loop, so that the temporary arrays of only one exist at a time.
+          one_by_one: True runs the matrices in a loop, so that the temporary arrays of only one exist at a time; those
+            of several pipeline stages run side by side, each on the devices that hold it.
         """
         for _ in range(self.stack):
             function = _looped(function) if one_by_one else jax.vmap(function)
-        return self.from_matrices(function(self.to_matrices(w)))
+        matrices = self.to_matrices(w)
+        if one_by_one and self.stages > 1:
+            parts = matrices.reshape(self.stages, -1, *matrices.shape[1:])
+            return self.from_matrices(jax.vmap(function)(parts).reshape(matrices.shape))
+        return self.from_matrices(function(matrices))
 
 
 def _looped(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

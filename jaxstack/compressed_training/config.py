@@ -63,7 +63,8 @@ def choose_rules(weights: Sequence[Weight], rules: Sequence[WeightRule]) -> dict
     for weight in weights:
         for name in weight.names:
             _check_one_method(name, [rule for rule in rules if re.search(rule.path, name)])
-        rule = match_common_value(weight.names, table, "compression.rules", "be compressed otherwise")
+        staged = weight.layout.stages > 1
+        rule = match_common_value(weight.names, table, "compression.rules", "be compressed otherwise", staged=staged)
         if rule is not None:
             rule.check(weight)
             chosen[weight.path] = rule, weight

@@ -6,7 +6,6 @@ layer computes with its first b ranks alone; all others compute with all of thei
 factors lets ranks that do not help fade; those whose norms have a product below a threshold are set to zero for good.
 """
 
-import math
 from typing import Literal
 
 import jax
@@ -65,12 +64,12 @@ class LowRankRule(WeightRule):
         return {"u": u, "v": v}
 
     def choices(self, layout: MatrixLayout) -> int:
-        return math.prod(layout.stack_shape) * self._rank(layout.size)
+        return self._rank(layout.size)
 
-    def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, ""] | None) -> jax.Array:
+    def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, "*stack"] | None) -> jax.Array:
         u, v = stored["u"], stored["v"]
         if choice is not None:
-            u = u * leading_rank_mask(choice, u.shape[:-2], u.shape[-1])[..., None, :]
+            u = u * leading_rank_mask(choice, u.shape[-1])[..., None, :]
         return layout.from_matrices(_multiply(u, v))
 
     def export(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
@@ -111,18 +110,16 @@ def split_by_svd(
     return u[..., :rank] * root[..., None, :], root[..., :, None] * v[..., :rank, :]
 
 
-def leading_rank_mask(choice: Int[Array, ""], stack: tuple[int, ...], rank: int) -> Float[Array, "*stack rank"]:
-    """Return the 0/1 mask [*stack, rank] that truncates one matrix of a stack, given by `choice`, to its first b ranks.
+def leading_rank_mask(choice: Int[Array, "*stack"], rank: int) -> Float[Array, "*stack rank"]:
+    """Return the 0/1 mask [*stack, rank] that truncates the matrices of a stack to their first `choice` + 1 ranks.
 
     Args:
-      choice: matrix * rank + b - 1, with the matrices of the stack counted in row-major order; a number outside of
-        that range masks nothing.
-      stack: dims of the stack; () for one matrix.
+      choice: for each matrix; one outside of 0 to rank - 1 masks nothing.
       rank: number of ranks of each matrix.
     """
-    matrices = jnp.arange(math.prod(stack)).reshape(*stack, 1)
-    other = matrices != choice // rank
-    return (other | (jnp.arange(rank) <= choice % rank)).astype(jnp.float32)
+    choice = choice[..., None]
+    whole = (choice < 0) | (choice >= rank)
+    return (whole | (jnp.arange(rank) <= choice)).astype(jnp.float32)
 
 
 def trim(

@@ -318,6 +318,8 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
         tag = _tag(members[0])
         choices = [str(member.model_fields[tag].default) for member in members]
         name = found.get(tag) if isinstance(found, dict) else found
+        if code == "union_tag_not_found" and isinstance(found, dict):
+            return f"{where}.{tag} is required; {nearest('', choices)}"
         return f"{where}.{tag} cannot be {name!r}; {nearest(str(name), choices)}"
     if code == "value_error":
         message = str(context["error"])

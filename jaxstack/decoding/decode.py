@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxstack.distributed.xla_options import OptionValue, packed_weight_options
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.joined_projections import join_projections
-from jaxstack.parallel.rules import AxisRules, is_matrix
+from jaxstack.parallel.rules import AxisRules, is_cast
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels import PackedWeight
 from pallas_kernels.target import current_target
@@ -130,11 +130,11 @@ def is_packed(x: object) -> bool:
 def cast_matrices(module: FunctionalModule, params: Params, rules: AxisRules) -> Params:
     """Cast the model's matrices to the compute dtype once, instead of each time that a layer uses them.
 
-    Routers keep their dtype, packed weights their format.
+    Routers keep their dtype, packed weights their format, and parameters with `uncast` in their metadata float32.
     """
 
-    def casts(names: Sequence[str | None] | None, shape: Sequence[int], _: object) -> bool:
-        return is_matrix(names, shape) and "router" not in (names or ())
+    def casts(names: Sequence[str | None] | None, shape: Sequence[int], metadata: Mapping[str, object]) -> bool:
+        return is_cast(names, shape) and not metadata.get("uncast")
 
     wanted = module.map_parameters(casts, rules)
     cast = lambda x, wanted: x.astype(module.dtype) if wanted else x  # noqa: E731

@@ -64,6 +64,20 @@ PEER_COPIES = (
     ),
 )
 """Options of steps whose weights travel by peer-to-peer copies, see `jaxstack.parallel.collectives`."""
+HALF_BATCHES = (
+    Option(
+        "xla_gpu_dot_merger_threshold_mb",
+        0,
+        "XLA would merge the matmuls of both halves with the same weights into one, so that no matmul is left to run "
+        "while devices sum their outputs.",
+    ),
+    Option(
+        "xla_gpu_all_reduce_combine_threshold_bytes",
+        0,
+        "XLA would combine the all-reduces of both halves into one, for which both halves wait.",
+    ),
+)
+"""Options of inference programs that run a model on two halves of a batch, see `jaxstack.serve.rows`."""
 NARROW_ON_CPU = (
     Option(
         "xla_cpu_experimental_ynn_fusion_type",
@@ -112,6 +126,11 @@ def packed_weight_options() -> dict[str, OptionValue]:
     Triton's matmuls, which training switches off, read the weights as they are stored.
     """
     return translate_options(COMPILER_OPTIONS)[0]
+
+
+def half_batch_options() -> dict[str, OptionValue]:
+    """Return the supported XLA options for GPU programs that run a model on two halves of a batch at a time."""
+    return translate_options({option.name: option.value for option in HALF_BATCHES})[0]
 
 
 def supports_peer_copies() -> bool:

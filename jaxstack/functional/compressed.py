@@ -1,6 +1,8 @@
 """A module whose forward pass in training uses compressed (quantized, pruned or factorised) weights."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jaxstack.compressed_training.base import Stored, WeightRule
 from jaxstack.compressed_training.compressible_weights import Weight, find_weights
 from jaxstack.compressed_training.config import choose_rules
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import Dict, FunctionalModule, flatten, make_functional, nest
+from jaxstack.functional.module import Dict, FunctionalModule, State, flatten, make_functional, nest
 from pallas_kernels.weight_only.packed import PackedWeight
 
 
@@ -20,27 +22,39 @@ class CompressedModule(FunctionalModule):
     """A Flax module whose forward pass compresses weights by rules; training updates the float32 weights or factors.
 
     The train state holds what the methods store: float32 weights, or their factors. A step computes with `use`, once
-    for all its microbatches and on global arrays, so that every layout without pipeline stages is supported.
+    for all its microbatches and on global arrays, so that every layout is supported. In a pipeline these are the stacks
+    of layers in the order of its stages; rows without a layer are zeros, which every method leaves zero.
 
     Args:
-      make: as of `FunctionalModule`.
+      module: as of `make_functional`; a module laid out for a pipeline is one, too.
       rules: the rules of `compression.rules`.
 
     Raises:
       ConfigError: a rule matches no weight, two methods match one, or a method cannot compress what it matches.
     """
 
-    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], rules: Sequence[WeightRule]):
-        self._used = FunctionalModule(make)
-        super().__init__(make)
-        model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-        self.chosen = choose_rules(find_weights(model), rules)
+    def __init__(self, module: object, rules: Sequence[WeightRule]):
+        given, self.rules = make_functional(module), tuple(rules)
+        model = nnx.eval_shape(lambda: given.make(nnx.Rngs(0)))
+        self.chosen = choose_rules([_stored_in(given, weight) for weight in find_weights(model)], rules)
         """Path of a weight in `used` -> its rule, and the weight."""
-        self._offsets, self._choices = {}, 0
-        for path, (rule, weight) in self.chosen.items():
-            self._offsets[path] = self._choices
-            self._choices += rule.choices(weight.layout)
-        self._set_params([item for path, variable in self._params for item in self._stored_variables(path, variable)])
+        staged, prepares = given.plain is not given, any(rule.prepares for rule in rules)
+        if staged and prepares:
+            raise ConfigError("compression.rules with activations do not support a pipeline; set parallel.pipeline=1.")
+        self._used = FunctionalModule(lambda rngs: self._prepared(given.make(rngs))) if prepares else given
+        super().__init__(self._used.make)
+        self._set_non_params(self._used._non_params)
+        variables = self._used._params
+        self._set_params([item for path, variable in variables for item in self._stored_variables(path, variable)])
+        self._plain = CompressedModule(given.plain, rules) if staged else self
+
+    def _prepared(self, model: nnx.Module) -> nnx.Module:
+        """Change a model, in place, as the rules of its weights ask for."""
+        for path, node in nnx.iter_modules(model):
+            for name in vars(node):
+                if (chosen := self.chosen.get("/".join(map(str, (*path, name))))) is not None:
+                    chosen[0].prepare(node, chosen[1])
+        return model
 
     def _stored_variables(self, path: tuple[Any, ...], variable: Any) -> list[tuple[tuple[Any, ...], Any]]:
         rule, weight = self.chosen.get("/".join(map(str, path)), (None, None))
@@ -58,12 +72,29 @@ class CompressedModule(FunctionalModule):
     def used(self) -> FunctionalModule:
         return self._used
 
+    @property
+    def plain(self) -> "CompressedModule":
+        return self._plain
+
+    @property
+    def stores_plain(self) -> bool:
+        return self._used.stores_plain
+
+    def to_plain(self, state: State, wanted: State) -> State:
+        return self._used.to_plain(state, wanted)
+
+    def from_plain(self, state: State, wanted: State) -> State:
+        return self._used.from_plain(state, wanted)
+
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         params, non_params = self._used.init(key)
-        return self.params_from_plain(params), non_params
+        return self._store(params), non_params
 
     def params_from_plain(self, params: Dict) -> Dict:
         """Convert uncompressed parameters to what the train state stores (weights, or their factors). Traceable."""
+        return self._store(self._used.params_from_plain(params))
+
+    def _store(self, params: Dict) -> Dict:
         return self._mapped(lambda rule, weight, w: rule.store(w, weight.layout), params)
 
     def merge(self, params: Dict, non_params: Dict) -> Any:
@@ -72,7 +103,7 @@ class CompressedModule(FunctionalModule):
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
         params, non_params = self._used.split(module)
-        return self.params_from_plain(params), non_params
+        return self._store(params), non_params
 
     def freeze(self, is_frozen: Callable[[str], bool]) -> None:
         for path, (rule, _) in self.chosen.items():
@@ -83,17 +114,39 @@ class CompressedModule(FunctionalModule):
                 )
         self._used.freeze(is_frozen)
         super().freeze(is_frozen)
+        if self.plain is not self:
+            self.plain.freeze(is_frozen)
 
     def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
-        choice = jax.random.randint(key, (), 0, self._choices) if key is not None and self._choices else None
+        drawn = {} if key is None else self._draw(key)
 
         def use(rule: WeightRule, weight: Weight, stored: Stored) -> jax.Array:
-            drawn = None if choice is None else choice - self._offsets[weight.path]
-            return rule.use(stored, weight.layout, drawn)
+            return rule.use(stored, weight.layout, drawn.get(weight.path))
 
         penalties = [rule.loss_term(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()]
         found = [penalty for penalty in penalties if penalty is not None]
         return self._mapped(use, params), sum(found[1:], found[0]) if found else None
+
+    def _draw(self, key: jax.Array) -> dict[str, jax.Array]:
+        """Draw one choice among those of all matrices; return path -> the choice for each matrix of a stack.
+
+        It is in the range of one matrix, and outside of that of all others. All layouts draw the same.
+        """
+        count, begins, wanted = 0, {}, {}
+        for path, (rule, weight) in self.plain.chosen.items():
+            if each := rule.choices(weight.layout):
+                matrices = np.arange(math.prod(weight.layout.stack_shape), dtype=np.int32)
+                begins[path] = count + each * matrices.reshape(weight.layout.stack_shape)
+                count += each * matrices.size
+        if not count:
+            return {}
+        for path, (rule, weight) in self.chosen.items():
+            if rule.choices(weight.layout):
+                wanted[path] = np.empty(weight.layout.stack_shape, np.int32)
+        choice = jax.random.randint(key, (), 0, count)
+        # In a pipeline, rows without a layer begin at 0 too: what is drawn for them does not matter.
+        own = self._used.from_plain(_by_path(begins), _by_path(wanted))
+        return {path: choice - self._get(own, path) for path in wanted}
 
     def export(self, params: Dict) -> Dict:
         return self._mapped(lambda rule, weight, stored: rule.export(stored, weight.layout), params)
@@ -109,10 +162,32 @@ class CompressedModule(FunctionalModule):
         """Count the values that an export stores for each compressed weight: {path: count}. Traceable."""
         return {path: rule.kept(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()}
 
-    def pack(self, params: Dict) -> dict[str, PackedWeight | jax.Array]:
-        """Pack each compressed weight for export: one [out, in] matrix per layer and expert, keyed by path."""
+    def pack_rounding(self, params: Dict) -> dict[str, PackedWeight]:
+        """Pack the weights of layers that also round their inputs, for inference; keyed by path in the unrolled model.
+
+        The exported values alone would compute something else.
+        """
+        rounding = {"/".join(map(str, path)) for path, v in self.used._params if v.get_metadata().get("uncast")}
+        found = {}
+        for name, packed in self.pack(params, rounding.__contains__).items():
+            assert isinstance(packed, PackedWeight)
+            weight = next(weight for _, weight in self.chosen.values() if name in weight.names)
+            found[name] = packed.with_dims(*weight.layout.dims)
+        return found
+
+    def pack(
+        self, params: Dict, wanted: Callable[[str], bool] = lambda path: True
+    ) -> dict[str, PackedWeight | jax.Array]:
+        """Pack each compressed weight for export: one [out, in] matrix per layer and expert, keyed by path.
+
+        Args:
+          params: what the train state stores.
+          wanted: returns True for the paths of the weights to pack.
+        """
         packed: dict[str, PackedWeight | jax.Array] = {}
         for path, (rule, weight) in self._items():
+            if not wanted(path):
+                continue
             stored, layout = self._get(params, path), weight.layout
             stored = stored if isinstance(stored, dict) else layout.to_matrices(stored)
             for place in np.ndindex(*layout.stack_shape):
@@ -144,6 +219,17 @@ class CompressedModule(FunctionalModule):
         return nest(flat.items())
 
 
+def _stored_in(module: FunctionalModule, weight: Weight) -> Weight:
+    """Return a weight with the shape in which a module stores it, which in a pipeline may have rows without a layer."""
+    shape = CompressedModule._get(module.abstract_params, weight.path).shape
+    stages = module.stages if weight.layout.has_layers else 1
+    return dataclasses.replace(weight, layout=dataclasses.replace(weight.layout, shape=tuple(shape), stages=stages))
+
+
+def _by_path(leaves: Mapping[str, Any]) -> Dict:
+    return nest((path.split("/"), leaf) for path, leaf in leaves.items())
+
+
 def compress_in_training(module: object, rules: Sequence[WeightRule]) -> FunctionalModule:
     """Wrap a module for `Trainer` so that its weights are compressed (e.g. quantized) in every training step.
 
@@ -151,5 +237,4 @@ def compress_in_training(module: object, rules: Sequence[WeightRule]) -> Functio
       module: an NNX module, whose values are the initial ones, or a function of `nnx.Rngs` that makes one.
       rules: such as `[QatRule(path="kernel$", bits=4)]`; without rules the module is returned as it is.
     """
-    functional = make_functional(module)
-    return CompressedModule(functional.make, rules) if rules else functional
+    return CompressedModule(module, rules) if rules else make_functional(module)

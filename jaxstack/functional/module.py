@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-import optax
 from flax import linen as nn
 from flax import nnx
 
@@ -34,6 +33,9 @@ class FunctionalModule:
     Args:
       make: builds the NNX module from `nnx.Rngs`; it is traced, so nothing is allocated before `init`.
     """
+
+    stages: int = 1
+    """Number of pipeline stages that hold equal parts of stacked parameters; 1: no pipeline."""
 
     def __init__(self, make: NNXFactory):
         self.make = make
@@ -101,12 +103,24 @@ class FunctionalModule:
         del old
         return new
 
-    def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state from the form in which this module trains to the form in checkpoints. Traceable."""
+    def to_plain(self, state: State, wanted: State) -> State:
+        """Convert a train state from the form in which this module trains to the form in checkpoints. Traceable.
+
+        Args:
+          state: the train state, or a part of it, such as the parameters.
+          wanted: shapes of the result.
+        """
+        del wanted
         return state
 
-    def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state from the form in checkpoints to the form in which this module trains. Traceable."""
+    def from_plain(self, state: State, wanted: State) -> State:
+        """Convert a train state from the form in checkpoints to the form in which this module trains. Traceable.
+
+        Args:
+          state: the train state, or a part of it, such as the parameters.
+          wanted: shapes of the result.
+        """
+        del wanted
         return state
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:

@@ -11,15 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.errors import ConfigError
+from jaxstack.functional.compressed import CompressedModule
 from jaxstack.functional.module import Dict, FunctionalModule, State
 from jaxstack.models import Transformer, in_fp8
 from jaxstack.parallel.pipeline.stages import StageLayout
-from jaxstack.state import abstract_state
 from jaxstack.tree_rules import path_name
 
 _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
@@ -55,7 +54,7 @@ class StagedModule(FunctionalModule):
         stack = self.merge_stage(self.abstract_params, self.abstract_non_params).decoder
         self._lead, self._period = stack.scanned.start, stack.period
         self.layout = StageLayout(stack.repeats if stack.repeats > 1 else 1, stages, chunks)
-        rows = self.layout.order.size
+        self.stages, rows = stages, self.layout.order.size
         self._set_params(_with_rows(self._params, rows))
         self._set_non_params(_with_rows(self._non_params, rows))
 
@@ -77,7 +76,7 @@ class StagedModule(FunctionalModule):
 
     def params_from_plain(self, params: Dict) -> Dict:
         """Reorder the layers of checkpoint parameters into the order of the pipeline stages. Traceable."""
-        return self._to_stages(params, self.abstract_params)
+        return self.from_plain(params, self.abstract_params)
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         return self._staged(*self.plain.init(key))
@@ -86,14 +85,14 @@ class StagedModule(FunctionalModule):
         """Build the whole model, with its layers in the model's order."""
         plain = self.plain
         return plain.merge(
-            self._to_plain(params, plain.abstract_params), self._to_plain(non_params, plain.abstract_non_params)
+            self.to_plain(params, plain.abstract_params), self.to_plain(non_params, plain.abstract_non_params)
         )
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
         return self._staged(*self.plain.split(module))
 
     def _staged(self, params: Dict, non_params: Dict) -> tuple[Dict, Dict]:
-        return self.params_from_plain(params), self._to_stages(non_params, self.abstract_non_params)
+        return self.params_from_plain(params), self.from_plain(non_params, self.abstract_non_params)
 
     def merge_stage(self, params: Dict, non_params: Dict) -> Any:
         """Build the model that one stage runs: only this stage's layers are in its stack."""
@@ -108,16 +107,9 @@ class StagedModule(FunctionalModule):
         """True if pipeline order equals the model's order, so that checkpoints need no conversion."""
         return self.layout.is_canonical and not self.unrolled
 
-    def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state from pipeline order to the model's order, as in checkpoints. Traceable."""
-        return self._to_plain(state, abstract_state(self.plain, optimizer))
-
-    def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state from the model's order, as in checkpoints, to pipeline order. Traceable."""
-        return self._to_stages(state, abstract_state(self, optimizer))
-
-    def _to_plain(self, tree: Any, wanted: Any) -> Any:
-        leaves, _ = name_leaves(tree)
+    def to_plain(self, state: State, wanted: State) -> State:
+        """Convert a train state, or a part of it, from pipeline order to the model's order. Traceable."""
+        leaves, _ = name_leaves(state)
         names, structure = name_leaves(wanted)
         found = []
         for name, shape in names.items():
@@ -128,8 +120,9 @@ class StagedModule(FunctionalModule):
             found.append(x)
         return structure.unflatten(found)
 
-    def _to_stages(self, tree: Any, wanted: Any) -> Any:
-        leaves, _ = name_leaves(tree)
+    def from_plain(self, state: State, wanted: State) -> State:
+        """Convert a train state, or a part of it, from the model's order to pipeline order. Traceable."""
+        leaves, _ = name_leaves(state)
         names, structure = name_leaves(wanted)
         sources: dict[str, list[Any]] = {}
         for name, x in leaves.items():  # leaves of unrolled layers in the order of their groups
@@ -171,15 +164,16 @@ class StagedModule(FunctionalModule):
         return f"{before}decoder/layers/{self._lead + place % self._period}/{after}", place // self._period
 
 
-def stage_module(module: FunctionalModule, stages: int, chunks: int) -> StagedModule:
+def stage_module(module: FunctionalModule, stages: int, chunks: int) -> FunctionalModule:
     """Convert a module to one laid out for a pipeline of `stages` stages with `chunks` groups of layers each.
 
+    Weights that training compresses are then compressed in the stacks of layers that the stages hold.
+
     Raises:
-      ConfigError: its weights are compressed in training, or as `StagedModule`.
+      ConfigError: as `StagedModule`, or compression rules differ between layers that are stored together.
     """
-    if module.used is not module:
-        raise ConfigError("compression.rules do not support a pipeline; set parallel.pipeline=1.")
-    return StagedModule(module.make, stages, chunks)
+    staged = StagedModule(module.make, stages, chunks)
+    return CompressedModule(staged, module.rules) if isinstance(module, CompressedModule) else staged
 
 
 def _pick_rows(x: Any, rows: np.ndarray) -> Any:

@@ -33,12 +33,15 @@ def weight_paths(model: _Model, path: Sequence[str | int]) -> list[str]:
     return ["/".join(map(str, ("decoder", "layers", number, *path[3:], "kernel"))) for number in numbers]
 
 
-def match_common_value(names: Sequence[str], rules: Rules[Value], section: str, what: str) -> Value:
+def match_common_value(
+    names: Sequence[str], rules: Rules[Value], section: str, what: str, *, staged: bool = False
+) -> Value:
     """Return the value that path rules give to these weights, which one scan runs together; raise if the values differ.
 
     Args:
       section: key of the configuration, for the message.
       what: meaning of a value other than None and False, for the message.
+      staged: True if a pipeline stores the weights together, so that layers out of the scan are no way out.
 
     Raises:
       ConfigError: the rules give different values to them.
@@ -47,8 +50,11 @@ def match_common_value(names: Sequence[str], rules: Rules[Value], section: str, 
     if any(value != chosen[0] for value in chosen):
         yes = next(name for name, value in zip(names, chosen, strict=True) if value)
         no = next(name for name, value in zip(names, chosen, strict=True) if value != match(yes, rules))
-        raise ConfigError(
-            f"{section}: {yes} is to {what} and {no} is not, but one scan runs both; take as many layers at each end "
-            "out of it by model.unscanned_end_layers, set model.scan_layers to false, or drop the layer's number."
+        way_out = (
+            "a pipeline stores both together; drop the layer's number, or set parallel.pipeline to 1."
+            if staged
+            else "one scan runs both; take as many layers at each end out of it by model.unscanned_end_layers, set "
+            "model.scan_layers to false, or drop the layer's number."
         )
+        raise ConfigError(f"{section}: {yes} is to {what} and {no} is not, but {way_out}")
     return chosen[0]

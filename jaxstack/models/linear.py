@@ -121,7 +121,7 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
     if isinstance(dot_general, Fp8Matmul):
         return _apply_fp8(x, layers, dot_general)
     x = save_for_backward(gradient_carrier(x))
-    kernels = [layer.kernel[...].astype(x.dtype) for layer in layers]
+    kernels = [_operand(layer, x.dtype) for layer in layers]
     if len(layers) > 1 and not is_sharded() and current_target().platform == "cpu":
         results = _multiply_wide(dot_general, x, kernels, contracted)
     else:
@@ -259,6 +259,12 @@ def _cast_kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
     """Return the layers' kernels cast to the dtype of x; quantized and packed ones are left unchanged."""
     values = _stored_kernels(layers)
     return [v.astype(x.dtype) if isinstance(v, jax.Array) else cast(jax.Array, v) for v in values]
+
+
+def _operand(layer: Linear, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return a layer's kernel in the compute dtype, or as it is for a matmul that rounds it further (`uncast`)."""
+    kernel = layer.kernel[...]
+    return kernel if layer.kernel.get_metadata().get("uncast") else kernel.astype(dtype)
 
 
 def _stored_kernels(layers: tuple[Linear, ...]) -> list[Kernel]:

@@ -49,9 +49,10 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
 
     Inside the `shard_map` of a train step the parameter holds this device's shard, and its gradient is reduce-scattered
     over the `weight_axes`. If its metadata has `sum_where_used`, the gradient is also summed over the axes of
-    `TracedParameters.summed`.
+    `TracedParameters.summed`. If it has `uncast`, the parameter is not cast.
     """
     context, known = current_context(), parameter.get_metadata()
+    dtype = None if known.get("uncast") else dtype
     names = known.get("logical_axes")
     if isinstance(value := parameter.get_raw_value(), PackedWeight):
         return cast(jax.Array, value)

@@ -22,6 +22,7 @@ def check_masks(module: FunctionalModule, params: Dict) -> None:
     """
     if not isinstance(module, CompressedModule):
         return
+    module = module.plain
     for path, (rule, weight) in module.chosen.items():
         if isinstance(rule, MaskRule) and int(module.kept_of(params, path)) == int(np.prod(weight.layout.shape)):
             raise ConfigError(
@@ -35,9 +36,10 @@ def describe_compression(trainer: Trainer) -> list[str]:
     module = trainer.module
     if not isinstance(module, CompressedModule):
         return []
-    kept = jax.jit(module.kept)(trainer.state.params)
+    plain = module.plain
+    kept = jax.jit(lambda params: plain.kept(module.to_plain(params, plain.abstract_params)))(trainer.state.params)
     sizes: dict[str, list[int]] = {}
-    for path, (rule, weight) in module.chosen.items():
+    for path, (rule, weight) in plain.chosen.items():
         sums = sizes.setdefault(rule.title, [0, 0])
         sums[0] += int(np.prod(weight.layout.shape))
         sums[1] += int(kept[path])

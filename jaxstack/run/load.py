@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxstack.checkpoint.compressed import is_compressed, named_leaves, read_compressed
+from jaxstack.checkpoint.compressed import is_compressed, named_leaves, read_compressed, with_packed_weights
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_overrides, merge_trees
@@ -26,7 +26,6 @@ from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers, with_kv_cache
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.quantization_config import is_quantized
@@ -37,6 +36,7 @@ from jaxstack.precision.config import PrecisionConfig
 from jaxstack.run.build import build_model
 from jaxstack.run.generate import GeneratedText, generate
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
+from pallas_kernels import PackedWeight
 
 _SEQUENCE_LENGTH = 1024
 """Sequence length in the configuration of a Hugging Face checkpoint, unless the model has fewer positions."""
@@ -300,21 +300,23 @@ def restore_parameters(
         return _read_compressed(directory, module, rules, step)
     manager = CheckpointManager(Path(directory) / "checkpoints", report=report)
     chosen = choose_step(manager, step)
-    stored = module.plain if isinstance(module, StagedModule) else module
+    stored = module.plain
     specs = stored.parameter_specs(rules)
 
     def with_sharding(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding(spec))
 
     params = jax.tree.map(with_sharding, stored.abstract_params, specs)
-    non_params = jax.tree.map(lambda x: with_sharding(x, jax.P()), module.abstract_non_params)
+    non_params = jax.tree.map(lambda x: with_sharding(x, jax.P()), stored.abstract_non_params)
     tree, extra = manager.restore(chosen, {"params": params, "non_params": non_params}, subset=True)
     check_tokenizer(Path(directory) / "tokenizer", chosen, extra)
-    params = tree["params"]
-    if isinstance(module, StagedModule):
+    params, non_params = tree["params"], tree["non_params"]
+    if not module.stores_plain:
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
-        params = jax.jit(module.params_from_plain, out_shardings=shardings)(params)
-    return params, tree["non_params"], chosen
+        from_plain = functools.partial(module.from_plain, wanted=module.abstract_params)
+        params = jax.jit(from_plain, out_shardings=shardings)(params)
+        non_params = jax.jit(functools.partial(module.from_plain, wanted=module.abstract_non_params))(non_params)
+    return params, non_params, chosen
 
 
 def _read_compressed(
@@ -366,15 +368,20 @@ def load_decoder(
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
         params, module = merge(*module.split_adapters(params), non_params), plain
+    packed: dict[str, PackedWeight] = {}
     if isinstance(module, CompressedModule):
-        layout = jax.tree.map(rules.sharding, module.used.parameter_specs(rules))
+        packed = {} if master else module.pack_rounding(params)
+        plain = FunctionalModule(_plain_model(stored, config.precision, dtype))
+        layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         convert = module.master if master else module.export
-        params, module = jax.jit(convert, out_shardings=layout)(params), module.used
+        params, module = jax.jit(convert, out_shardings=layout)(params), plain
     if stored != unrolled:
         params = cast_matrices(module, params, rules)
         module = FunctionalModule(_plain_model(unrolled, config.precision, dtype))
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         params = jax.jit(functools.partial(unroll_layers, stored), out_shardings=shardings)(params)
+    if packed:
+        params = with_packed_weights(params, packed, jax.tree.map(rules.sharding, module.parameter_specs(rules)))
     return Decoder(module, params, non_params, rules, vocab_size=vocab_size), chosen
 
 

@@ -22,18 +22,9 @@ from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.base import PageSlots
 from jaxstack.parallel.sharding_context import logical_axis_rules
+from jaxstack.serve.rows import Column, Pages, decode_rows, pack_rows, rows_at
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
-from jaxstack.serve.step import (
-    Column,
-    Pages,
-    Programs,
-    decode_rows,
-    limit_vocabulary,
-    make_pages,
-    pack_rows,
-    rows_at,
-    sampling_of,
-)
+from jaxstack.serve.step import Programs, limit_vocabulary, make_pages, sampling_of
 
 
 class Recent(NamedTuple):
@@ -145,7 +136,7 @@ class DraftPrograms:
             drafted, guessed, pages = carry
             model, column = self.model.module.merge(params, non_params), jnp.minimum(first + step, self.width - 1)
             logits, pages = decode_rows(
-                model, rows_at(rows, step), drafted[lines, column][:, None], pages, self.together
+                model, rows_at(rows, step), drafted[lines, column][:, None], pages, together=self.together
             )
             return keep(step, logits, pages, drafted, guessed)
 

@@ -47,8 +47,8 @@ class Engine:
       start: start the thread; otherwise the caller calls `step`.
 
     Raises:
-      ConfigError: the attention kind of a model cannot be served, the memory is too small, or there are no draft
-        tokens for the draft model.
+      ConfigError: the attention kind of a model cannot be served, the memory is too small, there are no draft tokens
+        for the draft model, or layers are stacked that should run on half-batches.
     """
 
     def __init__(
@@ -78,7 +78,13 @@ class Engine:
             draft_model=draft is not None,
         )
         self.programs = Programs(
-            model, slots=self.config.slots, pages=pages, page_size=size, context=self.context, vocab_size=vocab_size
+            model,
+            slots=self.config.slots,
+            pages=pages,
+            page_size=size,
+            context=self.context,
+            vocab_size=vocab_size,
+            halves_from=_halves_from(model, self.config),
         )
         self.stats, self.failure = EngineStats(), None
         self._runner = Runner(self.programs, self.config)
@@ -329,3 +335,16 @@ class Engine:
         self._sequences.pop(id(sequence.handle), None)
         self.stats.finished[reason] += 1
         sequence.handle.push(tokens, reason)
+
+
+def _halves_from(model: ModelOnMesh, config: EngineConfig) -> int | None:
+    """Return the number of tokens from which a step runs on two half-batches; None without tensor parallelism.
+
+    Raises:
+      ConfigError: the model's layers are stacked, so that a scan would run all of them on one half first.
+    """
+    if config.half_batches_from is None or model.rules.mesh.shape["tensor"] == 1:
+        return None
+    if model.config.scan_layers and model.config.num_layers > 1:
+        raise ConfigError("engine.half_batches_from needs a model with model.scan_layers=false.")
+    return config.half_batches_from

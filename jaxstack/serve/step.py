@@ -5,9 +5,8 @@ Dims: S slots, R rows, C width of a chunk, V vocabulary.
 
 import math
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +14,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxstack.decoding.decode import ModelOnMesh, Params
-from jaxstack.models.attention.base import PageGroup, PageSlots
-from jaxstack.models.transformer import Transformer
+from jaxstack.distributed.xla_options import OptionValue, half_batch_options
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from jaxstack.serve import schedule
+from jaxstack.serve.rows import Column, Pages, decode_rows, rows_at, run_rows
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
 from jaxstack.serve.schedule import ChunkShape, Row
-
-Pages = PyTree
-"""Keys and values of all layers."""
-
+from pallas_kernels.target import current_target
 
 _NO_LIMIT = 2**31 - 1
 """Largest int32, which is no limit of the number of tokens to sample from."""
-
-
-class Column(IntEnum):
-    """Columns of the int32 array that describes each row of a step's batch; the row's page numbers follow them."""
-
-    SLOT = 0
-    START = 1
-    COUNT = 2
-    STORE = 3
-    """Slot that keeps the sampled token; S to keep it nowhere."""
-    INDEX = 4
-    SEED = 5
-    TEMPERATURE = 6
-    """Bits of a float32, as are those of TOP_P and MIN_P."""
-    TOP_K = 7
-    TOP_P = 8
-    MIN_P = 9
-    PAGES = 10
 
 
 class Programs:
@@ -57,15 +35,24 @@ class Programs:
       pages, page_size: sizes of the cache.
       context: token limit of a request.
       vocab_size: number of ids that may be sampled; None: all.
+      halves_from: number of tokens from which a step runs on two halves of them, see `run_rows`; None: never.
 
     Raises:
       ValueError: the model's attention kind does not keep its cache in pages.
     """
 
     def __init__(
-        self, model: ModelOnMesh, *, slots: int, pages: int, page_size: int, context: int, vocab_size: int | None
+        self,
+        model: ModelOnMesh,
+        *,
+        slots: int,
+        pages: int,
+        page_size: int,
+        context: int,
+        vocab_size: int | None,
+        halves_from: int | None = None,
     ):
-        self.model, self.slots, self.page_size = model, slots, page_size
+        self.model, self.slots, self.page_size, self.halves_from = model, slots, page_size, halves_from
         self.table_width = -(-context // page_size)
         self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
         self.vocab_size = vocab_size
@@ -79,20 +66,23 @@ class Programs:
             self._pages = make(model.params, model.non_params)
             self._last = jax.device_put(jnp.zeros(slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
-        self._forward = jax.jit(
-            self._forward_step,
-            donate_argnames="pages",
-            out_shardings=(whole, layout),
-            compiler_options=model.compiler_options,
-        )
         self._sample = jax.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
-        self._advance = jax.jit(
-            self._decode_steps,
-            static_argnames="most",
-            donate_argnames="pages",
-            out_shardings=(whole, whole, layout),
-            compiler_options=model.compiler_options,
-        )
+        self._forward, self._advance = dict[bool, Any](), dict[bool, Any]()
+        for halves in (False,) if halves_from is None else (False, True):
+            options = _compiler_options(model, halves)
+            self._forward[halves] = jax.jit(
+                partial(self._forward_step, halves=halves),
+                donate_argnames="pages",
+                out_shardings=(whole, layout),
+                compiler_options=options,
+            )
+            self._advance[halves] = jax.jit(
+                partial(self._decode_steps, halves=halves),
+                static_argnames="most",
+                donate_argnames="pages",
+                out_shardings=(whole, whole, layout),
+                compiler_options=options,
+            )
 
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
         """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
@@ -171,8 +161,9 @@ class Programs:
         drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
     ) -> Float[Array, "all V"]:
         """Dispatch the forward pass of a step; return the logits to sample from. Arguments as of `run`."""
-        model = self.model
-        logits, self._pages = self._forward(
+        model, count = self.model, (len(rows) if drafted is None else drafted.size)
+        halves = self._halves(count + (0 if tokens is None else tokens.size))
+        logits, self._pages = self._forward[halves](
             model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
         )
         return logits
@@ -188,10 +179,14 @@ class Programs:
         """
         model, number = self.model, np.int32(get_args(Mode).index(mode))
         with jax.set_mesh(model.rules.mesh):
-            tokens, self._last, self._pages = self._advance(
+            tokens, self._last, self._pages = self._advance[self._halves(len(rows))](
                 model.params, model.non_params, self._last, rows, np.int32(steps), number, pages=self._pages, most=most
             )
         return tokens
+
+    def _halves(self, tokens: int) -> bool:
+        """Return True if a step of so many tokens runs on two halves of them."""
+        return self.halves_from is not None and tokens >= self.halves_from
 
     def _repeat(self, rows: Int[np.ndarray, "R columns"], width: int) -> Int[np.ndarray, "all columns"]:
         """Repeat the description of each row, so that a token can be sampled after each of its `width` tokens."""
@@ -222,23 +217,20 @@ class Programs:
         chunks: Int[Array, "Q columns"] | None,
         tokens: Int[Array, "Q C"] | None,
         pages: Pages,
+        *,
+        halves: bool = False,
     ) -> tuple[Float[Array, "all V"], Pages]:
         """Return the logits of each decoded token and each prompt chunk's last token, and the updated KV cache."""
         self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
-        count = newest.size
-        parts = [pack_rows(rows, newest, pages)]
+        groups = [(rows, newest)]
         if chunks is not None and tokens is not None:
-            parts.append(pack_rows(chunks, tokens, pages))
-        ids, positions, write, groups = zip(*parts, strict=True)
-        slots = PageSlots(jnp.concatenate(write), groups)
+            groups.append((chunks, tokens))
         with logical_axis_rules(self.model.rules):
             model = self.model.module.merge(params, non_params)
-            hidden, pages = model.decode_packed(jnp.concatenate(ids), jnp.concatenate(positions), slots, pages)
-            if chunks is not None and tokens is not None:
-                ends = hidden[count:].reshape(*tokens.shape, -1)[:, -1]
-                hidden = jnp.concatenate([hidden[:count], ends])
-            return model.logits(hidden), pages
+            hidden, pages = run_rows(model, groups, pages, halves=halves)
+            each, *ends = hidden[0].reshape(newest.size, -1), *(part[:, -1] for part in hidden[1:])
+            return model.logits(jnp.concatenate([each, *ends])), pages
 
     def _sample_step(
         self,
@@ -274,6 +266,7 @@ class Programs:
         pages: Pages,
         *,
         most: int,
+        halves: bool = False,
     ) -> tuple[Int[Array, "most R"], Int[Array, " S"], Pages]:
         """Run several decode steps; return each step's tokens, each slot's newest token, and the updated KV cache.
 
@@ -284,7 +277,7 @@ class Programs:
         def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
             newest, sampled, pages = carry
             model, now = self.model.module.merge(params, non_params), rows_at(rows, step)
-            logits, pages = decode_rows(model, now, newest[:, None], pages)
+            logits, pages = decode_rows(model, now, newest[:, None], pages, halves=halves)
             branches = [partial(self._sample_tokens, mask=None, mode=name) for name in get_args(Mode)]
             tokens = jax.lax.switch(mode, branches, logits, now[:, : Column.PAGES])
             newest = jnp.where(now[:, Column.COUNT] > 0, tokens, newest)
@@ -294,6 +287,13 @@ class Programs:
             newest, sampled = last[rows[:, Column.SLOT]], jnp.zeros((most, len(rows)), jnp.int32)
             newest, sampled, pages = jax.lax.fori_loop(0, steps, advance, (newest, sampled, pages))
         return sampled, last.at[rows[:, Column.STORE]].set(newest, mode="drop"), pages
+
+
+def _compiler_options(model: ModelOnMesh, halves: bool) -> dict[str, OptionValue] | None:
+    """Return XLA's options for a program that runs the model, on two halves of its tokens or on all at once."""
+    if not halves or current_target().platform != "cuda":
+        return model.compiler_options
+    return {**(model.compiler_options or {}), **half_batch_options()}
 
 
 def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Array, "*R V"]:
@@ -312,27 +312,6 @@ def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
         floats[:, Column.TOP_P],
         floats[:, Column.MIN_P],
     )
-
-
-def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "R columns"]:
-    """Return the row descriptions advanced to step `step` of a multi-step decode program; finished rows get COUNT 0."""
-    now = rows.at[:, Column.START].add(step).at[:, Column.INDEX].add(step)
-    return now.at[:, Column.COUNT].set((step < rows[:, Column.COUNT]).astype(jnp.int32))
-
-
-def decode_rows(
-    model: Transformer, rows: Int[Array, "R columns"], newest: Int[Array, "R C"], pages: Pages, together: int = 1
-) -> tuple[Float[Array, "R V"], Pages]:
-    """Run the model on the rows' newest tokens; return the logits [R, V] after each row's last one, and the KV cache.
-
-    Args:
-      newest: the rows' COUNT tokens, at the end.
-      together: `layers_together` of `Transformer.decode_packed`.
-    """
-    ids, positions, write, group = pack_rows(rows, newest, pages)
-    places = PageSlots(write, (group,))
-    hidden, pages = model.decode_packed(ids, positions, places, pages, layers_together=together)
-    return model.logits(hidden.reshape(*newest.shape, -1)[:, -1]), pages
 
 
 def choose_mode(rows: Sequence[Row]) -> Mode:
@@ -373,19 +352,3 @@ def make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: in
     """
     with logical_axis_rules(model.rules):
         return model.module.merge(params, non_params).make_pages(pages, page_size)
-
-
-def pack_rows(
-    rows: Int[Array, "R columns"], tokens: Int[Array, "R C"], pages: Pages
-) -> tuple[Int[Array, " all"], Int[Array, " all"], Int[Array, " all"], PageGroup]:
-    """Flatten rows of tokens; return ids, positions and KV-cache slots of all tokens, and each row's pages and size."""
-    *_, number, page_size, _, _ = jax.tree.leaves(pages)[0].shape
-    total = number * page_size
-    width, start, count = tokens.shape[1], rows[:, Column.START, None], rows[:, Column.COUNT, None]
-    offset = jnp.arange(width, dtype=jnp.int32) - (width - count)
-    positions = jnp.where(offset >= 0, start + offset, -1)
-    table = rows[:, Column.PAGES :]
-    page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page_size, axis=1)
-    write = jnp.where(positions >= 0, page * page_size + positions % page_size, total)
-    lengths = jnp.where(count > 0, start + count, 0)[:, 0]
-    return tokens.ravel(), positions.ravel(), write.ravel(), PageGroup(table, lengths, width)

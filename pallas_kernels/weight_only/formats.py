@@ -80,6 +80,23 @@ class IntegerFormat(Format):
 
 
 @dataclasses.dataclass(frozen=True)
+class RoundedInputFormat(IntegerFormat):
+    """Integers of 8 bits with a scale for each row, multiplied with inputs rounded to int8 for each token (W8A8).
+
+    Arrays: as of `IntegerFormat`, `scales` [out, 1], without `zeros`.
+    """
+
+    name: ClassVar[str] = "integer_w8a8"
+    grid: Grid = Grid(8)
+
+    def __post_init__(self) -> None:
+        if self.grid != Grid(8):
+            raise ValueError(
+                "inputs rounded to int8 need weights with bits 8 and group_size null (a scale for each output)."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class Float8Format(Format):
     """FP8 numbers (e4m3) with a scale for each row or each group of inputs: w = q * scale.
 
@@ -227,6 +244,14 @@ def powers_of_two(exponents: Int[Array, "..."]) -> Float[Array, "..."]:
 
 FORMATS: dict[str, type[Format]] = {
     format.name: format
-    for format in (IntegerFormat, Float8Format, LookupFormat, BlockFloatFormat, TileFloatFormat, LowRankFormat)
+    for format in (
+        IntegerFormat,
+        RoundedInputFormat,
+        Float8Format,
+        LookupFormat,
+        BlockFloatFormat,
+        TileFloatFormat,
+        LowRankFormat,
+    )
 }
 """Formats by name. A new one is added here."""

@@ -15,6 +15,7 @@ from pallas_kernels.weight_only.formats import (
     IntegerFormat,
     LookupFormat,
     LowRankFormat,
+    RoundedInputFormat,
     TileFloatFormat,
     index_dtype,
     integer_dtype,
@@ -115,15 +116,25 @@ def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | 
     return PackedWeight(arrays, first.format, first.inputs, outputs)
 
 
-def pack_integers(grid: Grid, q: Int[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:
-    """Pack integers and their scales, from `Grid.quantize` or a solver such as GPTQ, as a weight in few bits."""
-    return _pack(IntegerFormat(grid), {"q": q.astype(integer_dtype(grid.bits)), "scales": scales}, q.shape)
+def pack_integers(
+    grid: Grid, q: Int[Array, "out in"], scales: Float[Array, "out groups"], *, round_inputs: bool = False
+) -> PackedWeight:
+    """Pack integers and their scales, from `Grid.quantize` or a solver such as GPTQ, as a weight in few bits.
+
+    Args:
+      grid: bits of an integer, and inputs that share a scale.
+      q: the integers.
+      scales: their scales.
+      round_inputs: True multiplies the weight with inputs rounded to int8; the grid must have 8 bits and no groups.
+    """
+    format = RoundedInputFormat(grid) if round_inputs else IntegerFormat(grid)
+    return _pack(format, {"q": q.astype(integer_dtype(grid.bits)), "scales": scales}, q.shape)
 
 
-def pack_nearest(grid: Grid, w: Float[Array, "out in"]) -> PackedWeight:
-    """Round a matrix to the nearest values of an integer grid, and pack it as a weight in few bits."""
+def pack_nearest(grid: Grid, w: Float[Array, "out in"], *, round_inputs: bool = False) -> PackedWeight:
+    """Round a matrix to the nearest values of an integer grid, and pack it as `pack_integers` does."""
     scales = grid.scales(w)
-    return pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.bfloat16))
+    return pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.bfloat16), round_inputs=round_inputs)
 
 
 def pack_float8(q: Float[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:

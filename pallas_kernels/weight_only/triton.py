@@ -1,10 +1,11 @@
-"""Triton matmul of few rows with a packed integer weight, which is read once, in the order in which it is stored.
+"""Triton matmul of few rows with integers or indices into a table, which are read once, in the order they are stored.
 
 At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
-the scale of a group to a partial sum. With integers of up to 4 bits each byte holds two
-neighbours, which are not put back into the order of the row: the low halves are multiplied by the activations with even
-indices, the high halves by those with odd ones.
+the scale of a group to a partial sum. Values of a lookup table XLA writes to memory before its matmul; these kernels
+look them up in registers. With integers or indices of up to 4 bits each byte holds two neighbours, which are not put
+back into the order of the row: the low halves are multiplied by the activations with even positions, the high halves by
+those with odd ones.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.target import Target, multiprocessors
 from pallas_kernels.triton_support import unsupported_target
 from pallas_kernels.weight_only import xla
-from pallas_kernels.weight_only.formats import IntegerFormat
+from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat, RoundedInputFormat
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest
 
@@ -57,9 +58,11 @@ class ProductPlan:
     Attributes:
         rows: rows of x.
         inputs, outputs: dims of the matrix.
-        halves: integers per byte.
-        groups: scales per output.
+        halves: integers or indices per byte.
+        groups: scales per output; 1 for indices.
         tile: see `Tile`.
+        tables: lookup tables, each of which serves outputs / tables consecutive outputs.
+        entries: values of a table; 0 for integers.
     """
 
     rows: int
@@ -68,6 +71,8 @@ class ProductPlan:
     halves: int
     groups: int
     tile: Tile
+    tables: int = 1
+    entries: int = 0
 
     @property
     def padded_rows(self) -> int:
@@ -149,7 +154,8 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
 }
 """(bits of a stored integer, outputs, inputs, padded rows) -> the fastest tile on an H200, from `benchmarks/
 packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, padded rows 8 or 16.
-Products that are not listed have `default_tile`.
+Products that are not listed have `default_tile`. Those with lookup tables were not measured: they have the tiles of
+integers of as many bits, as both read the same bytes.
 """
 _FOR_BOTH = (
     Tile(16, 128, 1, 4, 4, 4),
@@ -183,25 +189,30 @@ CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
 """Bits of a stored integer -> the tiles that the benchmark compares."""
 
 
+def stored_matrix(weight: PackedWeight) -> jax.Array:
+    """Return the stored integers, or indices, of a packed weight that the Triton kernel reads, [out, in]."""
+    return weight.arrays["indices" if isinstance(weight.format, LookupFormat) else "q"]
+
+
 def stored_bits(request: PackedMatmulRequest) -> int:
-    """Return how many bits each integer of the packed weight takes in memory: 4 or 8."""
-    return 4 if request.weight.arrays["q"].dtype == jnp.int4 else 8
+    """Return how many bits each integer or index of the packed weight takes in memory: 4 or 8."""
+    return 4 if stored_matrix(request.weight).dtype in (jnp.int4, jnp.uint4) else 8
 
 
-def default_tile(outputs: int, inputs: int, groups: int, rows: int) -> Tile:
+def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int = 1) -> Tile:
     """Choose tile sizes for a matmul with a packed weight whose shape has not been measured.
 
     Up to 16 rows the inputs of a program are divided among its warps. A program then needs few outputs to read at the
     speed of the memory, and no second kernel has to add partial sums. With more rows the activations of so many slices
-    would not fit into shared memory.
+    would not fit into shared memory. The outputs of a program share a lookup table.
     """
-    largest = inputs if groups == 1 else inputs // groups
+    largest, together = inputs if groups == 1 else inputs // groups, outputs // tables
     block_in = next(size for size in (128, 64, 32) if largest % size == 0)
     if rows <= 16:
-        block_out = 32 if outputs % 32 == 0 and outputs >= 64 * multiprocessors() else 16
+        block_out = 32 if together % 32 == 0 and outputs >= 64 * multiprocessors() else 16
         slices = next(count for count in (8, 4, 2, 1) if inputs % (block_in * count) == 0)
         return Tile(block_out, block_in, 1, slices, slices, 4)
-    block_out, ranges = next(size for size in (64, 32, 16) if outputs % size == 0), 1
+    block_out, ranges = next(size for size in (64, 32, 16) if together % size == 0), 1
     while outputs // block_out * ranges < 2 * multiprocessors() and inputs % (8 * block_in * ranges) == 0:
         ranges *= 2
     return Tile(block_out, block_in, ranges, 1, 4, 4)
@@ -209,17 +220,19 @@ def default_tile(outputs: int, inputs: int, groups: int, rows: int) -> Tile:
 
 def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
     """Return the Triton kernel's compile-time constants for a call, with tile sizes chosen for it unless given."""
-    bits, (outputs, inputs) = stored_bits(request), request.weight.arrays["q"].shape
-    groups = request.weight.arrays["scales"].shape[1]
-    rows = request.x.shape[0]
-    if tile is None:
-        default = default_tile(outputs, inputs, groups, rows)
-        tile = MEASURED.get((bits, outputs, inputs, 8 if rows <= 8 else 16), default) if rows <= 16 else default
-        if groups > 1 and inputs // groups % tile.block_in:
-            tile = default  # Tiles were measured with other groups.
-        if request.x.dtype != jnp.bfloat16:
-            tile = dataclasses.replace(tile, assembly=False)
-    return ProductPlan(rows, inputs, outputs, 8 // bits, groups, tile)
+    weight, bits, rows = request.weight, stored_bits(request), request.x.shape[0]
+    outputs, inputs = stored_matrix(weight).shape
+    lookup = isinstance(weight.format, LookupFormat)
+    tables, entries = weight.arrays["codebook"].shape if lookup else (1, 0)
+    groups = 1 if lookup else weight.arrays["scales"].shape[1]
+    default = default_tile(outputs, inputs, groups, rows, tables)
+    default = dataclasses.replace(default, assembly=request.x.dtype == jnp.bfloat16)
+    plan = ProductPlan(rows, inputs, outputs, 8 // bits, groups, tile or default, tables, entries)
+    measured = MEASURED.get((bits, outputs, inputs, 8 if rows <= 8 else 16))
+    if tile is not None or measured is None or rows > 16:
+        return plan
+    chosen = dataclasses.replace(plan, tile=dataclasses.replace(measured, assembly=default.assembly))
+    return plan if tile_problem(chosen) else chosen  # Tiles were measured with other groups, and without tables.
 
 
 def tile_problem(plan: ProductPlan) -> str | None:
@@ -227,6 +240,8 @@ def tile_problem(plan: ProductPlan) -> str | None:
     tile = plan.tile
     if plan.outputs % tile.block_out:
         return f"blocks of {tile.block_out} do not divide {plan.outputs} outputs"
+    if plan.outputs // plan.tables % tile.block_out:
+        return f"blocks of {tile.block_out} do not divide the {plan.outputs // plan.tables} outputs of a table"
     if plan.inputs % (tile.block_in * tile.ranges * tile.slices):
         parts = f"{tile.ranges} ranges of {tile.slices} slices"
         return f"{parts} of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
@@ -249,16 +264,19 @@ def _product(
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
     plan = make_plan(PackedMatmulRequest(x, weight, out_dtype, target), tile)
-    q, ranges = weight.arrays["q"], plan.tile.ranges
+    stored, ranges = stored_matrix(weight), plan.tile.ranges
     if plan.halves == 2:
         # A change of the type alone: XLA stores the integer at the even place in the low half of a byte.
-        q = jax.lax.bitcast_convert_type(q.reshape(plan.outputs, plan.inputs // 2, 2), jnp.int8)
+        stored = jax.lax.bitcast_convert_type(stored.reshape(plan.outputs, plan.inputs // 2, 2), jnp.int8)
+    constants = weight.arrays["codebook" if plan.entries else "scales"]
+    if plan.entries and plan.halves == 1:
+        constants = constants.astype(x.dtype)  # The kernel rounds smaller tables itself.
     major, minor = target.compute_capability or (0, 0)
     shape = (plan.rows, plan.outputs)
     y = jax_triton.triton_call(
         x,
-        q,
-        weight.arrays["scales"],
+        stored,
+        constants,
         kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,
         out_shape=jax.ShapeDtypeStruct(*((shape, out_dtype) if ranges == 1 else ((ranges, *shape), jnp.float32))),
         grid=(plan.outputs // plan.tile.block_out, ranges),
@@ -300,17 +318,23 @@ def unsupported_reason(request: PackedMatmulRequest) -> str | None:
 
 def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
     x, weight = request.x, request.weight
-    if not isinstance(weight.format, IntegerFormat):
-        return f"reads integers with scales; the weight is {weight.format}"
+    if not isinstance(weight.format, (IntegerFormat, LookupFormat)):
+        return f"reads integers with scales and lookup tables; the weight is {weight.format}"
+    if isinstance(weight.format, RoundedInputFormat):
+        return "multiplies activations as they are; the weight asks for inputs rounded to int8"
     if "zeros" in weight.arrays:
         return "reads integers without zero points; the weight has some"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs activations in bfloat16 or float16; got {x.dtype}"
     if not 1 <= x.shape[0] <= _MOST_ROWS:
         return f"takes 1 to {_MOST_ROWS} rows; got {x.shape[0]}"
-    (outputs, inputs), groups = weight.arrays["q"].shape, weight.arrays["scales"].shape[1]
+    outputs, inputs = stored_matrix(weight).shape
     if outputs % 16 or inputs % 128:
         return f"needs outputs that are a multiple of 16 and inputs of 128; got {outputs} and {inputs}"
+    if isinstance(weight.format, LookupFormat):
+        together = outputs // weight.arrays["codebook"].shape[0]
+        return f"needs tables of a multiple of 16 outputs each; got {together}" if together % 16 else None
+    groups = weight.arrays["scales"].shape[1]
     if groups > 1 and inputs // groups % 32:
         return f"needs groups of a multiple of 32 inputs; got {inputs // groups}"
     return None

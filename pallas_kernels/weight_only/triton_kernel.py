@@ -1,9 +1,11 @@
-"""Triton kernel of the packed matmul for few rows: reads integers as they are stored, and widens them in registers."""
+"""Triton kernels of the packed matmul for few rows: they read weights as stored, and convert them in registers."""
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 import triton
 import triton.language as tl
+
+from pallas_kernels.weight_only.triton_lookup import load_table, look_up
 
 # Each converts the four bytes of a register, or one half of each byte, to bfloat16: two registers of two values. The
 # bits become the lowest ones of a bfloat16 with the high byte 0x43, from 128 to 255, where neighbouring values differ
@@ -66,6 +68,15 @@ def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
 
 
 @triton.jit
+def _convert(stored, half: tl.constexpr, table, plan: tl.constexpr, like):
+    """Return the values of stored bytes, or of their halves as in `_widen`; those of indices are in the table."""
+    if plan.entries > 0:
+        return look_up(stored, half, table, plan, like)
+    else:
+        return _widen(stored, half, plan, like)
+
+
+@triton.jit
 def _load_activations(x, place, valid, plan: tl.constexpr):
     """Return the activations for integers in the low and in the high 4 bits of bytes; for 8 bits twice the same."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -78,13 +89,13 @@ def _load_activations(x, place, valid, plan: tl.constexpr):
 
 
 @triton.jit
-def product_kernel(x, q, scales, out, plan: tl.constexpr):
+def product_kernel(x, q, constants, out, plan: tl.constexpr):
     """Multiply x [rows, in] with a block of the packed matrix's rows, summing over one range of the inputs.
 
-    The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves], and `scales` is
-    [out, groups]. `out` is [rows, out] if there is one range, otherwise float32 [ranges, rows, out]. A tile of the
-    matrix is the left operand of a tensor core, which has at least 16 rows, and the activations are the right one,
-    which has at least 8 columns.
+    The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves]. `constants` are
+    the scales [out, groups] of integers, or the tables [tables, entries] of indices. `out` is [rows, out] if there is
+    one range, otherwise float32 [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which
+    has at least 16 rows, and the activations are the right one, which has at least 8 columns.
     """
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves
@@ -97,7 +108,11 @@ def product_kernel(x, q, scales, out, plan: tl.constexpr):
     here = q + output.to(tl.int64)[:, None] * stride + column
     first = part * plan.steps
     total = tl.zeros([block_out, padded_rows], tl.float32)
-    scale = tl.load(scales + output * plan.groups + first * plan.block_in // plan.group_size).to(tl.float32)
+    table = 0
+    if plan.entries > 0:
+        table = load_table(constants, block, plan, x)
+    else:
+        scale = tl.load(constants + output * plan.groups + first * plan.block_in // plan.group_size).to(tl.float32)
     for step in range(first, first + plan.steps):
         stored = tl.load(here + step * width)
         low, high = _load_activations(x, row[None] * stride + step * width + column[:, None], row_valid, plan)
@@ -106,25 +121,25 @@ def product_kernel(x, q, scales, out, plan: tl.constexpr):
         if plan.groups > 1:
             partial = tl.zeros([block_out, padded_rows], tl.float32)
         if plan.halves == 1:
-            partial = tl.dot(_widen(stored, 0, plan, x), low, partial)
+            partial = tl.dot(_convert(stored, 0, table, plan, x), low, partial)
         else:
-            partial = tl.dot(_widen(stored, 1, plan, x), low, partial)
-            partial = tl.dot(_widen(stored, 2, plan, x), high, partial)
+            partial = tl.dot(_convert(stored, 1, table, plan, x), low, partial)
+            partial = tl.dot(_convert(stored, 2, table, plan, x), high, partial)
         if plan.groups > 1:
             total += partial * scale[:, None]
             # Loads of two bytes are not pipelined by the compiler: this one is waited for in the next step.
             group = tl.minimum((step + 1) * plan.block_in // plan.group_size, plan.groups - 1)
-            scale = tl.load(scales + output * plan.groups + group).to(tl.float32)
+            scale = tl.load(constants + output * plan.groups + group).to(tl.float32)
         else:
             total = partial
-    if plan.groups == 1:
+    if plan.groups == 1 and plan.entries == 0:
         total *= scale[:, None]
     target = out + (part * plan.rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, total.to(out.dtype.element_ty), row_valid)
 
 
 @triton.jit
-def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
+def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
     """Multiply x with a block of rows of the packed matrix; a program's warps divide the inputs and add their sums.
 
     Each slice of the inputs belongs to warps of its own, which do not wait for the others before the end.
@@ -142,8 +157,12 @@ def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
     here = q + output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]
     beside = row[None, None] * stride + (first[:, None] * width + column)[:, :, None]
     total = tl.zeros([slices, block_out, padded_rows], tl.float32)
-    scale_of = scales + (output * plan.groups)[None]
-    scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
+    table = 0
+    if plan.entries > 0:
+        table = load_table(constants, block, plan, x)
+    else:
+        scale_of = constants + (output * plan.groups)[None]
+        scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
     for step in range(plan.steps):
         stored = tl.load(here + step * width)
         low, high = _load_activations(x, beside + step * width, row_valid[None, None], plan)
@@ -151,10 +170,10 @@ def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
         if plan.groups > 1:
             partial = tl.zeros([slices, block_out, padded_rows], tl.float32)
         if plan.halves == 1:
-            partial = tl.dot(_widen(stored, 0, plan, x), low, partial)
+            partial = tl.dot(_convert(stored, 0, table, plan, x), low, partial)
         else:
-            partial = tl.dot(_widen(stored, 1, plan, x), low, partial)
-            partial = tl.dot(_widen(stored, 2, plan, x), high, partial)
+            partial = tl.dot(_convert(stored, 1, table, plan, x), low, partial)
+            partial = tl.dot(_convert(stored, 2, table, plan, x), high, partial)
         if plan.groups > 1:
             total += partial * scale[:, :, None]
             group = tl.minimum((first + step + 1) * plan.block_in // plan.group_size, plan.groups - 1)
@@ -162,7 +181,7 @@ def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
         else:
             total = partial
     result = tl.sum(total, 0)
-    if plan.groups == 1:
-        result *= tl.load(scales + output).to(tl.float32)[:, None]
+    if plan.groups == 1 and plan.entries == 0:
+        result *= tl.load(constants + output).to(tl.float32)[:, None]
     target = out + (part * plan.rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, result.to(out.dtype.element_ty), row_valid[None])

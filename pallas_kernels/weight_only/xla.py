@@ -3,9 +3,11 @@
 On a GPU the conversion to the dtype of x, and the scales, become part of the matmul's prologue. Scales of groups, which
 multiply the weights before the matmul, need the option `xla_gpu_experimental_enable_subchannel_dequantisation_fusion`;
 without it XLA writes the weights in the dtype of x first. Either needs `xla_gpu_enable_triton_gemm`. Weights of a
-lookup table are stored small, but written in the dtype of x before each product.
+lookup table are stored small, but written in the dtype of x before each product. With inputs rounded to int8 a product
+is one of integers, by Triton or cuBLAS; for a single row XLA fuses a reduction.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,9 +23,11 @@ from pallas_kernels.weight_only.formats import (
     IntegerFormat,
     LookupFormat,
     LowRankFormat,
+    RoundedInputFormat,
     TileFloatFormat,
     powers_of_two,
 )
+from pallas_kernels.weight_only.integer_products import quantize_tokens, round_tokens, scaled_product
 from pallas_kernels.weight_only.request import PackedMatmulRequest
 
 COMPILER_OPTIONS: Mapping[str, bool] = {
@@ -72,6 +76,33 @@ def _times_integers(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
     return y - jnp.matmul(sums, shifts.T, precision=jax.lax.Precision.HIGHEST)
 
 
+def _times_rounded(x: jax.Array, arrays: Arrays, format: Format) -> jax.Array:
+    return _integer_product(x, arrays, format)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _integer_product(x: jax.Array, arrays: Arrays, format: Format) -> jax.Array:
+    q, scales = quantize_tokens(x)
+    dims = (((1,), (1,)), ((), ()))
+    return scaled_product(q, scales, arrays["q"], arrays["scales"][:, 0].astype(jnp.float32), dims)
+
+
+def _integer_product_forward(
+    x: jax.Array, arrays: Arrays, format: Format
+) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
+    return _integer_product(x, arrays, format), (x, arrays)
+
+
+def _integer_product_backward(
+    format: Format, saved: tuple[jax.Array, Arrays], d_y: jax.Array
+) -> tuple[jax.Array, Arrays]:
+    x, arrays = saved
+    return jax.vjp(lambda x, arrays: _times_integers(x, arrays, format), round_tokens(x), arrays)[1](d_y)
+
+
+_integer_product.defvjp(_integer_product_forward, _integer_product_backward)
+
+
 def _times_float8(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
     return _times_scaled(x, arrays["q"].astype(x.dtype), arrays["scales"])
 
@@ -97,6 +128,7 @@ def _times_low_rank(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
 
 _PRODUCTS: Mapping[type[Format], Callable[[jax.Array, Arrays, Any], jax.Array]] = {
     IntegerFormat: _times_integers,
+    RoundedInputFormat: _times_rounded,
     Float8Format: _times_float8,
     LookupFormat: _times_lookup,
     BlockFloatFormat: _times_block_float,

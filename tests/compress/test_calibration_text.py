@@ -48,6 +48,16 @@ def test_too_short_a_text_is_one_message_with_the_numbers(run: tuple[Path, RunCo
     ) as e:
         read_calibration(directory, config, CalibrationConfig())
     assert "at most 6" in str(e.value) and "calibration.sequence_length to at most" in str(e.value)
+    with pytest.raises(ConfigError, match=r"to at most 6\d\.$"):  # no length gives so many sequences
+        read_calibration(directory, config, CalibrationConfig(sequences=4000))
+
+
+def test_more_positions_than_the_model_has_are_one_message(run: tuple[Path, RunConfig]):
+    directory, config = run
+    model = config.model.model_copy(update={"max_position_embeddings": 32})
+    with pytest.raises(ConfigError, match=r"sequence_length \(48\) must not exceed .* \(32\)"):
+        short = config.model_copy(update={"model": model})
+        read_calibration(directory, short, CalibrationConfig(sequences=8, sequence_length=48))
 
 
 def test_a_checkpoint_without_text_asks_for_files(tmp_path: Path, run: tuple[Path, RunConfig]):

@@ -97,6 +97,7 @@ def test_mistakes_are_one_message_with_exit_code_2(source, compressed, tmp_path,
     empty.mkdir()
     (empty / "config.yaml").write_text("model: {preset: tiny, vocab_size: 64}\n")
     fails(empty, "int8", new, "holds no checkpoint yet")
+    fails(source, "int8", wrong / "new", "Not a directory")
     assert not new.exists()
     named = source.with_name(f"{source.name}-int8")
     named.mkdir()

@@ -50,7 +50,7 @@ def test_the_first_rule_that_matches_holds():
     ("rule", "message"),
     [
         ({"path": ".*", "method": "rtm"}, "layers.0.method cannot be 'rtm'; did you mean 'rtn'"),
-        ({"path": ".*"}, "layers.0.method cannot be None; choose one of"),
+        ({"path": ".*"}, "layers.0.method is required; choose one of: 'awq'"),
         ({"path": ".*", "method": "rtn", "bit": 4}, "unknown key 'layers.0.bit'; did you mean 'bits'"),
         ({"path": ".*", "method": "wanda", "pattern": "4:2"}, "pattern 4:2 keeps n of every m inputs, with n below m"),
         ({"path": "(", "method": "rtn"}, "layers.0.path: '\\(' is not a regular expression"),
@@ -64,6 +64,23 @@ def test_a_mistake_in_a_rule_is_one_message(rule, message):
 def test_an_unknown_recipe_is_one_message():
     with pytest.raises(ConfigError, match="no recipe 'int9', and no file; did you mean 'int8'"):
         load_recipe("int9")
+
+
+def test_overrides_replace_values_of_a_recipe():
+    shipped = load_recipe("int4-gptq")
+    found = load_recipe("int4-gptq", ["calibration.data=[texts/*.txt]", "calibration.sequences=8"])
+    assert found.layers == shipped.layers and found.calibration.data == ("texts/*.txt",)
+    assert (shipped.calibration.sequences, found.calibration.sequences) == (128, 8)
+    with pytest.raises(ConfigError, match="calibration.sequence=8: unknown key .* did you mean 'sequences'"):
+        load_recipe("int4-gptq", ["calibration.sequence=8"])
+
+
+def test_a_rule_that_is_never_used_is_one_message():
+    with pytest.raises(ConfigError, match="'mlp' is never used, as earlier rules match all of its weights"):
+        choose_methods(recipe({"path": ".*", "method": "rtn"}, {"path": "mlp", "method": "rtn", "bits": 4}), WEIGHTS)
+    twice = {"path": "mlp", "method": "rtn"}
+    with pytest.raises(ConfigError, match="'mlp' is never used"):
+        choose_methods(recipe(twice, twice), WEIGHTS)
 
 
 def test_a_rule_that_matches_nothing_or_does_not_fit_is_one_message():

@@ -11,16 +11,18 @@ from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, read_c
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.config import Recipe
 from jaxstack.compress.methods import Magnitude, Rtn
-from jaxstack.compress.recipe import WeightDims
+from jaxstack.compress.recipe import WeightDims, load_recipe
 from jaxstack.compress.run import CompressOptions, as_matrix, as_parameter, compress
 from jaxstack.config.loader import dump_yaml
 from jaxstack.data.tokenizer import ByteTokenizer
+from jaxstack.decoding.sampling import Sampling
 from jaxstack.files import write_file
 from jaxstack.functional.compressed import compress_in_training
 from jaxstack.functional.module import flatten, nest
 from jaxstack.run.build import build_model
 from jaxstack.run.evaluate import TextOptions, evaluate
 from jaxstack.run.init_from import initial_parameters
+from jaxstack.run.load import load_decoder
 from jaxstack.run_config import load_config
 from pallas_kernels import Grid
 from pallas_kernels.weight_only.packed import pack_nearest
@@ -43,12 +45,10 @@ OVERRIDES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """A run with quantization-aware training and a teacher, at step 0."""
-    place = tmp_path_factory.mktemp("runs")
+def make_run(place: Path, *overrides: str) -> Path:
+    """A run at step 0, and a text beside it."""
     (place / "text.txt").write_text("A sentence to measure a loss on, and another one. " * 20)
-    config = load_config(None, [*OVERRIDES, f"run.dir={place}"])
+    config = load_config(None, [*OVERRIDES, f"run.dir={place}", *overrides])
     module = compress_in_training(build_model(config, jnp.float32), config.compression.rules)
     params, non_params = jax.jit(module.init)(jax.random.key(0))
     run = place / "trained"
@@ -57,6 +57,12 @@ def trained(tmp_path_factory) -> Path:
     ByteTokenizer().save(run / "tokenizer")
     write_file(run / "config.yaml", dump_yaml(config).encode())
     return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run with quantization-aware training and a teacher, at step 0."""
+    return make_run(tmp_path_factory.mktemp("runs"))
 
 
 def stored_weights(run: Path) -> dict[str, jax.Array]:
@@ -96,6 +102,28 @@ def test_weights_that_training_rounded_are_rounded_once(trained):
     for run in (trained, out):
         measured = evaluate(run, text=text).text
         assert measured is not None and measured.loss == pytest.approx(report.loss_after.loss, rel=1e-6)
+
+
+def test_a_run_with_rounded_inputs_computes_what_its_compressed_model_does(tmp_path):
+    """Training's evaluation, the run's decoder and the decoder of recipe w8a8 multiply the same integers."""
+    rule = "{path: ^decoder, method: qat, bits: 8, group_size: null, activations: int8}"
+    run = make_run(tmp_path, f"compression.rules=[{rule}]", "model.scan_layers=true", "model.num_layers=2")
+    out, text = tmp_path / "small", TextOptions([str(tmp_path / "text.txt")])
+    recipe = load_recipe("w8a8").model_copy(update={"store": "float32"})
+    report = compress(run, recipe, out, CompressOptions(text=text, layer_tokens=0))
+    measured = evaluate(run, text=text).text
+    assert report.loss_after is not None and report.loss_before is not None and measured is not None
+    difference = abs(measured.loss - report.loss_after.loss)
+    assert difference < 1e-6 and abs(measured.loss - report.loss_before.loss) > 10 * max(difference, 1e-6)
+    decoders = [load_decoder(directory, ["parallel.data=1"])[0] for directory in (run, out)]
+    for path, leaf in named_leaves(decoders[1].params).items():
+        other = named_leaves(decoders[0].params)[path]
+        if path.endswith("/kernel"):
+            assert leaf.format.name == other.format.name == "integer_w8a8"
+            jax.tree.map(np.testing.assert_array_equal, leaf, other)
+    greedy, prompt = Sampling(temperature=0.0), list(b"A sentence to")
+    texts = [np.concatenate(list(decoder.generate([prompt], 6, greedy))).tolist() for decoder in decoders]
+    assert texts[0] == texts[1] and len(texts[0]) == 6
 
 
 def test_a_run_starts_from_compressed_weights(trained):

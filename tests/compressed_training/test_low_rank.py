@@ -72,7 +72,8 @@ def test_factors_of_the_start_are_the_singular_value_decomposition():
 
 
 def test_a_draw_truncates_one_matrix_of_a_stack():
-    masks = np.stack([leading_rank_mask(jnp.int32(choice), (2,), 3) for choice in range(-3, 9)])
+    first = jnp.asarray([0, 3])
+    masks = np.stack([leading_rank_mask(choice - first, 3) for choice in range(-3, 9)])
     np.testing.assert_array_equal(masks[[0, 1, 2, -3, -2, -1]], np.ones((6, 2, 3)))
     np.testing.assert_array_equal(masks[3:6, 0], np.tril(np.ones((3, 3))))
     np.testing.assert_array_equal(masks[6:9, 1], np.tril(np.ones((3, 3))))

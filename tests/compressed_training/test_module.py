@@ -30,7 +30,8 @@ from tests.small_runs import batch_at, run_steps, small_config
 RULES = (
     "compression.rules=[{path: mlp, method: low_rank}, "
     "{path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8}, "
-    "{path: attention/(v|o)_proj, method: qat, group_size: null}, {path: embedding, method: cluster, bits: 4}]"
+    "{path: attention/(v|o)_proj, method: qat, bits: 8, group_size: null, activations: int8}, "
+    "{path: embedding, method: cluster, bits: 4}]"
 )
 
 
@@ -105,10 +106,14 @@ def test_masks_hold_for_an_optimizer_that_moves_every_weight():
     np.testing.assert_array_equal(trainer.trained_module.first.kernel[...], after)
 
 
-def test_a_stopped_run_goes_on_exactly(tmp_path):
+ROUNDED_INPUTS = QatRule(path="first", bits=8, group_size=None, activations="int8")
+
+
+@pytest.mark.parametrize("first", [LowRankRule(path="first", rank=3), ROUNDED_INPUTS])
+def test_a_stopped_run_goes_on_exactly(first, tmp_path):
     start = Small(nnx.Rngs(0))
     start.second.kernel[...] = jnp.where(jnp.arange(8)[:, None] % 2 == 0, 0.0, start.second.kernel[...])
-    rules = [LowRankRule(path="first", rank=3), MaskRule(path="second")]
+    rules = [first, MaskRule(path="second")]
     settings = LoopSettings(observe=ObserveConfig(trackers=(), progress=False))
 
     def fit(name: str, steps: int) -> Trainer:

@@ -29,7 +29,7 @@ from pallas_kernels import (
     sequence_order,
     swiglu,
 )
-from pallas_kernels.weight_only.packed import pack_nearest
+from pallas_kernels.weight_only.packed import pack_lookup, pack_nearest
 from tests.gpu.conftest import on_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.cross_entropy import cases as loss_cases
@@ -174,11 +174,25 @@ def test_grouped_matmul(sizes):
     grouped_cases.check(grouped_cases.Case(sizes, depth=384, columns=256, alignment=alignment), None)
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("grid", [Grid(8), Grid(4, 128)], ids=["int8", "int4"])
-def test_products_with_packed_weights(grid, rows):
+def lookup_weight(bits, tables=1):
+    keys = jax.random.split(jax.random.key(1))
+    indices = jax.random.randint(keys[0], (768, 1024), 0, 2**bits, jnp.uint8)
+    return pack_lookup(bits, indices, jax.random.normal(keys[1], (tables, 2**bits)))
+
+
+PACKED = {
+    "int8": lambda: pack_nearest(Grid(8), jax.random.normal(jax.random.key(1), (768, 1024))),
+    "int4": lambda: pack_nearest(Grid(4, 128), jax.random.normal(jax.random.key(1), (768, 1024))),
+    **{f"lookup{bits}": functools.partial(lookup_weight, bits) for bits in (1, 2, 3, 4, 8)},
+    "lookup4_tables": functools.partial(lookup_weight, 4, tables=48),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("kind", PACKED)
+def test_products_with_packed_weights(kind, rows):
     x = jax.random.normal(jax.random.key(0), (rows, 1024), jnp.bfloat16)
-    weight = pack_nearest(grid, jax.random.normal(jax.random.key(1), (768, 1024)))
+    weight = PACKED[kind]()
     with record_choices() as choices:
         found = jax.jit(packed_matmul)(x, weight)
     assert [choice.backend for choice in choices] == ["triton"]

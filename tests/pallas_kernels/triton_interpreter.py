@@ -4,12 +4,15 @@ Triton decides at its import whether kernels are interpreted, so a test module w
 `run_interpreted` runs that in a process of its own.
 """
 
+import ctypes
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 needs_triton = pytest.mark.skipif(
@@ -69,3 +72,73 @@ def let_numpy_index():
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_and_mend
+
+
+def let_assembly_run():
+    """Triton's interpreter refuses inline assembly: run the instructions that kernels here use, by numpy."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    class Result:
+        def __init__(self, handle):
+            self.handle = handle
+
+        def get_result(self, _):
+            return self.handle
+
+    def create_inline_asm(self, assembly, constraints, values, types, pure, pack):
+        """Four bytes of the last axis at once, in one register each if they are bytes; one result of 16 bits."""
+        assert pack == 4 and constraints.startswith("=r,=r,r") and len(types) == 1 and values[0].data.itemsize == 1
+        shape = values[0].data.shape
+        registers = {"$2": np.ascontiguousarray(values[0].data).reshape(-1).view(np.uint32).astype(np.uint64)}
+        for value in values[1:]:
+            wide = value.data.astype(np.uint64) & (2 ** (8 * value.data.itemsize) - 1)
+            for one in wide.reshape(-1, 4).T:
+                registers[f"${len(registers) + 2}"] = one
+        assert constraints.count(",") == len(registers) + 1
+        run_instructions(assembly, registers)
+        found = np.stack([registers["$0"], registers["$1"]], -1).astype(np.uint32).view(np.int16)
+        return Result(TensorHandle(found.reshape(shape), types[0].scalar))
+
+    InterpreterBuilder.create_inline_asm = create_inline_asm
+
+
+def run_instructions(assembly, registers):
+    """Run PTX instructions on arrays of registers, name -> uint64 numbers."""
+    for line in re.findall(r"^(?![.{}])\s*(\S.*);", assembly, re.MULTILINE):
+        operation, rest = line.split(" ", 1)
+        target, *names = re.findall(r"[\w$]+", rest)
+        given = [registers[name] if name in registers else np.uint64(int(name, 0)) for name in names]
+        registers[target] = _INSTRUCTIONS[operation](*given)
+
+
+def _permute(a, b, selectors):
+    """`prmt.b32`: byte i is the one of (a, b) that the i-th 4 bits select; with the fourth bit, copies of its sign."""
+    both, found = a | (b << np.uint64(32)), np.uint64(0)
+    for place in range(4):
+        selector = (selectors >> np.uint64(4 * place)) & np.uint64(15)
+        byte = (both >> (np.uint64(8) * (selector & np.uint64(7)))) & np.uint64(255)
+        byte = np.where(selector > 7, (byte >> np.uint64(7)) * np.uint64(255), byte)
+        found = found | (byte << np.uint64(8 * place))
+    return found
+
+
+def _combine(a, b, c, table):
+    """`lop3.b32`: each bit is that of the table at the place that the bits of a, b and c give."""
+    found = np.uint64(0)
+    for place in range(32):
+        bits = [(x >> np.uint64(place)) & np.uint64(1) for x in (a, b, c)]
+        chosen = (table >> (bits[0] * np.uint64(4) + bits[1] * np.uint64(2) + bits[2])) & np.uint64(1)
+        found = found | (chosen << np.uint64(place))
+    return found
+
+
+_INSTRUCTIONS = {
+    "prmt.b32": _permute,
+    "lop3.b32": _combine,
+    "shr.u32": lambda a, by: a >> by,
+    "and.b32": lambda a, b: a & b,
+    "bfe.u32": lambda a, first, count: (a >> first) & np.uint64(2 ** int(count) - 1),
+    "mad.wide.u32": lambda a, b, c: a * b + c,
+    "mov.b32": lambda low, high: low | (high << np.uint64(16)),
+    "ld.global.nc.b16": np.vectorize(lambda place: np.uint64(ctypes.c_uint16.from_address(int(place)).value)),
+}

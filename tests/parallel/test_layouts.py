@@ -249,6 +249,11 @@ def test_context_degrees_of_three_and_six(overrides):
     "kind",
     [
         ("model.attention={name: projected, block_size: 2, summaries: 3}",),
+        (
+            "model.attention={name: projected, block_size: 4, summaries: 1}",
+            "train.sequence_length=64",
+            "model.max_position_embeddings=64",
+        ),
         ("model.attention={name: linear}",),
         ("model.attention={name: longformer, window: 4, global_tokens: 2}",),
     ],

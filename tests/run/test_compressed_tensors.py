@@ -69,7 +69,7 @@ RECIPES = {
     "pack-quantized": "[{path: /v_proj/, method: rtn, bits: 8}, {path: mlp/down, method: keep},"
     " {path: ^decoder/, method: rtn, bits: 4, group_size: 16}, {path: table, method: rtn}]",
     "float-quantized": "[{path: ^decoder/, method: fp8}]",
-    "int-quantized": "[{path: ^decoder/, method: rtn, bits: 8}]",
+    "int-quantized": "[{path: ^decoder/, method: rtn, activations: int8}]",
 }
 
 

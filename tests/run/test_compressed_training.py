@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack import convert
+from jaxstack import convert, evaluate
 from jaxstack import train as command
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.methods.rtn import Rtn
@@ -147,6 +147,28 @@ def test_another_run_starts_from_the_compressed_weights(folder, small):
 
 
 @pytest.mark.exhaustive
+def test_a_pipeline_trains_and_evaluates_as_other_layouts(folder, capsys):
+    alone = ["distill.teacher=null", "train.steps=2", "observe.progress=true"]
+    pipelined, said = ["parallel.pipeline=2", "parallel.fsdp=2", "run.name=pipelined"], []
+    wanted = train(load_config(folder / "small.yaml", [*alone, "run.name=alone"]), report=said.append).metrics
+    found = train(load_config(folder / "small.yaml", [*alone, *pipelined]), report=said.append).metrics
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-4)
+    lines = [line for line in said if line.startswith(("quantized to", "sparse:", "clustered around"))]
+    assert len(lines) == 6 and lines[:3] == lines[3:], said
+    capsys.readouterr()
+    one, other = stored(folder, "alone"), stored(folder, "pipelined")
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        assert np.linalg.norm(other[path] - value) < 0.01 * np.linalg.norm(value), path
+    losses = []
+    for layout in ([], ["parallel.pipeline=3"]):
+        assert evaluate.main(["--run", str(folder / "pipelined"), "--json", *layout]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.exhaustive
 def test_a_mask_needs_zeros(folder, capsys):
     rules = ["compression.rules=[{path: mlp, method: mask}]", "distill.teacher=null", "run.name=without-zeros"]
     assert command.main(["--config", str(folder / "small.yaml"), *rules]) == 2
@@ -170,7 +192,7 @@ def test_a_mask_needs_zeros(folder, capsys):
             ["compression.rules=[{path: mlp, method: cluster}]", "optimizer.groups=[{path: up_proj, frozen: true}]"],
             "which optimizer.groups freezes",
         ),
-        (["compression.rules=[{path: mlp, method: cluster}]", "parallel.pipeline=2"], "does not support a pipeline"),
+        (["distill.teacher=base", "parallel.pipeline=2"], "distill.teacher does not support a pipeline"),
         (["distill.teacher=other", "compression.rules=[]"], "has a vocabulary of 64 ids"),
     ],
 )

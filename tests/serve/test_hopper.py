@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxstack.distributed.xla_options import half_batch_options
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.observe.hlo import Instruction, Module, parse_module
 from jaxstack.parallel import make_rules
 from jaxstack.parallel.sharding_context import logical_axis_rules
-from jaxstack.serve.step import Column, Programs, decode_rows
+from jaxstack.serve.rows import Column, decode_rows
+from jaxstack.serve.step import Programs
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton
@@ -22,15 +25,19 @@ ROWS, PAGES, PAGE = 16, 128, 16
 AXES = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
 
 
-def compiled_steps(together: int | None = None) -> str:
+def compiled_steps(together: int | None = None, chunk: int | None = None) -> str:
     """The program of several decode steps of an unrolled model in bfloat16, under tensor parallelism.
 
-    With `together`: the program of one step, by layers that run together.
+    With `together`: the program of one step, by layers that run together. With `chunk`: that of a step with as many
+    prompt tokens, on two halves of its tokens, with layers as wide as llama3-8b's.
     """
     config = ModelConfig(
         vocab_size=4096, hidden_size=1024, num_layers=2, num_heads=8, num_kv_heads=4, intermediate_size=2048,
         scan_layers=False,
     )  # fmt: skip
+    if chunk is not None:
+        wide = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336}
+        config = config.model_copy(update=wide)
     rules = make_rules(hopper_mesh(AXES))
     module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
 
@@ -48,15 +55,20 @@ def compiled_steps(together: int | None = None) -> str:
 
     def step(params, newest, rows, pages):
         with logical_axis_rules(rules):
-            return decode_rows(module.merge(params, {}), rows, newest[:, None], pages, together or 1)
+            return decode_rows(module.merge(params, {}), rows, newest[:, None], pages, together=together or 1)
 
-    if together is None:
+    options = None
+    if chunk is not None:
+        program = jax.jit(functools.partial(programs._forward_step, halves=True), donate_argnames="pages")
+        chunks, tokens = (hopper_array((1, n), jnp.int32, rules.mesh) for n in (rows.shape[1], chunk))
+        arguments, options = (params, {}, last, rows, None, chunks, tokens, pages), half_batch_options()
+    elif together is None:
         program = jax.jit(functools.partial(programs._decode_steps, most=8), donate_argnames="pages")
         arguments = (params, {}, last, rows, number, number, pages)
     else:
         program, arguments = jax.jit(step, donate_argnames="pages"), (params, last, rows, pages)
     with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
-        return compile_for_hopper(program, *arguments, mesh=rules.mesh).as_text()
+        return compile_for_hopper(program, *arguments, mesh=rules.mesh, options=options).as_text()
 
 
 def count_sums(program: str) -> int:
@@ -83,3 +95,35 @@ def test_under_tensor_parallelism_the_kernel_reads_the_pages_of_each_device():
 def test_layers_that_run_together_need_fewer_sums():
     assert count_sums(compiled_steps(together=1)) == 5
     assert count_sums(compiled_steps(together=2)) < 5
+
+
+def has_matmul(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction of a scheduled module is a matmul, or a fusion with one."""
+    if instruction.opcode == "dot" or "__cublas" in instruction.attributes:
+        return True
+    inside = [module.computations.get(name, {}) for name in instruction.computations("calls")]
+    return any(has_matmul(module, other) for computation in inside for other in computation.values())
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_half_batches_run_matmuls_while_the_other_half_is_summed():
+    """What follows a sum in its half needs the sum, so that a matmul between its start and its end is the other half's.
+
+    The first sum in a layer waits for that of the second half's embeddings, and nothing is left beside the last one.
+    """
+    program = compiled_steps(chunk=1008)
+    module = parse_module(program)
+    running, sums, overlapped = set[str](), 0, set[str]()
+    for instruction in module.computations[module.entry].values():
+        if instruction.opcode in ("all-reduce", "all-reduce-start") and "/layers/" in instruction.op_name:
+            sums += 1
+            running |= {instruction.name} if instruction.opcode == "all-reduce-start" else set()
+        elif instruction.opcode == "all-reduce-done":
+            running -= set(instruction.operands)
+        elif has_matmul(module, instruction):
+            overlapped |= running
+    assert sums == 8, "two in each layer for each half"
+    assert len(overlapped) >= sums - 2
+    made = re.findall(rf"= bf16\[(?:{PAGES},{PAGE}|{PAGES * PAGE}),4,128\]\S* ([\w-]+)\(", program)
+    assert made and not {"copy", "copy-start", "all-gather"} & set(made), made

@@ -17,8 +17,9 @@ from jaxstack.serve import engine as engine_module
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
 from jaxstack.serve.ngram_draft import accept
+from jaxstack.serve.rows import Column
 from jaxstack.serve.schedule import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
-from jaxstack.serve.step import Column, Programs
+from jaxstack.serve.step import Programs
 
 V = 3
 CONTEXT = 40
@@ -46,7 +47,7 @@ class Sampled(np.ndarray):
 class SimulatedPrograms(Programs):
     """Pages of token ids. Everything that no token has been written to holds a wrong one."""
 
-    def __init__(self, model, *, slots, pages, page_size, context, vocab_size):
+    def __init__(self, model, *, slots, pages, page_size, context, vocab_size, halves_from):
         self.slots, self.page_size, self.table_width = slots, page_size, -(-context // page_size)
         self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
         self.memory, self.newest = np.full(pages * page_size, 255), np.full(slots, 254)

@@ -37,7 +37,7 @@ class Awq(RoundingMethod):
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
-        return pack_nearest(self.grid, w)
+        return pack_nearest(self.grid, w, round_inputs=self.rounds_inputs)
 
     def _best_scales(self, block: CalibrationBlock, fold: Fold) -> Float[Array, " in"]:
         """Return the candidate input scales with which rounding changes the layer's output least.

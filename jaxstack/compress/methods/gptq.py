@@ -19,4 +19,4 @@ class Gptq(ColumnSweepMethod, RoundingMethod):
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         found = gptq(w, self.hessian(statistics), self.grid, self.damping)
         self.warn_unless(found.valid, "rounded to the nearest values")
-        return pack_integers(self.grid, found.q, found.scales)
+        return pack_integers(self.grid, found.q, found.scales, round_inputs=self.rounds_inputs)

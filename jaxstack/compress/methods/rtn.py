@@ -21,4 +21,4 @@ class Rtn(RoundingMethod):
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
-        return pack_nearest(self.grid, w)
+        return pack_nearest(self.grid, w, round_inputs=self.rounds_inputs)

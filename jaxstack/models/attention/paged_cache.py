@@ -62,7 +62,8 @@ def attend_pages(
         attend = _attend_in_place if in_place else _attend_chunks
         outputs.append(attend(part, cache, group, heads).reshape(rows * width, *q.shape[2:]))
         start += rows * width
-    return jnp.concatenate(outputs)[None], cache
+    # Otherwise XLA copies all pages where the same program writes to them again: the write could run before the reads.
+    return jax.lax.optimization_barrier((jnp.concatenate(outputs)[None], cache))
 
 
 def _attend_in_place(

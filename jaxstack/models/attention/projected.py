@@ -1,6 +1,7 @@
 """Causal variant of Linformer: each block's keys and values are projected to a few summaries.
 
-Dims: B batch, T query length, N heads, K kv heads, H head_dim, M blocks, R summaries per block.
+Dims: B batch, T query length, S keys, N heads, K kv heads, H head_dim, M blocks, R summaries per block, G blocks per
+group.
 """
 
 from typing import Literal, NamedTuple, cast
@@ -15,6 +16,7 @@ from jaxstack.models.attention.base import AttentionKind, AttentionSpec, CacheSl
 from jaxstack.models.attention.kv_cache import KeyCache, attend_to, empty_cache, extend, store
 from jaxstack.parallel import shard
 from pallas_kernels import flash_attention, sequence_order
+from pallas_kernels.attention.scores import merge
 
 _HIDDEN = -(2**31)
 """Segment id of summaries that a query must not see."""
@@ -85,8 +87,10 @@ class ProjectedAttention(AttentionKind):
         segment_ids: SegmentIds,
         heads: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
-        q, k, v, ids, length = self._whole_blocks(q, k, v, segment_ids)
-        numbers = jnp.arange(q.shape[1] // self.block_size)
+        length = q.shape[1]
+        group = min(self._largest_group, -(-length // self.block_size))
+        q, k, v, ids = self._whole_groups(q, k, v, segment_ids, group)
+        numbers = jnp.arange(q.shape[1] // self.block_size).reshape(-1, group)
         return self._attend(q, k, v, ids, self._summarise(k, v, ids), numbers, heads)[:, :length]
 
     def attend_over(
@@ -108,7 +112,9 @@ class ProjectedAttention(AttentionKind):
             return jax.lax.psum(every_block.at[:, numbers].set(x), axis_name)
 
         summaries = _Summaries(*(join(x) for x in self._summarise(k, v, ids)))
-        return self._attend(q, k, v, ids, summaries, numbers, heads)
+        # A device has two pieces of the sequence, each of blocks that follow one another.
+        group = max(size for size in range(1, self._largest_group + 1) if blocks // 2 % size == 0)
+        return self._attend(q, k, v, ids, summaries, numbers.reshape(-1, group), heads)
 
     def exchanges_heads(self, method: str | None) -> bool:
         return False
@@ -176,15 +182,19 @@ class ProjectedAttention(AttentionKind):
         attention = 12.0 * (near + far) * heads.num_heads * heads.head_dim
         return attention + 12.0 * self.summaries * heads.num_kv_heads * heads.head_dim
 
-    def _whole_blocks(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, int]:
-        """Pad the arrays to a multiple of the block size; also return segment ids and the unpadded length."""
-        length = q.shape[1]
+    @property
+    def _largest_group(self) -> int:
+        """Number of blocks in a group at most: so many that a block reads half as many summaries as keys."""
+        return max(1, self.block_size // (2 * self.summaries))
+
+    def _whole_groups(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, group: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Pad the arrays to whole groups of blocks; also return segment ids."""
         ids = jnp.zeros(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-        missing = -length % self.block_size
+        missing = -q.shape[1] % (group * self.block_size)
         q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q, k, v))
-        return q, k, v, jnp.pad(ids, ((0, 0), (0, missing)), mode="edge"), length
+        return q, k, v, jnp.pad(ids, ((0, 0), (0, missing)), mode="edge")
 
     def _summarise(self, k: jax.Array, v: jax.Array, ids: jax.Array) -> _Summaries:
         """Project the keys and values of each block to its summaries, using its last document's tokens only."""
@@ -206,41 +216,89 @@ class ProjectedAttention(AttentionKind):
         v: Float[Array, "B T K H"],
         ids: Int[Array, "B T"],
         summaries: _Summaries,
-        numbers: Int[Array, " blocks"],
+        numbers: Int[Array, "groups G"],
         heads: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
         """Compute attention of each block's queries to its own keys and to the summaries of earlier blocks.
 
-        Blocks become rows of one batch. Summaries are placed before the keys of the block, so a causal mask fits.
+        All queries of a group of neighbouring blocks see the same summaries of blocks before the group, which need no
+        copy for each block: memory grows linearly with the sequence.
 
         Args:
-          numbers: index in the whole sequence of each block of q.
+          numbers: index in the whole sequence of each block of q; those of a group follow one another.
         """
-        batch, blocks = q.shape[0], numbers.size
-        total = summaries.ids.shape[1]
-        earlier = jnp.arange(total)[None] < numbers[:, None]
+        near = self._attend_to_group(q, k, v, ids, summaries, numbers, heads)
+        if summaries.ids.shape[1] == numbers.shape[1]:
+            return near[0]
+        far = self._attend_before_group(q, ids, summaries, numbers[:, 0], heads)
+        return merge(near, far)[0].astype(q.dtype)
+
+    def _attend_to_group(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        ids: Int[Array, "B T"],
+        summaries: _Summaries,
+        numbers: Int[Array, "groups G"],
+        heads: AttentionSpec,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+        """Attend to the keys of a query's block and to the summaries of earlier blocks of its group.
+
+        Blocks become rows of one batch. Summaries are placed before the keys of the block, so a causal mask fits.
+
+        Returns:
+          The output, and the log-sum-exp of its scores.
+        """
+        batch, (groups, size) = q.shape[0], numbers.shape
+        earlier = jnp.tril(jnp.ones((size, size), bool), -1)
 
         def rows(x: jax.Array) -> jax.Array:
-            return x.reshape(batch * blocks, self.block_size, *x.shape[2:])
+            return x.reshape(batch * groups * size, self.block_size, *x.shape[2:])
 
         def before(summary: jax.Array, own: jax.Array) -> jax.Array:
-            flat = summary.reshape(batch, 1, total * self.summaries, *summary.shape[3:])
-            flat = jnp.broadcast_to(flat, (batch, blocks, *flat.shape[2:]))
-            return jnp.concatenate([flat.reshape(batch * blocks, *flat.shape[2:]), rows(own)], axis=1)
+            flat = summary[:, numbers].reshape(batch, groups, 1, size * self.summaries, *summary.shape[3:])
+            flat = jnp.broadcast_to(flat, (batch, groups, size, *flat.shape[3:]))
+            return jnp.concatenate([flat.reshape(-1, *flat.shape[3:]), rows(own)], axis=1)
 
-        far = jnp.where(earlier[None], summaries.ids[:, None], _HIDDEN).reshape(batch * blocks, total)
-        key_ids = jnp.concatenate([jnp.repeat(far, self.summaries, axis=1), rows(ids)], axis=1)
-        out = flash_attention(
-            rows(q),
-            before(summaries.key, k),
-            before(summaries.value, v),
-            causal=True,
-            segment_ids=(rows(ids), key_ids),
-            scale=heads.scale,
-            soft_cap=heads.soft_cap,
-            implementation=heads.implementation,
-        )
-        return cast(jax.Array, out).reshape(q.shape)
+        visible = jnp.where(earlier, summaries.ids[:, numbers][:, :, None], _HIDDEN).reshape(-1, size)
+        key_ids = jnp.concatenate([jnp.repeat(visible, self.summaries, axis=1), rows(ids)], axis=1)
+        arrays = rows(q), before(summaries.key, k), before(summaries.value, v)
+        out, lse = _attention(*arrays, heads, causal=True, segment_ids=(rows(ids), key_ids))
+        lse = lse.reshape(batch, groups * size, -1, self.block_size)
+        return out.reshape(q.shape), lse.swapaxes(1, 2).reshape(batch, -1, q.shape[1])
+
+    def _attend_before_group(
+        self,
+        q: Float[Array, "B T N H"],
+        ids: Int[Array, "B T"],
+        summaries: _Summaries,
+        first: Int[Array, " groups"],
+        heads: AttentionSpec,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+        """Attend to the summaries of all blocks before a query's group, one group after the other.
+
+        Args:
+          first: number of each group's first block.
+
+        Returns:
+          The output, and the log-sum-exp of its scores: zeros and -inf for the first group.
+        """
+        key, value = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (summaries.key, summaries.value))
+
+        def one_group(
+            group: tuple[jax.Array, jax.Array, jax.Array],
+        ) -> tuple[jax.Array, jax.Array]:
+            queries, own, number = group
+            earlier = jnp.arange(summaries.ids.shape[1]) < number
+            key_ids = jnp.repeat(jnp.where(earlier, summaries.ids, _HIDDEN), self.summaries, axis=1)
+            return _attention(queries, key, value, heads, causal=False, segment_ids=(own, key_ids))
+
+        def split(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x.reshape(x.shape[0], first.size, -1, *x.shape[2:]), 1, 0)
+
+        out, lse = jax.lax.map(one_group, (split(q), split(ids), first))
+        return jnp.moveaxis(out, 0, 1).reshape(q.shape), jnp.moveaxis(lse, 0, 2).reshape(*lse.shape[1:3], -1)
 
     def _add_tokens(self, summaries: BlockSums, k: jax.Array, v: jax.Array, slots: CacheSlots) -> BlockSums:
         """Add further tokens' keys and values [B, T, K, H] to the summaries of their blocks, except padding."""
@@ -253,3 +311,20 @@ class ProjectedAttention(AttentionKind):
             return sums + jnp.einsum("btm,btr,btkh->bkmrh", to_block, weight, x.astype(jnp.float32))
 
         return BlockSums(add(0, summaries.key, k), add(1, summaries.value, v))
+
+
+def _attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    heads: AttentionSpec,
+    *,
+    causal: bool,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Compute `flash_attention` with the scale, soft cap and backend of a layer; also return the log-sum-exp."""
+    found = flash_attention(
+        q, k, v, causal=causal, segment_ids=segment_ids, scale=heads.scale, soft_cap=heads.soft_cap, return_lse=True,
+        implementation=heads.implementation,
+    )  # fmt: skip
+    return cast(tuple[jax.Array, jax.Array], found)

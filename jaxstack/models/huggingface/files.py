@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -209,7 +209,7 @@ def write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], ma
     """Write tensors one after another to safetensors files of at most `max_shard_bytes`, with an index if several.
 
     Raises:
-      JaxstackError: the disk is full or fails; the files are then removed.
+      JaxstackError: the disk is full, or the directory cannot be written to; the files are then removed.
     """
     parts: list[tuple[Path, list[str]]] = []
     pending: dict[str, np.ndarray] = {}
@@ -236,8 +236,16 @@ def write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], ma
         for path, _ in parts:
             path.unlink(missing_ok=True)
         if isinstance(error, OSError | SafetensorError):
-            raise JaxstackError(f"the weights could not be written to {directory}: {error}") from None
+            raise cannot_write(directory, _as_os_error(error)) from None
         raise
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """Return an error of writing as an OSError; safetensors puts its number into the text, `... (os error 28)`."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if isinstance(error, OSError) or found is None:
+        return error if isinstance(error, OSError) else OSError(str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1])))
 
 
 def _put_in_place(directory: Path, parts: list[tuple[Path, list[str]]], total: int) -> None:

@@ -138,8 +138,8 @@ def _read(
             weight = None if tensor is None else _pack(tensor, leaf, place(leaf))
             found[leaf.path] = _read_leaf(files, leaf, place(leaf)) if weight is None else weight
         if quantization is not None:
-            count = sum(isinstance(value, PackedWeight) for value in found.values())
-            for line in describe_quantization_differences(quantization, quantized, len(quantized) - count):
+            kept = [value for value in found.values() if isinstance(value, PackedWeight)]
+            for line in describe_quantization_differences(quantization, quantized, kept):
                 report(f"{directory}: {line}")
         return found
 

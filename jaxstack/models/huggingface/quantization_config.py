@@ -17,6 +17,8 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 """Formats that are written."""
 _READ = (*FORMATS, "naive-quantized")
 _METHOD = "compressed-tensors"
+_INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+"""Settings of inputs rounded to int8 with a scale for each token, computed from the token itself."""
 
 
 class WeightArguments(BaseModel):
@@ -42,7 +44,9 @@ class Scheme:
       group_size: inputs of a group.
       block: rows and columns of a block.
       symmetric: False if the integers have zero points.
-      activations: True if other programs quantize the inputs of the module too.
+      activations: True if the inputs or outputs of the module are quantized too.
+      rounds_inputs: True if these are its inputs alone, in int8 with a dynamic scale for each token, which is computed
+        here too.
     """
 
     format: str
@@ -53,12 +57,13 @@ class Scheme:
     block: tuple[int, int] | None = None
     symmetric: bool = True
     activations: bool = False
+    rounds_inputs: bool = False
 
     def as_group(self, targets: list[str]) -> dict[str, Any]:
         """Return the entry of config.json's `config_groups` that gives this scheme to the modules in `targets`."""
         shared = {"num_bits": self.bits, "type": self.kind, "symmetric": self.symmetric}
         weights = {**shared, "strategy": self.strategy, "group_size": self.group_size, "dynamic": False}
-        rounded = {**shared, "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
+        rounded = {**_INT8_TOKENS, "num_bits": self.bits, "type": self.kind, "group_size": None}
         return {
             "targets": targets,
             "weights": weights,
@@ -168,6 +173,7 @@ def _read_group(name: str, group: object, default: object) -> tuple[tuple[str, .
     if wrong or weights.num_bits not in (range(1, 9) if weights.type == "int" else (8,)):
         shown = weights.model_dump(exclude_none=True)
         raise _refused(f"{where}.weights {shown}", "Integers of 1 to 8 bits and FP8 (e4m3) are read")
+    inputs, outputs = group.get("input_activations"), group.get("output_activations")
     scheme = Scheme(
         format=str(format),
         bits=weights.num_bits,
@@ -176,9 +182,18 @@ def _read_group(name: str, group: object, default: object) -> tuple[tuple[str, .
         group_size=size if grouped else None,
         block=weights.block_structure,
         symmetric=weights.symmetric,
-        activations=bool(group.get("input_activations") or group.get("output_activations")),
+        activations=bool(inputs or outputs),
+        rounds_inputs=not outputs and _is_int8_tokens(inputs),
     )
     return tuple(map(str, group["targets"])), scheme
+
+
+def _is_int8_tokens(inputs: object) -> bool:
+    """Return True if an entry `input_activations` of a group has the settings of `_INT8_TOKENS`."""
+    if not isinstance(inputs, Mapping):
+        return False
+    defaults = {"num_bits": 8, "type": "int", "symmetric": True}
+    return {key: {**defaults, **inputs}.get(key) for key in _INT8_TOKENS} == _INT8_TOKENS
 
 
 def _refused(what: str, way_out: str) -> ConfigError:

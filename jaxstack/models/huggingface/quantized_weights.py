@@ -9,6 +9,7 @@ The weight of a module `M` is a matrix [out, in]:
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,15 +28,17 @@ from pallas_kernels.weight_only.formats import (
     BlockFloatFormat,
     Float8Format,
     IntegerFormat,
+    RoundedInputFormat,
     integer_dtype,
     powers_of_two,
 )
+from pallas_kernels.weight_only.integer_products import unsupported_inputs
 
 _WORD = 32
 """Bits of a word of packed integers."""
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight")
 _IGNORED = r".*\.(input_scale|input_zero_point|output_scale|output_zero_point|[kvq]_scale|[kvq]_zero_point)"
-"""Regular expression of tensors that quantize activations and the cache, which are not quantized here."""
+"""Regular expression of tensors with fixed scales of activations and the cache, which are not used here."""
 
 
 def pack_words(values: Int8[np.ndarray, "rows n"], bits: int) -> Int32[np.ndarray, "rows words"]:
@@ -111,11 +114,17 @@ class QuantizedTensor:
         if scheme.kind == "float":
             format = Float8Format()
         else:
-            format, dtype = IntegerFormat(Grid(scheme.bits, scheme.group_size)), integer_dtype(scheme.bits)
+            format, dtype = self._integer_format(), integer_dtype(scheme.bits)
             arrays["q"] = q.astype(dtype)
             if zeros is not None:
                 arrays["zeros"] = np.broadcast_to(zeros, arrays["scales"].shape).astype(dtype)
         return place_packed(PackedWeight(arrays, format, inputs, outputs), sharding, transposed=table)
+
+    def _integer_format(self) -> IntegerFormat:
+        scheme, grid = self.scheme, Grid(self.scheme.bits, self.scheme.group_size)
+        if scheme.rounds_inputs and scheme.symmetric and grid == Grid(8) and not unsupported_inputs(self.shape[1]):
+            return RoundedInputFormat()
+        return IntegerFormat(grid)
 
     def _find_shape(self) -> tuple[int, int]:
         if self.scheme.format != "pack-quantized":
@@ -221,17 +230,20 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
 
 
 def describe_quantization_differences(
-    quantization: Quantization, found: dict[str, QuantizedTensor], dense: int
+    quantization: Quantization, found: dict[str, QuantizedTensor], packed: Sequence[PackedWeight]
 ) -> list[str]:
     """Return warnings on how jaxstack's computation differs from that for which the checkpoint was quantized.
 
     Args:
-      dense: number of the weights that are read as plain numbers.
+      quantization: the schemes in config.json.
+      found: the quantized weights.
+      packed: those of them that are read as packed weights; the others are read as plain numbers.
     """
     lines = []
-    if dense:
+    if dense := len(found) - len(packed):
         lines.append(f"{dense} of {len(found)} quantized weights are read as plain float32 numbers")
-    if rounded := sum(tensor.scheme.activations for tensor in found.values()):
+    here = sum(isinstance(weight.format, RoundedInputFormat) for weight in packed)
+    if rounded := sum(tensor.scheme.activations for tensor in found.values()) - here:
         lines.append(f"the inputs of {rounded} layers, which vLLM would round to few bits, are not rounded here")
     if quantization.kv_cache:
         lines.append("the cache of keys and values is not quantized as kv_cache_scheme says; see precision.kv_cache")
@@ -264,6 +276,7 @@ def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarr
         group_size=size,
         symmetric="zeros" not in weight.arrays,
         activations=format != "pack-quantized",
+        rounds_inputs=format == "int-quantized",
     )
     tensors = {"weight_scale": np.asarray(scales)}
     if format != "pack-quantized":

@@ -1,11 +1,14 @@
 """What XLA makes of packed matmuls for H200s: the weight is read as stored, without a copy in bfloat16."""
 
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import Grid, PackedWeight, packed_matmul
-from pallas_kernels.weight_only.formats import BlockFloatFormat, Float8Format, Format, IntegerFormat
+from pallas_kernels.weight_only.formats import BlockFloatFormat, Float8Format, Format, IntegerFormat, RoundedInputFormat
 from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 from tests.hopper import compile_for_hopper
 
@@ -19,6 +22,7 @@ FORMATS: dict[str, tuple[Format, dict[str, jax.ShapeDtypeStruct]]] = {
         {"q": S((OUT, IN), jnp.int8), "exponents": S((OUT, IN // 32), jnp.int8)},
     ),
     "fp8": (Float8Format(), {"q": S((OUT, IN), jnp.float8_e4m3fn), "scales": S((OUT, 1), jnp.bfloat16)}),
+    "w8a8": (RoundedInputFormat(), {"q": S((OUT, IN), jnp.int8), "scales": S((OUT, 1), jnp.bfloat16)}),
     "int4-zeros": (
         IntegerFormat(Grid(4, 128)),
         {
@@ -31,12 +35,16 @@ FORMATS: dict[str, tuple[Format, dict[str, jax.ShapeDtypeStruct]]] = {
 """Format -> its arrays, of the largest matrices of llama3-8b."""
 
 
-def temporary_bytes(kind: str, rows: int, options: dict[str, bool]) -> tuple[int, int]:
-    """Bytes of temporary arrays and of the arguments of a product."""
+def compile_product(kind: str, rows: int, options: dict[str, bool]) -> Any:
+    """A product with bfloat16 inputs, compiled."""
     format, arrays = FORMATS[kind]
     weight = PackedWeight(arrays, format, (IN,), (OUT,))  # type: ignore[arg-type]
-    compiled = compile_for_hopper(packed_matmul, S((rows, IN), jnp.bfloat16), weight, options=options)
-    memory = compiled.memory_analysis()
+    return compile_for_hopper(packed_matmul, S((rows, IN), jnp.bfloat16), weight, options=options)
+
+
+def temporary_bytes(kind: str, rows: int, options: dict[str, bool]) -> tuple[int, int]:
+    """Bytes of temporary arrays and of the arguments of a product."""
+    memory = compile_product(kind, rows, options).memory_analysis()
     return memory.temp_size_in_bytes, memory.argument_size_in_bytes
 
 
@@ -51,3 +59,19 @@ def test_the_weight_is_read_as_stored(kind, rows):
 def test_without_the_options_a_copy_is_written():
     temporary, _ = temporary_bytes("int4", 2, {"xla_gpu_enable_triton_gemm": False})
     assert temporary >= 2 * OUT * IN
+
+
+@pytest.mark.parametrize(
+    ("rows", "triton", "product"),
+    [
+        (512, False, r'custom_call_target="__cublas\$lt\$matmul"'),
+        (512, True, r"= s32\[512,14336\]\S* dot\("),
+        (16, True, r"= s32\[\S* dot\("),
+        (1, True, r"= s32\[14336\]\S* reduce\("),
+    ],
+)
+def test_rounded_inputs_are_multiplied_as_integers(rows, triton, product):
+    options = {**COMPILER_OPTIONS, "xla_gpu_enable_triton_gemm": triton}
+    program = compile_product("w8a8", rows, options).as_text()
+    assert re.search(product, program) and f"s8[{rows},{IN}]" in program and "s32[" in program
+    assert not re.search(rf"(bf16|f32)\[({OUT},{IN}|{IN},{OUT})\]", program), "the weight is widened"

@@ -15,12 +15,18 @@ import pytest
 from pallas_kernels import Grid, NotSupported, PackedWeight, lowering_platform, packed_matmul, record_choices
 from pallas_kernels.target import Target
 from pallas_kernels.weight_only import triton
-from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat
-from pallas_kernels.weight_only.packed import pack_integers
+from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat, LowRankFormat
+from pallas_kernels.weight_only.packed import pack_integers, pack_lookup
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 from pallas_kernels.weight_only.triton import Tile
 from tests.hopper import compile_for_hopper
-from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
+from tests.pallas_kernels.triton_interpreter import (
+    Array,
+    let_assembly_run,
+    let_numpy_index,
+    needs_triton,
+    run_interpreted,
+)
 
 S = jax.ShapeDtypeStruct
 CASES = {
@@ -29,24 +35,42 @@ CASES = {
     "int4_sliced": (Grid(4, 64), 1, Tile(16, 32, 2, 2, 2, 2, assembly=False)),
     "int8_sliced": (Grid(8, 64), 9, Tile(16, 64, 1, 4, 4, 2, assembly=False)),
 }
+WHOLE, SLICED = Tile(16, 32, 2, 1, 2, 2), Tile(16, 64, 1, 4, 4, 2)
+LOOKUPS = {f"lookup{bits}_{rows}": (bits, rows, (SLICED, WHOLE)[(bits + rows) % 2])
+           for bits in (1, 2, 3, 4, 8) for rows in (1, 4, 16)}  # fmt: skip
+FEW_LOOKUPS = ("lookup1_1", "lookup2_16", "lookup3_4", "lookup4_1", "lookup8_16")
 OUT, IN = 32, 256
+
+
+def stored_weight(name: str):
+    """The packed weight of a case, its bytes as a kernel receives them, and its scales or tables."""
+    if name in LOOKUPS:
+        bits, random = LOOKUPS[name][0], np.random.default_rng(1)
+        indices = random.integers(0, 2**bits, (OUT, IN))
+        # The values of a table are numbers of 16 bits, whose products with activations are exact in float32.
+        codebook = random.normal(size=(OUT // 16, 2**bits)).astype(np.float16)
+        weight = pack_lookup(bits, jnp.asarray(indices), jnp.asarray(codebook, jnp.float32))
+        constants = Array(codebook, "fp16") if bits > 4 else Array(codebook.astype(np.float32), "fp32")
+        return weight, np.asarray(weight.arrays["indices"].astype(jnp.uint8)).view(np.int8), constants
+    grid = CASES[name][0]
+    w = jax.random.normal(jax.random.key(0), (OUT, IN))
+    scales = grid.scales(w)
+    weight = pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.float16))
+    return weight, np.asarray(weight.arrays["q"].astype(jnp.int8)), Array(np.asarray(weight.arrays["scales"]), "fp16")
 
 
 def interpret(name: str) -> None:
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
-    grid, rows, tile = CASES[name]
-    w = jax.random.normal(jax.random.key(0), (OUT, IN))
-    scales = grid.scales(w)
-    weight = pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.float16))
+    _, rows, tile = {**CASES, **LOOKUPS}[name]
+    weight, q, constants = stored_weight(name)
     x = np.random.default_rng(0).normal(size=(rows, IN)).astype(np.float16)
     request, _ = make_request(x, weight, jnp.float32)
     plan = triton.make_plan(request, tile)
     assert triton.tile_problem(plan) is None
-    q = np.asarray(weight.arrays["q"].astype(jnp.int8))
-    if grid.bits == 4:
+    if plan.halves == 2:
         q = ((q[:, 1::2] << 4) | (q[:, ::2] & 15)).astype(np.int8)
-    arrays = [Array(x, "fp16"), Array(q, "i8"), Array(np.asarray(weight.arrays["scales"]), "fp16")]
+    arrays = [Array(x, "fp16"), Array(q, "i8"), constants]
     out = np.full((tile.ranges, rows, OUT), np.nan, np.float32)
     kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
     kernel[(OUT // tile.block_out, tile.ranges)](*arrays, Array(out, "fp32"), plan=plan)
@@ -55,7 +79,14 @@ def interpret(name: str) -> None:
 
 @needs_triton
 def test_the_kernels_multiply_by_the_matrix():
-    done = run_interpreted(__spec__.name, *CASES)
+    done = run_interpreted(__spec__.name, *CASES, *FEW_LOOKUPS)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_the_kernels_look_up_indices_of_any_bits():
+    done = run_interpreted(__spec__.name, *LOOKUPS)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -83,6 +114,26 @@ def test_compiled_for_hopper_one_kernel_reads_the_stored_weight(bits, group, row
     assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096
 
 
+def abstract_lookup(bits, tables=1, outputs=4096, inputs=14336):
+    """A weight of indices and their tables, without values."""
+    indices = S((outputs, inputs), jnp.uint4 if bits <= 4 else jnp.uint8)
+    arrays = {"indices": indices, "codebook": S((tables, 2**bits), jnp.float32)}
+    return PackedWeight(arrays, LookupFormat(bits), (inputs,), (outputs,))
+
+
+@needs_triton
+@pytest.mark.parametrize(("bits", "rows"), [(3, 1), (1, 4), (2, 1), (4, 16), (4, 64), (8, 1), (8, 16)])
+def test_compiled_for_hopper_no_values_of_a_table_are_written(bits, rows):
+    x, weight = S((rows, 14336), jnp.bfloat16), abstract_lookup(bits)
+    with lowering_platform("cuda"):
+        compiled = compile_for_hopper(packed_matmul, x, weight)
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call"') == 1
+    memory, dense = compiled.memory_analysis(), 2 * 4096 * 14336
+    assert memory.argument_size_in_bytes < dense * (0.3 if bits <= 4 else 0.6)
+    ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
+    assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096 + 1024 < dense / 20
+
+
 @needs_triton
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -104,29 +155,32 @@ def test_every_tile_compiles_for_hopper(tile, group):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(128256, 2048, None), (16, 128, 32), (4096, 384, None)])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_products_of_any_shape_compile_for_hopper(bits, outputs, inputs, group, dtype):
+@pytest.mark.parametrize("kind", ["integer", "lookup"])
+def test_products_of_any_shape_compile_for_hopper(kind, bits, outputs, inputs, group, dtype):
+    lookup = abstract_lookup(bits, outputs // 16, outputs, inputs)
     for rows in (5, 16, 64):
         with lowering_platform("cuda"):
-            weight = abstract(bits, group, outputs, inputs)
+            weight = lookup if kind == "lookup" else abstract(bits, group, outputs, inputs)
             compile_for_hopper(packed_matmul, S((rows, inputs), dtype), weight)
 
 
 @needs_triton
 def test_the_choice_and_its_reasons():
     x, int4 = S((1, 14336), jnp.bfloat16), abstract(4, 128)
-    arrays = {"indices": S((4096, 14336), jnp.uint4), "codebook": S((1, 16), jnp.bfloat16)}
-    lookup = PackedWeight(arrays, LookupFormat(4), (14336,), (4096,))
+    arrays = {"u": S((4096, 64), jnp.bfloat16), "v": S((64, 14336), jnp.bfloat16)}
+    low_rank = PackedWeight(arrays, LowRankFormat(), (14336,), (4096,))
     zeros = dataclasses.replace(int4, arrays={**int4.arrays, "zeros": S((4096, 112), jnp.int4)})
     calls = {
-        "": (x, int4),
         "got float32": (S((1, 14336), jnp.float32), int4),
         "got 65": (S((65, 14336), jnp.bfloat16), int4),
-        "LookupFormat": (x, lookup),
+        "LowRankFormat": (x, low_rank),
         "zero points": (x, zeros),
         "multiple of 16": (x, abstract(8, outputs=4100)),
         "multiple of 32": (x, abstract(4, 16)),
+        "tables of a multiple of 16": (x, abstract_lookup(4, 4096 // 8)),
     }
-    for words, call in calls.items():
+    supported = (int4, abstract_lookup(1), abstract_lookup(4, 4096 // 16), abstract_lookup(8))
+    for words, call in (*calls.items(), *(("", (x, weight)) for weight in supported)):
         with lowering_platform("cuda"), record_choices() as choices:
             jax.eval_shape(packed_matmul, *call)
         refused = dict(choices[0].refused)
@@ -151,5 +205,6 @@ def test_the_gradients_are_those_of_xla():
 
 if __name__ == "__main__":
     let_numpy_index()
+    let_assembly_run()
     for case in sys.argv[1:]:
         interpret(case)
