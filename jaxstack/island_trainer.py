@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxstack.distributed.xla_options import OptionValue, overlap_options
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import Dict, flatten, nest
 from jaxstack.gradients.microbatches import GradientSums
@@ -86,12 +87,17 @@ class IslandSteps(StepFunctions):
     def _own_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take the train step of one island (device group), overlapped with communication if `beside` has added it."""
         key = jax.random.fold_in(state.key, jax.lax.axis_index(ISLANDS))
-        new, metrics = super().train_step(state._replace(key=key), batch)
-        new = new._replace(key=state.key, outer=state.outer)
         if self._beside is None:
-            return new, metrics
+            new, metrics = super().train_step(state._replace(key=key), batch)
+            return new._replace(key=state.key, outer=state.outer), metrics
         exchange, phase = self._beside
-        outer = exchange.send(phase, self.module.split_frozen(state.params)[0], state.outer)
+        changes = exchange.changes(phase, self.module.split_frozen(state.params)[0], state.outer)
+        # The step reads the parameters after the changes are known: otherwise XLA computes these, and begins to
+        # communicate, as late as it can.
+        changes, params = jax.lax.optimization_barrier((changes, state.params))
+        new, metrics = super().train_step(state._replace(key=key, params=params), batch)
+        new = new._replace(key=state.key)
+        outer = exchange.send(phase, changes, state.outer)
         if exchange.delay > 1:
             return new._replace(outer=outer), metrics
         trained, frozen = self.module.split_frozen(new.params)
@@ -260,7 +266,7 @@ class IslandTrainer(Trainer):
             self._synchronous = program.compile(program.lower(batch)), begin
         for phase in range(exchange.phases):
             if isinstance(exchange, OverlappedExchange):
-                program = StepProgram(self.steps.beside(exchange, phase), state, self.train.xla_options)
+                program = StepProgram(self.steps.beside(exchange, phase), state, self._overlap_options(exchange, phase))
                 self._beside[phase] = program.compile(program.lower(batch))
                 if exchange.delay > 1:
                     merge = functools.partial(exchange.merge, phase)
@@ -268,6 +274,15 @@ class IslandTrainer(Trainer):
             else:
                 self._between[phase] = self._compile_exchange(functools.partial(exchange, phase))
         return step
+
+    def _overlap_options(self, exchange: OverlappedExchange, phase: int) -> dict[str, OptionValue]:
+        """Return the XLA options of a step that communicates with other islands (device groups) while it computes."""
+        if self.rules.mesh.devices.flat[0].platform == "cpu":
+            return self.train.xla_options
+        state = self.steps.one_model(self.abstract_state)
+        trained = self.module.split_frozen(state.params)[0]
+        sent = jax.eval_shape(functools.partial(exchange.changes, phase), trained, state.outer)
+        return {**overlap_options(self.compiler_options, len(sent)), **self.train.xla_options}
 
     def _compile_exchange(self, communicate: Communicate) -> jax.stages.Compiled:
         function = functools.partial(self.steps.exchange, communicate)

@@ -11,6 +11,8 @@ import jax
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 
+_OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
 
 class Option(NamedTuple):
     """An XLA compiler option, its value, and the reason for this value."""
@@ -43,7 +45,7 @@ ALWAYS = (
 )
 PIPELINE = (
     Option(
-        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        _OVERLAP_LIMIT,
         8,
         "Otherwise permutes between stages wait for collectives of other axes within a stage.",
     ),
@@ -56,7 +58,7 @@ PEER_COPIES = (
         "multiprocessors from matmuls.",
     ),
     Option(
-        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        _OVERLAP_LIMIT,
         8,
         "Otherwise a permute starts only after the previous one has ended and its result was used.",
     ),
@@ -140,6 +142,19 @@ def builtin_step_options(*, pipeline: bool = False, peer_copies: bool = False) -
     """Return jaxstack's XLA options for a GPU training step, supported by the installed jaxlib or not."""
     chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(PEER_COPIES if peer_copies else ()))
     return {option.name: option.value for option in chosen}
+
+
+def overlap_options(step: Mapping[str, OptionValue], collectives: int) -> dict[str, OptionValue]:
+    """Return the XLA options for GPU steps beside which further collectives run from the beginning to the end.
+
+    XLA's scheduler keeps one collective running at a time: each of them would begin when the previous one has ended,
+    and the collectives of the step would wait for them.
+
+    Args:
+      step: options of the step.
+      collectives: how many run beside it.
+    """
+    return {_OVERLAP_LIMIT: int(step.get(_OVERLAP_LIMIT, 1)) + collectives}
 
 
 def translate_options(wanted: Mapping[str, OptionValue]) -> tuple[dict[str, OptionValue], list[str]]:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 from pydantic import Field
 
 from jaxstack.config.base import Component
@@ -53,15 +54,19 @@ class Exchange(Protocol):
 class OverlappedExchange(Exchange, Protocol):
     """Interface of an exchange between islands (device groups) that communicates while the next train step computes.
 
-    `send` and `merge` take the place of the call. `send` communicates the parameters from before that step while the
-    step computes. `merge` runs `delay` steps after the step for which `due` returned the phase.
+    `changes`, `send` and `merge` take the place of the call. `changes` runs before that step, `send` communicates its
+    result while the step computes. `merge` runs `delay` steps after the step for which `due` returned the phase.
     """
 
     delay: int
     """Steps from `send` to `merge`, at least 1; with 1, `merge` follows the step that `send` overlaps with."""
 
-    def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
-        """Communicate the parameters that a train step starts from, while that step runs; return the new state."""
+    def changes(self, phase: int, params: Dict, state: OuterState) -> dict[str, jax.Array]:
+        """Return {name: array} to communicate; `params` are those that a train step starts from."""
+        ...
+
+    def send(self, phase: int, changes: dict[str, jax.Array], state: OuterState) -> OuterState:
+        """Communicate the result of `changes` while a train step runs; return the new state."""
         ...
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:

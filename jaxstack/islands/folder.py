@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -116,11 +117,12 @@ class FolderMean:
             self._check_start(state.shared["anchor"])
         own = self._file(number, self._settings.island)
         try:
-            if not own.parent.exists() and self._newest() >= number + self._settings.keep:
+            # Another island may be deleting these files at this moment: without `members.json` they would count anew.
+            if self._newest() >= number + self._settings.keep:
                 raise self._lost(number, "it is deleted")
             own.parent.mkdir(parents=True, exist_ok=True)
             if not own.exists():  # what others may have read must not change
-                with replacing(own, durable=False) as file:
+                with replacing(own) as file:
                     np.savez(file, *local_arrays(tree))
         except OSError as error:
             raise cannot_write(f"the exchange in {own.parent}", error) from None
@@ -141,7 +143,7 @@ class FolderMean:
             for island in members:
                 for total, x in zip(mean, read_arrays(self._file(number, island)), strict=True):
                     total += x / np.float32(len(members))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise self._lost(number, error) from None
         after = OuterState({**state.shared, "round": state.shared["round"] + 1}, state.own)
         return with_local_arrays(tree, mean), after

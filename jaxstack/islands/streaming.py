@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 from pydantic import Field, model_validator
 
 from jaxstack.islands.base import Dict, OuterState
@@ -16,6 +17,9 @@ from jaxstack.tree_rules import map_by_path
 
 _LAYER = re.compile(r"(?:^|/)(\d+)(?:/|$)")
 """Number of the layer in the path of a parameter of an unrolled layer."""
+
+_LATENCY = "1000000"
+"""Time that XLA's scheduler allows for the communication, in microseconds: more than any step, as links are slow."""
 
 
 class StreamingDiLoCo(OuterSGD):
@@ -73,11 +77,15 @@ class StreamingExchange:
         starts = {fragment * every // count: fragment for fragment in range(count)}
         return starts.get(step % every)
 
-    def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
+    def changes(self, phase: int, params: Dict, state: OuterState) -> dict[str, jax.Array]:
+        """Return how the parameters in one part of the model changed since its last exchange, path -> array."""
+        return self._parts(phase, jax.tree.map(jnp.subtract, state.shared["anchor"], params))
+
+    def send(self, phase: int, changes: dict[str, jax.Array], state: OuterState) -> OuterState:
         """Average changes of one part of the model over device groups, and apply Nesterov SGD; return the new state."""
         anchor, velocity = state.shared["anchor"], state.shared["velocity"]
-        own = self._parts(phase, jax.tree.map(jnp.subtract, anchor, params))
-        progress, _ = self._reduction(own, OuterState({}, {}))
+        with set_xla_metadata(latency_metadata=_LATENCY):
+            progress, _ = self._reduction(changes, OuterState({}, {}))
         anchors, velocities = self._parts(phase, anchor), self._parts(phase, velocity)
         stepped = {name: self._settings.step(anchors[name], velocities[name], x) for name, x in progress.items()}
         anchor = self._replaced(phase, anchor, {name: new for name, (new, _) in stepped.items()})
@@ -92,7 +100,7 @@ class StreamingExchange:
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
         """Communicate and merge one part of the model, without overlap; return the parameters and the state."""
-        state = self.send(phase, params, state)
+        state = self.send(phase, self.changes(phase, params, state), state)
         return self.merge(phase, params, state), state
 
     def _parts(self, phase: int, tree: Dict) -> dict[str, jax.Array]:
@@ -114,7 +122,7 @@ class StreamingExchange:
         def replace(path: str, x: jax.Array, stacked: bool) -> jax.Array:
             if path not in parts:
                 return x
-            return x.at[phase :: self.phases].set(parts[path]) if stacked else parts[path]
+            return _with_layers(x, parts[path], phase, self.phases) if stacked else parts[path]
 
         return map_by_path(replace, tree, self._stacked)
 
@@ -144,3 +152,15 @@ class StreamingExchange:
             sizes[owner[path]] += size
         find: Callable[[str, jax.Array], int] = lambda path, x: owner.get(path, 0)  # noqa: E731
         return map_by_path(find, tree)
+
+
+def _with_layers(x: jax.Array, layers: jax.Array, first: int, stride: int) -> jax.Array:
+    """Return `x` with every `stride`-th entry of its first dim from `first` on replaced, as `.at[].set` does.
+
+    With a stride of 1, XLA crashes when it compiles that scatter for GPUs beside a scan over the layers.
+    """
+    after = len(x) - 1 - first - (len(layers) - 1) * stride
+    rest = [(0, 0, 0)] * (x.ndim - 1)
+    spread = jax.lax.pad(layers, jnp.zeros((), layers.dtype), [(first, after, stride - 1), *rest])
+    replaced = (jnp.arange(len(x)) % stride == first).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(replaced, spread, x)

@@ -81,6 +81,30 @@ def test_an_island_far_behind_is_told_that_exchanges_are_deleted(tmp_path):
         late.move([1.0, 0.0])
 
 
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_damaged_file_is_named(tmp_path, left):
+    one = Island(tmp_path, 0, count=1)
+    one.move([1.0, 0.0])
+    again = Island(tmp_path, 0, count=1)
+    file = tmp_path / "exchange-0" / "0-0.npz"
+    file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(JaxstackError, match="exchange 0 of islands cannot be read"):
+        again.move([1.0, 0.0])
+
+
+def test_an_exchange_that_is_being_deleted_is_not_held_anew(tmp_path):
+    one, late = Island(tmp_path, 0, keep=2), Island(tmp_path, 1, keep=2)
+    one.exchange.mean._waited_for_all = True
+    for _ in range(3):
+        one.move([1.0, 0.0])
+    folder = tmp_path / "exchange-0"
+    folder.mkdir()  # `members.json` is gone already, the changes are not
+    (folder / "0-0.npz").write_bytes((tmp_path / "exchange-1" / "0-0.npz").read_bytes())
+    with pytest.raises(JaxstackError, match="exchange 0 of islands cannot be read"):
+        late.move([1.0, 0.0])
+    assert not (folder / "members.json").exists()
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("folder"))
