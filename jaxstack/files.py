@@ -84,16 +84,16 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def new_directory(folder: Path) -> Iterator[Path]:
-    """Create the directory `folder` completely or not at all: the block fills another one, which is then renamed.
+    """Create a directory completely or not at all: the `with` block fills a temporary one, which is renamed at its end.
 
-    That one is created first, so that a place which cannot be written to is found before the work. It is removed if the
-    block raises.
+    The temporary directory is created first, so that a location without write permission fails before the work; it is
+    removed if the block raises.
 
     Args:
       folder: the directory to create; must not exist. Missing parents are created.
 
     Yields:
-      An empty directory of the same name, in a hidden one beside `folder`.
+      The temporary directory, empty: `.NAME.PID.tmp/NAME` beside `folder`.
 
     Raises:
       ConfigError: it exists, or cannot be written to.

@@ -91,7 +91,7 @@ class IslandSteps(StepFunctions):
             new, metrics = super().train_step(state._replace(key=key), batch)
             return new._replace(key=state.key, outer=state.outer), metrics
         exchange, phase = self._beside
-        changes = exchange.changes(phase, self.module.split_frozen(state.params)[0], state.outer)
+        changes = exchange.compute_changes(phase, self.module.split_frozen(state.params)[0], state.outer)
         # The step reads the parameters after the changes are known: otherwise XLA computes these, and begins to
         # communicate, as late as it can.
         changes, params = jax.lax.optimization_barrier((changes, state.params))
@@ -281,7 +281,7 @@ class IslandTrainer(Trainer):
             return self.train.xla_options
         state = self.steps.one_model(self.abstract_state)
         trained = self.module.split_frozen(state.params)[0]
-        sent = jax.eval_shape(functools.partial(exchange.changes, phase), trained, state.outer)
+        sent = jax.eval_shape(functools.partial(exchange.compute_changes, phase), trained, state.outer)
         return {**overlap_options(self.compiler_options, len(sent)), **self.train.xla_options}
 
     def _compile_exchange(self, communicate: Communicate) -> jax.stages.Compiled:

@@ -158,11 +158,14 @@ class RunConfig(Component):
     def _compression_problem(self) -> str | None:
         rules, stages = self.compression.rules, self.parallel.pipeline
         if stages > 1 and self.distill.teacher is not None:
-            return f"distill.teacher does not support a pipeline; set parallel.pipeline=1 ({stages}), or remove it."
-        if stages > 1 and any(rule.prepares for rule in rules):
             return (
-                f"compression.rules with activations do not support a pipeline; set parallel.pipeline=1 ({stages}), or "
-                "leave activations out."
+                f"distill.teacher does not support a pipeline, and parallel.pipeline is {stages}; set it to 1, or "
+                "remove distill.teacher."
+            )
+        if stages > 1 and any(rule.replaces_matmul for rule in rules):
+            return (
+                f"compression.rules with activations do not support a pipeline, and parallel.pipeline is {stages}; set "
+                "it to 1, or remove `activations`."
             )
         if rules and self.adapters.rules:
             return (

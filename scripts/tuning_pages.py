@@ -28,9 +28,12 @@ COUNTS = (10, 20, 30)
 
 
 def source(rows: Iterable[Row]) -> str:
-    """Return a sentence about the newest of the rows: device, command, date and commit."""
-    last = max(rows, key=lambda row: row["date"])
-    return f"{last['device']}, `{last['command']}`, {last['date'][:10]}, commit {last['commit'][:7]}."
+    """Return a sentence about the rows: device, commands, date of the newest, and commits."""
+    rows = sorted(rows, key=lambda row: row["date"])
+    commands = dict.fromkeys(f"`{row['command']}`" for row in rows)
+    commits = dict.fromkeys(row["commit"][:7] for row in rows)
+    last = rows[-1]
+    return f"{last['device']}, {', '.join(commands)}, {last['date'][:10]}, commit {', '.join(commits)}."
 
 
 def read_runs(work: str) -> list[Row]:

@@ -26,7 +26,7 @@ from pallas_kernels import HostTable, host_gather
 
 
 class HostEmbedding(nnx.Module):
-    """An embedding whose table [rows, D] is no parameter, but in host memory; it takes the place of `Embedding`."""
+    """Token embedding whose table [rows, D] is in host memory and is not a trained parameter; replaces `Embedding`."""
 
     def __init__(self, table: HostTable):
         self.table = table

@@ -89,12 +89,14 @@ def _data_section(directory: Path, section: DataConfig, paths: tuple[str, ...]) 
 def _check_enough(data: Data, sequences: int, length: int) -> None:
     rows = sum(data.rows_per_epoch)
     if rows < sequences:
-        shorter = data.train_tokens // sequences
+        shorter, ways = data.train_tokens // sequences, ["give more text in calibration.data"]
+        if rows:
+            ways.append(f"set calibration.sequences to at most {rows:,}")
+        if shorter >= 2:
+            ways.append(f"set calibration.sequence_length to at most {shorter:,}")
         raise ConfigError(
             f"the calibration text has {data.train_tokens:,} tokens, {rows:,} sequences of {length:,}; "
-            f"calibration.sequences is {sequences:,}. Give more text in calibration.data, or set calibration.sequences "
-            f"to at most {rows:,}"
-            + (f", or calibration.sequence_length to at most {shorter:,}." if shorter >= 2 else ".")
+            f"calibration.sequences is {sequences:,}. To fix it, {', or '.join(ways)}."
         )
 
 

@@ -42,15 +42,15 @@ class WeightRule(PathRule):
         del weight
 
     @property
-    def prepares(self) -> bool:
-        """True if `prepare` changes modules, which the stages of a pipeline do not support."""
+    def replaces_matmul(self) -> bool:
+        """True if the rule replaces the matmul of its layers, which pipelines do not support."""
         return False
 
-    def prepare(self, layer: nnx.Module, weight: Weight) -> None:
-        """Change, in place, how the module that holds a weight computes with it, such as its matmul; default: nothing.
+    def replace_matmul(self, layer: nnx.Module, weight: Weight) -> None:
+        """Replace, in place, the matmul of the layer that holds a weight. Default: nothing is replaced.
 
         Raises:
-          ConfigError: the module cannot be changed so.
+          ConfigError: the layer has no matmul that can be replaced.
         """
         del layer, weight
 

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from jaxstack.compressed_training.base import Stored, WeightRule
 from jaxstack.compressed_training.compressible_weights import Weight
 from jaxstack.errors import ConfigError
+from jaxstack.parallel.rules import KEEP_FLOAT32
 from pallas_kernels.weight_only.formats import RoundedInputFormat
 from pallas_kernels.weight_only.integer_products import int8_dot_general, unsupported_inputs
 from pallas_kernels.weight_only.packed import PackedWeight, pack_nearest
@@ -61,10 +62,10 @@ class QatRule(WeightRule):
             raise ConfigError(f"compression.rules: {weight.names[0]}: {reason}; drop `activations`.")
 
     @property
-    def prepares(self) -> bool:
+    def replaces_matmul(self) -> bool:
         return self.activations is not None
 
-    def prepare(self, layer: nnx.Module, weight: Weight) -> None:
+    def replace_matmul(self, layer: nnx.Module, weight: Weight) -> None:
         if self.activations is None:
             return
         dense = cast(Any, layer)
@@ -79,7 +80,8 @@ class QatRule(WeightRule):
                 "set precision.fp8=none, or drop `activations`."
             )
         dense.dot_general = int8_dot_general
-        dense.kernel = dense.kernel.copy(uncast=True)  # the values of the grid need more bits than bfloat16 has
+        # The values of the grid need more bits than bfloat16 has.
+        dense.kernel = dense.kernel.copy(**{KEEP_FLOAT32: True})
 
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
         return round_straight_through(w, self.grid) if train else self.grid.round(w)

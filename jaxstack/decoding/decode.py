@@ -130,11 +130,11 @@ def is_packed(x: object) -> bool:
 def cast_matrices(module: FunctionalModule, params: Params, rules: AxisRules) -> Params:
     """Cast the model's matrices to the compute dtype once, instead of each time that a layer uses them.
 
-    Routers keep their dtype, packed weights their format, and parameters with `uncast` in their metadata float32.
+    Routers keep their dtype, packed weights their format, and parameters with `KEEP_FLOAT32` in their metadata float32.
     """
 
     def casts(names: Sequence[str | None] | None, shape: Sequence[int], metadata: Mapping[str, object]) -> bool:
-        return is_cast(names, shape) and not metadata.get("uncast")
+        return is_cast(names, shape, metadata)
 
     wanted = module.map_parameters(casts, rules)
     cast = lambda x, wanted: x.astype(module.dtype) if wanted else x  # noqa: E731

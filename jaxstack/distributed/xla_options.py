@@ -145,14 +145,14 @@ def builtin_step_options(*, pipeline: bool = False, peer_copies: bool = False) -
 
 
 def overlap_options(step: Mapping[str, OptionValue], collectives: int) -> dict[str, OptionValue]:
-    """Return the XLA options for GPU steps beside which further collectives run from the beginning to the end.
+    """Return the XLA option that lets further collectives be in flight during a whole GPU step.
 
-    XLA's scheduler keeps one collective running at a time: each of them would begin when the previous one has ended,
-    and the collectives of the step would wait for them.
+    By default XLA's scheduler keeps one in flight: each would start when the previous one has ended, and the step's own
+    collectives would wait.
 
     Args:
-      step: options of the step.
-      collectives: how many run beside it.
+      step: XLA options of the step.
+      collectives: number of further collectives.
     """
     return {_OVERLAP_LIMIT: int(step.get(_OVERLAP_LIMIT, 1)) + collectives}
 

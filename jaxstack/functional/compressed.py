@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ class CompressedModule(FunctionalModule):
     """A Flax module whose forward pass compresses weights by rules; training updates the float32 weights or factors.
 
     The train state holds what the methods store: float32 weights, or their factors. A step computes with `use`, once
-    for all its microbatches and on global arrays, so that every layout is supported. In a pipeline these are the stacks
-    of layers in the order of its stages; rows without a layer are zeros, which every method leaves zero.
+    for all its microbatches and on global arrays, so that every layout is supported. In a pipeline, weights are stacks
+    of layers in stage order. Stages with fewer layers have padding rows of zeros, which every method keeps zero.
 
     Args:
-      module: as of `make_functional`; a module laid out for a pipeline is one, too.
+      module: what `make_functional` accepts, including a `StagedModule`.
       rules: the rules of `compression.rules`.
 
     Raises:
@@ -38,22 +38,22 @@ class CompressedModule(FunctionalModule):
         model = nnx.eval_shape(lambda: given.make(nnx.Rngs(0)))
         self.chosen = choose_rules([_stored_in(given, weight) for weight in find_weights(model)], rules)
         """Path of a weight in `used` -> its rule, and the weight."""
-        staged, prepares = given.plain is not given, any(rule.prepares for rule in rules)
-        if staged and prepares:
+        staged, replaces = given.plain is not given, any(rule.replaces_matmul for rule in rules)
+        if staged and replaces:
             raise ConfigError("compression.rules with activations do not support a pipeline; set parallel.pipeline=1.")
-        self._used = FunctionalModule(lambda rngs: self._prepared(given.make(rngs))) if prepares else given
+        self._used = FunctionalModule(lambda rngs: self._with_matmuls(given.make(rngs))) if replaces else given
         super().__init__(self._used.make)
         self._set_non_params(self._used._non_params)
         variables = self._used._params
         self._set_params([item for path, variable in variables for item in self._stored_variables(path, variable)])
         self._plain = CompressedModule(given.plain, rules) if staged else self
 
-    def _prepared(self, model: nnx.Module) -> nnx.Module:
-        """Change a model, in place, as the rules of its weights ask for."""
+    def _with_matmuls(self, model: nnx.Module) -> nnx.Module:
+        """Replace, in place, the matmuls of the layers whose rules ask for it."""
         for path, node in nnx.iter_modules(model):
             for name in vars(node):
                 if (chosen := self.chosen.get("/".join(map(str, (*path, name))))) is not None:
-                    chosen[0].prepare(node, chosen[1])
+                    chosen[0].replace_matmul(node, chosen[1])
         return model
 
     def _stored_variables(self, path: tuple[Any, ...], variable: Any) -> list[tuple[tuple[Any, ...], Any]]:
@@ -128,9 +128,9 @@ class CompressedModule(FunctionalModule):
         return self._mapped(use, params), sum(found[1:], found[0]) if found else None
 
     def _draw(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Draw one choice among those of all matrices; return path -> the choice for each matrix of a stack.
+        """Draw one (matrix, choice) pair uniformly among all matrices of the model; return {path: int32 [*stack]}.
 
-        It is in the range of one matrix, and outside of that of all others. All layouts draw the same.
+        Only the drawn matrix has a value from 0 to its number of choices - 1. All parallel layouts draw the same.
         """
         count, begins, wanted = 0, {}, {}
         for path, (rule, weight) in self.plain.chosen.items():
@@ -163,17 +163,17 @@ class CompressedModule(FunctionalModule):
         return {path: rule.kept(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()}
 
     def pack_rounding(self, params: Dict) -> dict[str, PackedWeight]:
-        """Pack the weights of layers that also round their inputs, for inference; keyed by path in the unrolled model.
+        """Pack for inference the weights of layers that also round their inputs (W8A8).
 
-        The exported values alone would compute something else.
+        Plain exported weights would skip the rounding of the inputs.
+
+        Returns:
+          {path in the unrolled model: weight}.
         """
-        rounding = {"/".join(map(str, path)) for path, v in self.used._params if v.get_metadata().get("uncast")}
-        found = {}
-        for name, packed in self.pack(params, rounding.__contains__).items():
-            assert isinstance(packed, PackedWeight)
-            weight = next(weight for _, weight in self.chosen.values() if name in weight.names)
-            found[name] = packed.with_dims(*weight.layout.dims)
-        return found
+        rounding = {path: weight for path, (rule, weight) in self._items() if rule.replaces_matmul}
+        dims = {name: weight.layout.dims for weight in rounding.values() for name in weight.names}
+        packed = self.pack(params, rounding.__contains__)
+        return {name: cast(PackedWeight, weight).with_dims(*dims[name]) for name, weight in packed.items()}
 
     def pack(
         self, params: Dict, wanted: Callable[[str], bool] = lambda path: True

@@ -291,7 +291,7 @@ def _gathered(parameter: nnx.Variable, context: ShardingContext, axes: Sequence[
     rules, x, known = context.rules, parameter[...], parameter.get_metadata()
     stored, splits = _splits(parameter, context, axes)
     shard = not set(rules.weight_axes) <= set(axes) and bool(dims_of(stored, rules.weight_axes))
-    if is_cast(known["logical_axes"], known["whole_shape"]) and (splits or not shard):
+    if is_cast(known["logical_axes"], known["whole_shape"], known) and (splits or not shard):
         x = x.astype(dtype)
 
     def gather(x: jax.Array) -> jax.Array:

@@ -135,7 +135,7 @@ class LocalGradients:
     def _layout(self, names: Names | None, shape: tuple[int, ...], metadata: dict[str, Any]) -> ParameterLayout:
         rules = self._rules
         spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape, self._zero)
-        casts = is_cast(names, shape) and not metadata.get("uncast")
+        casts = is_cast(names, shape, metadata)
         dtype = self._microbatches.module.dtype if casts else None
         dtype = str(jnp.dtype(dtype or jnp.float32))
         stacked = bool(names) and names[0] == "layers"

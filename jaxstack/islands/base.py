@@ -54,19 +54,20 @@ class Exchange(Protocol):
 class OverlappedExchange(Exchange, Protocol):
     """Interface of an exchange between islands (device groups) that communicates while the next train step computes.
 
-    `changes`, `send` and `merge` take the place of the call. `changes` runs before that step, `send` communicates its
-    result while the step computes. `merge` runs `delay` steps after the step for which `due` returned the phase.
+    `compute_changes`, `send` and `merge` take the place of the call. `compute_changes` runs before that step, `send`
+    communicates its result while the step computes. `merge` runs `delay` steps after the step for which `due` returned
+    the phase.
     """
 
     delay: int
     """Steps from `send` to `merge`, at least 1; with 1, `merge` follows the step that `send` overlaps with."""
 
-    def changes(self, phase: int, params: Dict, state: OuterState) -> dict[str, jax.Array]:
-        """Return {name: array} to communicate; `params` are those that a train step starts from."""
+    def compute_changes(self, phase: int, params: Dict, state: OuterState) -> dict[str, jax.Array]:
+        """Return what `send` communicates, {name: array}; `params` are those that a train step starts from."""
         ...
 
     def send(self, phase: int, changes: dict[str, jax.Array], state: OuterState) -> OuterState:
-        """Communicate the result of `changes` while a train step runs; return the new state."""
+        """Communicate the result of `compute_changes` while a train step runs; return the new state."""
         ...
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:

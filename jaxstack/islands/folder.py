@@ -117,7 +117,8 @@ class FolderMean:
             self._check_start(state.shared["anchor"])
         own = self._file(number, self._settings.island)
         try:
-            # Another island may be deleting these files at this moment: without `members.json` they would count anew.
+            # Checked even if the folder exists: another island may be deleting it, and if `members.json` goes first,
+            # the remaining files would look like a new exchange.
             if self._newest() >= number + self._settings.keep:
                 raise self._lost(number, "it is deleted")
             own.parent.mkdir(parents=True, exist_ok=True)

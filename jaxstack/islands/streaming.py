@@ -18,8 +18,8 @@ from jaxstack.tree_rules import map_by_path
 _LAYER = re.compile(r"(?:^|/)(\d+)(?:/|$)")
 """Number of the layer in the path of a parameter of an unrolled layer."""
 
-_LATENCY = "1000000"
-"""Time that XLA's scheduler allows for the communication, in microseconds: more than any step, as links are slow."""
+_LATENCY = str(10**12)
+"""Latency that XLA's scheduler assumes for the communication, in nanoseconds: 1,000 s, longer than any step."""
 
 
 class StreamingDiLoCo(OuterSGD):
@@ -77,8 +77,8 @@ class StreamingExchange:
         starts = {fragment * every // count: fragment for fragment in range(count)}
         return starts.get(step % every)
 
-    def changes(self, phase: int, params: Dict, state: OuterState) -> dict[str, jax.Array]:
-        """Return how the parameters in one part of the model changed since its last exchange, path -> array."""
+    def compute_changes(self, phase: int, params: Dict, state: OuterState) -> dict[str, jax.Array]:
+        """Return anchor - parameters of fragment `phase`, {path: array}; the anchor is from its last exchange."""
         return self._parts(phase, jax.tree.map(jnp.subtract, state.shared["anchor"], params))
 
     def send(self, phase: int, changes: dict[str, jax.Array], state: OuterState) -> OuterState:
@@ -100,7 +100,7 @@ class StreamingExchange:
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
         """Communicate and merge one part of the model, without overlap; return the parameters and the state."""
-        state = self.send(phase, self.changes(phase, params, state), state)
+        state = self.send(phase, self.compute_changes(phase, params, state), state)
         return self.merge(phase, params, state), state
 
     def _parts(self, phase: int, tree: Dict) -> dict[str, jax.Array]:

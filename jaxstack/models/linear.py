@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from jaxstack.models.initialization import Initializer
 from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, save_for_backward, shard
+from jaxstack.parallel.rules import KEEP_FLOAT32
 from jaxstack.parallel.sharding_context import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
 from pallas_kernels import NormalisedInput, PackedWeight, QuantizedWeight, activated_matmul, packed_matmul, swiglu
@@ -252,7 +253,8 @@ def _not_fusable_reason(layers: tuple[Linear, ...]) -> str | None:
         return "the weights are packed in few bits"
     if all(layer.dot_general is jax.lax.dot_general for layer in layers):
         return None
-    return f"the matmuls are those of a precision recipe ({layers[0].dot_general})"
+    matmul = next(layer.dot_general for layer in layers if layer.dot_general is not jax.lax.dot_general)
+    return f"the layers replace the matmul by {getattr(matmul, '__name__', matmul)}"
 
 
 def _cast_kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
@@ -262,9 +264,9 @@ def _cast_kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
 
 
 def _operand(layer: Linear, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return a layer's kernel in the compute dtype, or as it is for a matmul that rounds it further (`uncast`)."""
+    """Return a layer's kernel in the compute dtype, or in float32 if its metadata has `KEEP_FLOAT32`."""
     kernel = layer.kernel[...]
-    return kernel if layer.kernel.get_metadata().get("uncast") else kernel.astype(dtype)
+    return kernel if layer.kernel.get_metadata().get(KEEP_FLOAT32) else kernel.astype(dtype)
 
 
 def _stored_kernels(layers: tuple[Linear, ...]) -> list[Kernel]:

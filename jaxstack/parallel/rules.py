@@ -253,9 +253,16 @@ def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:
     return len(shape) - ("layers" in (names or ())) > 1
 
 
-def is_cast(names: Names | None, shape: Sequence[int]) -> bool:
-    """Return True if a parameter is cast to the compute dtype for use: all matrices but routers, which need float32."""
-    return is_matrix(names, shape) and "router" not in (names or ())
+KEEP_FLOAT32 = "uncast"
+"""Key in the metadata of parameters that layers use in float32, not in the compute dtype."""
+
+
+def is_cast(names: Names | None, shape: Sequence[int], metadata: Mapping[str, object]) -> bool:
+    """Return True if a parameter is cast to the compute dtype for use: all matrices but those that need float32.
+
+    These are routers, and parameters whose metadata has `KEEP_FLOAT32`.
+    """
+    return is_matrix(names, shape) and "router" not in (names or ()) and not metadata.get(KEEP_FLOAT32)
 
 
 def _is_stack(names: Names | None, dim: int) -> bool:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxstack.parallel.rules import AxisRules, Names, axes_of, is_cast, restrict
+from jaxstack.parallel.rules import KEEP_FLOAT32, AxisRules, Names, axes_of, is_cast, restrict
 from jaxstack.parallel.shard_map_weights import Dims, Exchange, WorkingCopy, exchange
 from jaxstack.parallel.sharding_context import ShardingContext, current_context, placed
 from pallas_kernels import PackedWeight
@@ -49,10 +49,10 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
 
     Inside the `shard_map` of a train step the parameter holds this device's shard, and its gradient is reduce-scattered
     over the `weight_axes`. If its metadata has `sum_where_used`, the gradient is also summed over the axes of
-    `TracedParameters.summed`. If it has `uncast`, the parameter is not cast.
+    `TracedParameters.summed`. If it has `KEEP_FLOAT32`, the parameter is not cast.
     """
     context, known = current_context(), parameter.get_metadata()
-    dtype = None if known.get("uncast") else dtype
+    dtype = None if known.get(KEEP_FLOAT32) else dtype
     names = known.get("logical_axes")
     if isinstance(value := parameter.get_raw_value(), PackedWeight):
         return cast(jax.Array, value)
@@ -65,7 +65,7 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
     shape = known.get("whole_shape") or stored.shape
     spec = context.parameter_spec(names, shape)
     how = Exchange(
-        dtype=str(jax.numpy.dtype(dtype if is_cast(names, shape) and dtype is not None else stored.dtype)),
+        dtype=str(jax.numpy.dtype(dtype if is_cast(names, shape, known) and dtype is not None else stored.dtype)),
         reduce_dtype=context.layout.reduce_dtype,
         gathered=dims_of(spec, rules.weight_axes),
         scattered=dims_of(context.stored_spec(names, shape), ("data",)) if isinstance(value, WorkingCopy) else (),

@@ -48,7 +48,7 @@ class Engine:
 
     Raises:
       ConfigError: the attention kind of a model cannot be served, the memory is too small, there are no draft tokens
-        for the draft model, or layers are stacked that should run on half-batches.
+        for the draft model, or `half_batches_from` is set for a model with `scan_layers`.
     """
 
     def __init__(
@@ -346,5 +346,8 @@ def _halves_from(model: ModelOnMesh, config: EngineConfig) -> int | None:
     if config.half_batches_from is None or model.rules.mesh.shape["tensor"] == 1:
         return None
     if model.config.scan_layers and model.config.num_layers > 1:
-        raise ConfigError("engine.half_batches_from needs a model with model.scan_layers=false.")
+        raise ConfigError(
+            "engine.half_batches_from needs unrolled layers: a scan would run all layers on one half before the other "
+            "starts. Set model.scan_layers=false."
+        )
     return config.half_batches_from

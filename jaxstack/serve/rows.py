@@ -15,23 +15,27 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxstack.models.attention.base import PageGroup, PageSlots
 from jaxstack.models.transformer import Transformer
 
-Pages = PyTree
-"""Keys and values of all layers."""
-
-
+Pages: TypeAlias = PyTree
+"""KV cache of all layers: a tree of arrays [..., pages, page_size, kv_heads, head_dim]."""
 RowTokens: TypeAlias = tuple[Int[Array, "R columns"], Int[Array, "R C"]]
-"""Rows of equal width: their descriptions, and their COUNT tokens at the end of each."""
+"""A group of rows of equal width C: row descriptions [R, columns] and token ids [R, C].
+
+A row's COUNT tokens are right-aligned; what precedes them is padding."""
 
 
 class Column(IntEnum):
     """Columns of the int32 array that describes each row of a step's batch; the row's page numbers follow them."""
 
     SLOT = 0
+    """Slot of the sequence, from 0 to S - 1."""
     START = 1
+    """Position of the row's first token in its sequence."""
     COUNT = 2
+    """Number of tokens of the row; 0: an empty row."""
     STORE = 3
     """Slot that keeps the sampled token; S to keep it nowhere."""
     INDEX = 4
+    """Number in the answer of the token that is sampled after the row."""
     SEED = 5
     TEMPERATURE = 6
     """Bits of a float32, as are those of TOP_P and MIN_P."""

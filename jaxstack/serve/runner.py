@@ -64,8 +64,8 @@ class Runner:
 
         Args:
           shapes: shapes of prompt chunks.
-          page: an allocated page of the KV cache, which is overwritten; none: chunks are timed at the start of prompts
-            only.
+          page: number of one allocated KV-cache page, as a sequence of length 1; timing overwrites it. Empty: chunks
+            are timed at the start of prompts only.
         """
         decode, totals = 0.0, set[int]()
         for count in decode_batch_sizes(self._slots):

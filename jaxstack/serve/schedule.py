@@ -178,8 +178,8 @@ class Scheduler:
 
     Attributes:
       shapes: shapes of prompt chunks.
-      shapes_beside: function that returns those of them for steps while answers run, given the position of the chunks
-        in the context, from 0 to 1; may be changed at any time.
+      shapes_beside: function depth -> shapes of prompt chunks that are allowed while answers are decoded; depth is the
+        position of the chunks in the context, from 0 (start) to 1 (end). May be replaced at any time.
       approximate: the draft model's keys and values of drafts are approximations until the next step.
       decode_steps: largest number of steps of a plan without prompt chunks; may be changed at any time.
     """

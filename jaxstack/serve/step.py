@@ -103,9 +103,9 @@ class Programs:
 
     def describe_deepest(self, shape: ChunkShape, page: int) -> Int[np.ndarray, "Q columns"]:
         """Encode full prompt chunks at the end of the longest prompt, all of whose pages are `page`, to time them."""
-        chunks = self.describe([], shape.rows)
-        chunks[:, Column.START] = max(0, self.table_width * self.page_size - shape.width)
-        chunks[:, Column.COUNT] = shape.width
+        chunks, longest = self.describe([], shape.rows), self.table_width * self.page_size
+        count = min(shape.width, longest)
+        chunks[:, Column.START], chunks[:, Column.COUNT] = longest - count, count
         chunks[:, Column.PAGES :] = page
         return chunks
 

@@ -81,9 +81,9 @@ class IntegerFormat(Format):
 
 @dataclasses.dataclass(frozen=True)
 class RoundedInputFormat(IntegerFormat):
-    """Integers of 8 bits with a scale for each row, multiplied with inputs rounded to int8 for each token (W8A8).
+    """W8A8: 8-bit integers with a scale for each output, multiplied with inputs rounded to int8 with a scale per token.
 
-    Arrays: as of `IntegerFormat`, `scales` [out, 1], without `zeros`.
+    Arrays: `q` int8 [out, in] and `scales` float [out, 1].
     """
 
     name: ClassVar[str] = "integer_w8a8"

@@ -15,14 +15,16 @@ from pallas_kernels.weight_only.rounding_grid import Grid
 GRID = Grid(8)
 """Grid of the weights: one scale for each output."""
 LARGEST = 127
-"""Integer that the largest magnitude of a token is rounded to."""
+"""Largest integer of a rounded input; the smallest is its negative."""
 MOST_INPUTS = (2**31 - 1) // (LARGEST * -GRID.limits[0])
-"""Number of inputs up to which no int32 sum can overflow."""
+"""Largest number of inputs of a layer whose int32 sums cannot overflow."""
 
 
 def unsupported_inputs(inputs: int) -> str | None:
-    """Return why a layer with so many inputs cannot be summed in int32, or None if it can."""
-    return None if inputs <= MOST_INPUTS else f"sums of int8 products over {inputs:,} inputs can overflow int32"
+    """Return why int8 products over `inputs` inputs can overflow int32, or None if they cannot."""
+    if inputs <= MOST_INPUTS:
+        return None
+    return f"int8 products summed over {inputs:,} inputs can overflow int32 (at most {MOST_INPUTS:,})"
 
 
 def quantize_tokens(x: Float[Array, "..."], contracted: int = 1) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
@@ -37,7 +39,7 @@ def quantize_tokens(x: Float[Array, "..."], contracted: int = 1) -> tuple[Int8[A
     """
     x = x.astype(jnp.float32)
     axes = tuple(range(x.ndim - contracted, x.ndim))
-    # A product with the reciprocal: XLA replaces a division by a constant by one, other programs need not.
+    # Multiplied by 1/127: XLA rewrites a division by a constant so; written out, every program has the same bits.
     scales = jnp.max(jnp.abs(x), axis=axes, keepdims=True) * jnp.float32(1 / LARGEST)
     scales = jnp.where(scales > 0, scales, 1.0)
     return jnp.clip(jnp.round(x / scales), -LARGEST, LARGEST).astype(jnp.int8), scales
@@ -82,7 +84,7 @@ def scaled_product(
 
     Args:
       q, w: the integers.
-      scales, w_scales: float32, which broadcast to the product.
+      scales, w_scales: float32, broadcastable to the shape of the product.
       dimension_numbers: as of `jax.lax.dot_general`.
     """
     sums = jax.lax.dot_general(q, w, dimension_numbers, preferred_element_type=jnp.int32)
@@ -98,14 +100,16 @@ def int8_dot_general(
     """Multiply like `jax.lax.dot_general` in int8: the training counterpart of a W8A8 layer.
 
     Inputs are rounded with one scale for each token (`quantize_tokens`); weights have been rounded before, by
-    `Grid(8).round`. The result has the bits of `packed_matmul` with the packed weight. The gradient is that of the
-    product of the rounded operands, and passes the rounding of the inputs unchanged.
+    `Grid(8).round`. The result has the bits of `packed_matmul` with the packed weight. The gradient is that of a
+    product, in the dtype of `lhs`, of the rounded inputs and the weight cast to that dtype; it passes the rounding of
+    the inputs unchanged (straight-through).
 
     Args:
       lhs: inputs [*tokens, *in].
       rhs: weights [*in, *out] with values of the grid, in float32: bfloat16 cannot hold them.
       dimension_numbers: contracts the last dims of `lhs` with the first of `rhs`.
-      options: other arguments of `dot_general`, which have no meaning here.
+      options: further arguments of `dot_general` (`precision`, `preferred_element_type`), which are ignored: sums are
+        int32, and the result has the dtype of `lhs`.
 
     Returns:
       The product [*tokens, *out], in the dtype of `lhs`.

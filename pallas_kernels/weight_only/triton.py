@@ -1,4 +1,4 @@
-"""Triton matmul of few rows with integers or indices into a table, which are read once, in the order they are stored.
+"""Triton matmul of 1 to 64 rows with a packed weight (integers, or indices into lookup tables), read once, as stored.
 
 At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply

@@ -2,8 +2,7 @@
 
 Tables of at most 16 values stay in registers. The instruction `prmt` picks four bytes out of the eight of two registers
 by four selectors of four bits each, which are the indices as they are stored: one of them looks up the low bytes of
-four values, another the high bytes. For 8 values that is fewer instructions than the conversion of int4, and for 16
-about half of what a load for each index compiles to. Larger tables are read from the cache for each index.
+four values, another the high bytes. Larger tables are read from the cache for each index. Speed was not measured.
 """
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
@@ -83,7 +82,10 @@ def _load_word(table, first: tl.constexpr, plan: tl.constexpr, like):
 
 @triton.jit
 def load_table(codebook, block, plan: tl.constexpr, like):
-    """Return what `look_up` needs of the table of a block of rows: its words in registers, or a pointer to it."""
+    """Load the lookup table of a block of outputs, for `look_up`.
+
+    For 4-bit storage these are its bytes, packed four to an int32 register; for 8-bit storage a pointer to it.
+    """
     # Tensors of one element, which are broadcast. With scalars the compiler would change the layout of the weights for
     # the tensor cores after the lookup, when they take twice or four times as many bytes.
     start = tl.zeros([1, 1] if plan.slices == 1 else [1, 1, 1], tl.int32)
@@ -103,9 +105,9 @@ def load_table(codebook, block, plan: tl.constexpr, like):
 
 @triton.jit
 def look_up(stored, half: tl.constexpr, table, plan: tl.constexpr, like):
-    """Return the values of stored bytes (half=0), or of their low (half=1) or high (half=2) 4 bits, as those of `like`.
+    """Look up stored bytes (half=0), or their low (half=1) or high (half=2) 4 bits, in the table.
 
-    The table's values are any two bytes here, in bfloat16 and in float16.
+    The result has the dtype of `like`, bfloat16 or float16; values are moved as pairs of bytes.
     """
     if half == 0:
         bits = tl.inline_asm_elementwise(

@@ -3,8 +3,8 @@
 On a GPU the conversion to the dtype of x, and the scales, become part of the matmul's prologue. Scales of groups, which
 multiply the weights before the matmul, need the option `xla_gpu_experimental_enable_subchannel_dequantisation_fusion`;
 without it XLA writes the weights in the dtype of x first. Either needs `xla_gpu_enable_triton_gemm`. Weights of a
-lookup table are stored small, but written in the dtype of x before each product. With inputs rounded to int8 a product
-is one of integers, by Triton or cuBLAS; for a single row XLA fuses a reduction.
+lookup table are stored small, but written in the dtype of x before each product. With inputs rounded to int8 (W8A8),
+XLA multiplies int8 by int8 with int32 sums, in a Triton or cuBLAS matmul; for one row, in a fused reduction.
 """
 
 import functools

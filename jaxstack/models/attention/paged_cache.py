@@ -62,7 +62,8 @@ def attend_pages(
         attend = _attend_in_place if in_place else _attend_chunks
         outputs.append(attend(part, cache, group, heads).reshape(rows * width, *q.shape[2:]))
         start += rows * width
-    # Otherwise XLA copies all pages where the same program writes to them again: the write could run before the reads.
+    # The barrier orders these reads before the next write to the pages in the same program. Without it XLA copies all
+    # pages to be safe.
     return jax.lax.optimization_barrier((jnp.concatenate(outputs)[None], cache))
 
 

@@ -112,7 +112,7 @@ class ProjectedAttention(AttentionKind):
             return jax.lax.psum(every_block.at[:, numbers].set(x), axis_name)
 
         summaries = _Summaries(*(join(x) for x in self._summarise(k, v, ids)))
-        # A device has two pieces of the sequence, each of blocks that follow one another.
+        # In zigzag order a device has two runs of consecutive blocks; the group size must divide each run.
         group = max(size for size in range(1, self._largest_group + 1) if blocks // 2 % size == 0)
         return self._attend(q, k, v, ids, summaries, numbers.reshape(-1, group), heads)
 
@@ -184,7 +184,7 @@ class ProjectedAttention(AttentionKind):
 
     @property
     def _largest_group(self) -> int:
-        """Number of blocks in a group at most: so many that a block reads half as many summaries as keys."""
+        """Largest number of blocks in a group: its summaries are at most half as many as the keys of a block."""
         return max(1, self.block_size // (2 * self.summaries))
 
     def _whole_groups(
@@ -221,11 +221,11 @@ class ProjectedAttention(AttentionKind):
     ) -> Float[Array, "B T N H"]:
         """Compute attention of each block's queries to its own keys and to the summaries of earlier blocks.
 
-        All queries of a group of neighbouring blocks see the same summaries of blocks before the group, which need no
-        copy for each block: memory grows linearly with the sequence.
+        Neighbouring blocks form groups. All queries of a group read the summaries of earlier groups from one shared
+        array; only summaries within the group are copied for each block. Memory thus grows linearly with the sequence.
 
         Args:
-          numbers: index in the whole sequence of each block of q; those of a group follow one another.
+          numbers: index of each block of q in the whole sequence; the blocks of a group are consecutive.
         """
         near = self._attend_to_group(q, k, v, ids, summaries, numbers, heads)
         if summaries.ids.shape[1] == numbers.shape[1]:

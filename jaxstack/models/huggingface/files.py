@@ -240,12 +240,12 @@ def write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], ma
         raise
 
 
-def _as_os_error(error: Exception) -> OSError:
-    """Return an error of writing as an OSError; safetensors puts its number into the text, `... (os error 28)`."""
+def _as_os_error(error: OSError | SafetensorError) -> OSError:
+    """Convert safetensors' error, whose text ends in `(os error 28)`, to an OSError with that number."""
+    if isinstance(error, OSError):
+        return error
     found = re.search(r"\(os error (\d+)\)", str(error))
-    if isinstance(error, OSError) or found is None:
-        return error if isinstance(error, OSError) else OSError(str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1])))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
 
 
 def _put_in_place(directory: Path, parts: list[tuple[Path, list[str]]], total: int) -> None:

@@ -17,8 +17,9 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 """Formats that are written."""
 _READ = (*FORMATS, "naive-quantized")
 _METHOD = "compressed-tensors"
-_INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-"""Settings of inputs rounded to int8 with a scale for each token, computed from the token itself."""
+_PER_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
+"""Settings of inputs that are rounded with a scale for each token, computed from the token itself."""
+_INT8_TOKENS = {**_PER_TOKEN, "num_bits": 8, "type": "int"}
 
 
 class WeightArguments(BaseModel):
@@ -45,8 +46,8 @@ class Scheme:
       block: rows and columns of a block.
       symmetric: False if the integers have zero points.
       activations: True if the inputs or outputs of the module are quantized too.
-      rounds_inputs: True if these are its inputs alone, in int8 with a dynamic scale for each token, which is computed
-        here too.
+      rounds_inputs: True if only the inputs are quantized, to symmetric int8 with a dynamic scale for each token;
+        jaxstack rounds them too where the weight stays packed.
     """
 
     format: str
@@ -63,7 +64,7 @@ class Scheme:
         """Return the entry of config.json's `config_groups` that gives this scheme to the modules in `targets`."""
         shared = {"num_bits": self.bits, "type": self.kind, "symmetric": self.symmetric}
         weights = {**shared, "strategy": self.strategy, "group_size": self.group_size, "dynamic": False}
-        rounded = {**_INT8_TOKENS, "num_bits": self.bits, "type": self.kind, "group_size": None}
+        rounded = {**_PER_TOKEN, "num_bits": self.bits, "type": self.kind, "group_size": None}
         return {
             "targets": targets,
             "weights": weights,
