@@ -13,6 +13,7 @@ from jaxstack.models.attention.linear import LinearAttention
 from pallas_kernels.weight_only.formats import powers_of_two
 
 
+@pytest.mark.longer
 def test_integer_products_are_those_of_the_rounded_operands():
     x, w = jax.random.normal(jax.random.key(0), (9, 128)) * 10, jax.random.normal(jax.random.key(1), (64, 128))
     q, exponents = encode_blocks(x)
