@@ -24,7 +24,7 @@ from jaxstack.functional.module import Dict, flatten, nest
 from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.islands.base import Exchange, IslandMethod, OuterState, OverlappedExchange
 from jaxstack.loss import Batch, LossSum
-from jaxstack.observe.collectives import collectives
+from jaxstack.observe.collectives import bytes_over_axis
 from jaxstack.parallel.config import ISLANDS
 from jaxstack.parallel.rules import AxisRules, state_spec
 from jaxstack.state import TrainState, with_shardings
@@ -360,23 +360,12 @@ class IslandTrainer(Trainer):
         axes, step = dict(self.rules.mesh.shape), self.program.compiled
         exchanges = [*(self._beside or self._between).values()]
         described: dict[str, Any] = {"count": axes[ISLANDS], **self._method.model_dump(mode="json")}
+        sent = lambda program: bytes_over_axis((program and program.as_text()) or "", axes, ISLANDS)  # noqa: E731
         with contextlib.suppress(ValueError, AssertionError):  # HLO text of an unknown form must not stop a run
-            described["step_bytes"] = bytes_between_islands(step, axes)
-            described["exchange_bytes"] = [bytes_between_islands(program, axes) for program in exchanges]
-            sums = self._synchronous
-            described["synchronous_bytes"] = 0 if sums is None else bytes_between_islands(sums[0], axes)
+            described["step_bytes"] = sent(step)
+            described["exchange_bytes"] = [sent(program) for program in exchanges]
+            described["synchronous_bytes"] = sent(self._synchronous and self._synchronous[0])
         return {**super().describe(), "islands": described}
-
-
-def bytes_between_islands(program: jax.stages.Compiled | None, axes: Mapping[str, int]) -> int:
-    """Return how many bytes each device sends to other islands (device groups) when a compiled program runs once.
-
-    Args:
-      program: the program.
-      axes: mesh axis -> size.
-    """
-    rows = collectives((program and program.as_text()) or "", axes)
-    return sum(row.wire_bytes * row.calls for row in rows if ISLANDS in row.axes)
 
 
 def _per_island(x: jax.Array) -> np.ndarray:

@@ -129,6 +129,16 @@ def _is_asynchronous(execution: Execution) -> bool:
     return started or execution.asynchronous
 
 
+def bytes_over_axis(text: str | Module, mesh_axes: Mapping[str, int], axis: str) -> int:
+    """Return how many bytes each device sends over a mesh axis when a program runs once.
+
+    Args:
+      text, mesh_axes: as of `collectives`.
+      axis: name of the mesh axis; transfers over several axes count if it is one of them.
+    """
+    return sum(row.wire_bytes * row.calls for row in collectives(text, mesh_axes) if axis in row.axes)
+
+
 def summarise(rows: Iterable[Collective]) -> list[dict[str, Any]]:
     """Summarise collectives in a table, grouped by kind, dtype, mesh axes, loop and asynchrony; most wire bytes first.
 

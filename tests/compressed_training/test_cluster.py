@@ -19,6 +19,7 @@ def weights(*shape: int) -> jax.Array:
     return w.astype(jnp.bfloat16).astype(jnp.float32)
 
 
+@pytest.mark.longer
 def test_values_and_gradients_equal_those_of_the_dense_form():
     w = weights(48, 64)
     target = jax.random.normal(jax.random.key(1), w.shape)

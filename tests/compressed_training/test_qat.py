@@ -40,6 +40,7 @@ def test_the_gradient_is_that_of_the_rounded_weight():
     assert not np.allclose(found, jax.grad(loss)(W), rtol=1e-2)
 
 
+@pytest.mark.longer
 def test_stacks_and_several_dims_are_rounded_matrix_by_matrix():
     rule = QatRule(path=".*", bits=4, group_size=8)
     layout = MatrixLayout((2, 16, 3, 4), stack=1, inputs=1)  # two layers [16] -> [3, 4]

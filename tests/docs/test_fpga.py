@@ -62,6 +62,7 @@ def test_simulated_circuit_equals_jax():
     np.testing.assert_array_equal(example.simulate(*example.to_verilog(model), INPUTS), jax_scores(model))
 
 
+@pytest.mark.longer
 def test_registers_follow_every_layer():
     circuit, _ = example.to_verilog(random_model(0))
     stages = [re.findall(rf"reg signed \[\d+:0\] {name}_\d+;", circuit) for name in ("a1", "a2", "y")]

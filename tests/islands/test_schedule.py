@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from jaxstack.island_trainer import bytes_between_islands
-from jaxstack.observe.collectives import collectives, matmuls
+from jaxstack.observe.collectives import bytes_over_axis, collectives, matmuls
 from jaxstack.parallel.config import ISLANDS
 from tests.hopper_steps import compile_step
 from tests.parallel.test_gather_schedule import matmuls_meanwhile
@@ -22,7 +21,7 @@ SHAPE = (
 def test_a_fragment_is_sent_by_asynchronous_collectives_beside_the_step():
     trainer, step = compile_step(small_config(*SHAPE, "islands={name: streaming, every: 4, fragments: 1}"))
     axes = dict(trainer.rules.mesh.shape)
-    assert bytes_between_islands(step, axes) == 0
+    assert bytes_over_axis(step.as_text(), axes, ISLANDS) == 0
     text = trainer._beside[0].as_text()
     rows = [row for row in collectives(text, axes) if ISLANDS in row.axes]
     assert all(row.asynchronous for row in rows)

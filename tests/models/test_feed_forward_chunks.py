@@ -39,7 +39,10 @@ def lowered(monkeypatch, tokens: int | None, **changes):
         return jax.jit(both).lower(params, non_params), (params, non_params)
 
 
-@pytest.mark.parametrize(("changes", "tokens"), [({"mlp": "plain", "mlp_bias": True}, 5), ({"fp8": "delayed"}, 8)])
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [pytest.param({"mlp": "plain", "mlp_bias": True}, 5, marks=pytest.mark.longer), ({"fp8": "delayed"}, 8)],
+)
 def test_chunks_change_nothing(monkeypatch, changes, tokens):
     """The last chunk of 5 is filled up."""
     programs = [lowered(monkeypatch, size, **changes) for size in (tokens, None)]

@@ -84,6 +84,7 @@ def test_heads_are_one_side_and_layers_and_experts_count_matrices():
     )
 
 
+@pytest.mark.longer
 def test_embeddings_head_and_vectors_are_moved_by_adamw_and_what_rules_say():
     params = {
         "embedding": {"table": normal(8, 4)},

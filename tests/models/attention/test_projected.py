@@ -37,10 +37,8 @@ def dense(q, k, v, weight, ids):
     return jnp.einsum("bnts,bsnh->btnh", shares, values)
 
 
-@pytest.mark.parametrize(
-    ("summaries", "packed"),
-    [pytest.param(1, True, id="groups of 4"), pytest.param(3, False, marks=pytest.mark.longer, id="groups of 1")],
-)
+@pytest.mark.longer
+@pytest.mark.parametrize(("summaries", "packed"), [(1, True), (3, False)], ids=["groups of 4", "groups of 1"])
 def test_outputs_and_gradients_are_those_of_one_softmax(summaries, packed):
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (1, T, N, H))

@@ -61,6 +61,7 @@ def test_small_matrices_embeddings_and_vectors_are_not_quantized():
     )
 
 
+@pytest.mark.longer
 def test_steps_stay_close_to_those_in_float32_at_a_quarter_of_the_state():
     params = {"kernel": jnp.asarray(normal(64, 256))}
     core, adam = AdamW8bit().core(RunInfo()), optax.scale_by_adam(0.9, 0.95)

@@ -135,6 +135,7 @@ def test_what_is_asked_for_is_the_dtype(recipe):
     assert fp8_dot_general(x, weights[1], numbers, recipe=recipe, state=given).dtype == jnp.bfloat16
 
 
+@pytest.mark.longer
 def test_a_quantized_weight_is_used_and_its_carrier_gets_the_gradient():
     x, (_, w), (_, incoming) = operands()
     out, pull = jax.vjp(lambda w: multiply("current", "e5m2", x, (w,))[0], w)
