@@ -1,8 +1,54 @@
-"""Checks that Triton is installed and can compile kernels for a device."""
+"""Launches Triton kernels from JAX, and tells why that is not possible for a device."""
 
+import functools
 import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import mlir
 
 from pallas_kernels.target import Target
+
+_TYPED_CALL = "triton_kernel_call_ffi"
+"""jaxlib's call of a Triton kernel that XLA can record in a CUDA graph. jax-triton 0.3 lowers to an older one, which
+XLA launches by itself between two graphs."""
+
+
+def triton_call(*arrays: jax.Array, kernel: Any, **options: Any) -> Any:
+    """Call a Triton kernel, in a form that XLA can record in a CUDA graph.
+
+    Args:
+        arrays: The kernel's inputs, and Python numbers.
+        kernel: A `triton.jit` function.
+        options: As of `jax_triton.triton_call`: `out_shape`, `grid`, `name`, `num_warps`, `num_stages`,
+            `compute_capability`, and the kernel's constants.
+
+    Returns:
+        Arrays of the shapes and dtypes of `out_shape`.
+    """
+    import jax_triton
+
+    _register_typed_call()
+    return jax_triton.triton_call(*arrays, kernel=kernel, custom_call_target_name=_TYPED_CALL, **options)
+
+
+@functools.cache
+def _register_typed_call() -> None:
+    """Lower the calls of `triton_call` to jaxlib's typed call; other users of jax-triton keep their lowering."""
+    from jax_triton import triton_lib
+
+    lower = functools.partial(triton_lib.triton_kernel_call_lowering, triton_lib.get_cuda_backend)
+
+    def lower_typed(context: mlir.LoweringRuleContext, *operands: Any, **options: Any) -> Sequence[Any]:
+        results: Any = lower(context, *operands, **options)
+        if options["custom_call_target_name"] == _TYPED_CALL:
+            attributes = results[0].owner.attributes
+            attributes["backend_config"] = mlir.ir.DictAttr.get({"opaque": attributes["backend_config"]})
+            attributes["api_version"] = mlir.i32_attr(4)
+        return results
+
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, lower_typed, platform="cuda")
 
 
 def unsupported_target(target: Target, least: tuple[int, int]) -> str | None:

@@ -19,6 +19,7 @@ from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
 from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
+from pallas_kernels.triton_support import triton_call
 
 _LOG2E = math.log2(math.e)
 _LEAST_CAPABILITY = (8, 0)
@@ -255,9 +256,7 @@ def launch(
     outputs: tuple,
 ) -> tuple[jax.Array, ...]:
     """Launch a Triton attention kernel with `programs` programs; `outputs` are its results' shapes and dtypes."""
-    import jax_triton
-
-    return jax_triton.triton_call(
+    return triton_call(
         *arrays,
         kernel=kernel,
         out_shape=outputs,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cross_entropy.request import Options
+from pallas_kernels.triton_support import triton_call
 
 _LONG_ROW = 128 * 1024
 """Size in bytes above which a row of logits gets more warps.
@@ -58,13 +59,11 @@ def loss_and_gradient(
 def _launch(
     options: Options, logits: jax.Array, labels: jax.Array, d_losses: jax.Array, capability: int
 ) -> tuple[jax.Array, jax.Array]:
-    import jax_triton
-
     from pallas_kernels.cross_entropy.triton_kernel import gradient_kernel
 
     rows, vocabulary = logits.shape
     warps = 32 if vocabulary * logits.dtype.itemsize > _LONG_ROW else 16
-    return jax_triton.triton_call(
+    return triton_call(
         logits,
         labels,
         d_losses,

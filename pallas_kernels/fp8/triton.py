@@ -28,6 +28,7 @@ from pallas_kernels.fp8.sources import Source
 from pallas_kernels.fp8.state import AmaxHistory
 from pallas_kernels.fp8.state import state_gradient as plain_state_gradient
 from pallas_kernels.target import automatic_axes, current_target
+from pallas_kernels.triton_support import triton_call
 
 _LEAST_CAPABILITY = (8, 9)
 _WARPS = 16
@@ -252,12 +253,10 @@ def _launch(
     warps: int = _WARPS,
 ) -> tuple[jax.Array, ...]:
     """Run a quantization kernel, given by name, on arrays; `shapes` are the (shape, dtype) of its results."""
-    import jax_triton
-
     from pallas_kernels.fp8 import triton_quantize
 
     major, minor = current_target().compute_capability or _LEAST_CAPABILITY
-    return jax_triton.triton_call(
+    return triton_call(
         *arrays,
         kernel=getattr(triton_quantize, kernel),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes),

@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_kernels.host_table.request import HostGatherRequest
 from pallas_kernels.host_table.table import HostTable
-from pallas_kernels.triton_support import unsupported_target
+from pallas_kernels.triton_support import triton_call, unsupported_target
 
 _LEAST_CAPABILITY = (8, 0)
 _TILE = 2048
@@ -70,8 +70,6 @@ def address_words(table: HostTable) -> np.ndarray:
 
 def gather(request: HostGatherRequest) -> jax.Array:
     """Gather rows of the table by the Triton kernel, [N, D]."""
-    import jax_triton
-
     from pallas_kernels.host_table.triton_kernel import gather_rows_kernel
 
     plan = make_plan(request.table, request.ids.shape[0])
@@ -79,7 +77,7 @@ def gather(request: HostGatherRequest) -> jax.Array:
     if not plan.count:
         return jnp.zeros((0, width), dtype)
     major, minor = request.target.compute_capability or (0, 0)
-    words = jax_triton.triton_call(
+    words = triton_call(
         jnp.asarray(address_words(request.table)),
         request.ids,
         kernel=gather_rows_kernel,

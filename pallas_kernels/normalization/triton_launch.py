@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.target import automatic_axes, current_target, multiprocessors
+from pallas_kernels.triton_support import triton_call
 
 _LEAST_CAPABILITY = (8, 0)
 _NARROWEST, _WIDEST = 256, 8192
@@ -94,8 +95,6 @@ def gradients(
 
 
 def _launch(gain: jax.Array, arrays: list[jax.Array], epsilon: float, centered: bool) -> tuple[jax.Array, jax.Array]:
-    import jax_triton
-
     from pallas_kernels.normalization.triton_kernel import gradient_kernel
 
     x, d_out, *past = arrays
@@ -103,7 +102,7 @@ def _launch(gain: jax.Array, arrays: list[jax.Array], epsilon: float, centered: 
     warps = max(1, (1 << (width - 1).bit_length()) // _ELEMENTS)
     plan = NormKernelPlan(rows, width, centered, bool(past), epsilon, max(1, _WARPS // warps) * multiprocessors())
     major, minor = current_target().compute_capability or (0, 0)
-    return jax_triton.triton_call(
+    return triton_call(
         x,
         gain,
         d_out,

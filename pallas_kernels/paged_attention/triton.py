@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.low_bits.encoded import Encoded
 from pallas_kernels.paged_attention.request import PagedAttentionRequest
 from pallas_kernels.target import multiprocessors
-from pallas_kernels.triton_support import unsupported_target
+from pallas_kernels.triton_support import triton_call, unsupported_target
 
 _LEAST_CAPABILITY = (8, 0)
 _MOST_ROWS = 64
@@ -117,8 +117,6 @@ def make_plan(request: PagedAttentionRequest) -> PagedAttentionPlan:
 
 def attend(request: PagedAttentionRequest) -> jax.Array:
     """Compute paged attention with the Triton kernels: [B, T, N, H] in the dtype of the queries."""
-    import jax_triton
-
     from pallas_kernels.paged_attention.triton_kernel import attend_kernel, combine_kernel
 
     plan, q = make_plan(request), request.q
@@ -126,7 +124,7 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     grid = (q.shape[0], plan.key_heads)
     partial = (*grid, plan.ranges, plan.rows)
     split = plan.ranges > 1
-    values, log_sums = jax_triton.triton_call(
+    values, log_sums = triton_call(
         q,
         cast(jax.Array, request.k_pages),
         cast(jax.Array, request.v_pages),
@@ -146,7 +144,7 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     )
     if not split:
         return values
-    return jax_triton.triton_call(
+    return triton_call(
         values,
         log_sums,
         kernel=combine_kernel,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.target import Target, multiprocessors
-from pallas_kernels.triton_support import unsupported_target
+from pallas_kernels.triton_support import triton_call, unsupported_target
 from pallas_kernels.weight_only import xla
 from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat, RoundedInputFormat
 from pallas_kernels.weight_only.packed import PackedWeight
@@ -259,8 +259,6 @@ def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Ar
 def _product(
     out_dtype: jax.typing.DTypeLike, target: Target, tile: Tile | None, x: jax.Array, weight: PackedWeight
 ) -> jax.Array:
-    import jax_triton
-
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
     plan = make_plan(PackedMatmulRequest(x, weight, out_dtype, target), tile)
@@ -273,7 +271,7 @@ def _product(
         constants = constants.astype(x.dtype)  # The kernel rounds smaller tables itself.
     major, minor = target.compute_capability or (0, 0)
     shape = (plan.rows, plan.outputs)
-    y = jax_triton.triton_call(
+    y = triton_call(
         x,
         stored,
         constants,

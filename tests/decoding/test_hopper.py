@@ -51,7 +51,7 @@ def test_eight_steps_are_one_loop_whose_attention_reads_what_is_filled():
     axes = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
     program = compiled_steps(make_rules(hopper_mesh(axes)), steps=8, batch=2)
     assert program.count(" while(") == program.count('"known_trip_count":{"n":"8"}') == 1
-    assert program.count('custom_call_target="triton_kernel_call"') == 2, "ranges and their sum in the full layer"
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 2, "ranges and their sum in the full layer"
     loop = max(program.split("\n\n"), key=lambda text: text.count("gemm_fusion") * ("ENTRY" not in text))
     launches = len(re.findall(r" = .* (?:fusion|custom-call|copy)\(", loop))
     assert launches <= 45, launches

@@ -83,7 +83,7 @@ def count_sums(program: str) -> int:
 def test_under_tensor_parallelism_the_kernel_reads_the_pages_of_each_device():
     """Of its two key heads; and a layer has two sums over the devices."""
     program = compiled_steps()
-    assert program.count('custom_call_target="triton_kernel_call"') == 4, "ranges and their sum in each layer"
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 4, "ranges and their sum in each layer"
     made = re.findall(rf"= bf16\[{PAGES},{PAGE},2,128\]\S* ([\w-]+)\(", program)
     assert made and not {"copy", "transpose", "all-gather", "gather"} & set(made), made
     assert not re.findall(r" (?:reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program)

@@ -50,7 +50,7 @@ def test_the_wide_arrays_of_an_mlp_are_written_in_fp8_only():
     text = text[text.index("ENTRY") :]
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 9
     # Input, three weights, SwiGLU, gradient of the result, gradients of SwiGLU.
-    assert text.count('custom_call_target="triton_kernel_call"') == 7
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 7
     written = re.findall(r"= \(?bf16\[512,384\]\{1,0\}\)? ([\w-]+)\(", text)
     assert sorted(set(written)) == ["custom-call"] and len(written) == 3
 

@@ -168,7 +168,7 @@ def test_compiled_for_hopper_it_reads_the_array_once():
         blocks = compile_for_hopper(lambda x: triton.quantize_both(IDENTITY, [x]), x).as_text()
         whole = compile_for_hopper(cast, x, state).as_text()
     for text in (blocks, whole):
-        assert text.count('custom_call_target="triton_kernel_call"') == 1 and " fusion(" not in text
+        assert text.count('custom_call_target="triton_kernel_call_ffi"') == 1 and " fusion(" not in text
 
 
 @needs_triton
@@ -192,7 +192,7 @@ def test_every_operand_of_a_product_with_one_scale_is_rounded_by_one_kernel():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
     with lowering_platform("cuda"):
         text = compile_for_hopper(both, x, (w, w), options=step_options()).as_text()
-    assert text.count('custom_call_target="triton_kernel_call"') == 5
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 5
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 6 and " transpose(" not in text
 
 
@@ -212,7 +212,7 @@ def test_the_wide_arrays_of_an_mlp_are_written_in_fp8_only(recipe):
         text = compile_for_hopper(both, x, first, first, last, options=step_options()).as_text()
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 9
     # Input, three weights, SwiGLU, gradient of the result, gradients of SwiGLU; what the last have with one scale.
-    assert text.count('custom_call_target="triton_kernel_call"') == 7 + (3 if recipe == "current" else 0)
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 7 + (3 if recipe == "current" else 0)
     written = re.findall(r"= \(?bf16\[512,384\]\{1,0\}(?:, s8\S+)? ([\w-]+)\(", text[text.index("ENTRY") :])
     assert sorted(set(written)) == ["custom-call", "get-tuple-element"] and written.count("custom-call") == 3
 
@@ -239,7 +239,7 @@ def test_a_normalised_input_is_written_in_fp8_only(recipe):
         text = compile_for_hopper(both, x, gain, w, state, options=step_options()).as_text()
     text = text[text.index("ENTRY") :]
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
-    assert text.count('custom_call_target="triton_kernel_call"') == 4
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 4
     assert not re.findall(r"= bf16\[512,256\]\S* fusion", text[: text.index("cublas$lt$matmul$f8")])
 
 

@@ -107,7 +107,7 @@ def test_compiled_for_hopper_one_kernel_reads_the_stored_weight(bits, group, row
     with lowering_platform("cuda"):
         compiled = compile_for_hopper(packed_matmul, x, weight)
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    assert text.count('custom_call_target="triton_kernel_call"') == 1
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 1
     # The one fusion there may be adds the partial sums of the programs that share an output, in float32.
     ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
     assert text.count(" fusion(") == (ranges > 1) and " copy(" not in text
@@ -127,7 +127,7 @@ def test_compiled_for_hopper_no_values_of_a_table_are_written(bits, rows):
     x, weight = S((rows, 14336), jnp.bfloat16), abstract_lookup(bits)
     with lowering_platform("cuda"):
         compiled = compile_for_hopper(packed_matmul, x, weight)
-    assert compiled.as_text().count('custom_call_target="triton_kernel_call"') == 1
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
     memory, dense = compiled.memory_analysis(), 2 * 4096 * 14336
     assert memory.argument_size_in_bytes < dense * (0.3 if bits <= 4 else 0.6)
     ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
