@@ -1,7 +1,7 @@
 """Steps and seconds that each optimizer needs to AdamW's loss, each tuned with the same number of runs.
 
     python benchmarks/optimizers.py                     # a small model on the quickstart's text; a CPU
-    python benchmarks/optimizers.py --work gpt2-124m --optimizers adamw,muon,soap --minutes 7.5   # an H100 or H200
+    python benchmarks/optimizers.py --work gpt2-124m --optimizers adamw,muon,soap --text 'corpus/**/*.txt'   # a GPU
     python benchmarks/optimizers.py --tiny              # tiny sizes, rows in tiny/
 
 Each optimizer has six runs to find its learning rate, on a grid of powers of two around its own centre (`CENTRES`):
@@ -9,8 +9,9 @@ Each optimizer has six runs to find its learning rate, on a grid of powers of tw
 seeds, which change the initial weights and the order of the text; the results are those of these runs alone. `edge`
 says that the best rate is at the end of the grid, so that a better one may lie beyond.
 
-`final_loss` is the mean training loss over the last tenth of the steps, over all seeds; no text is seen twice. AdamW's
-is the loss to reach: `steps_to_loss` is the step at which the mean over a tenth of the run first is as low, and
+`final_loss` is the mean training loss over the last tenth of the steps, over all seeds. No text is seen twice: the
+command refuses text that is too short (`--text` takes other files than Python's standard library). AdamW's loss is the
+loss to reach: `steps_to_loss` is the step at which the mean over a tenth of the run first is as low, and
 `seconds_to_loss` the training time until there without the first step. On a CPU these are seconds of processor time,
 which hold on a machine that does other work too. `state_bytes` is the optimizer's state.
 
@@ -81,8 +82,8 @@ WORKS = {
     ),
     "gpt2-124m": Work(
         -10,
-        ("model.preset=gpt2-124m", "model.scan_layers=false", "data.packing=false", "train.steps=300",
-         "train.global_batch_size=64", "train.sequence_length=1024", "schedule={name: linear, warmup_steps: 30}"),
+        ("model.preset=gpt2-124m", "data.packing=false", "train.steps=150", "train.global_batch_size=64",
+         "train.sequence_length=1024", "schedule={name: linear, warmup_steps: 15}"),
         eval_tokens=2**20,
     ),
     "tiny": Work(
@@ -161,6 +162,12 @@ def train(name: str, key: Key, work: Work, overrides: Sequence[str]) -> dict[str
     power, seed = key
     rate = 2.0 ** (work.centre + CENTRES.get(name, 0) + power)
     config, data = open_run([*overrides, f"optimizer.name={name}", *SETTINGS.get(name, ()), f"run.seed={seed}"])
+    tokens = config.train.steps * config.train.global_batch_size * config.train.sequence_length
+    if data.train_tokens < tokens:
+        raise SystemExit(
+            f"{tokens:,} training tokens are more than the {data.train_tokens:,} of the text, some of which would be "
+            "seen twice: name more text with --text, or take fewer --steps"
+        )
     trainer = make_trainer(config.model_copy(update={"optimizer": with_rate_as_value(config.optimizer)}), data)
     trainer.state = trainer.state._replace(optimizer=set_rate(trainer.state.optimizer, rate))
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
@@ -175,7 +182,7 @@ def train(name: str, key: Key, work: Work, overrides: Sequence[str]) -> dict[str
         "milliseconds": round(1e3 * points[-1]["seconds"] / max(steps - 1, 1), 3),
         "state_bytes": sum(x.nbytes for x in jax.tree.leaves(trainer.state.optimizer)) - 4,  # without the rate
         "parameters": sum(x.size for x in jax.tree.leaves(trainer.state.params)),
-        "tokens": steps * config.train.global_batch_size * config.train.sequence_length,
+        "tokens": tokens,
     }
     if seed:
         evaluated = trainer.evaluate(max_tokens=work.eval_tokens)
@@ -264,6 +271,7 @@ def run_all(args: argparse.Namespace, names: Sequence[str], given: Sequence[str]
     label = "tiny" if args.tiny else args.work
     work, changes = WORKS[label], [*([f"train.steps={args.steps}"] if args.steps else []), *given]
     same = {"work": " ".join([label, *changes]), "device": jax.devices()[0].device_kind}
+    text = [f"data.sources={json.dumps([{'path': glob} for glob in args.text])}"] if args.text else []
     rows, began, longest, open_ = stored_rows(script, same), time.perf_counter(), 0.0, 0
     for name in names:
         losses = {(row["power"], row["seed"]): _loss(row) for row in rows if row["optimizer"] == name}
@@ -273,7 +281,7 @@ def run_all(args: argparse.Namespace, names: Sequence[str], given: Sequence[str]
                 open_ += 1
                 break
             row = {**same, "implementation": f"jaxstack {name}", "devices": 1}
-            row |= train(name, key, work, [*work.overrides, *changes])
+            row |= train(name, key, work, [*work.overrides, *text, *changes])
             longest = max(longest, time.perf_counter() - started)
             losses[key] = _loss(row)
             append_rows(script, [row])
@@ -296,7 +304,8 @@ def make_parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--work", choices=[work for work in WORKS if work != "tiny"], default="small")
     parser.add_argument("--optimizers", default=",".join(names), help="names, AdamW always first (default: all)")
     parser.add_argument("--seeds", type=positive(int), default=3, help="runs at the best rate (3)")
-    parser.add_argument("--steps", type=positive(int), help="steps of each run (default: the work's)")
+    parser.add_argument("--steps", type=positive(int), help="steps of each run, 20 or more (default: the work's)")
+    parser.add_argument("--text", nargs="+", metavar="GLOB", help="files to train on (default: Python's library)")
     parser.add_argument("--minutes", type=positive(float), default=math.inf, help="end after about so many minutes")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on a simulated CPU device")
     return parser
@@ -309,6 +318,8 @@ def main() -> None:
     args, given = parser.parse_known_args()
     if wrong := [word for word in given if "=" not in word or word.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if args.steps and args.steps < 20:
+        parser.error(f"--steps: {args.steps} is less than 20, the fewest whose tenths have a loss of their own")
     names = list(dict.fromkeys([BASE, *args.optimizers.split(",")]))
     if wrong := [name for name in names if name not in known]:
         parser.error(f"--optimizers: {wrong[0]!r} is none of {', '.join(known)}")

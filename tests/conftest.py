@@ -37,6 +37,8 @@ def pytest_addoption(parser, pluginmanager):
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         # A release of XLA without this option ignores it.
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes of `-n` share the GPU's memory
 
 
 def pytest_configure(config):
