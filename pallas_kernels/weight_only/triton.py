@@ -4,8 +4,7 @@ At few rows the product is limited by reading the weight. XLA's matmuls spend mo
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
 the scale of a group to a partial sum. Values of a lookup table XLA writes to memory before its matmul; these kernels
 look them up in registers. With integers or indices of up to 4 bits each byte holds two neighbours, which are not put
-back into the order of the row: the low halves are multiplied by the activations with even positions, the high halves by
-those with odd ones.
+back into the order of the row: the activations are put into the order of the integers instead, see `arrange`.
 """
 
 import dataclasses
@@ -35,8 +34,8 @@ class Tile:
         block_out: outputs of a program.
         block_in: inputs of a step of its loop; at most a group, if groups have scales.
         ranges: number of programs that share the inputs of an output; their sums are added by XLA.
-        slices: number of warps, or groups of warps, of a program that share these inputs, each with steps of its
-            own.
+        slices: number of warps, or groups of warps, of a program that share these inputs: in a step each has one of
+            as many neighbouring blocks of inputs.
         warps: warps of a program.
         stages: steps whose loads are under way at once.
         assembly: whether inline assembly converts the integers; it exists for bfloat16 only.
@@ -109,6 +108,11 @@ class ProductPlan:
         """True if inline assembly converts the stored integers to bfloat16."""
         return self.tile.assembly
 
+    @property
+    def swaps_bytes(self) -> bool:
+        """True if the assembly swaps the values of the middle two of each four bytes."""
+        return self.assembly and self.halves == 2 and not self.entries
+
 
 MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (8, 2048, 2048, 8): Tile(16, 128, 1, 4, 4, 4),
@@ -117,11 +121,11 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (8, 2048, 8192, 16): Tile(16, 256, 1, 4, 4, 3),
     (8, 3072, 2048, 8): Tile(64, 128, 1, 1, 4, 6),
     (8, 3072, 2048, 16): Tile(32, 128, 1, 4, 4, 4),
-    (8, 4096, 4096, 8): Tile(64, 128, 4, 1, 4, 5),
+    (8, 4096, 4096, 8): Tile(16, 128, 1, 4, 4, 4),
     (8, 4096, 4096, 16): Tile(16, 128, 1, 4, 4, 4),
-    (8, 4096, 14336, 8): Tile(32, 128, 4, 1, 2, 6),
+    (8, 4096, 14336, 8): Tile(64, 128, 4, 1, 4, 5),
     (8, 4096, 14336, 16): Tile(32, 128, 4, 1, 2, 6),
-    (8, 6144, 4096, 8): Tile(32, 128, 4, 1, 2, 6),
+    (8, 6144, 4096, 8): Tile(16, 128, 1, 4, 4, 4),
     (8, 6144, 4096, 16): Tile(16, 128, 1, 4, 4, 4),
     (8, 8192, 2048, 8): Tile(16, 128, 1, 4, 4, 4),
     (8, 8192, 2048, 16): Tile(32, 128, 1, 4, 4, 4),
@@ -130,7 +134,7 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (8, 16384, 2048, 8): Tile(64, 128, 1, 1, 4, 6),
     (8, 16384, 2048, 16): Tile(64, 128, 1, 1, 4, 6),
     (8, 28672, 4096, 8): Tile(64, 128, 4, 1, 4, 5),
-    (8, 28672, 4096, 16): Tile(32, 128, 1, 4, 4, 4),
+    (8, 28672, 4096, 16): Tile(32, 128, 1, 2, 2, 5),
     (4, 2048, 2048, 8): Tile(32, 128, 1, 4, 4, 4),
     (4, 2048, 2048, 16): Tile(16, 128, 1, 4, 4, 4),
     (4, 2048, 8192, 8): Tile(16, 128, 1, 8, 8, 4),
@@ -140,17 +144,17 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (4, 4096, 4096, 8): Tile(16, 128, 1, 4, 4, 4),
     (4, 4096, 4096, 16): Tile(32, 128, 1, 4, 4, 4),
     (4, 4096, 14336, 8): Tile(16, 128, 1, 8, 8, 4),
-    (4, 4096, 14336, 16): Tile(32, 128, 4, 1, 2, 6),
-    (4, 6144, 4096, 8): Tile(64, 128, 4, 1, 4, 5),
-    (4, 6144, 4096, 16): Tile(16, 128, 1, 4, 4, 4),
+    (4, 4096, 14336, 16): Tile(64, 128, 4, 2, 2, 4),
+    (4, 6144, 4096, 8): Tile(16, 128, 1, 4, 4, 4),
+    (4, 6144, 4096, 16): Tile(32, 128, 1, 4, 4, 4),
     (4, 8192, 2048, 8): Tile(64, 128, 1, 1, 4, 6),
     (4, 8192, 2048, 16): Tile(32, 128, 1, 4, 4, 4),
     (4, 14336, 4096, 8): Tile(64, 128, 4, 1, 4, 5),
     (4, 14336, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
     (4, 16384, 2048, 8): Tile(64, 128, 1, 1, 4, 6),
     (4, 16384, 2048, 16): Tile(64, 128, 1, 4, 4, 3),
-    (4, 28672, 4096, 8): Tile(64, 128, 4, 1, 4, 5),
-    (4, 28672, 4096, 16): Tile(32, 128, 1, 4, 4, 4),
+    (4, 28672, 4096, 8): Tile(64, 128, 1, 2, 2, 4),
+    (4, 28672, 4096, 16): Tile(64, 128, 1, 2, 2, 4),
 }
 """(bits of a stored integer, outputs, inputs, padded rows) -> the fastest tile on an H200, from `benchmarks/
 packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, padded rows 8 or 16.
@@ -161,29 +165,17 @@ _FOR_BOTH = (
     Tile(16, 128, 1, 4, 4, 4),
     Tile(16, 128, 1, 8, 8, 4),
     Tile(16, 128, 1, 16, 16, 3),
+    Tile(32, 128, 1, 2, 2, 5),
     Tile(32, 128, 1, 4, 4, 4),
     Tile(32, 128, 1, 8, 8, 3),
-    Tile(32, 128, 4, 4, 4, 4),
-    Tile(64, 128, 2, 4, 4, 3),
+    Tile(32, 128, 2, 4, 4, 3),
     Tile(32, 128, 4, 1, 2, 6),
     Tile(64, 128, 1, 1, 4, 6),
+    Tile(64, 128, 1, 2, 2, 4),
     Tile(64, 128, 4, 1, 4, 5),
-    Tile(128, 128, 4, 1, 8, 4),
 )
-_WIDE = (
-    Tile(64, 128, 1, 4, 4, 3),
-    Tile(64, 128, 1, 8, 8, 3),
-    Tile(64, 128, 4, 1, 2, 6),
-    Tile(128, 128, 4, 1, 4, 4),
-    Tile(128, 128, 1, 1, 4, 5),
-    Tile(128, 128, 1, 1, 8, 5),
-    Tile(128, 128, 2, 1, 4, 5),
-    Tile(256, 128, 1, 1, 8, 4),
-    Tile(256, 128, 4, 1, 8, 4),
-)
-"""Tiles with 32 or 64 outputs for each warp, which reads the activations for all of them once."""
 CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
-    4: (*_FOR_BOTH, *_WIDE),
+    4: (*_FOR_BOTH, Tile(64, 128, 1, 4, 4, 3), Tile(64, 128, 4, 2, 2, 4), Tile(128, 128, 4, 1, 2, 4)),
     8: (*_FOR_BOTH, Tile(16, 256, 1, 4, 4, 3), Tile(32, 256, 1, 4, 4, 3)),
 }
 """Bits of a stored integer -> the tiles that the benchmark compares."""
@@ -199,7 +191,7 @@ def stored_bits(request: PackedMatmulRequest) -> int:
     return 4 if stored_matrix(request.weight).dtype in (jnp.int4, jnp.uint4) else 8
 
 
-def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int = 1) -> Tile:
+def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int = 1, halves: int = 1) -> Tile:
     """Choose tile sizes for a matmul with a packed weight whose shape has not been measured.
 
     Up to 16 rows the inputs of a program are divided among its warps. A program then needs few outputs to read at the
@@ -208,14 +200,17 @@ def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int 
     """
     largest, together = inputs if groups == 1 else inputs // groups, outputs // tables
     block_in = next(size for size in (128, 64, 32) if largest % size == 0)
+    many = outputs >= 64 * multiprocessors()
+    if rows <= 16 and halves == 2 and many and together % 64 == 0 and inputs % (2 * block_in) == 0:
+        return Tile(64, block_in, 1, 2, 2, 4)
     if rows <= 16:
-        block_out = 32 if together % 32 == 0 and outputs >= 64 * multiprocessors() else 16
+        block_out = 32 if together % 32 == 0 and many else 16
         slices = next(count for count in (8, 4, 2, 1) if inputs % (block_in * count) == 0)
         return Tile(block_out, block_in, 1, slices, slices, 4)
     block_out, ranges = next(size for size in (64, 32, 16) if together % size == 0), 1
     while outputs // block_out * ranges < 2 * multiprocessors() and inputs % (8 * block_in * ranges) == 0:
         ranges *= 2
-    return Tile(block_out, block_in, ranges, 1, 4, 4)
+    return Tile(block_out, block_in, ranges, 1, 4 // halves, 4)
 
 
 def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
@@ -225,7 +220,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> Product
     lookup = isinstance(weight.format, LookupFormat)
     tables, entries = weight.arrays["codebook"].shape if lookup else (1, 0)
     groups = 1 if lookup else weight.arrays["scales"].shape[1]
-    default = default_tile(outputs, inputs, groups, rows, tables)
+    default = default_tile(outputs, inputs, groups, rows, tables, 8 // bits)
     default = dataclasses.replace(default, assembly=request.x.dtype == jnp.bfloat16)
     plan = ProductPlan(rows, inputs, outputs, 8 // bits, groups, tile or default, tables, entries)
     measured = MEASURED.get((bits, outputs, inputs, 8 if rows <= 8 else 16))
@@ -245,9 +240,25 @@ def tile_problem(plan: ProductPlan) -> str | None:
     if plan.inputs % (tile.block_in * tile.ranges * tile.slices):
         parts = f"{tile.ranges} ranges of {tile.slices} slices"
         return f"{parts} of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
+    if plan.swaps_bytes and tile.slices == 1 and not tile.warps % 4 and tile.block_out >= 64 and plan.padded_rows > 8:
+        return f"the instructions of {tile.warps} warps take values in an order of their own: take 2 warps or slices"
     if plan.groups > 1 and plan.group_size % tile.block_in:
         return f"blocks of {tile.block_in} do not divide a group of {plan.group_size} inputs"
     return None
+
+
+def arrange(x: Float[Array, "rows in"], plan: ProductPlan) -> jax.Array:
+    """Return activations in the order in which the Triton kernel converts the stored integers or indices.
+
+    For 8 bits that is the given order. Otherwise the result is [2, rows, in / 2]: the activations for the low halves of
+    the stored bytes, which have even positions, then those for the high halves. Of each four the middle two are swapped
+    where the kernel swaps the values (`swaps_bytes`). XLA fuses this into what computes x.
+    """
+    if plan.halves == 1:
+        return x
+    pairs = x.reshape(plan.rows, plan.inputs // 8, 2, 2, 2)  # of four bytes: two times two, each with two halves
+    order = (4, 0, 1, 3, 2) if plan.swaps_bytes else (4, 0, 1, 2, 3)
+    return pairs.transpose(order).reshape(2, plan.rows, plan.inputs // 2)
 
 
 def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Array, "rows out"]:
@@ -272,7 +283,7 @@ def _product(
     major, minor = target.compute_capability or (0, 0)
     shape = (plan.rows, plan.outputs)
     y = triton_call(
-        x,
+        arrange(x, plan),
         stored,
         constants,
         kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,

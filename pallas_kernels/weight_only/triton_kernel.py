@@ -24,33 +24,23 @@ sub.rn.bf16x2 $1, b, d;
 }
 """)
 """The lowest seven bits plus 128, minus 256 for negative bytes and minus 128 for others."""
-_LOW_HALF = tl.constexpr("""
+_HALF = """
 {
 .reg .b32 a, b, c;
 mov.b32 c, 0x43084308;
-prmt.b32 a, $2, 0, 0x4140;
-prmt.b32 b, $2, 0, 0x4342;
+shr.u32 a, $2, FIRST;
+shr.u32 b, $2, SECOND;
 lop3.b32 a, a, 0x000F000F, c, 0x6A;
 lop3.b32 b, b, 0x000F000F, c, 0x6A;
 sub.rn.bf16x2 $0, a, c;
 sub.rn.bf16x2 $1, b, c;
 }
-""")
-_HIGH_HALF = tl.constexpr("""
-{
-.reg .b32 a, b, c;
-mov.b32 c, 0x43084308;
-prmt.b32 a, $2, 0, 0x4140;
-prmt.b32 b, $2, 0, 0x4342;
-shr.u32 a, a, 4;
-shr.u32 b, b, 4;
-lop3.b32 a, a, 0x000F000F, c, 0x6A;
-lop3.b32 b, b, 0x000F000F, c, 0x6A;
-sub.rn.bf16x2 $0, a, c;
-sub.rn.bf16x2 $1, b, c;
-}
-""")
-"""(Bits xor 8) + 128, which is the value plus 136, minus 136."""
+"""
+_LOW_HALF, _HIGH_HALF = (
+    tl.constexpr(_HALF.replace("FIRST", str(first)).replace("SECOND", str(first + 8))) for first in (0, 4)
+)
+"""(Bits xor 8) + 128, which is the value plus 136, minus 136. The first register holds the values of bytes 0 and 2, the
+second those of bytes 1 and 3: this code is the shortest, and the order of the activations makes up for it."""
 
 
 @triton.jit
@@ -79,23 +69,21 @@ def _convert(stored, half: tl.constexpr, table, plan: tl.constexpr, like):
 @triton.jit
 def _load_activations(x, place, valid, plan: tl.constexpr):
     """Return the activations for integers in the low and in the high 4 bits of bytes; for 8 bits twice the same."""
-    dtype: tl.constexpr = x.dtype.element_ty
+    low = tl.load(x + place, valid, 0.0)
     if plan.halves == 1:
-        both = tl.load(x + place, valid, 0.0)
-        return both, both
-    pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + place, valid, 0)
-    low = (pairs & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    return low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+        return low, low
+    return low, tl.load(x + plan.rows * (plan.inputs // 2) + place, valid, 0.0)
 
 
 @triton.jit
 def product_kernel(x, q, constants, out, plan: tl.constexpr):
-    """Multiply x [rows, in] with a block of the packed matrix's rows, summing over one range of the inputs.
+    """Multiply x with a block of the packed matrix's rows, summing over one range of the inputs.
 
-    The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves]. `constants` are
-    the scales [out, groups] of integers, or the tables [tables, entries] of indices. `out` is [rows, out] if there is
-    one range, otherwise float32 [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which
-    has at least 16 rows, and the activations are the right one, which has at least 8 columns.
+    `x` is [rows, in] for 8 bits, otherwise [2, rows, in / 2] as `arrange` makes it. The program ids are the block and
+    the range. `q` holds the bytes of the matrix, [out, in / halves]. `constants` are the scales [out, groups] of
+    integers, or the tables [tables, entries] of indices. `out` is [rows, out] if there is one range, otherwise float32
+    [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which has at least 16 rows, and the
+    activations are the right one, which has at least 8 columns.
     """
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves
@@ -142,7 +130,8 @@ def product_kernel(x, q, constants, out, plan: tl.constexpr):
 def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
     """Multiply x with a block of rows of the packed matrix; a program's warps divide the inputs and add their sums.
 
-    Each slice of the inputs belongs to warps of its own, which do not wait for the others before the end.
+    Of neighbouring blocks of inputs each belongs to warps of its own. A step thus reads long pieces of each row, which
+    takes a fifth less time than slices that are far apart.
     """
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves
@@ -153,7 +142,7 @@ def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
     output = block * block_out + tl.arange(0, block_out)
     row, column = tl.arange(0, padded_rows), tl.arange(0, width)
     row_valid = row < plan.rows
-    first = (part * slices + tl.arange(0, slices)) * plan.steps
+    first = part * slices * plan.steps + tl.arange(0, slices)
     here = q + output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]
     beside = row[None, None] * stride + (first[:, None] * width + column)[:, :, None]
     total = tl.zeros([slices, block_out, padded_rows], tl.float32)
@@ -163,7 +152,7 @@ def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
     else:
         scale_of = constants + (output * plan.groups)[None]
         scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
-    for step in range(plan.steps):
+    for step in range(0, plan.steps * slices, slices):
         stored = tl.load(here + step * width)
         low, high = _load_activations(x, beside + step * width, row_valid[None, None], plan)
         partial = total
@@ -176,7 +165,7 @@ def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
             partial = tl.dot(_convert(stored, 2, table, plan, x), high, partial)
         if plan.groups > 1:
             total += partial * scale[:, :, None]
-            group = tl.minimum((first + step + 1) * plan.block_in // plan.group_size, plan.groups - 1)
+            group = tl.minimum((first + step + slices) * plan.block_in // plan.group_size, plan.groups - 1)
             scale = tl.load(scale_of + group[:, None]).to(tl.float32)
         else:
             total = partial
