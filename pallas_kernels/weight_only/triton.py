@@ -4,7 +4,8 @@ At few rows the product is limited by reading the weight. XLA's matmuls spend mo
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
 the scale of a group to a partial sum. Values of a lookup table XLA writes to memory before its matmul; these kernels
 look them up in registers. With integers or indices of up to 4 bits each byte holds two neighbours, which are not put
-back into the order of the row: the activations are put into the order of the integers instead, see `arrange`.
+back into the order of the row: the low halves are multiplied by the activations with even positions, the high halves by
+those with odd ones.
 """
 
 import dataclasses
@@ -108,11 +109,6 @@ class ProductPlan:
         """True if inline assembly converts the stored integers to bfloat16."""
         return self.tile.assembly
 
-    @property
-    def swaps_bytes(self) -> bool:
-        """True if the assembly swaps the values of the middle two of each four bytes."""
-        return self.assembly and self.halves == 2 and not self.entries
-
 
 MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (8, 2048, 2048, 8): Tile(16, 128, 1, 4, 4, 4),
@@ -210,7 +206,7 @@ def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int 
     block_out, ranges = next(size for size in (64, 32, 16) if together % size == 0), 1
     while outputs // block_out * ranges < 2 * multiprocessors() and inputs % (8 * block_in * ranges) == 0:
         ranges *= 2
-    return Tile(block_out, block_in, ranges, 1, 4 // halves, 4)
+    return Tile(block_out, block_in, ranges, 1, 4, 4)
 
 
 def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
@@ -240,25 +236,9 @@ def tile_problem(plan: ProductPlan) -> str | None:
     if plan.inputs % (tile.block_in * tile.ranges * tile.slices):
         parts = f"{tile.ranges} ranges of {tile.slices} slices"
         return f"{parts} of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
-    if plan.swaps_bytes and tile.slices == 1 and not tile.warps % 4 and tile.block_out >= 64 and plan.padded_rows > 8:
-        return f"the instructions of {tile.warps} warps take values in an order of their own: take 2 warps or slices"
     if plan.groups > 1 and plan.group_size % tile.block_in:
         return f"blocks of {tile.block_in} do not divide a group of {plan.group_size} inputs"
     return None
-
-
-def arrange(x: Float[Array, "rows in"], plan: ProductPlan) -> jax.Array:
-    """Return activations in the order in which the Triton kernel converts the stored integers or indices.
-
-    For 8 bits that is the given order. Otherwise the result is [2, rows, in / 2]: the activations for the low halves of
-    the stored bytes, which have even positions, then those for the high halves. Of each four the middle two are swapped
-    where the kernel swaps the values (`swaps_bytes`). XLA fuses this into what computes x.
-    """
-    if plan.halves == 1:
-        return x
-    pairs = x.reshape(plan.rows, plan.inputs // 8, 2, 2, 2)  # of four bytes: two times two, each with two halves
-    order = (4, 0, 1, 3, 2) if plan.swaps_bytes else (4, 0, 1, 2, 3)
-    return pairs.transpose(order).reshape(2, plan.rows, plan.inputs // 2)
 
 
 def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Array, "rows out"]:
@@ -283,7 +263,7 @@ def _product(
     major, minor = target.compute_capability or (0, 0)
     shape = (plan.rows, plan.outputs)
     y = triton_call(
-        arrange(x, plan),
+        x,
         stored,
         constants,
         kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,

@@ -24,23 +24,33 @@ sub.rn.bf16x2 $1, b, d;
 }
 """)
 """The lowest seven bits plus 128, minus 256 for negative bytes and minus 128 for others."""
-_HALF = """
+_LOW_HALF = tl.constexpr("""
 {
 .reg .b32 a, b, c;
 mov.b32 c, 0x43084308;
-shr.u32 a, $2, FIRST;
-shr.u32 b, $2, SECOND;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
 lop3.b32 a, a, 0x000F000F, c, 0x6A;
 lop3.b32 b, b, 0x000F000F, c, 0x6A;
 sub.rn.bf16x2 $0, a, c;
 sub.rn.bf16x2 $1, b, c;
 }
-"""
-_LOW_HALF, _HIGH_HALF = (
-    tl.constexpr(_HALF.replace("FIRST", str(first)).replace("SECOND", str(first + 8))) for first in (0, 4)
-)
-"""(Bits xor 8) + 128, which is the value plus 136, minus 136. The first register holds the values of bytes 0 and 2, the
-second those of bytes 1 and 3: this code is the shortest, and the order of the activations makes up for it."""
+""")
+_HIGH_HALF = tl.constexpr("""
+{
+.reg .b32 a, b, c;
+mov.b32 c, 0x43084308;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+shr.u32 a, a, 4;
+shr.u32 b, b, 4;
+lop3.b32 a, a, 0x000F000F, c, 0x6A;
+lop3.b32 b, b, 0x000F000F, c, 0x6A;
+sub.rn.bf16x2 $0, a, c;
+sub.rn.bf16x2 $1, b, c;
+}
+""")
+"""(Bits xor 8) + 128, which is the value plus 136, minus 136."""
 
 
 @triton.jit
@@ -69,21 +79,23 @@ def _convert(stored, half: tl.constexpr, table, plan: tl.constexpr, like):
 @triton.jit
 def _load_activations(x, place, valid, plan: tl.constexpr):
     """Return the activations for integers in the low and in the high 4 bits of bytes; for 8 bits twice the same."""
-    low = tl.load(x + place, valid, 0.0)
+    dtype: tl.constexpr = x.dtype.element_ty
     if plan.halves == 1:
-        return low, low
-    return low, tl.load(x + plan.rows * (plan.inputs // 2) + place, valid, 0.0)
+        both = tl.load(x + place, valid, 0.0)
+        return both, both
+    pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + place, valid, 0)
+    low = (pairs & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    return low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
 def product_kernel(x, q, constants, out, plan: tl.constexpr):
-    """Multiply x with a block of the packed matrix's rows, summing over one range of the inputs.
+    """Multiply x [rows, in] with a block of the packed matrix's rows, summing over one range of the inputs.
 
-    `x` is [rows, in] for 8 bits, otherwise [2, rows, in / 2] as `arrange` makes it. The program ids are the block and
-    the range. `q` holds the bytes of the matrix, [out, in / halves]. `constants` are the scales [out, groups] of
-    integers, or the tables [tables, entries] of indices. `out` is [rows, out] if there is one range, otherwise float32
-    [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which has at least 16 rows, and the
-    activations are the right one, which has at least 8 columns.
+    The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves]. `constants` are
+    the scales [out, groups] of integers, or the tables [tables, entries] of indices. `out` is [rows, out] if there is
+    one range, otherwise float32 [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which
+    has at least 16 rows, and the activations are the right one, which has at least 8 columns.
     """
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves
@@ -130,8 +142,8 @@ def product_kernel(x, q, constants, out, plan: tl.constexpr):
 def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
     """Multiply x with a block of rows of the packed matrix; a program's warps divide the inputs and add their sums.
 
-    Of neighbouring blocks of inputs each belongs to warps of its own. A step thus reads long pieces of each row, which
-    takes a fifth less time than slices that are far apart.
+    Of neighbouring blocks of inputs each belongs to warps of its own, which do not wait for the others before the end. A
+    step thus reads long pieces of each row, which memory serves faster than short ones that are far apart.
     """
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves

@@ -70,8 +70,7 @@ def interpret(name: str) -> None:
     assert triton.tile_problem(plan) is None
     if plan.halves == 2:
         q = ((q[:, 1::2] << 4) | (q[:, ::2] & 15)).astype(np.int8)
-    arranged = np.ascontiguousarray(triton.arrange(jnp.asarray(x), plan))
-    arrays = [Array(arranged, "fp16"), Array(q, "i8"), constants]
+    arrays = [Array(x, "fp16"), Array(q, "i8"), constants]
     out = np.full((tile.ranges, rows, OUT), np.nan, np.float32)
     kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
     kernel[(OUT // tile.block_out, tile.ranges)](*arrays, Array(out, "fp32"), plan=plan)
@@ -109,10 +108,10 @@ def test_compiled_for_hopper_one_kernel_reads_the_stored_weight(bits, group, row
         compiled = compile_for_hopper(packed_matmul, x, weight)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text.count('custom_call_target="triton_kernel_call_ffi"') == 1
-    # One fusion arranges the activations, another adds the partial sums of the programs that share an output.
+    # The one fusion there may be adds the partial sums of the programs that share an output, in float32.
     ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
-    assert text.count(" fusion(") == (ranges > 1) + (bits == 4) and " copy(" not in text
-    assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096 + 2 * rows * 14336
+    assert text.count(" fusion(") == (ranges > 1) and " copy(" not in text
+    assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096
 
 
 def abstract_lookup(bits, tables=1, outputs=4096, inputs=14336):
@@ -132,7 +131,7 @@ def test_compiled_for_hopper_no_values_of_a_table_are_written(bits, rows):
     memory, dense = compiled.memory_analysis(), 2 * 4096 * 14336
     assert memory.argument_size_in_bytes < dense * (0.3 if bits <= 4 else 0.6)
     ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
-    assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096 + 2 * rows * 14336 + 1024 < dense / 15
+    assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096 + 1024 < dense / 20
 
 
 @needs_triton
