@@ -33,7 +33,7 @@ from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.launch.supervisor import count_gpus
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, model_flops_per_token
-from jaxstack.observe.what_ran import predicted_memory
+from jaxstack.observe.what_ran import compiler_memory_estimate
 from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh
 from jaxstack.parallel.pipeline.plan import plan_pipeline
 from jaxstack.parallel.pipeline.schedule import SCHEDULES
@@ -139,7 +139,7 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "bubble": milliseconds / (microbatches * each) - 1,
                 "simulated_bubble": simulated_bubble(program.trainer, args.remat),
                 "tflops_per_device": flops / milliseconds / 1e9 / args.stages, "compile_seconds": compile_seconds,
-                "predicted_bytes": predicted_memory(compiled).get("predicted_bytes"),
+                "predicted_bytes": compiler_memory_estimate(compiled).get("predicted_bytes"),
             }  # fmt: skip
 
 

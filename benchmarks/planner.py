@@ -102,7 +102,7 @@ def measure(forecast: Forecast, overrides: Sequence[str], seconds: float) -> dic
     """Return the measured fields of one layout, or the reason why it failed."""
     import jax
 
-    from jaxstack.observe.what_ran import predicted_memory
+    from jaxstack.observe.what_ran import compiler_memory_estimate
 
     try:
         config, trainer = open_trainer(overrides)
@@ -112,7 +112,7 @@ def measure(forecast: Forecast, overrides: Sequence[str], seconds: float) -> dic
         batches = trainer.batches(0)
         times = time_steps(lambda: trainer.train_step(next(batches)[0])["loss"], seconds)
         batches.close()
-        memory = predicted_memory(compiled)
+        memory = compiler_memory_estimate(compiled)
     except Exception as error:  # one layout that fails, for lack of memory or by a bug, must not end the others
         return {"failed": str(error).splitlines()[0][:300] if str(error) else type(error).__name__}
     rate = rates(config, times["milliseconds"], jax.device_count(), jax.devices()[0].device_kind)

@@ -63,7 +63,7 @@ class IslandSteps(StepFunctions):
         other._beside = exchange, phase
         return other
 
-    def synchronous(self) -> "IslandSteps":
+    def synchronous_copy(self) -> "IslandSteps":
         """Return a copy whose train step sums gradients over all islands (device groups), as data parallelism does."""
         other = copy.copy(self)
         other._synchronous = True
@@ -261,7 +261,7 @@ class IslandTrainer(Trainer):
         step = super().compile(batch, create_state=create_state)
         exchange, state = self.exchange, self.abstract_state
         if self._method.synchronous_steps:
-            program = StepProgram(self.steps.synchronous(), state, self.train.xla_options)
+            program = StepProgram(self.steps.synchronous_copy(), state, self.train.xla_options)
             begin = self._compile_exchange(lambda params, _: (params, exchange.init(params)))
             self._synchronous = program.compile(program.lower(batch)), begin
         for phase in range(exchange.phases):

@@ -82,10 +82,11 @@ def products_table(_: Iterable[Row]) -> str:
     for (work, variant, implementation), row in found.items():
         if implementation != "triton":
             continue
-        plain, xla = found[work, "bf16", "xla"], found[work, variant, "xla"]
+        plain, xla = found[work, "bf16", "xla"], found.get((work, variant, "xla"))
         times = (1e3 * timed["milliseconds"] / row["pairs"] for timed in (plain, row))
         cells = (work, variant, *(f"{time:.1f}" for time in times), f"{row['speedup']:.2f}")
-        lines.append(f"| {' | '.join(cells)} | {row['bandwidth']:,.0f} | {xla['speedup']:.2f} |")
+        beside = f"{xla['speedup']:.2f}" if xla else "–"
+        lines.append(f"| {' | '.join(cells)} | {row['bandwidth']:,.0f} | {beside} |")
     return "\n".join([*lines, "", _source(rows)])
 
 
@@ -100,7 +101,8 @@ def decode_table(_: Iterable[Row]) -> str:
 
 
 def _source(rows: list[Row]) -> str:
-    return f"{rows[0]['device']}, commit {rows[0]['commit'][:7]}, `{rows[0]['command']}`."
+    runs = dict.fromkeys((row["commit"][:7], row["command"]) for row in rows)
+    return f"{rows[0]['device']}; " + "; ".join(f"commit {commit}, `{command}`" for commit, command in runs) + "."
 
 
 MADE: Mapping[str, Callable[[Iterable[Row]], str]] = {

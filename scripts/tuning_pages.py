@@ -81,7 +81,7 @@ def optimizers(work: str) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     about = (
-        f"{base['parameters'] / 1e6:.2g} million parameters, {base['steps']:.0f} steps, {base['tokens'] / 1e6:.2g} "
+        f"{base['parameters'] / 1e6:.3g} million parameters, {base['steps']:.0f} steps, {base['tokens'] / 1e6:.3g} "
         f"million tokens; {timed} relative to AdamW's ({base['seconds_to_loss']:.1f} s, {base['milliseconds']:.1f} ms "
         f"a step); {source(runs)}"
     )

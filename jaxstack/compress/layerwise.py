@@ -133,7 +133,7 @@ class _Run:
         graphdef, state = nnx.split(block)
         calibration = self.runner.calibration_block(self.model, block, streams, statistics, methods)
         for method in dict.fromkeys(method for method in methods.values() if method.needs):
-            replaced = method.rescale(calibration)
+            replaced = method.rescaled_weights(calibration)
             self.result.weights.update({prefix + name: value for name, value in replaced.items()})
             state = replace_weights(state, replaced)
             calibration = dataclasses.replace(calibration, weights=weights_by_path(state))

@@ -56,7 +56,10 @@ class WeightRule(PathRule):
 
     @abstractmethod
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
-        """Return a dense matrix with its compressed values: differentiable if `train`, else exactly as exported."""
+        """Compress a weight matrix, and return its values decompressed, as a dense matrix.
+
+        If `train`, by a differentiable approximation; otherwise the values are exactly those that are exported.
+        """
 
     def stored_parts(self, layout: MatrixLayout) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] | None:
         """Return the factors that are trained in place of a weight, name -> (shape, logical axes), or None.

@@ -35,7 +35,10 @@ class Gossip(IslandMethod):
 
 
 def mixing_weights(graph: str, islands: int) -> list[Weights]:
-    """Return, per phase, pairs (shift, weight): how much device group i takes of the parameters of group i + shift."""
+    """Return the weights of the averages in gossip: for each exchange of a cycle, pairs (shift, weight).
+
+    In the average of device group i the parameters of group i + shift have this weight.
+    """
     if graph == "ring":
         return [((0, 1 / 3), (1, 1 / 3), (-1, 1 / 3)) if islands > 2 else ((0, 0.5), (1, 0.5))]
     return [((0, 0.5), (1 << turn, 0.5)) for turn in range(islands.bit_length() - 1)]

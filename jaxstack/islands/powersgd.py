@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxstack.functional.module import flatten, nest
 from jaxstack.islands.base import Dict, OuterState
 from jaxstack.optim.base import is_matrix
-from jaxstack.optim.matrix_optimizer import KNOWN, MatrixRule
+from jaxstack.optim.matrix_optimizer import KNOWN, MatrixShapeRule
 from jaxstack.parallel.config import ISLANDS
 from jaxstack.tree_rules import match
 
@@ -74,7 +74,7 @@ class PowerSGD:
 
     def matrix_shape(self, path: str, leaf: jax.Array) -> MatrixShape | None:
         """Return the shape of a parameter viewed as matrices; None if it is averaged without compression."""
-        rule: MatrixRule = match(path, [(rule.path, rule) for rule in KNOWN])
+        rule: MatrixShapeRule = match(path, [(rule.path, rule) for rule in KNOWN])
         if not is_matrix(path, leaf) or leaf.ndim < rule.inputs + rule.outputs:
             return None
         sides = leaf.ndim - rule.outputs

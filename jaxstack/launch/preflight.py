@@ -13,7 +13,7 @@ from jaxstack.cli import run_command
 from jaxstack.distributed import coordination
 from jaxstack.distributed.cluster import find_place
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
-from jaxstack.resilience.preflight import check_devices, check_program
+from jaxstack.resilience.preflight import check_program, check_same_devices
 from jaxstack.resilience.progress_file import ProgressFile
 
 _MEGABYTES = 64
@@ -34,7 +34,7 @@ def check() -> None:
         warnings = check_program("", _SECONDS)
     signs.note()
     if place is not None:
-        check_devices(_SECONDS)
+        check_same_devices(_SECONDS)
     devices = jax.local_devices()
     seen = f"{socket.gethostname()}: {len(devices)} x {devices[0].device_kind}"
     lines = [f"process {index} on {text}" for index, text in enumerate(coordination.all_gather("seen", seen, _SECONDS))]

@@ -87,7 +87,7 @@ class Adapter(nnx.Module):
         adapted = jax.lax.stop_gradient(_adapted_kernel(value, a, b, self.scale, 0))
         return y * (self.magnitude[...] / _column_norms(adapted, self.contracted)).astype(y.dtype)
 
-    def measure(self, layer: Linear) -> None:
+    def set_magnitudes(self, layer: Linear) -> None:
         """Set DoRA's magnitudes to the column norms of the layer's current weight, adapter included."""
         if self.magnitude is not None:
             adapted = _adapted_kernel(layer.kernel[...], self.a[...], self.b[...], self.scale, self.stacked)
@@ -156,7 +156,7 @@ def merge_adapters(model: Module) -> Module:
 def set_dora_magnitudes(model: Module) -> Module:
     """Set the magnitudes of all DoRA adapters to the column norms of the current weights, in place."""
     for layer in adapted_layers(model).values():
-        layer.adapter.measure(layer)
+        layer.adapter.set_magnitudes(layer)
     return model
 
 

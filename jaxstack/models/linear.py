@@ -219,7 +219,7 @@ fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_backward)
 def multiply(
     dot_general: DotGeneral, x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int
 ) -> Float[Array, "..."]:
-    """Return x [..., in] @ kernel [in, out] by `dot_general`, where `in` consists of `contracted` dims.
+    """Multiply x by a kernel, contracting the last `contracted` dims of x with the first ones of the kernel.
 
     Without sharding this is a plain two-dimensional matmul: for the weight gradient of a batched one XLA's CPU backend
     transposes the activations. Sharded dims must stay separate.

@@ -39,11 +39,11 @@ def describe_program(
         sections["matmuls"] = {"all": matmuls(module), "fp8": fp8_matmuls(module), "fp8_expected": fp8_expected}
     except (ValueError, AssertionError) as error:  # HLO text of an unknown form must not stop a run
         sections["collectives"] = f"not readable from this compiler's output: {error}"
-    sections["memory"] = predicted_memory(compiled)
+    sections["memory"] = compiler_memory_estimate(compiled)
     return sections
 
 
-def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+def compiler_memory_estimate(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Return the compiler's memory estimate in bytes per device: arguments (state, batch), temporaries, total, host."""
     analysis = compiled.memory_analysis()
     if analysis is None:

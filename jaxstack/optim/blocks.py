@@ -79,7 +79,7 @@ def choose_blocks(shape: Sequence[int], inputs: int, outputs: int, limit: int) -
 
     Args:
       shape: its shape; the last `inputs` + `outputs` dims form its matrix.
-      inputs, outputs: as of `MatrixRule`.
+      inputs, outputs: as of `MatrixShapeRule`.
       limit: largest number of rows and columns of a block. Blocks have equal size; a matrix is padded only if no number
         of blocks up to twice the smallest divides it.
     """

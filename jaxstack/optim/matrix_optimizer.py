@@ -13,7 +13,7 @@ from jaxstack.optim.base import HasShape, Optimizer, RunInfo, is_matrix
 from jaxstack.tree_rules import check_patterns, map_by_path, match
 
 
-class MatrixRule(PathRule):
+class MatrixShapeRule(PathRule):
     """Rule for parameters whose path matches a pattern: how many of their last dims form the two sides of a matrix."""
 
     inputs: int = Field(default=1, ge=1)
@@ -25,10 +25,10 @@ class MatrixRule(PathRule):
 
 
 KNOWN = (
-    MatrixRule(path=r"(^|/)(\w*embed\w*|\w*head)(/|$)", adamw=True),
-    MatrixRule(path=r"(^|/)[qkv]_proj/(kernel|adapter/b)$", outputs=2),
-    MatrixRule(path=r"(^|/)o_proj/(kernel|adapter/a)$", inputs=2),
-    MatrixRule(path=".*"),
+    MatrixShapeRule(path=r"(^|/)(\w*embed\w*|\w*head)(/|$)", adamw=True),
+    MatrixShapeRule(path=r"(^|/)[qkv]_proj/(kernel|adapter/b)$", outputs=2),
+    MatrixShapeRule(path=r"(^|/)o_proj/(kernel|adapter/a)$", inputs=2),
+    MatrixShapeRule(path=".*"),
 )
 """Rules that follow those of the configuration. All heads of an attention projection are one side of one matrix."""
 
@@ -42,7 +42,7 @@ class MatrixOptimizer(Optimizer):
     b1: float = Field(default=0.9, ge=0, lt=1)
     b2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
-    matrices: tuple[MatrixRule, ...] = ()
+    matrices: tuple[MatrixShapeRule, ...] = ()
 
     @abstractmethod
     def matrix_core(self, run: RunInfo) -> optax.GradientTransformation:
@@ -72,7 +72,7 @@ class MatrixOptimizer(Optimizer):
 
         map_by_path(fits, params)
 
-    def rule(self, path: str) -> MatrixRule:
+    def rule(self, path: str) -> MatrixShapeRule:
         """Return the rule for which dims of a parameter form a matrix: the first whose pattern matches its path."""
         return match(path, [(rule.path, rule) for rule in (*self.matrices, *KNOWN)])
 

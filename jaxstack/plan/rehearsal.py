@@ -10,7 +10,7 @@ import numpy as np
 from jaxstack.data.device_batches import abstract_batch
 from jaxstack.distributed.device_setup import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
-from jaxstack.observe.what_ran import predicted_memory
+from jaxstack.observe.what_ran import compiler_memory_estimate
 from jaxstack.parallel import make_mesh
 from jaxstack.plan.gpu_topology import can_compile, device_memory, gpu_topology
 from jaxstack.plan.resolve import resolve_plan
@@ -69,7 +69,7 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
     began = time.perf_counter()
     with lowering_platform("cuda"):
         compiled = trainer.compile(abstract_batch(batch, trainer.rules, rows))
-    memory, usable = predicted_memory(compiled), int(DEVICE_FRACTION * device_memory(kind))
+    memory, usable = compiler_memory_estimate(compiled), int(DEVICE_FRACTION * device_memory(kind))
     kernels = dict.fromkeys((choice.operation, choice.backend) for choice in trainer.choices)
     return {
         "kind": kind,

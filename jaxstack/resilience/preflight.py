@@ -45,7 +45,7 @@ def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
     return _skew(everyone)
 
 
-def check_devices(timeout_seconds: float = 300) -> None:
+def check_same_devices(timeout_seconds: float = 300) -> None:
     """Check that all processes have the same number and kind of devices.
 
     Raises:

@@ -33,7 +33,7 @@ from jaxstack.observe.number_format import plural
 from jaxstack.plan.choose import forecast_here, with_training_layout
 from jaxstack.plan.roofline import describe_roofline, find_peak
 from jaxstack.plan.search import describe_degrees
-from jaxstack.resilience.preflight import check_devices, check_program
+from jaxstack.resilience.preflight import check_program, check_same_devices
 from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.compressed_training import check_masks, describe_compression
@@ -148,7 +148,7 @@ def _start_devices(config: RunConfig) -> int:
     """Initialize the devices, check that all processes have the same number and kind, and return the total number."""
     devices = start_devices(config.parallel.simulate_devices)
     if jax.process_count() > 1:
-        check_devices(config.resilience.connect_seconds)
+        check_same_devices(config.resilience.connect_seconds)
     return devices
 
 

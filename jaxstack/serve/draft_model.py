@@ -22,7 +22,7 @@ from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.base import PageSlots
 from jaxstack.parallel.sharding_context import logical_axis_rules
-from jaxstack.serve.rows import Column, Pages, decode_rows, pack_rows, rows_at
+from jaxstack.serve.rows import Column, Pages, decode_rows, pack_rows, rows_at_step
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
 from jaxstack.serve.step import Programs, limit_vocabulary, make_pages, sampling_of
 
@@ -128,7 +128,7 @@ class DraftPrograms:
             column = first + step
             logits = limit_vocabulary(_resize(logits, vocabulary), self.target.vocab_size)
             branches = [partial(sample, mode=name) for name in get_args(Mode)]
-            tokens = jax.lax.switch(mode, branches, logits, rows_at(rows, step))
+            tokens = jax.lax.switch(mode, branches, logits, rows_at_step(rows, step))
             guessed = guessed.at[lines, column].set(logits, mode="drop")
             return drafted.at[lines, column + 1].set(tokens, mode="drop"), guessed, pages
 
@@ -136,7 +136,7 @@ class DraftPrograms:
             drafted, guessed, pages = carry
             model, column = self.model.module.merge(params, non_params), jnp.minimum(first + step, self.width - 1)
             logits, pages = decode_rows(
-                model, rows_at(rows, step), drafted[lines, column][:, None], pages, together=self.together
+                model, rows_at_step(rows, step), drafted[lines, column][:, None], pages, together=self.together
             )
             return keep(step, logits, pages, drafted, guessed)
 

@@ -124,7 +124,7 @@ def _split(rows: Int[Array, "R columns"], tokens: Int[Array, "R C"]) -> tuple[li
     return [(rows.at[:, Column.COUNT].set(left), tokens[:, :half]), (right, tokens[:, half:])], 1
 
 
-def rows_at(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "R columns"]:
+def rows_at_step(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "R columns"]:
     """Return the row descriptions advanced to step `step` of a multi-step decode program; finished rows get COUNT 0."""
     now = rows.at[:, Column.START].add(step).at[:, Column.INDEX].add(step)
     return now.at[:, Column.COUNT].set((step < rows[:, Column.COUNT]).astype(jnp.int32))

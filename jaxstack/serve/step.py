@@ -17,7 +17,7 @@ from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from jaxstack.serve import schedule
-from jaxstack.serve.rows import Column, Pages, decode_rows, rows_at, run_rows
+from jaxstack.serve.rows import Column, Pages, decode_rows, rows_at_step, run_rows
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
 from jaxstack.serve.schedule import ChunkShape, Row
 from pallas_kernels.target import current_target
@@ -276,7 +276,7 @@ class Programs:
 
         def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
             newest, sampled, pages = carry
-            model, now = self.model.module.merge(params, non_params), rows_at(rows, step)
+            model, now = self.model.module.merge(params, non_params), rows_at_step(rows, step)
             logits, pages = decode_rows(model, now, newest[:, None], pages, halves=halves)
             branches = [partial(self._sample_tokens, mask=None, mode=name) for name in get_args(Mode)]
             tokens = jax.lax.switch(mode, branches, logits, now[:, : Column.PAGES])

@@ -30,7 +30,7 @@ def load_rows(base, first, rows: tl.constexpr, heads: tl.constexpr, length: tl.c
 
 @triton.jit
 def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
-    """Store a tile as rows of one head, from row `first` on, in the dtype of `base`: the reverse of `load_rows`."""
+    """Write a tile to the rows `first`, `first` + 1, ... of one head of the array at `base`, in its dtype."""
     row = tl.arange(0, rows)[:, None]
     column = tl.arange(0, plan.width)[None, :]
     pointers = base + first.to(tl.int64) * (heads * plan.head_dim) + (row * (heads * plan.head_dim) + column)
@@ -49,7 +49,7 @@ def load_block_range(ranges, batch, block, blocks: tl.constexpr, plan: tl.conste
 
 @triton.jit
 def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
-    """Return the index of the `number`-th block that needs a mask (if `masked`) or that needs none (otherwise)."""
+    """Return the index of the `number`-th tile of keys among those that need a mask (`masked`), or among the others."""
     if masked:
         tile = first + number
         tile += tl.where(tile >= first_whole, end_whole - first_whole, 0)

@@ -177,7 +177,7 @@ class _Backward(NamedTuple):
         return cls(options, tiling, grouped, k, v, segments, d_grouped, lse, delta)
 
     def corrected(self, d_lse: jax.Array) -> "_Backward":
-        """Return these inputs with delta's rounding errors corrected, which takes one more pass over all tiles.
+        """Return the backward's inputs with a more exact delta (row sums of dO * O), from one more pass over all tiles.
 
         `self.delta` must not contain d_lse yet; the result does.
         """

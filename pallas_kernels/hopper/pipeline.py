@@ -128,7 +128,7 @@ class Ring:
         lax.fori_loop(0, count, step, None)
 
     def drain(self, count: Index, *empty: Ref) -> None:
-        """Wait in the loading warpgroup until all buffers still in flight have been read, after `count` loads.
+        """Wait, in the loading warpgroup and after its `count` loads, until the consumers have read all buffers.
 
         No barrier may be left in a phase that nobody has waited for.
         """

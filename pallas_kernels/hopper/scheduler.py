@@ -120,7 +120,7 @@ class ClaimedTiles(NamedTuple):
 
 
 def claim_scratch(stages: int) -> ClaimedTiles:
-    """Return the shared-memory types of `ClaimedTiles`, for a kernel with `stages` operand buffers.
+    """Return the shared-memory allocations with which a kernel of `stages` operand buffers claims tiles one by one.
 
     The producer is at most `stages` steps, and so as many tiles, ahead of the consumers: with one slot more, none is
     overwritten before it is read.

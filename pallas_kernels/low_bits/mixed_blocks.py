@@ -78,7 +78,7 @@ def quantize_weights(
 def mixed_matmul(
     x: MixedBlockActivations, w: Int[Array, "N K"], w_scales: Float[Array, "N blocks"]
 ) -> Float[Array, "M N"]:
-    """Return x times the transpose of w: an exact int8 dot with int32 sums for each block, scaled in float32."""
+    """Multiply activations of 8-bit and 4-bit blocks by the transpose of w: int8 products, scaled block by block."""
     blocks = x.scales.shape[1]
     xs, ws = (a.reshape(a.shape[0], blocks, -1) for a in (x.q, w))
     sums = jnp.einsum("mbk,nbk->bmn", xs, ws, preferred_element_type=jnp.int32)

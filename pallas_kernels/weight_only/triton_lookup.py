@@ -2,7 +2,7 @@
 
 Tables of at most 16 values stay in registers. The instruction `prmt` picks four bytes out of the eight of two registers
 by four selectors of four bits each, which are the indices as they are stored: one of them looks up the low bytes of
-four values, another the high bytes. Larger tables are read from the cache for each index. Speed was not measured.
+four values, another the high bytes. Larger tables are read from the cache for each index.
 """
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
@@ -82,7 +82,7 @@ def _load_word(table, first: tl.constexpr, plan: tl.constexpr, like):
 
 @triton.jit
 def load_table(codebook, block, plan: tl.constexpr, like):
-    """Load the lookup table of a block of outputs, for `look_up`.
+    """Load the table of weight values (codebook) of a block of outputs, from which `look_up` reads.
 
     For 4-bit storage these are its bytes, packed four to an int32 register; for 8-bit storage a pointer to it.
     """

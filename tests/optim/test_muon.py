@@ -11,7 +11,7 @@ import pytest
 
 from jaxstack.errors import ConfigError
 from jaxstack.optim.build import build_optimizer
-from jaxstack.optim.matrix_optimizer import MatrixRule
+from jaxstack.optim.matrix_optimizer import MatrixShapeRule
 from jaxstack.optim.optimizers import AdamW, Muon
 from jaxstack.optim.optimizers.muon import orthogonalise
 from tests.small_runs import make_trainer, run_steps, small_config
@@ -93,7 +93,7 @@ def test_embeddings_head_and_vectors_are_moved_by_adamw_and_what_rules_say():
         "bias": normal(2, 4),
         "filter": normal(2, 3, 4, 5),
     }
-    rules = (MatrixRule(path="filter", inputs=3),)
+    rules = (MatrixShapeRule(path="filter", inputs=3),)
     settings = {"clip_norm": None, "weight_decay": 0.0}
 
     def step(optimizer):
@@ -106,15 +106,18 @@ def test_embeddings_head_and_vectors_are_moved_by_adamw_and_what_rules_say():
     assert float(jnp.abs(found["kernel"] - adamw["kernel"]).max()) > 0.1
     flat = update_of("kernel", params["filter"].reshape(24, 5)).reshape(2, 3, 4, 5)
     np.testing.assert_allclose(found["filter"], flat, rtol=1e-4, atol=1e-5)
-    everything = step(Muon(matrices=(MatrixRule(path=".*", adamw=True),), **settings))
+    everything = step(Muon(matrices=(MatrixShapeRule(path=".*", adamw=True),), **settings))
     chex.assert_trees_all_equal(everything, adamw)
 
 
 @pytest.mark.parametrize(
     "rule, said",
     [
-        (MatrixRule(path="kernal"), "optimizer.matrices: 'kernal' matches no parameter"),
-        (MatrixRule(path="kernel", outputs=2), r"1 \+ 2 dims for a matrix, but kernel has the shape \(4, 6\); lower"),
+        (MatrixShapeRule(path="kernal"), "optimizer.matrices: 'kernal' matches no parameter"),
+        (
+            MatrixShapeRule(path="kernel", outputs=2),
+            r"1 \+ 2 dims for a matrix, but kernel has the shape \(4, 6\); lower",
+        ),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(rule, said):

@@ -9,7 +9,7 @@ import functools
 import jax
 import pytest
 
-from jaxstack.observe.what_ran import predicted_memory
+from jaxstack.observe.what_ran import compiler_memory_estimate
 from jaxstack.run_config import load_config
 from tests.hopper_steps import compile_step
 
@@ -31,7 +31,7 @@ def step_bytes(layout: str, length: int) -> int:
     """Bytes of a device for everything in a step on one sequence of this length."""
     sizes = (f"train.sequence_length={length}", f"model.max_position_embeddings={length}")
     _, compiled = compile_step(load_config(None, [*MODEL, *LAYOUTS[layout], *sizes]))
-    return predicted_memory(compiled)["predicted_bytes"]
+    return compiler_memory_estimate(compiled)["predicted_bytes"]
 
 
 @pytest.mark.exhaustive

@@ -26,7 +26,7 @@ class Awq(RoundingMethod):
     needs: ClassVar[frozenset[Statistic]] = frozenset({"hessian", "mean_abs"})
     method: Literal["awq"] = "awq"
 
-    def rescale(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
+    def rescaled_weights(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
         weights, changed = dict(block.weights), {}
         for fold in find_folds(block.config, weights):
             if all(block.methods.get(f"{path}/kernel") == self for path in fold.targets):

@@ -86,7 +86,7 @@ class Method(PathRule):
         del outputs, inputs
         return None
 
-    def rescale(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
+    def rescaled_weights(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
         """Return rescaled weights by path, to replace those of a Transformer layer before its matrices are compressed.
 
         Called once for each distinct method in the layer if `needs` is not empty. The replaced weights must compute

@@ -20,7 +20,10 @@ from pallas_kernels.attention.masks import Layout, Mask
 
 
 class Pattern(Component):
-    """Causal layout for any number of blocks; the layout of fewer blocks must be a corner of the layout of more."""
+    """Base class of causal block-sparse patterns: which blocks of keys each block of queries attends to.
+
+    The layout of n blocks must be the first n rows and columns of the layout of more blocks.
+    """
 
     @abstractmethod
     def layout(self, blocks: int) -> Bool[np.ndarray, "M M"]:
