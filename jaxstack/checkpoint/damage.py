@@ -58,7 +58,7 @@ class DeletionCheck:
         self._report = report
         self._verified: dict[int, Any] = {}
 
-    def passes(self, path: Path, step: int, trusted: bool) -> bool:
+    def is_intact(self, path: Path, step: int, trusted: bool) -> bool:
         """Return True if a checkpoint's files match their hashes, so that older checkpoints may be deleted.
 
         Each checkpoint of an earlier start is read once.

@@ -64,7 +64,7 @@ def check_layout(source: str, wanted: dict[str, LeafSpec], stored: dict[str, Lea
 def initialize_missing_leaves(
     wanted: dict[str, Any], stored: dict[str, LeafSpec], later: Mapping[str, Callable[[], PyTree]]
 ) -> dict[str, Any]:
-    """Create initial values, in the wanted shardings, for the fields in `later` that an older checkpoint lacks.
+    """Create initial values, in the wanted shardings, for fields that were added after a checkpoint was written.
 
     Args:
       wanted: leaves of this run.

@@ -324,7 +324,8 @@ class CheckpointManager:
         try:
             good = [step for step in self.all_steps() if has_right_sizes(self._path(step), step)]
             doomed: tuple[int, ...] = ()
-            verified = lambda step: self._deletion_check.passes(self._path(step), step, trusted=step == committed)  # noqa: E731
+            intact = self._deletion_check.is_intact
+            verified = lambda step: intact(self._path(step), step, trusted=step == committed)  # noqa: E731
             while doomed := steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
                 damaged = [step for step in good if step not in doomed and not verified(step)]
                 if not damaged:

@@ -211,7 +211,7 @@ class _Recorder:
 
 
 def layers_in_order(stack: Stack) -> Iterator[tuple[int, Block]]:
-    """Yield (number, block) of each Transformer layer in forward order; layers stacked for a scan are taken apart."""
+    """Yield (number, block) of each Transformer layer in forward order; stacks of layers are split into single ones."""
     places = sorted(
         (number, index, row)
         for index in range(len(stack.layers))

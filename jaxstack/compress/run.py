@@ -232,7 +232,7 @@ def compress_leaves(
     for number, (path, method) in enumerate(methods.items(), 1):
         report(f"[{number}/{len(methods)}] {path}: {method_name(method)}")
         w = as_matrix(path, leaves[path], dims[path])
-        after[path] = as_parameter(path, method.compress(w, None), dims[path])
+        after[path] = to_parameter_shape(path, method.compress(w, None), dims[path])
     return after
 
 
@@ -243,7 +243,7 @@ def as_matrix(path: str, leaf: jax.Array, dims: WeightDims) -> jax.Array:
     return flat if path.endswith("/table") else flat.reshape(dims.matrix[::-1]).T
 
 
-def as_parameter(path: str, compressed: Compressed, dims: WeightDims) -> PackedWeight | jax.Array:
+def to_parameter_shape(path: str, compressed: Compressed, dims: WeightDims) -> PackedWeight | jax.Array:
     """Reshape a compressed matrix [out, in] to the shape of the model's parameter."""
     if isinstance(compressed, PackedWeight):
         return compressed.with_dims(*dims)
@@ -288,7 +288,7 @@ def as_stored(leaf: Any, recipe: Recipe) -> Any:
     if recipe.vectors == "float32":
         return leaf
     block = BlockFloat(path=".", bits=8, block_size=math.gcd(64, leaf.size))
-    return as_parameter("", block.compress(leaf[None], None), WeightDims(leaf.shape, ()))
+    return to_parameter_shape("", block.compress(leaf[None], None), WeightDims(leaf.shape, ()))
 
 
 def _stored_bytes(leaf: Any) -> int:

@@ -74,8 +74,8 @@ class WeightRule(PathRule):
         del layout
         return w
 
-    def choices(self, layout: MatrixLayout) -> int:
-        """Return how many values a step can draw for one matrix, e.g. ranks to truncate it to; 0: it draws nothing."""
+    def number_of_choices(self, layout: MatrixLayout) -> int:
+        """Return among how many options, such as ranks, a train step picks one at random for a matrix; 0: none."""
         del layout
         return 0
 

@@ -63,7 +63,7 @@ class LowRankRule(WeightRule):
         u, v = split_by_svd(layout.to_matrices(w), self._rank(layout.size))
         return {"u": u, "v": v}
 
-    def choices(self, layout: MatrixLayout) -> int:
+    def number_of_choices(self, layout: MatrixLayout) -> int:
         return self._rank(layout.size)
 
     def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, "*stack"] | None) -> jax.Array:

@@ -205,7 +205,7 @@ class WindowDecoder(Decoder):
         if step is None:
             return model.first_context(length, lengths)
         seen = lengths + step - 1
-        return model.next_context(seen[:, None], seen)
+        return model.decode_context(seen[:, None], seen)
 
     def _enter_step(
         self,

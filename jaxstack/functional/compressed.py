@@ -134,14 +134,14 @@ class CompressedModule(FunctionalModule):
         """
         count, begins, wanted = 0, {}, {}
         for path, (rule, weight) in self.plain.chosen.items():
-            if each := rule.choices(weight.layout):
+            if each := rule.number_of_choices(weight.layout):
                 matrices = np.arange(math.prod(weight.layout.stack_shape), dtype=np.int32)
                 begins[path] = count + each * matrices.reshape(weight.layout.stack_shape)
                 count += each * matrices.size
         if not count:
             return {}
         for path, (rule, weight) in self.chosen.items():
-            if rule.choices(weight.layout):
+            if rule.number_of_choices(weight.layout):
                 wanted[path] = np.empty(weight.layout.stack_shape, np.int32)
         choice = jax.random.randint(key, (), 0, count)
         # In a pipeline, rows without a layer begin at 0 too: what is drawn for them does not matter.

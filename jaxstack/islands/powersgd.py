@@ -25,7 +25,7 @@ class MatrixShape(NamedTuple):
     columns: int
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def full(self) -> tuple[int, ...]:
         """The full shape [*batch, m, n]."""
         return (*self.batch, self.rows, self.columns)
 
@@ -67,7 +67,7 @@ class PowerSGD:
             if shape is None:
                 means[path] = jax.lax.pmean(x, ISLANDS)
                 continue
-            mean, factors[path], error = low_rank_mean((x + errors[path]).reshape(shape.whole), factors[path])
+            mean, factors[path], error = low_rank_mean((x + errors[path]).reshape(shape.full), factors[path])
             means[path], errors[path] = mean.reshape(x.shape), error.reshape(x.shape)
         shared, own = {"factors": nest(factors.items())}, {"error": nest(errors.items())}
         return nest(means.items()), OuterState({**state.shared, **shared}, {**state.own, **own})

@@ -20,8 +20,8 @@ class Limits:
     save: float = 1800.0
     """Limit on a save that training waits for."""
 
-    def of(self, record: Record, suspended: bool = False) -> float:
-        """Return the timeout for the phase that a process is in; for a suspended process, that of a step."""
+    def timeout_of(self, record: Record, suspended: bool = False) -> float:
+        """Return the timeout for the phase that a process is in; a suspended process has that of a train step."""
         if record.phase == "train" or suspended:
             return self.step
         return self.save if record.phase in ("save", "end") else self.start
@@ -48,7 +48,7 @@ def find_stuck(
     silent = {}
     for rank, record in records.items():
         seconds = now - max(record.at, since)
-        if seconds > limits.of(record) or (seconds > limits.step and rank in suspended and suspended[rank]()):
+        if seconds > limits.timeout_of(record) or (seconds > limits.step and rank in suspended and suspended[rank]()):
             silent[rank] = record.at
     return min(silent, key=lambda rank: silent[rank], default=None)
 

@@ -189,7 +189,7 @@ class Supervisor:
 
     def _stuck(self, rank: int, records: dict[int, Record], running: Sequence[Child]) -> str:
         record = records[rank]
-        limit = self.job.limits.of(record, any(child.rank == rank and child.is_stopped() for child in running))
+        limit = self.job.limits.timeout_of(record, any(child.rank == rank and child.is_stopped() for child in running))
         reason = (
             f"rank {rank} gave no sign of life for {time.monotonic() - record.at:.0f} s in phase {record.phase!r} "
             f"at step {record.step} (limit {limit:.0f} s)"

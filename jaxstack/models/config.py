@@ -221,9 +221,9 @@ class ModelConfig(Component):
         size = self.moe.moe_intermediate_size if self.moe is not None else None
         return size or self.feed_forward_size
 
-    def is_mixture(self, layer: int) -> bool:
+    def is_mixture_layer(self, layer: int) -> bool:
         """Return True if layer number `layer`, counted from 0, has a mixture of experts."""
-        return self.moe is not None and self.moe.is_mixture(layer)
+        return self.moe is not None and self.moe.is_mixture_layer(layer)
 
     @property
     def score_divisor(self) -> float:
@@ -256,7 +256,7 @@ class ModelConfig(Component):
 
     def layer_kinds(self) -> list[tuple[int | None, bool]]:
         """Return (window, is mixture of experts) per layer; layers with equal pairs have equal structure."""
-        return [(window, self.is_mixture(layer)) for layer, window in enumerate(self.windows())]
+        return [(window, self.is_mixture_layer(layer)) for layer, window in enumerate(self.windows())]
 
     @property
     def layer_pattern(self) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     rows = (config.max_position_embeddings or 0) if config.positions == "learned" else 0
     vectors += config.attention.count_weight()
     outside = embedding + rows * d + norm + (0 if config.tie_word_embeddings else head)
-    mixtures = sum(map(config.is_mixture, range(layers)))
+    mixtures = sum(map(config.is_mixture_layer, range(layers)))
     dense, routed = _dense_mlp(config), _mixture(config)
     stored = (layers - mixtures) * sum(dense) + mixtures * (routed[0] + routed[2])
     used = (layers - mixtures) * sum(dense) + mixtures * (routed[1] + routed[2])

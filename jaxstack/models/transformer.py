@@ -185,7 +185,7 @@ class Transformer(nnx.Module):
           positions: int32 positions, which continue those in the cache; -1 marks padding, which nothing attends to.
           cache: from `make_cache` or `prefill`, with room for the tokens.
         """
-        context = self.next_context(positions, cache.seen)
+        context = self.decode_context(positions, cache.seen)
         x, layers, _ = self._run(tokens, context, list(cache.layers), None)
         return self.logits(x), _cache(layers, context)
 
@@ -196,8 +196,8 @@ class Transformer(nnx.Module):
         angles, local = self._angles(numbers[None])
         return Context(numbers[None], angles, None, slots, counted=True, local_angles=local)
 
-    def next_context(self, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Context:
-        """Return the `Context` (positions, cache slots) of `decode` for `positions`, after `seen` cached tokens."""
+    def decode_context(self, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Context:
+        """Return the positions and cache slots that `decode` needs for new tokens, after `seen` cached ones."""
         angles, local = self._angles(positions)
         return Context(positions, angles, None, CacheSlots(positions, seen), local_angles=local)
 
@@ -337,4 +337,4 @@ class Transformer(nnx.Module):
 def _cache(layers: Caches, context: Context) -> Cache:
     """Return a `Cache` made of the updated layer caches and the new number of tokens in each row."""
     assert context.slots is not None
-    return Cache(layers or [], context.slots.seen_after)
+    return Cache(layers or [], context.slots.lengths_after)

@@ -82,7 +82,7 @@ def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
             f"model.num_kv_heads ({model.kv_heads}) must be divisible by parallel.tensor ({tensor}), or divide it; "
             f"tensor degrees that fit: {_show(fits)}."
         )
-    if model.feed_forward_size % tensor and not all(map(model.is_mixture, range(model.num_layers))):
+    if model.feed_forward_size % tensor and not all(map(model.is_mixture_layer, range(model.num_layers))):
         problems.append(
             f"model.intermediate_size ({model.feed_forward_size}) must be divisible by parallel.tensor ({tensor}); "
             f"nearest: {near_multiples(model.feed_forward_size, tensor)}."
@@ -162,7 +162,7 @@ def _context_problems(sections: LayoutSections) -> list[str]:
         )
     elif reason := model.attention.length_problem(length // unit):
         problems.append(f"{reason} (train.sequence_length {length} / (2 x parallel.context {context})).")
-    if reason := model.attention.context_problem(method):
+    if reason := model.attention.context_parallel_problem(method):
         problems.append(reason)
     elif model.num_heads % parallel.tensor:
         pass  # `_tensor_problems` reports it

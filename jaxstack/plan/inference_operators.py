@@ -8,7 +8,7 @@ bfloat16. Vocabulary and embeddings are not counted.
 
 import dataclasses
 
-from jaxstack.plan.operators import Operator
+from jaxstack.plan.operators import OperatorCost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ the paper's count has matrices of 3584 columns."""
 GPT2 = Architecture(12, 768, 12, 3072)
 
 
-def encoder_operators(model: Architecture, tokens: int) -> list[Operator]:
+def encoder_operators(model: Architecture, tokens: int) -> list[OperatorCost]:
     """Return FLOPs and bytes of an encoder's forward pass over `tokens` tokens at batch size 1, in four groups."""
     n, d, h, f, layers = tokens, model.width, model.heads, model.feed_forward, model.layers
     head = d // h
@@ -43,10 +43,10 @@ def encoder_operators(model: Architecture, tokens: int) -> list[Operator]:
         ("feed-forward", "matmul", 4 * n * d * f, 2 * d * f + 2 * n * d + 2 * wide),
         ("other", "elementwise", 4 * scores + 6 * n * d + 13 * n * f, 2 * scores + 9 * n * d + 2 * wide),
     ]
-    return [Operator(name, kind, float(flops), float(size), layers) for name, kind, flops, size in parts]
+    return [OperatorCost(name, kind, float(flops), float(size), layers) for name, kind, flops, size in parts]
 
 
-def decoder_operators(model: Architecture, tokens: int) -> list[Operator]:
+def decoder_operators(model: Architecture, tokens: int) -> list[OperatorCost]:
     """Return FLOPs and bytes of generating `tokens` tokens with a KV cache at batch size 1, by kind of operation.
 
     The feed-forward sublayer is four times as wide as the model. Softmax and norms are in "other".
@@ -58,4 +58,4 @@ def decoder_operators(model: Architecture, tokens: int) -> list[Operator]:
         ("attention", "attention", 4 * d * cached, 2 * (d + h) * cached),
         ("other", "elementwise", 4 * h * cached + 58 * d * n, 2 * h * cached + 17 * d * n),
     ]
-    return [Operator(name, kind, float(flops), float(size), layers) for name, kind, flops, size in parts]
+    return [OperatorCost(name, kind, float(flops), float(size), layers) for name, kind, flops, size in parts]

@@ -100,7 +100,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
     d, inner = model.hidden_size, 3 if model.mlp == "gated" else 2
     query, key = (count * model.width_per_head for count in (model.num_heads, model.kv_heads))
     count, moe = count_parameters(model), model.moe
-    mixtures = sum(map(model.is_mixture, range(model.num_layers)))
+    mixtures = sum(map(model.is_mixture_layer, range(model.num_layers)))
     expert = d * model.expert_size * inner if moe else 0
     shared = moe.n_shared_experts * model.expert_size if moe else 0
     dense = d * model.feed_forward_size

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
-class Operator:
-    """FLOPs, bytes and number of calls of an operation of a model, or of several of one kind added up.
+class OperatorCost:
+    """Cost of an operation of a model, or the sum over several of one kind: FLOPs, bytes and number of calls.
 
     Attributes:
       name: what it computes.
@@ -39,17 +39,17 @@ class Operator:
         return self.calls * max(self.flops / peak_flops, self.bytes / bandwidth)
 
 
-def total_flops(operators: Iterable[Operator]) -> float:
+def total_flops(operators: Iterable[OperatorCost]) -> float:
     """Return the total FLOPs of a list of operators, over all their calls."""
     return sum(one.flops * one.calls for one in operators)
 
 
-def total_bytes(operators: Iterable[Operator]) -> float:
+def total_bytes(operators: Iterable[OperatorCost]) -> float:
     """Return the total bytes of memory traffic of a list of operators, over all their calls."""
     return sum(one.bytes * one.calls for one in operators)
 
 
-def total_intensity(operators: Iterable[Operator]) -> float:
+def total_intensity(operators: Iterable[OperatorCost]) -> float:
     """Return the arithmetic intensity of a list of operators taken together, in FLOPs per byte."""
     listed = list(operators)
     return total_flops(listed) / total_bytes(listed)

@@ -15,7 +15,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models import count_parameters
 from jaxstack.models.config import ModelConfig
 from jaxstack.observe.throughput import dense_bf16_peak
-from jaxstack.plan.operators import Operator
+from jaxstack.plan.operators import OperatorCost
 from jaxstack.run_config import RunConfig
 
 # Memory bandwidth in GB/s from NVIDIA's data sheets. The first pattern found in the name of the device wins.
@@ -89,7 +89,7 @@ class Workload:
         return self.rows * self.length / self.context
 
 
-def model_operators(model: ModelConfig, work: Workload) -> list[Operator]:
+def model_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
     """Return the operators of a training step on one device: forward and backward pass, and the optimizer's update.
 
     Args:
@@ -97,7 +97,7 @@ def model_operators(model: ModelConfig, work: Workload) -> list[Operator]:
       work: the part of the step that one device computes.
     """
     layers = model.num_layers * work.microbatches
-    mixtures = sum(map(model.is_mixture, range(model.num_layers))) * work.microbatches
+    mixtures = sum(map(model.is_mixture_layer, range(model.num_layers))) * work.microbatches
     return [
         *_attention_operators(model, work),
         *(_dense_operators(model, work, layers - mixtures) if layers > mixtures else []),
@@ -107,7 +107,7 @@ def model_operators(model: ModelConfig, work: Workload) -> list[Operator]:
     ]
 
 
-def _matmul(name: str, work: Workload, inputs: float, outputs: float, calls: int, weights: float = 1) -> Operator:
+def _matmul(name: str, work: Workload, inputs: float, outputs: float, calls: int, weights: float = 1) -> OperatorCost:
     """Return FLOPs and bytes of multiplying a microbatch's tokens by a weight matrix, forward and backward.
 
     Args:
@@ -120,10 +120,10 @@ def _matmul(name: str, work: Workload, inputs: float, outputs: float, calls: int
     """
     n, size = work.tokens, work.itemsize
     traffic = size * (n * inputs + n * outputs + weights * inputs * outputs)
-    return Operator(name, "matmul", _PASSES * 2 * n * inputs * outputs, _PASSES * traffic, calls)
+    return OperatorCost(name, "matmul", _PASSES * 2 * n * inputs * outputs, _PASSES * traffic, calls)
 
 
-def _attention_operators(model: ModelConfig, work: Workload) -> list[Operator]:
+def _attention_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
     d, h, parts = model.hidden_size, model.width_per_head, work.tensor
     heads, kv = model.num_heads / parts, model.kv_heads / min(parts, model.kv_heads)
     layers = model.num_layers * work.microbatches
@@ -138,11 +138,11 @@ def _attention_operators(model: ModelConfig, work: Workload) -> list[Operator]:
         traffic = _PASSES * work.itemsize * work.tokens * 2 * (heads + kv) * h
         name = "attention" + (f", window {window}" if window else "")
         calls = windows.count(window) * work.microbatches
-        found.append(Operator(name, "attention", flops * work.tokens, traffic, calls))
+        found.append(OperatorCost(name, "attention", flops * work.tokens, traffic, calls))
     return found
 
 
-def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[Operator]:
+def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[OperatorCost]:
     d, f = model.hidden_size, model.feed_forward_size / work.tensor
     inner = 2 if model.mlp == "gated" else 1
     return [
@@ -152,17 +152,17 @@ def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[Ope
     ]
 
 
-def _activation(name: str, work: Workload, width: float, inner: int, calls: int) -> Operator:
+def _activation(name: str, work: Workload, width: float, inner: int, calls: int) -> OperatorCost:
     """Return FLOPs and bytes of an activation function on a microbatch's tokens, forward and backward.
 
     It has about 5 FLOPs per value, and about twice that in the backward pass.
     """
     n = work.tokens
     traffic = work.itemsize * n * width * (inner + 1 + 2 * inner + 1)  # backward: inputs, their gradients, the output's
-    return Operator(name, "elementwise", 15 * n * width, traffic, calls)
+    return OperatorCost(name, "elementwise", 15 * n * width, traffic, calls)
 
 
-def _mixture_operators(model: ModelConfig, work: Workload, calls: int) -> list[Operator]:
+def _mixture_operators(model: ModelConfig, work: Workload, calls: int) -> list[OperatorCost]:
     moe = model.moe
     assert moe is not None
     d, f, inner = model.hidden_size, model.expert_size / work.tensor, 2 if model.mlp == "gated" else 1
@@ -183,22 +183,22 @@ def _mixture_operators(model: ModelConfig, work: Workload, calls: int) -> list[O
     return found
 
 
-def _elementwise_operators(model: ModelConfig, work: Workload, layers: int) -> list[Operator]:
+def _elementwise_operators(model: ModelConfig, work: Workload, layers: int) -> list[OperatorCost]:
     values, size = work.tokens * model.hidden_size, work.itemsize
     norms = 4 if model.post_norms else 2
     found = [
         # Read and write; backward: read the input and the gradient, write a gradient.
-        Operator("norm", "elementwise", 15 * values, 5 * size * values, norms * layers),
-        Operator("residual connection", "elementwise", 2 * values, 5 * size * values, 2 * layers),
+        OperatorCost("norm", "elementwise", 15 * values, 5 * size * values, norms * layers),
+        OperatorCost("residual connection", "elementwise", 2 * values, 5 * size * values, 2 * layers),
     ]
     if model.positions == "rope":
         heads = (model.num_heads + model.kv_heads) / work.tensor
         turned = work.tokens * heads * model.width_per_head
-        found.append(Operator("rotary positions", "elementwise", 6 * turned, 4 * size * turned, layers))
+        found.append(OperatorCost("rotary positions", "elementwise", 6 * turned, 4 * size * turned, layers))
     return found
 
 
-def _end_operators(model: ModelConfig, work: Workload) -> list[Operator]:
+def _end_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
     """Return the operators outside of the layers: embedding, head with loss (per microbatch), optimizer (per step)."""
     d, size = model.hidden_size, work.itemsize
     assert model.vocab_size is not None
@@ -208,10 +208,10 @@ def _end_operators(model: ModelConfig, work: Workload) -> list[Operator]:
     head = size * _PASSES * (n * d + vocabulary * d)
     parameters = count_parameters(model).total / work.optimizer_shards
     return [
-        Operator("embedding", "gather", n * d, (2 * size + 4 + 2 * size) * n * d, work.microbatches),
-        Operator("final norm", "elementwise", 15 * n * d, 5 * size * n * d, work.microbatches),
-        Operator("head and loss", "matmul", _PASSES * 2 * n * d * vocabulary, head, work.microbatches),
-        Operator("optimizer", "elementwise", 15 * parameters, _ADAM_BYTES * parameters),
+        OperatorCost("embedding", "gather", n * d, (2 * size + 4 + 2 * size) * n * d, work.microbatches),
+        OperatorCost("final norm", "elementwise", 15 * n * d, 5 * size * n * d, work.microbatches),
+        OperatorCost("head and loss", "matmul", _PASSES * 2 * n * d * vocabulary, head, work.microbatches),
+        OperatorCost("optimizer", "elementwise", 15 * parameters, _ADAM_BYTES * parameters),
     ]
 
 
@@ -247,7 +247,7 @@ def describe_roofline(config: RunConfig, peak: DevicePeak) -> dict[str, Any]:
     return describe_operators(operators, peak)
 
 
-def describe_operators(operators: Sequence[Operator], peak: DevicePeak) -> dict[str, Any]:
+def describe_operators(operators: Sequence[OperatorCost], peak: DevicePeak) -> dict[str, Any]:
     """Describe operators on the roofline of a device (intensity, time, what limits them), as plain JSON."""
     times = [one.seconds(peak.flops, peak.bandwidth) for one in operators]
     ridge = peak.flops / peak.bandwidth

@@ -86,7 +86,7 @@ class StopRequest:
         return here == self._agreed
 
     def heard(self) -> bool:
-        """Return True if any process got a stop signal; every process calls it once, after its last call of `reached`.
+        """Return True if any process got a stop signal; every process must call it once, at the end of the run.
 
         Raises:
           JaxstackError: another process does not answer for two minutes.

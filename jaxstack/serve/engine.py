@@ -309,7 +309,7 @@ class Engine:
     def _receive(self, sequence: schedule.Sequence, tokens: list[int]) -> None:
         """Append new tokens to the answer of a request; finish it at a stop token or at its token limit."""
         request, added, reason = sequence.handle.request, list[int](), None
-        if not sequence.received:
+        if not sequence.num_read:
             self.stats.prompt_tokens += len(request.prompt)
         for token in tokens:
             if token in request.stop_tokens:
@@ -319,7 +319,7 @@ class Engine:
             sequence.tokens.append(token)
             if request.constraint is not None and not request.constraint.accept(token):
                 reason = "stop"
-            elif sequence.received >= request.max_tokens:
+            elif sequence.num_read >= request.max_tokens:
                 reason = "length"
             if reason is not None:
                 break

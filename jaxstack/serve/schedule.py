@@ -102,11 +102,11 @@ class Sequence:
         self._ngrams: NGramDrafter | None = None
 
     @property
-    def received(self) -> int:
+    def num_read(self) -> int:
         """Number of answer tokens that the host has read from the device."""
         return len(self.tokens) - len(self.handle.request.prompt)
 
-    def draft(self, count: int) -> tuple[int, ...]:
+    def draft_by_ngram(self, count: int) -> tuple[int, ...]:
         """Guess up to `count` next tokens by finding the sequence's last n-gram earlier in its text."""
         if self._ngrams is None:
             self._ngrams = NGramDrafter(self.tokens)
@@ -258,7 +258,7 @@ class Scheduler:
     def _decodes(self, sequence: Sequence) -> bool:
         """Return True if a running request's prompt is done and its next token can be computed now."""
         stepwise = self.draft_tokens or sequence.handle.request.constraint is not None
-        if sequence.filled < sequence.target or (stepwise and sequence.sampled > sequence.received):
+        if sequence.filled < sequence.target or (stepwise and sequence.sampled > sequence.num_read):
             return False
         return sequence.sampled < sequence.handle.request.max_tokens and sequence.filled < self.context
 
@@ -273,7 +273,7 @@ class Scheduler:
             return ()
         if self._draft_model:
             return (-1,) * count
-        drafts = sequence.draft(count)
+        drafts = sequence.draft_by_ngram(count)
         return drafts if self._take_pages(sequence, sequence.filled + 1 + len(drafts)) else ()
 
     def _add_steps(self, decoded: Rows[Row]) -> None:
@@ -312,7 +312,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release_slot(sequence)
         # With a draft model the next token must come from a decoded row, as it would have without preemption.
-        decodes = self._draft_model and sequence.received > 0
+        decodes = self._draft_model and sequence.num_read > 0
         sequence.filled, sequence.exact, sequence.target = 0, 0, len(sequence.tokens) - decodes
         self.waiting.appendleft(sequence)
 

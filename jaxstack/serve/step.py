@@ -196,7 +196,7 @@ class Programs:
         return repeated
 
     def compile_sampling(self, totals: Iterable[int]) -> None:
-        """Compile the sampling program for these batch sizes in each sampling mode (greedy, free, limited)."""
+        """Compile sampling for these batch sizes in each mode: greedy, with a temperature only, with top-k or top-p."""
         with jax.set_mesh(self.model.rules.mesh):
             for total in sorted(totals):
                 rows = self.describe([], total)[:, : Column.PAGES]

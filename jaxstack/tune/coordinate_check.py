@@ -86,7 +86,7 @@ def widen(model: ModelConfig, width: int) -> ModelConfig:
     return model.model_copy(update=changed)
 
 
-def parametrize(config: RunConfig, width: int, parametrization: str) -> RunConfig:
+def config_at_width(config: RunConfig, width: int, parametrization: str) -> RunConfig:
     """Return a run's configuration with its model at another width; for muP, the original width is the base width.
 
     Raises:
@@ -127,7 +127,7 @@ def check_coordinates(
             "train": config.train.model_copy(update={"steps": steps}),
         }
     )
-    runs = {(p, w): parametrize(config, w, p) for p in PARAMETRIZATIONS for w in widths}
+    runs = {(p, w): config_at_width(config, w, p) for p in PARAMETRIZATIONS for w in widths}
     found: dict[tuple[str, str], list[float]] = {(p, q): [] for p in PARAMETRIZATIONS for q in QUANTITIES}
     for (parametrization, width), run in runs.items():
         sizes = _measure(run, data, steps)

@@ -87,7 +87,7 @@ def sum_over_queries(gradient: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def per_query(statistic: jax.Array) -> jax.Array:
-    """Reshape a row statistic [B, K, G, T] to [B, T, K, G, 1], to multiply with [B, T, K, G, H]."""
+    """Reshape values of queries, such as their log-sum-exp, from [B, K, G, T] to [B, T, K, G, 1], to scale outputs."""
     return jnp.moveaxis(statistic, -1, 1)[..., None]
 
 

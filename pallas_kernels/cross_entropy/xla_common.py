@@ -45,7 +45,9 @@ def label_mask(labels: jax.Array, vocabulary: int, options: Options) -> jax.Arra
 
 
 def log_sum_exp(logits: jax.Array, labels: jax.Array, options: Options, group: int = 1) -> tuple[jax.Array, jax.Array]:
-    """Return the log-sum-exp over the whole vocabulary and the label's logit (0 on devices without it), both [...].
+    """Return each token's log-sum-exp over the whole vocabulary, and the logit of its label.
+
+    The label's logit is 0 on devices whose part of the vocabulary lacks the label. Both results are [...].
 
     Args:
         logits: this device's logits [..., V], before the soft cap.

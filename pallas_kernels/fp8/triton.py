@@ -117,7 +117,7 @@ class QuantizedWithTranspose(NamedTuple):
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Return (x, x.T), both quantized with a scale per 128 values of a row, for each x that `source` computes."""
+    """Quantize each array x that `source` computes, and its transpose, with a scale per 128 values of a row."""
     if not kernel_applies(arrays[0]):
         return blockwise.quantize_both(source, arrays)
     rows, columns = shape = arrays[0].shape

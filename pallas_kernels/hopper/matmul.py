@@ -205,7 +205,7 @@ def drain(product: TiledProduct, buffers: ProductBuffers, count: Index) -> None:
 def multiply_tile(
     product: TiledProduct, buffers: ProductBuffers, number: Index, finish: Callable[[jax.Array], None]
 ) -> None:
-    """Compute this warpgroup's half of the `number`-th tile and call finish(half), with half [64, columns] float32."""
+    """Compute this warpgroup's half of output tile `number`, and pass it to `finish` as float32 [64, columns]."""
     rows = pl.ds(lax.axis_index("warpgroup") * wgmma.ROWS, wgmma.ROWS)
 
     def operands(slot: Index) -> tuple[Ref, Ref]:

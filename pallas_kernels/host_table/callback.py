@@ -7,7 +7,7 @@ from pallas_kernels.host_table.request import HostGatherRequest
 
 
 def unsupported_reason(request: HostGatherRequest) -> str | None:
-    """Return None: this backend can compute every gather."""
+    """Return why this backend cannot compute a gather: always None, as it can compute all."""
     del request
     return None
 

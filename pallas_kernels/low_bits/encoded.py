@@ -65,8 +65,8 @@ def sort_channels(x: Float[Array, "*dims N H"], order: Int[Array, "K H"] | None)
     return jnp.take_along_axis(grouped, order[(None,) * (x.ndim - 2)][..., None, :], axis=-1).reshape(x.shape)
 
 
-def sort_queries(q: Float[Array, "*dims N H"], keys: Stored) -> Float[Array, "*dims N H"]:
-    """Permute the channels of queries like those of `keys`, so that every score q . k stays the same."""
+def permute_query_channels(q: Float[Array, "*dims N H"], keys: Stored) -> Float[Array, "*dims N H"]:
+    """Put the channels of queries into the order of the channels of `keys`; every score q . k stays the same."""
     return sort_channels(q, keys.order if isinstance(keys, Encoded) else None)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import AnyArray
-from pallas_kernels.low_bits.encoded import Encoded, Stored, sort_queries, without_order
+from pallas_kernels.low_bits.encoded import Encoded, Stored, permute_query_channels, without_order
 from pallas_kernels.target import Target, current_target
 
 
@@ -77,7 +77,7 @@ def make_request(
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{name} must be integers, got {array.dtype}")
     return PagedAttentionRequest(
-        q if not isinstance(k_pages, Encoded) else sort_queries(q, k_pages),
+        q if not isinstance(k_pages, Encoded) else permute_query_channels(q, k_pages),
         without_order(k_pages) if isinstance(k_pages, Encoded) else jnp.asarray(k_pages),
         without_order(v_pages) if isinstance(v_pages, Encoded) else jnp.asarray(v_pages),
         *k_shape[1:3],

@@ -161,7 +161,7 @@ def pack_tile_float(bits: int, q: Int[Array, "out in"], exponents: Int[Array, "t
 
 
 def pack_low_rank(u: Float[Array, "out rank"], v: Float[Array, "rank in"]) -> PackedWeight:
-    """Pack two low-rank factors as the weight u @ v."""
+    """Pack the factors u and v of a low-rank weight u @ v, without multiplying them."""
     return _pack(LowRankFormat(), {"u": u, "v": v}, (u.shape[0], v.shape[1]))
 
 

@@ -12,7 +12,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.config import Recipe
 from jaxstack.compress.methods import Magnitude, Rtn
 from jaxstack.compress.recipe import WeightDims, load_recipe
-from jaxstack.compress.run import CompressOptions, as_matrix, as_parameter, compress
+from jaxstack.compress.run import CompressOptions, as_matrix, compress, to_parameter_shape
 from jaxstack.config.loader import dump_yaml
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.sampling import Sampling
@@ -82,8 +82,8 @@ def test_a_matrix_goes_back_to_the_weight_that_it_comes_from(path, dims):
     w = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     matrix = as_matrix(path, w, dims)
     assert matrix.shape == dims.matrix
-    np.testing.assert_array_equal(as_parameter(path, matrix, dims), w)
-    packed = as_parameter(path, pack_nearest(Grid(8), matrix), dims)
+    np.testing.assert_array_equal(to_parameter_shape(path, matrix, dims), w)
+    packed = to_parameter_shape(path, pack_nearest(Grid(8), matrix), dims)
     np.testing.assert_allclose(dense_parameter(path, packed), w, atol=0.5)
 
 

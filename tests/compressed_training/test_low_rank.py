@@ -26,7 +26,7 @@ def fit(target: jax.Array, rule: LowRankRule, steps: int) -> dict[str, jax.Array
         stored, state = carry
 
         def loss(stored):
-            choice = jax.random.randint(key, (), 0, rule.choices(LAYOUT))
+            choice = jax.random.randint(key, (), 0, rule.number_of_choices(LAYOUT))
             w = LAYOUT.to_matrices(rule.use(stored, LAYOUT, choice))
             return jnp.sum(jnp.square(w - target)) + rule.loss_term(stored, LAYOUT)
 

@@ -137,7 +137,7 @@ def test_the_penalty_is_a_part_of_the_gradient():
     assert isinstance(trainer.module, CompressedModule)
     layout = trainer.module.chosen["first/kernel"][1].layout
     before, key = jax.device_get(trainer.state.params), jax.random.fold_in(trainer.state.key, 0)
-    choice = jax.random.randint(jax.random.fold_in(key, 2), (), 0, rule.choices(layout))
+    choice = jax.random.randint(jax.random.fold_in(key, 2), (), 0, rule.number_of_choices(layout))
 
     def objective(stored: dict) -> jax.Array:
         kernel = rule.use(stored, layout, choice)

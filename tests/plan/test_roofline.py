@@ -18,7 +18,7 @@ from jaxstack.plan.inference_operators import (
     decoder_operators,
     encoder_operators,
 )
-from jaxstack.plan.operators import Operator, total_bytes, total_flops, total_intensity
+from jaxstack.plan.operators import OperatorCost, total_bytes, total_flops, total_intensity
 from jaxstack.plan.roofline import Workload, describe_operators, find_peak, model_operators
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -96,7 +96,7 @@ def test_smaller_microbatches_have_lower_intensity():
 
 
 def test_time_on_the_roofline():
-    compute, memory = Operator("a", "matmul", 2e12, 1e9, 3), Operator("b", "elementwise", 1e9, 2e12)
+    compute, memory = OperatorCost("a", "matmul", 2e12, 1e9, 3), OperatorCost("b", "elementwise", 1e9, 2e12)
     assert compute.seconds(1e12, 1e12) == 6 and memory.seconds(1e12, 1e12) == 2
     assert total_bytes([compute, memory]) == 2.003e12
 

@@ -10,7 +10,7 @@ from pallas_kernels.weight_only.packed import pack_float8
 
 
 class Fp8(Method):
-    """Rounds each weight to FP8 (e4m3), with a scale that places the largest of each output at 448.
+    """Rounds weights to FP8 (e4m3), with a scale for each output that maps its largest weight to 448, the FP8 maximum.
 
     The relative precision is the same for large and small weights, where integers have the same absolute one. Needs no
     calibration text.

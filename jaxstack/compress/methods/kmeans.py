@@ -34,7 +34,7 @@ class KMeans(Method):
 
 
 def find_cluster_centers(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
-    """Find the 2^bits k-means centers of a matrix, ascending, given the number of weights of each bfloat16 value.
+    """Find the 2^bits k-means centers of a matrix, ascending, from a histogram of its bfloat16 values.
 
     k-means runs from three starts: equal steps between the smallest and the largest weight, which suits long tails;
     quantiles; and the distinct weights themselves, which suits weights of few values. The result with the least

@@ -10,8 +10,8 @@ from jaxstack.data.augmentations.row_documents import (
     Document,
     has_targets,
     join_documents,
-    split_document_start,
     split_row,
+    split_start_id,
 )
 from jaxstack.data.packing import IGNORE
 from jaxstack.data.token_rows import Row
@@ -56,7 +56,7 @@ class FillInTheMiddle(TextAugmentation):
         return join_documents(documents, row, start)
 
     def _reordered(self, document: Document, random: np.random.Generator, start: int) -> Document:
-        opening, body = split_document_start(document, start)
+        opening, body = split_start_id(document, start)
         if len(body) < _SHORTEST:
             return document
         assert self.sentinel_ids is not None

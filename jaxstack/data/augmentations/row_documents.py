@@ -46,7 +46,7 @@ def has_targets(document: Document) -> bool:
     return bool((document[1] != IGNORE).any())
 
 
-def split_document_start(document: Document, document_start: int) -> tuple[np.ndarray, np.ndarray]:
+def split_start_id(document: Document, document_start: int) -> tuple[np.ndarray, np.ndarray]:
     """Split a document's ids into its document-start id (an array of 0 or 1 ids) and the ids after it."""
     tokens = document[0]
     opens = int(len(tokens) > 0 and tokens[0] == document_start)

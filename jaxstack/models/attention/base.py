@@ -89,7 +89,7 @@ class CacheSlots(NamedTuple):
     """Places of the tokens where the cache is in pages; the tokens of all sequences are then packed in one row."""
 
     @property
-    def seen_after(self) -> Int[Array, " B"]:
+    def lengths_after(self) -> Int[Array, " B"]:
         """Number of tokens that each row has in the cache after this call."""
         return jnp.maximum(self.seen, self.queries.max(axis=1) + 1)
 
@@ -136,7 +136,7 @@ class AttentionKind(Component):
         Raises:
           ValueError: the devices of the axis do not divide the heads, or another method was asked for.
         """
-        problem = self.context_problem(context_method())
+        problem = self.context_parallel_problem(context_method())
         if problem:
             raise ValueError(problem)
 
@@ -145,7 +145,7 @@ class AttentionKind(Component):
 
         return with_whole_sequences(attend, q, k, v, segment_ids, axis_name=axis_name)
 
-    def context_problem(self, method: str | None) -> str | None:
+    def context_parallel_problem(self, method: str | None) -> str | None:
         """Return why this kind does not support a method of context parallelism, or None if it does.
 
         Args:

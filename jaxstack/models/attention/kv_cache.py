@@ -16,7 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
 from jaxstack.models.attention.cache_formats import empty_keys_and_values
-from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, sort_queries, without_order
+from pallas_kernels.low_bits.encoded import (
+    Stored,
+    decode,
+    encode_like,
+    map_stored,
+    permute_query_channels,
+    without_order,
+)
 from pallas_kernels.paged_attention.api import paged_attention, reads_pages_in_place
 
 
@@ -77,7 +84,7 @@ def put(
     size, positions = cache.slots, slots.queries
     pinned = _pinned(size, pinned)
     ring = pinned + jnp.mod(positions - pinned, size - pinned)
-    kept = (positions >= slots.seen_after[:, None] - (size - pinned)) | (positions < pinned)
+    kept = (positions >= slots.lengths_after[:, None] - (size - pinned)) | (positions < pinned)
     slot = jnp.where(positions < pinned, positions, ring)
     slot = jnp.where(kept & (positions >= 0), slot, size)
 
@@ -104,7 +111,7 @@ def extend(
     """
     after, size = put(cache, k, v, slots, pinned), cache.slots
     if k.shape[1] == 1:
-        return after, after, slot_positions(slots.seen_after, size, pinned)
+        return after, after, slot_positions(slots.lengths_after, size, pinned)
 
     # The later of several tokens may overwrite keys that the earlier ones still see.
     def append(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -117,14 +124,14 @@ def extend(
 def attend_to(
     q: Float[Array, "B T N H"], seen: KeyCache, visible: Bool[Array, "#B #T S"], heads: AttentionSpec
 ) -> Float[Array, "B T N H"]:
-    """Compute attention of queries to cached keys and values, where `visible` is True.
+    """Compute attention of queries to the cached keys and values that the mask `visible` allows.
 
     Decoding reads the whole cache once per token and is limited by memory bandwidth, so a plain einsum is as fast as a
     kernel where the cache is full.
     """
     batch, length, num_heads, width = q.shape
     k, v = decode(seen.key, q.dtype), decode(seen.value, q.dtype)
-    q = sort_queries(q, seen.key).reshape(batch, length, k.shape[1], -1, width)
+    q = permute_query_channels(q, seen.key).reshape(batch, length, k.shape[1], -1, width)
     scores = jnp.einsum("btkgh,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * heads.scale
     if heads.soft_cap:
         scores = jnp.tanh(scores / heads.soft_cap) * heads.soft_cap
@@ -160,7 +167,7 @@ def attend_newest(
 
     k_pages, v_pages = map_stored(as_pages, without_order(cache.key)), map_stored(as_pages, cache.value)
     table = np.arange(sequences, dtype=np.int32)[:, None]
-    rows = sort_queries(q, cache.key).reshape(sequences, 1, -1, q.shape[-1])
+    rows = permute_query_channels(q, cache.key).reshape(sequences, 1, -1, q.shape[-1])
     call = (rows, k_pages, v_pages, table, jnp.repeat(lengths, key_heads))
     if implementation is None and not reads_pages_in_place(*call):
         return None

@@ -37,7 +37,7 @@ class MaskedSoftmax(AttentionKind):
         slots: CacheSlots,
         heads: AttentionSpec,
     ) -> KeyCache:
-        return store(cache, k, v, slots.seen_after, self.keys_kept(heads)[0])
+        return store(cache, k, v, slots.lengths_after, self.keys_kept(heads)[0])
 
     def decode(
         self,

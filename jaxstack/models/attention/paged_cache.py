@@ -16,7 +16,7 @@ from jaxstack.models.attention.cache_formats import empty_keys_and_values
 from jaxstack.parallel import current_rules, with_local_heads
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention
-from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, sort_queries
+from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, permute_query_channels
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.target import current_target
 
@@ -159,7 +159,9 @@ def _attend_copies(
         )
         return cast(jax.Array, out)
 
-    return with_local_heads(attend, sort_queries(q, cache.key), k, v, jnp.zeros(q.shape[:2], jnp.int32), key_segments)
+    return with_local_heads(
+        attend, permute_query_channels(q, cache.key), k, v, jnp.zeros(q.shape[:2], jnp.int32), key_segments
+    )
 
 
 def _write(pages: Stored, new: jax.Array, write: Int[Array, " T"]) -> Stored:

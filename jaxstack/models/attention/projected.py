@@ -119,7 +119,7 @@ class ProjectedAttention(AttentionKind):
     def exchanges_heads(self, method: str | None) -> bool:
         return False
 
-    def context_problem(self, method: str | None) -> str | None:
+    def context_parallel_problem(self, method: str | None) -> str | None:
         if method is None:
             return None
         return f"attention.name projected sums its summaries over the devices; leave context_method ({method}) out."
@@ -148,7 +148,7 @@ class ProjectedAttention(AttentionKind):
         heads: AttentionSpec,
     ) -> ProjectedCache:
         return ProjectedCache(
-            store(cache.block, k, v, slots.seen_after), self._add_tokens(cache.summaries, k, v, slots)
+            store(cache.block, k, v, slots.lengths_after), self._add_tokens(cache.summaries, k, v, slots)
         )
 
     def decode(

@@ -69,7 +69,7 @@ class SoftmaxAttention(MaskedSoftmax):
             implementation=heads.implementation,
         )
 
-    def context_problem(self, method: str | None) -> str | None:
+    def context_parallel_problem(self, method: str | None) -> str | None:
         return None
 
     def exchanges_heads(self, method: str | None) -> bool:
@@ -91,7 +91,7 @@ class SoftmaxAttention(MaskedSoftmax):
             return attend_pages(q, k, v, cache, slots.pages, heads)
         if q.shape[1] == 1 and heads.window is None:
             after = put(cache, k, v, slots)
-            out = attend_newest(q, after, slots.seen_after, heads)
+            out = attend_newest(q, after, slots.lengths_after, heads)
             if out is not None:
                 return out, after
         return super().decode(q, k, v, cache, slots, heads)

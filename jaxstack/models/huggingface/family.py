@@ -116,7 +116,7 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     if moe is not None:
         moe = {key: value for key, value in moe.items() if key not in _NOT_COMPARED_OF_EXPERTS}
         moe["moe_intermediate_size"] = model.expert_size
-    dense = not all(model.is_mixture(layer) for layer in range(model.num_layers))
+    dense = not all(model.is_mixture_layer(layer) for layer in range(model.num_layers))
     return {
         **values,
         "moe": moe,

@@ -24,7 +24,7 @@ from jaxstack.models.huggingface.quantized_weights import (
     describe_quantization_differences,
     open_quantized,
 )
-from jaxstack.models.huggingface.tensors import bounded, whole
+from jaxstack.models.huggingface.tensors import explicit_slices, whole
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, make_rules
 from pallas_kernels import PackedWeight
@@ -183,7 +183,7 @@ def _read_leaf(files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding |
         return _read_part(files, leaf, whole(leaf.shape), None)
     places: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-        cut = bounded(index or (), leaf.shape) if index else whole(leaf.shape)
+        cut = explicit_slices(index or (), leaf.shape) if index else whole(leaf.shape)
         places.setdefault(tuple((c.start, c.stop) for c in cut), []).append(device)
     parts = []
     for cut, devices in places.items():

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int8, Int32
 from jaxstack.errors import ConfigError
 from jaxstack.models.huggingface.files import WeightFiles
 from jaxstack.models.huggingface.quantization_config import Quantization, Scheme
-from jaxstack.models.huggingface.tensors import bounded
+from jaxstack.models.huggingface.tensors import explicit_slices
 from jaxstack.parallel.packed_weights import place_packed
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
@@ -88,7 +88,7 @@ class QuantizedTensor:
 
     def __getitem__(self, index: Any) -> Float[np.ndarray, "rows columns"]:
         index = index if isinstance(index, tuple) else (index,)
-        rows, columns = bounded((*index, slice(None))[:2], self.shape)
+        rows, columns = explicit_slices((*index, slice(None))[:2], self.shape)
         values = self._integers(rows)[:, columns].astype(np.float32)
         if (zeros := self._zeros(rows)) is not None:
             values -= self._by_column(zeros, rows)[:, columns]

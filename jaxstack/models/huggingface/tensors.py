@@ -70,6 +70,6 @@ def whole(shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in shape)
 
 
-def bounded(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return `index` with an explicit start and stop in every dim, for an array of the given shape."""
+def explicit_slices(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return array slices with an explicit start and stop in every dim, such as [0:4, 2:8] for [:, 2:]."""
     return tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))

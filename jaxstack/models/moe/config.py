@@ -56,6 +56,6 @@ class MoEConfig(Component):
             )
         return self
 
-    def is_mixture(self, layer: int) -> bool:
+    def is_mixture_layer(self, layer: int) -> bool:
         """Return True if layer number `layer`, counted from 0, has a mixture of experts."""
         return layer >= self.first_k_dense_replace and (layer + 1) % self.decoder_sparse_step == 0

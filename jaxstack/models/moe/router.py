@@ -31,7 +31,7 @@ def route(
     sequence_axes: tuple[str, ...] = (),
     dropless: bool = False,
 ) -> Routing:
-    """Choose the k experts with the highest router scores for each token, and compute weights and losses.
+    """Choose the k experts with the highest scores for each token; compute their weights and the load-balancing losses.
 
     Args:
       logits: router logits, float32.

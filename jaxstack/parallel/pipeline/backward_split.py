@@ -41,7 +41,7 @@ class SplitBackward:
         return dx, self._tree(done), rest[len(self.early) :]
 
     def weights(self, kept: list[jax.Array]) -> Any:
-        """Run the second half of the backward pass on the values that the first kept: return the late weight gradients.
+        """Compute the weight gradients that the first half of the backward pass postponed, from the values it saved.
 
         The tree of weight gradients has None where the first half computed them.
         """

@@ -85,13 +85,12 @@ def execute(
     The `shard_map` must be manual over `axis`.
 
     Args:
-      layers: weights of this stage's rows, leading dim `layout.chunks * layout.rows`, in the order of `layout.order`.
+      layers: weights of this stage's groups of layers [chunks * most_groups, ...], in the order of `layout.order`.
       ends: weights of embedding and head, equal on all stages.
       unroll: the layers of a stage one after the other instead of in a loop, where each stage has equally many (not
         with several chunks and weight gradients of their own): compiles longer, and copies no weights.
 
-    Returns:
-      The sums of this device alone: what the stages did must be added up over `axis`.
+    Returns the sums of this device alone: what the stages did must be added up over `axis`.
     """
     return _Executor(schedule, layout, functions, layers, ends, axis, unroll).run()
 
@@ -111,7 +110,7 @@ class _Executor:
         self.layers, self.ends, self.axis = layers, ends, axis
         self.unroll = unroll and layout.is_even and (layout.chunks == 1 or not schedule.splits_backward)
         if self.unroll:  # a buffer for each layer, made once a step
-            self.layers = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(layout.chunks * layout.rows)]
+            self.layers = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(layout.chunks * layout.most_groups)]
         self.stage = lax.axis_index(axis)
         self.program: Program = make_program(schedule)
         self.trains = any(task.kind == "B" for _, _, _, task in schedule.tasks())
@@ -142,7 +141,7 @@ class _Executor:
         return totals
 
     def _start(self) -> _State:
-        program, rows = self.program, self.layout.rows
+        program, rows = self.program, self.layout.most_groups
         like = self.x
 
         def buffer(entries: int, *shape: int, dtype: Any = like.dtype) -> jax.Array:
@@ -172,7 +171,7 @@ class _Executor:
         row = jax.eval_shape(lambda: self.functions.sum_layer(self._row(0)))
         if self.unroll:
             return [jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), row) for _ in self.layers]
-        rows = self.layout.chunks * self.layout.rows
+        rows = self.layout.chunks * self.layout.most_groups
         return jax.tree.map(lambda w: jnp.zeros((rows, *w.shape), jnp.float32), row)
 
     def _tick(self, state: _State, row: dict[str, jax.Array]) -> _State:
@@ -342,18 +341,18 @@ class _Executor:
         return self._for_rows(chunk, step, total)
 
     def _for_rows(self, chunk: Any, step: Callable[[Any, Any], Any], start: Any) -> Any:
-        if self.layout.rows == 1 or self.unroll:
-            for i in range(self.layout.rows):
+        if self.layout.most_groups == 1 or self.unroll:
+            for i in range(self.layout.most_groups):
                 start = step(i, start)
             return start
         # A number of layers that differs from stage to stage costs the loop on a GPU a look at it each time.
         return lax.fori_loop(0, self._count(chunk), step, start)
 
     def _count(self, chunk: Any) -> Any:
-        return self.layout.rows if self.layout.is_even else self.counts[chunk]
+        return self.layout.most_groups if self.layout.is_even else self.counts[chunk]
 
     def _place(self, chunk: Any, i: Any) -> Any:
-        return i if self.layout.chunks == 1 else chunk * self.layout.rows + i
+        return i if self.layout.chunks == 1 else chunk * self.layout.most_groups + i
 
     def _row(self, place: Any) -> Any:
         if self.unroll:

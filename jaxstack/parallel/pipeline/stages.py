@@ -30,8 +30,8 @@ class StageLayout:
             )
 
     @property
-    def rows(self) -> int:
-        """Maximum number of layer groups of a virtual stage; all virtual stages have storage for this many."""
+    def most_groups(self) -> int:
+        """Largest number of layer groups in any virtual stage; the storage of each has this size."""
         return -(-self.groups // (self.stages * self.chunks))
 
     @property
@@ -49,12 +49,12 @@ class StageLayout:
     @property
     def order(self) -> np.ndarray:
         """Index of the layer group in each storage row of each stage, int32 [stages, chunks x rows]; -1: empty row."""
-        found = np.full((self.stages, self.chunks, self.rows), -1, np.int32)
+        found = np.full((self.stages, self.chunks, self.most_groups), -1, np.int32)
         ends = np.cumsum(self.counts.T.reshape(-1))
         for virtual, end in enumerate(ends):
             count = self.counts[virtual % self.stages, virtual // self.stages]
             found[virtual % self.stages, virtual // self.stages, :count] = np.arange(end - count, end)
-        return found.reshape(self.stages, self.chunks * self.rows)
+        return found.reshape(self.stages, self.chunks * self.most_groups)
 
     @property
     def is_canonical(self) -> bool:

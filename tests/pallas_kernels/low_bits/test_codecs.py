@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.low_bits.codecs import BlockFloatCodec, Fp8Codec, IntegerCodec, pack_nibbles, unpack_nibbles
-from pallas_kernels.low_bits.encoded import Encoded, decode, encode_like, round_trip, sort_channels, sort_queries
+from pallas_kernels.low_bits.encoded import (
+    Encoded,
+    decode,
+    encode_like,
+    permute_query_channels,
+    round_trip,
+    sort_channels,
+)
 from pallas_kernels.weight_only.rounding_grid import Grid
 
 
@@ -63,7 +70,7 @@ def test_the_channel_sort_is_a_permutation_of_products():
     order = jnp.asarray(np.stack([random.permutation(32) for _ in range(2)]), jnp.int32)
     q, k = (jnp.asarray(random.integers(-99, 99, s), jnp.float32) for s in ((1, 5, 4, 32), (1, 7, 2, 32)))
     keys = Encoded((), order, Fp8Codec())
-    sorted_q, sorted_k = sort_queries(q, keys), sort_channels(k, order)
+    sorted_q, sorted_k = permute_query_channels(q, keys), sort_channels(k, order)
 
     def scores(q, k):
         return jnp.einsum("btkgh,bskh->bkgts", q.reshape(1, 5, 2, 2, 32), k)

@@ -15,7 +15,7 @@ def test_every_group_has_one_place_and_virtual_stages_follow_one_another(groups,
             StageLayout(groups, stages, chunks)
         return
     layout = StageLayout(groups, stages, chunks)
-    order = layout.order.reshape(stages, chunks, layout.rows)
+    order = layout.order.reshape(stages, chunks, layout.most_groups)
     walked = [g for chunk in range(chunks) for stage in range(stages) for g in order[stage, chunk] if g >= 0]
     assert walked == list(range(groups))
     np.testing.assert_array_equal(layout.order.reshape(-1)[layout.places], np.arange(groups))
