@@ -38,7 +38,7 @@ class Rule(Protocol):
     def start_block(
         self, data: Any, w: Float[Array, "out block"], diagonal: Float[Array, " block"], start: Int[Array, ""] | int
     ) -> State:
-        """Return the rule's state for the block of columns from `start`, whose weights before the sweep are w."""
+        """Prepare to prune or round one block of columns with current weights w; return the rule's state for it."""
         ...
 
     def column(

@@ -67,7 +67,7 @@ class OverlappedExchange(Exchange, Protocol):
         ...
 
     def send(self, phase: int, changes: dict[str, jax.Array], state: OuterState) -> OuterState:
-        """Communicate the result of `compute_changes` while a train step runs; return the new state."""
+        """Exchange the result of `compute_changes` between device groups during a train step; return the new state."""
         ...
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:

@@ -61,7 +61,7 @@ class LayoutTable:
         return LayoutTable({name: column[rows] for name, column in self.columns.items()})
 
     def configuration(self, row: int, config: RunConfig) -> RunConfig:
-        """Return the configuration with the layout of this row, ready for `jaxstack train`."""
+        """Return a copy of the run configuration that uses the parallel layout in row `row` of this table."""
         value = {name: int(column[row]) for name, column in self.columns.items()}
         stages = value["pipeline"] > 1
         pipeline = {

@@ -119,7 +119,7 @@ def _gradients(shape: ModelShape, layouts: LayoutTable) -> Floats:
 
 
 def usable_shards(shape: ModelShape, shards: Floats) -> Floats:
-    """Return the number of shards of a matrix for each layout: `shards` if it divides a width of the model, else 1."""
+    """Return, for each layout, how many ways to split a matrix: `shards` if it divides a layer width, else 1."""
     widths = {shape.hidden, shape.feed_forward, shape.expert_width} - {0}
     return np.where(np.any([width % shards == 0 for width in widths], axis=0), shards, 1)
 

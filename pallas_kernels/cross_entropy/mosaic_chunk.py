@@ -1,4 +1,4 @@
-"""Loss and gradient of a chunk of tokens from the exponentials of its logits.
+"""Computes loss and logit gradients of a chunk of tokens from a Hopper kernel's exp(logit - mean logit).
 
 Softmax less the label, times each token's factor, is (exponentials - total at the label) * factor / total. So no
 further pass over the logits is needed after the product: the entry of the label is set, and everything else is one

@@ -125,7 +125,7 @@ def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: in
 
 
 def loss_shares(lse: jax.Array, chosen: jax.Array, labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
-    """Compute each token's loss [...] from log-sum-exp and label logit; if V is sharded, this device's summand.
+    """Compute each token's loss [...]; if the vocabulary is sharded, this device's term of a sum over all devices.
 
     With a sharded vocabulary the psum over devices is the loss.
 

@@ -221,7 +221,7 @@ def _both(
 
 
 def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
-    """Return a delayed-scaling state's gradient (maxima in column 0, zeros elsewhere), by one kernel if possible.
+    """Return the gradient that carries new maxima for FP8 scaling: they fill column 0, and the rest is zero.
 
     The magnitudes are one-dimensional arrays. XLA needs several kernels.
     """

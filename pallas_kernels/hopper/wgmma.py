@@ -136,7 +136,7 @@ def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array
 def add_products(
     sums: tuple[jax.Array, ...], *operands: tuple[Callable[[], jax.Array], Ref], interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """Return each of `sums` plus its own product left() @ right on the tensor cores; left() is an operand in registers.
+    """Return each sum plus a tensor-core product whose left operand a function computes in registers.
 
     Each left operand is computed while the product before it runs; all products are waited for at the end. Accumulators
     that are initialized, instead of stored to as in `accumulate`, need one fence and a few registers less; their

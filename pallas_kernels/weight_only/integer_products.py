@@ -80,7 +80,7 @@ def scaled_product(
     w_scales: Float[Array, "..."],
     dimension_numbers: jax.lax.DotDimensionNumbers,
 ) -> Float[Array, "..."]:
-    """Multiply int8 arrays with int32 sums, and scale these in float32: sum * scale of the token * scale of the output.
+    """Multiply int8 matrices with int32 sums, and scale these in float32, by token and by output.
 
     Args:
       q, w: the integers.

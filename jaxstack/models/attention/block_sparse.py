@@ -62,7 +62,7 @@ class FixedPattern(Pattern):
 
 
 class BigBirdPattern(Pattern):
-    """Layout with the nearest blocks, the first ones, and random ones (Zaheer et al. 2020)."""
+    """Query blocks attend to the nearest key blocks, the first ones and random ones (Zaheer et al. 2020)."""
 
     name: Literal["bigbird"] = "bigbird"
     window: int = Field(default=3, ge=1)
