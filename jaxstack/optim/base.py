@@ -27,7 +27,7 @@ class HasShape(Protocol):
 
 
 def is_matrix(path: str, leaf: HasShape) -> bool:
-    """Return True if weight decay applies to a parameter by default: not to vectors, biases and scales.
+    """Return True if a parameter counts as a matrix, to which weight decay applies by default.
 
     Scales, biases and magnitudes count as vectors even if they have two dims.
     """

@@ -27,7 +27,7 @@ from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, probabilit
 from jaxstack.serve.step import Programs, limit_vocabulary, make_pages, sampling_of
 
 
-class Recent(NamedTuple):
+class RecentTokens(NamedTuple):
     """Newest tokens of each sequence, to run again as the draft model's keys and values for them are approximate."""
 
     tokens: Int[np.ndarray, "R D"]
@@ -81,7 +81,7 @@ class DraftPrograms:
         tokens: Int[np.ndarray, "Q C"] | None,
         mode: Mode,
         mask: Int[np.ndarray, "all words"] | None = None,
-        recent: Recent | None = None,
+        recent: RecentTokens | None = None,
     ) -> Int[Array, " found"]:
         """Dispatch one step of drafting, verifying and sampling asynchronously; return samples and accepted counts.
 
@@ -111,7 +111,7 @@ class DraftPrograms:
         non_params: PyTree,
         rows: Int[Array, "R columns"],
         newest: Int[Array, " R"],
-        recent: Recent | None,
+        recent: RecentTokens | None,
         mode: Int[Array, ""],
         pages: Pages,
     ) -> tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.draft_model import DraftPrograms, Recent
+from jaxstack.serve.draft_model import DraftPrograms, RecentTokens
 from jaxstack.serve.ngram_draft import accept
 from jaxstack.serve.sampling import Mode
 from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, StepSeconds, decode_batch_sizes
@@ -218,14 +218,14 @@ class DraftRunner(Runner):
         newest[: len(plan.decoded)] = [row.sequence.tokens[-1] for row in plan.decoded]
         return self._draft.run(rows, newest, chunks, tokens, mode, mask, self._recent(plan.decoded, len(rows)))
 
-    def _recent(self, rows: Sequence[Row], count: int) -> Recent | None:
+    def _recent(self, rows: Sequence[Row], count: int) -> RecentTokens | None:
         """Return each row's newest tokens, to recompute if the draft model's KV cache is approximate; else None."""
         if self._draft.together == 1:
             return None
         tokens, counts = np.zeros((count, self._width), np.int32), np.zeros(count, np.int32)
         for number, row in enumerate(rows):
             tokens[number, -row.again :], counts[number] = row.sequence.tokens[-row.again :], row.again
-        return Recent(tokens, counts)
+        return RecentTokens(tokens, counts)
 
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[tuple[Row, list[int]]]:
         count, width = self._row_count(plan), self._width
