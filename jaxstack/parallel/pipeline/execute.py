@@ -87,8 +87,7 @@ def execute(
     Args:
       layers: weights of this stage's groups of layers [chunks * most_groups, ...], in the order of `layout.order`.
       ends: weights of embedding and head, equal on all stages.
-      unroll: the layers of a stage one after the other instead of in a loop, where each stage has equally many (not
-        with several chunks and weight gradients of their own): compiles longer, and copies no weights.
+      unroll: no loop over the layers of a stage, if all stages have equally many: compiles longer, copies no weights.
 
     Returns the sums of this device alone: what the stages did must be added up over `axis`.
     """
@@ -108,7 +107,8 @@ class _Executor:
     ):
         self.schedule, self.layout, self.functions = schedule, layout, functions
         self.layers, self.ends, self.axis = layers, ends, axis
-        self.unroll = unroll and layout.is_even and (layout.chunks == 1 or not schedule.splits_backward)
+        without_loop = unroll or layout.most_groups == 1
+        self.unroll = without_loop and layout.is_even and (layout.chunks == 1 or not schedule.splits_backward)
         if self.unroll:  # a buffer for each layer, made once a step
             self.layers = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(layout.chunks * layout.most_groups)]
         self.stage = lax.axis_index(axis)
