@@ -1,12 +1,16 @@
-"""Times of every tile of the kernel for weights in few bits, for `packed_products.py --sweep`."""
+"""Times of tiles of the kernel for weights in few bits, for `packed_products.py --sweep`.
+
+Which of several thousand tiles are timed is decided by what fits a multiprocessor: see `candidate_tiles`.
+"""
 
 import argparse
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ import jax.numpy as jnp
 from benchmarks.rows import print_table
 from jaxstack.distributed.xla_options import packed_weight_options
 from pallas_kernels import PackedWeight
+from pallas_kernels.target import multiprocessors
 from pallas_kernels.weight_only import triton, xla
 from pallas_kernels.weight_only.packed import pack_integers
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
@@ -29,6 +34,19 @@ _BYTES = 2**27
 """Of the weights of one program, more than twice the cache of an H200."""
 _LARGEST_ERROR = 0.01
 """Of a product, relative to its largest value; bfloat16 results differ by 0.004."""
+
+_SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory of a multiprocessor that programs can use; each takes 1 KiB more than it asks for."""
+_REGISTERS = 65536
+_MOST_REGISTERS = 255
+"""Of a thread."""
+_MOST_WARPS = 64
+"""Of a multiprocessor."""
+_LEAST_WARPS = 6
+_LEAST_LOADED = 16 * 1024
+"""Bytes of weights that a multiprocessor must have under way: 32 KB cover the latency of an H200's memory."""
+_LARGEST_WASTE = 1.2
+"""Work of the busiest multiprocessor over the mean."""
 
 Row = dict[str, Any]
 Product = Callable[[jax.Array, Any], jax.Array]
@@ -160,11 +178,52 @@ def _variants(
     if "xla" in backends:
         found.append(("xla", None, lambda x, w: product(x, w, None)))
     if "triton" in backends and triton.unsupported_reason(request) is None:
-        for tile in triton.CANDIDATES[triton.stored_bits(request)]:
-            if triton.tile_problem(triton.make_plan(request, tile)) is None:
-                name = "/".join(str(int(part)) for part in dataclasses.astuple(tile))
-                found.append((name, tile, lambda x, w, tile=tile: product(x, w, tile)))
+        for tile in candidate_tiles(triton.make_plan(request)):
+            name = "/".join(str(int(part)) for part in dataclasses.astuple(tile))
+            found.append((name, tile, lambda x, w, tile=tile: product(x, w, tile)))
     return found
+
+
+def candidate_tiles(plan: triton.ProductPlan) -> list[triton.Tile]:
+    """Return the tiles worth timing for a product, and the measured one.
+
+    They keep all multiprocessors evenly busy, with enough warps and enough bytes under way. Programs that do not fit
+    all at once run in rounds, the last of which may leave most multiprocessors idle.
+    """
+    found = {plan.tile} | {triton.Tile(*sizes) for sizes in _tile_sizes(plan) if _keeps_busy(plan, triton.Tile(*sizes))}
+    return sorted(found, key=dataclasses.astuple)
+
+
+def _tile_sizes(plan: triton.ProductPlan) -> Iterator[tuple[int, int, int, int, int, int]]:
+    ranges = (1, 2, 4) if plan.outputs < 64 * multiprocessors() else (1,)
+    for out, inputs, parts, slices in itertools.product((16, 32, 64), (128, 256), ranges, (1, 2, 4, 8, 16)):
+        for warps, stages in itertools.product((slices, 2 * slices), (4, 5)):
+            if out * slices >= 16 * warps and warps <= 16:
+                yield out, inputs, parts, slices, warps, stages
+
+
+def _keeps_busy(plan: triton.ProductPlan, tile: triton.Tile) -> bool:
+    plan = dataclasses.replace(plan, tile=tile)
+    if triton.tile_problem(plan) is not None:
+        return False
+    weights = tile.block_out * tile.block_in * tile.slices // plan.halves
+    activations = 2 * plan.padded_rows * tile.block_in * tile.slices
+    shared = (tile.stages - 1) * (weights + activations) + 1024
+    threads = 32 * tile.warps
+    # Of a thread: its part of the weights in bfloat16, of the sums, and some 50 for addresses and loop counters.
+    registers = 0.6 * tile.block_out * tile.block_in * tile.slices / threads
+    registers += 2 * tile.block_out * plan.padded_rows * tile.slices / threads + 50
+    if registers > _MOST_REGISTERS:
+        return False
+    together = min(_SHARED_MEMORY // shared, _MOST_WARPS // tile.warps, int(_REGISTERS / (registers * threads)))
+    if together == 0:
+        return False
+    each = plan.outputs // tile.block_out * tile.ranges / multiprocessors()
+    rounds = each / together
+    waste = math.ceil(each) / each if rounds <= 1 else math.ceil(rounds) / rounds
+    resident = min(together, each)
+    loaded = resident * (tile.stages - 2) * weights
+    return waste <= _LARGEST_WASTE and resident * tile.warps >= _LEAST_WARPS and loaded >= _LEAST_LOADED
 
 
 def _weights(grid: Grid | None, outputs: int, inputs: int, tiny: bool) -> list[Any]:

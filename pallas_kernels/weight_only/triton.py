@@ -157,24 +157,6 @@ packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, padded ro
 Products that are not listed have `default_tile`. Those with lookup tables were not measured: they have the tiles of
 integers of as many bits, as both read the same bytes.
 """
-_FOR_BOTH = (
-    Tile(16, 128, 1, 4, 4, 4),
-    Tile(16, 128, 1, 8, 8, 4),
-    Tile(16, 128, 1, 16, 16, 3),
-    Tile(32, 128, 1, 2, 2, 5),
-    Tile(32, 128, 1, 4, 4, 4),
-    Tile(32, 128, 1, 8, 8, 3),
-    Tile(32, 128, 2, 4, 4, 3),
-    Tile(32, 128, 4, 1, 2, 6),
-    Tile(64, 128, 1, 1, 4, 6),
-    Tile(64, 128, 1, 2, 2, 4),
-    Tile(64, 128, 4, 1, 4, 5),
-)
-CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
-    4: (*_FOR_BOTH, Tile(64, 128, 1, 4, 4, 3), Tile(64, 128, 4, 2, 2, 4), Tile(128, 128, 4, 1, 2, 4)),
-    8: (*_FOR_BOTH, Tile(16, 256, 1, 4, 4, 3), Tile(32, 256, 1, 4, 4, 3)),
-}
-"""Bits of a stored integer -> the tiles that the benchmark compares."""
 
 
 def stored_matrix(weight: PackedWeight) -> jax.Array:
