@@ -13,7 +13,8 @@ time to the first token of single ones. throughput: all requests at once, with t
 of prompts and answers per second (NanoFlow, Zhu et al. 2024, arXiv:2408.12757): C is the peak FLOP/s of the devices
 (--peak, by default the data sheet's for bfloat16), P the parameters that multiply each token (without the input
 embedding; of experts those that a token uses).
-All are greedy, through the library's API, after warm-up. Rows are appended to benchmarks/results/serve.jsonl.
+All are greedy, through the library's API, after warm-up. `start_seconds` is the time that the engine takes to start; it
+compiles what is not in JAX's persistent compilation cache. Rows are appended to benchmarks/results/serve.jsonl.
 """
 
 import argparse
@@ -63,6 +64,13 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def start_engine(decoder: Decoder, config: EngineConfig) -> tuple[Engine, float]:
+    """Start an engine, and return it with the seconds that this took."""
+    began = time.perf_counter()
+    engine = Engine(decoder, config)
+    return engine, time.perf_counter() - began
+
+
 def submit_all(engine: Engine, asked: Sequence[Asked], waits: Sequence[float] = ()) -> None:
     """Submit the requests, each after its wait, and wait for all answers."""
     handles = []
@@ -80,7 +88,8 @@ def arrivals(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -
     waits = np.random.default_rng(1).exponential(1 / args.rate, len(asked)).tolist()
     tokens, few = sum(count for _, count in asked), asked[: max(4, len(asked) // 8)]
     one_by_one = sum(count for _, count in few)
-    with Engine(decoder, config.model_copy(update={"prefix_cache": False})) as engine:
+    engine, start = start_engine(decoder, config.model_copy(update={"prefix_cache": False}))
+    with engine:
         compiled = engine.programs.compiled
         together = timed(lambda: submit_all(engine, asked, waits)) / tokens
         alone = timed(lambda: [engine.submit(*request, GREEDY).result() for request in few]) / one_by_one
@@ -91,10 +100,11 @@ def arrivals(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -
         call()  # compiles
     decoded = sum(timed(call) for call in generate) / one_by_one
     return [
-        {"variant": "random arrivals", "seconds_per_token": together, "times_sequential": decoded / together},
-        {"variant": "one at a time, engine", "seconds_per_token": alone},
+        {"variant": "random arrivals", "seconds_per_token": together, "times_sequential": decoded / together,
+         "start_seconds": start},
+        {"variant": "one at a time, engine", "seconds_per_token": alone, "start_seconds": start},
         {"variant": "one at a time, Decoder.generate", "seconds_per_token": decoded},
-    ]
+    ]  # fmt: skip
 
 
 def token_times(engine: Engine, asked: Sequence[Asked], disturb: Callable[[], Handle] | None) -> np.ndarray:
@@ -132,7 +142,8 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
         handles.append(engine.submit(long, 1, GREEDY))
         return handles[-1]
 
-    with Engine(decoder, config.model_copy(update={"prefix_cache": False, "decode_steps": 1})) as engine:
+    engine, start = start_engine(decoder, config.model_copy(update={"prefix_cache": False, "decode_steps": 1}))
+    with engine:
         token_times(engine, asked, None)
         places = (0, args.long / engine.context)
         widest = [max(rows * width for rows, width in engine.scheduler.shapes_beside(place)) for place in places]
@@ -144,10 +155,10 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
             waits.append(first_token_seconds(handles[0]))
     percentiles = [1e3 * float(np.percentile(np.concatenate(times), 99)) for times in (alone, beside)]
     return [
-        {"variant": "p99 alone", "milliseconds": percentiles[0]},
+        {"variant": "p99 alone", "milliseconds": percentiles[0], "start_seconds": start},
         {"variant": f"p99 beside {args.long} tokens, chunk {config.chunk}, {widest[0]} beside answers",
          "milliseconds": percentiles[1], "times_alone": percentiles[1] / percentiles[0], "chunk_at_end": widest[1],
-         "first_token_milliseconds": 1e3 * float(np.median(waits))},
+         "first_token_milliseconds": 1e3 * float(np.median(waits)), "start_seconds": start},
     ]  # fmt: skip
 
 
@@ -166,7 +177,8 @@ def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> 
     random, answer = np.random.default_rng(3), min(args.tokens, 64)
     document = random.integers(0, decoder.config.vocab_size, args.shared * 9 // 10).tolist()
     found = {name: {"seconds": list[float](), "first": list[float](), "computed": 0} for name in ("off", "on")}
-    engines = {name: Engine(decoder, config.model_copy(update={"prefix_cache": name == "on"})) for name in found}
+    started = {name: start_engine(decoder, config.model_copy(update={"prefix_cache": name == "on"})) for name in found}
+    engines = {name: engine for name, (engine, _) in started.items()}
     try:
         for turn in range(args.turns + 1):
             ends = random.integers(0, decoder.config.vocab_size, (args.requests, args.shared - len(document)))
@@ -190,7 +202,7 @@ def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> 
         {"variant": f"prefix cache {name}, {len(document)} of {args.shared} tokens common, answers of {answer}",
          "milliseconds": 1e3 * float(np.median(result["seconds"])) / args.requests,
          "first_token_milliseconds": 1e3 * float(np.median(result["first"])),
-         "computed_tokens_per_request": result["computed"]}
+         "computed_tokens_per_request": result["computed"], "start_seconds": started[name][1]}
         for name, result in found.items()
     ]  # fmt: skip
     rows[1]["times_without"] = rows[0]["milliseconds"] / rows[1]["milliseconds"]
@@ -201,13 +213,15 @@ def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> 
 def throughput(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens/s where all requests, of the whole given lengths, are there from the start."""
     prompts = np.random.default_rng(4).integers(0, decoder.config.vocab_size, (args.requests, args.prompt)).tolist()
-    with Engine(decoder, config) as engine:
+    engine, start = start_engine(decoder, config)
+    with engine:
         seconds = timed(lambda: submit_all(engine, [(prompt, args.tokens) for prompt in prompts]))
         steps = engine.stats.steps
     halves = "" if config.half_batches_from is None else f", half-batches from {config.half_batches_from} tokens"
     row = {
         "variant": f"{config.slots} slots{halves}", "seconds_per_token": seconds / (args.requests * args.tokens),
         "milliseconds_per_step": 1e3 * seconds / steps, "measured_seconds": seconds,
+        "start_seconds": start,
     }  # fmt: skip
     peak = args.peak or dense_bf16_peak(jax.devices()[0].device_kind)
     if peak is not None:
@@ -273,9 +287,8 @@ def main() -> int:
     if not args.no_rows:
         append_rows("serve", rows)
     shown = ("work", "variant", "milliseconds", "tokens_per_second_per_device", "times_sequential", "times_alone")
-    print_table(
-        rows, (*shown, "share_of_optimum", "times_without", "first_token_milliseconds", "first_token_times_without")
-    )
+    first = ("first_token_milliseconds", "first_token_times_without")
+    print_table(rows, (*shown, "share_of_optimum", "times_without", *first, "start_seconds"))
     return 0
 
 

@@ -10,6 +10,8 @@ runs the tokens that were accepted through the draft model as it is.
 Dims: R rows, D tokens per row (the newest and its drafts, at the row's end), Q chunks, C their width, V vocabulary.
 """
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple, get_args
 
@@ -62,16 +64,26 @@ class DraftPrograms:
         if together > 1 and model.config.scan_layers and model.config.num_layers > 1:
             raise ConfigError("engine.draft_layers_together needs a draft model with model.scan_layers=false.")
         self.target, self.model, self.width, self.together = target, model, width, together
-        whole, options = model.rules.sharding(jax.P()), model.compiler_options
+        whole, options, jit = model.rules.sharding(jax.P()), model.compiler_options, target.compiler.jit
         with jax.set_mesh(model.rules.mesh):
             make = jax.jit(lambda params, non_params: make_pages(model, params, non_params, pages, target.page_size))
             self._pages = make(model.params, model.non_params)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
-        self._guess = jax.jit(
+        self._guess = jit(
             self._guess_step, donate_argnames="pages", out_shardings=(whole, whole, layout), compiler_options=options
         )
-        self._fill = jax.jit(self._fill_step, donate_argnames="pages", out_shardings=layout, compiler_options=options)
-        self._verify = jax.jit(self._verify_step, out_shardings=whole)
+        self._fill = jit(self._fill_step, donate_argnames="pages", out_shardings=layout, compiler_options=options)
+        self._verify = jit(self._verify_step, out_shardings=whole)
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile in threads the programs that are called in this `with` block; see `Programs.compiling`."""
+        pages = self._pages
+        try:
+            with self.target.compiling():
+                yield
+        finally:
+            self._pages = pages
 
     def run(
         self,

@@ -1,5 +1,6 @@
 """Runs the scheduler's planned steps on the device: prepares the programs' arguments and reads back the tokens."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -67,36 +68,47 @@ class Runner:
           page: number of one allocated KV-cache page, as a sequence of length 1; timing overwrites it. Empty: chunks
             are timed at the start of prompts only.
         """
-        decode, totals = 0.0, set[int]()
-        for count in decode_batch_sizes(self._slots):
-            decode = self._time_decoding(count)
-            totals.add(count * self._width)
+        with self._compiling():
+            self._run_all(shapes)
+        # The first run of a program may still allocate and initialize, which no request should wait for.
+        self._run_all(shapes)
+        rows = self.programs.describe([], self._slots)
+        decode = seconds_of(lambda: self._run_empty(rows, None, None))
         at_start, at_end = dict[ChunkShape, float](), dict[ChunkShape, float]()
         for shape in shapes:
             at_start[shape] = self._time_chunks(shape, self.programs.describe([], shape.rows))
             at_end[shape] = at_start[shape]
             if page:
                 at_end[shape] = self._time_chunks(shape, self.programs.describe_deepest(shape, page[0]))
-            totals.add(self._slots * self._width + shape.rows)
-        self._compile_sampling(totals)
         return StepSeconds(decode, at_start, at_end)
 
-    def _time_decoding(self, count: int) -> float:
-        """Compile the decode steps of `count` rows; return the duration of one in seconds."""
-        rows = self.programs.describe([], count)
-        seconds = seconds_of(lambda: self._run_empty(rows, None, None))
-        if self._steps > 1:
-            self.programs.run_steps(rows, 0, self._steps, "greedy")
-        return seconds
+    def _compiling(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which programs are compiled in threads instead of run."""
+        return self.programs.compiling()
+
+    def _run_all(self, shapes: Sequence[ChunkShape]) -> None:
+        """Run each program once, on padding only: all batch sizes, prompt-chunk shapes and ways of sampling."""
+        totals = set[int]()
+        for count in decode_batch_sizes(self._slots):
+            rows = self.programs.describe([], count)
+            self._run_empty(rows, None, None)
+            if self._steps > 1:
+                self.programs.run_steps(rows, 0, self._steps, "greedy")
+            totals.add(count * self._width)
+        rows = self.programs.describe([], self._slots)
+        for shape in shapes:
+            self._run_empty(rows, self.programs.describe([], shape.rows), pad_chunks([], shape))
+            totals.add(self._slots * self._width + shape.rows)
+        self._sample_padding(totals)
 
     def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
-        """Compile a step of all batch slots and these rows of prompt chunks; return its duration in seconds."""
+        """Return the seconds of a step of all batch slots and these rows of prompt chunks."""
         rows, tokens = self.programs.describe([], self._slots), pad_chunks([], shape)
         return seconds_of(lambda: self._run_empty(rows, chunks, tokens))
 
-    def _compile_sampling(self, totals: Collection[int]) -> None:
-        """Compile the sampling of batches of these numbers of rows, in each mode."""
-        self.programs.compile_sampling(totals)
+    def _sample_padding(self, totals: Collection[int]) -> None:
+        """Sample for batches of these numbers of rows of padding, in each mode."""
+        self.programs.sample_padding(totals)
 
     def _run_empty(
         self,
@@ -104,7 +116,7 @@ class Runner:
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
     ) -> Int[Array, " samples"]:
-        """Run a step on padding only, to compile or time its programs."""
+        """Run a step on padding only, to compile or time its programs; return its samples."""
         return self.programs.run(rows, chunks, tokens, "greedy", drafted=self._newest([], len(rows)))
 
     def dispatch(self, plan: StepPlan) -> None:
@@ -198,7 +210,10 @@ class DraftRunner(Runner):
         super().__init__(programs, config)
         self._draft = draft
 
-    def _compile_sampling(self, totals: Collection[int]) -> None:
+    def _compiling(self) -> contextlib.AbstractContextManager[None]:
+        return self._draft.compiling()
+
+    def _sample_padding(self, totals: Collection[int]) -> None:
         """Do nothing: the draft model's programs sample themselves."""
 
     def _run_empty(

@@ -3,8 +3,9 @@
 Dims: S slots, R rows, C width of a chunk, V vocabulary.
 """
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from jaxstack.serve import schedule
+from jaxstack.serve.compilation import ThreadedCompiler
 from jaxstack.serve.rows import Column, Pages, decode_rows, rows_at_step, run_rows
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
 from jaxstack.serve.schedule import ChunkShape, Row
@@ -60,23 +62,24 @@ class Programs:
         """int32 words of a row's mask of allowed tokens."""
         self.compiled = 0
         """Number of programs compiled so far."""
+        self.compiler = ThreadedCompiler()
         whole = model.rules.sharding(jax.P())
         with jax.set_mesh(model.rules.mesh):
             make = jax.jit(lambda params, non_params: make_pages(model, params, non_params, pages, page_size))
             self._pages = make(model.params, model.non_params)
             self._last = jax.device_put(jnp.zeros(slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
-        self._sample = jax.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
+        self._sample = self.compiler.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
         self._forward, self._advance = dict[bool, Any](), dict[bool, Any]()
         for halves in (False,) if halves_from is None else (False, True):
             options = _compiler_options(model, halves)
-            self._forward[halves] = jax.jit(
+            self._forward[halves] = self.compiler.jit(
                 partial(self._forward_step, halves=halves),
                 donate_argnames="pages",
                 out_shardings=(whole, layout),
                 compiler_options=options,
             )
-            self._advance[halves] = jax.jit(
+            self._advance[halves] = self.compiler.jit(
                 partial(self._decode_steps, halves=halves),
                 static_argnames="most",
                 donate_argnames="pages",
@@ -195,12 +198,28 @@ class Programs:
         repeated[:, Column.INDEX], repeated[:, Column.STORE] = np.maximum(index, 0).ravel(), self.slots
         return repeated
 
-    def compile_sampling(self, totals: Iterable[int]) -> None:
-        """Compile sampling for these batch sizes in each mode: greedy, with a temperature only, with top-k or top-p."""
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile in threads the programs that are called in this `with` block, as `ThreadedCompiler.compiling` does.
+
+        Their calls run nothing and return shapes. The device state stays as it is.
+        """
+        last, pages = self._last, self._pages
+        try:
+            with self.compiler.compiling():
+                yield
+        finally:
+            self._last, self._pages = last, pages
+
+    def sample_padding(self, totals: Iterable[int]) -> None:
+        """Sample for batches of these numbers of rows of padding, in each mode with and without a mask, to compile it.
+
+        Modes: greedy, with a temperature only, with top-k, top-p or min-p. Only the last of them is called with a mask.
+        """
         with jax.set_mesh(self.model.rules.mesh):
             for total in sorted(totals):
                 rows = self.describe([], total)[:, : Column.PAGES]
-                logits = jnp.zeros((total, self.model.config.vocab_size or 0), jnp.float32)
+                logits = np.zeros((total, self.model.config.vocab_size or 0), np.float32)
                 logits = jax.device_put(logits, self.model.rules.sharding(jax.P()))
                 for mode in get_args(Mode):
                     self._sample(logits, self._last, rows, None, mode=mode)

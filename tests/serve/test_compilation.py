@@ -1,0 +1,134 @@
+"""The engine's programs are compiled in threads at its start, each once, and no request compiles anything."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.serve import compilation
+from jaxstack.serve.compilation import ThreadedCompiler
+from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.engine import Engine
+from tests.decoding.test_decode import open_decoder
+from tests.marks import longer
+from tests.serve.test_engine import SAMPLINGS, EvenOnly, prompts
+from tests.serve.tiny import CONFIG, open_tiny
+
+EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
+SIZES = {"slots": 4, "page_size": 4, "chunk": 16}
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[tuple[str, str]]]:
+    """(event, name of its thread) of each program that jax lowers, and of each that XLA compiles."""
+    found = list[tuple[str, str]]()
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if event in EVENTS:
+            found.append((event.split("/")[-1].split("_")[0], threading.current_thread().name.rstrip("_0123456789")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def open_halves() -> Engine:
+    """Two devices, of which a step of 8 tokens or more runs on two halves."""
+    model = open_decoder(CONFIG.model_copy(update={"num_layers": 2}), tensor=2)
+    return Engine(model, EngineConfig(**SIZES, half_batches_from=8), warm_up=False)
+
+
+def open_draft(together: int = 1) -> Engine:
+    draft = open_tiny(seed=1, config=CONFIG.model_copy(update={"num_layers": 2}))
+    config = EngineConfig(**SIZES, draft_tokens=2, draft_layers_together=together)
+    return Engine(open_tiny(), config, draft=draft, warm_up=False)
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "alone": lambda: Engine(open_tiny(), EngineConfig(**SIZES), warm_up=False),
+    "ngram": lambda: Engine(open_tiny(), EngineConfig(**SIZES, draft_tokens=2), warm_up=False),
+    "draft": open_draft,
+    "together": lambda: open_draft(together=2),
+    "halves": open_halves,
+    "one step": lambda: Engine(open_tiny(), EngineConfig(**SIZES, decode_steps=1), warm_up=False),
+}
+
+
+@pytest.mark.parametrize("name", ["alone", *longer("ngram", "draft", "together", "halves", "one step")])
+def test_each_program_is_compiled_once_in_a_thread_and_none_afterwards(name, compiled):
+    """Its first call for the timing, and requests of all kinds, find the compiled program in jit's cache."""
+    with ENGINES[name]() as engine:
+        compiled.clear()
+        engine.warm_up()
+        count = engine.programs.compiled
+        assert count > 10 and sorted(set(compiled)) == [("backend", "jaxstack compiler"), ("jaxpr", "MainThread")]
+        assert [event for event, _ in compiled].count("backend") == len(compiled) - count == count
+        compiled.clear()
+        for turn in range(2):
+            handles = [
+                engine.submit(prompt, 12, SAMPLINGS[i % 5], seed=i, constraint=EvenOnly(9) if turn and i % 2 else None)
+                for i, prompt in enumerate(prompts([3, 30, 16, 50, 1, 7]))
+            ]
+            assert all(handle.result() for handle in handles)
+        assert engine.submit([1, 2], 9, Sampling(temperature=0)).result()
+        assert not compiled and engine.programs.compiled == count
+
+
+def make_programs() -> tuple[ThreadedCompiler, Callable[..., jax.Array], Callable[..., jax.Array]]:
+    compiler, sharding = ThreadedCompiler(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    fill = compiler.jit(
+        lambda value, *, cache: (cache + value).at[0].set(7), donate_argnames="cache", out_shardings=sharding
+    )
+    power = compiler.jit(lambda x, times: jnp.prod(jnp.stack([x] * times)), static_argnames="times")
+    return compiler, fill, power
+
+
+@pytest.mark.quick
+def test_calls_compile_at_the_same_time_and_run_nothing(monkeypatch, compiled):
+    """The second program takes the first one's output; each compilation waits until the other has begun."""
+    monkeypatch.setattr(compilation, "_THREADS", 2)
+    together, compile_one = threading.Barrier(2, timeout=60), jax.stages.Lowered.compile
+
+    def compile_together(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        together.wait()
+        return compile_one(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_together)
+    compiler, fill, power = make_programs()
+    cache = jax.device_put(np.zeros(5, np.float32), jax.devices()[0])
+    compiled.clear()
+    with compiler.compiling():
+        for value in (1, 2):
+            filled = fill(np.float32(value), cache=cache)
+            assert isinstance(filled, jax.ShapeDtypeStruct) and filled.shape == (5,)
+            assert power(filled, times=3).shape == ()
+    assert len(compiled) == 4 and not cache.is_deleted()
+    filled = fill(np.float32(1), cache=cache)
+    assert cache.is_deleted() and filled.tolist() == [7, 1, 1, 1, 1]
+    assert np.asarray(power(filled, times=3)).tolist() == 343 and len(compiled) == 4
+    assert np.asarray(power(filled, times=2)).tolist() == 49 and len(compiled) == 6  # compiled by its call
+
+
+def test_an_error_of_a_compilation_is_raised_and_the_next_calls_run(monkeypatch):
+    compiler, fill, power = make_programs()
+    with monkeypatch.context() as patched:
+        patched.setattr(jax.stages.Lowered, "compile", lambda _: jnp.zeros(3).reshape(2))
+        with pytest.raises(TypeError, match="reshape"), compiler.compiling():
+            power(np.ones(3, np.float32), times=3)
+    assert power(np.ones(3, np.float32), times=3) == 1
+    with pytest.raises(ZeroDivisionError), compiler.compiling():
+        1 / 0  # noqa: B018
+    assert fill(np.float32(2), cache=jnp.zeros(2)).tolist() == [7, 2]
+
+
+def test_an_engine_whose_compilation_fails_raises_the_error_at_its_start(monkeypatch):
+    def fail(_: jax.stages.Lowered) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        Engine(open_tiny(), EngineConfig(**SIZES))
