@@ -72,7 +72,7 @@ class MaskedSoftmax(AttentionKind):
         slots: CacheSlots,
         heads: AttentionSpec,
     ) -> tuple[Float[Array, "B T N H"], KeyCache]:
-        if joined.shape[1] > 1:
+        if joined.shape[1] != 1:
             return super().decode_joined(joined, angles, cache, slots, heads)
         q, cache = put_joined(cache, joined, angles, slots, heads, self.keys_kept(heads)[0])
         return self.attend_to_cache(q, cache, slots, heads), cache
