@@ -33,6 +33,7 @@ CHECKED = (
     "pallas_kernels.fused_mlp.api",
     "pallas_kernels.grouped_gemm.api",
     "pallas_kernels.grouped_gemm.reference",
+    "pallas_kernels.kv_cache_update.api",
     "pallas_kernels.linear_time_attention.api",
     "pallas_kernels.linear_time_attention.favor",
     "pallas_kernels.linear_time_attention.features",

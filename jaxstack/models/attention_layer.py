@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import CacheSlots, LayerCache, SegmentIds
+from jaxstack.models.attention.base import Angles, AttentionKind, CacheSlots, LayerCache, SegmentIds
 from jaxstack.models.attention.cache_formats import as_stored, magnitude_order
 from jaxstack.models.attention.kv_cache import KeyCache
 from jaxstack.models.attention.paged_cache import PagedKeys
@@ -19,8 +19,9 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers
 from jaxstack.models.norm import LayerInput, head_norm_name, make_norm
-from jaxstack.models.rope import Angles, apply_rope
+from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
+from jaxstack.parallel.sharding_context import is_sharded
 from pallas_kernels import PackedWeight
 from pallas_kernels.low_bits.encoded import Encoded
 
@@ -74,15 +75,15 @@ class Attention(nnx.Module):
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Apply the sublayer to x [B, T, D]; also return the cache with this call's tokens added."""
-        q, k, v = self._queries_keys_values(x, context)
         weight = () if self.kind_weight is None else (self.kind_weight[...],)
         slots, kind = context.slots, self.kind.with_weight(*weight)
         if cache is None or slots is None or slots.first:
+            q, k, v = self._queries_keys_values(x, context)
             seen = as_stored(k, v, self.heads.cache_format, self.channel_order())
             out = with_local_heads(self._attend, q, *seen, context.segment_ids, whole=weight)
             cache = cache if cache is None or slots is None else kind.store(k, v, cache, slots, self.heads)
         else:
-            out, cache = kind.decode(q, k, v, cache, slots, self.heads)
+            out, cache = self._decode(kind, x, context, cache, slots)
         out = shard(out, "batch", "length", "act_heads", "act_head_dim")
         return apply_scattered(out, self.o_proj), cache
 
@@ -119,6 +120,21 @@ class Attention(nnx.Module):
             return cache
         return cache._replace(key=dataclasses.replace(cast(Encoded, cache.key), order=order))
 
+    def _decode(
+        self, kind: AttentionKind, x: LayerInput, context: Context, cache: LayerCache, slots: CacheSlots
+    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+        """Add the tokens to the cache; return their attention to all tokens so far, and the cache."""
+        angles = self._angles(context)
+        # XLA cannot partition the kernel that takes joined heads.
+        if self.qkv_proj is None or self.q_norm is not None or angles is None or is_sharded():
+            return kind.decode(*self._queries_keys_values(x, context), cache, slots, self.heads)
+        return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
+
+    def _angles(self, context: Context) -> Angles | None:
+        """Return the rotations of this layer's queries and keys; None if the model has no rotary positions."""
+        local = self.heads.window is not None and context.local_angles is not None
+        return context.local_angles if local else context.angles
+
     def _queries_keys_values(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute q [B, T, N, H], k and v [B, T, K, H], with head norms and rotary positions applied."""
         if self.qkv_proj is None:
@@ -131,8 +147,7 @@ class Attention(nnx.Module):
         v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        local = self.heads.window is not None and context.local_angles is not None
-        angles = context.local_angles if local else context.angles
+        angles = self._angles(context)
         if angles is not None:
             q, k = apply_rope(q, angles), apply_rope(k, angles)
         return save_for_backward(q), save_for_backward(k), v

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxstack.models.attention.base import Angles
 from jaxstack.models.config import RopeScaling
-
-Angles = tuple[Float[Array, "*B T 1 pairs"], Float[Array, "*B T 1 pairs"]]
-"""Cosines and sines by which pairs of elements are rotated, float32."""
 
 _POSITIONS_PER_RUN = 1024
 

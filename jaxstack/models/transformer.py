@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxstack.models.adapters import adapted_layers
-from jaxstack.models.attention.base import CacheSlots, LayerCache, PageSlots, SegmentIds
+from jaxstack.models.attention.base import Angles, CacheSlots, LayerCache, PageSlots, SegmentIds
 from jaxstack.models.attention_layer import Attention, Context
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
@@ -17,7 +17,7 @@ from jaxstack.models.initialization import embedding_initializer, make_initializ
 from jaxstack.models.norm import make_norm
 from jaxstack.models.parametrization import Width, mup_width, scale_initial_weights
 from jaxstack.models.residual import shard_residual
-from jaxstack.models.rope import Angles, rope_cos_sin, rope_frequencies
+from jaxstack.models.rope import rope_cos_sin, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import gather_parameter, shard, splits_length
 from jaxstack.precision.config import PrecisionConfig

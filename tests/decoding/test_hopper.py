@@ -2,13 +2,17 @@
 
 import functools
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.distributed.xla_options import is_supported
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.parallel import AxisRules, make_rules
@@ -17,15 +21,34 @@ from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton
 
 BATCH, ROOM = 16, 512
+SPLITS = "xla_gpu_experimental_force_split_k"
 
 
-def compiled_steps(rules: AxisRules, steps: int = 1, batch: int = BATCH) -> str:
-    """The program of a few steps of an unrolled model in bfloat16."""
-    config = ModelConfig(
-        vocab_size=4096, hidden_size=1024, num_layers=2, num_heads=8, num_kv_heads=4, scan_layers=False,
-        layer_types=("sliding_attention", "full_attention"), sliding_window=256,
-    )  # fmt: skip
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
+SHAPE = {
+    "vocab_size": 4096, "hidden_size": 1024, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "scan_layers": False,
+}  # fmt: skip
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 256}
+ONE_DEVICE = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
+
+
+def compiled_steps(
+    rules: AxisRules,
+    steps: int = 1,
+    batch: int = BATCH,
+    changes: Mapping[str, Any] = WINDOWS,
+    joined: bool = False,
+    options: dict[str, Any] | None = None,
+) -> str:
+    """The program of a few steps of a model in bfloat16, unrolled unless `changes` say otherwise."""
+    config = ModelConfig(**{**SHAPE, **changes})
+
+    def make(rngs: nnx.Rngs) -> Transformer:
+        model = Transformer(config, rngs, dtype=jnp.bfloat16)
+        for block in model.decoder.layers if joined else ():
+            assert block.attention.join_projections() and block.mlp.join_projections()
+        return model
+
+    module = FunctionalModule(make)
 
     def place(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
         return hopper_array(x.shape, jnp.bfloat16 if x.ndim > 1 else x.dtype, rules.mesh, spec)
@@ -41,22 +64,64 @@ def compiled_steps(rules: AxisRules, steps: int = 1, batch: int = BATCH) -> str:
     program = functools.partial(decoder._decode_steps, count=steps, sampling=Sampling(temperature=0))
     arguments = (params, {}, row, row, hopper_array((batch,), jnp.uint32, rules.mesh), number, cache)
     with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
-        return compile_for_hopper(jax.jit(program, donate_argnums=6), *arguments, mesh=rules.mesh).as_text()
+        jitted = jax.jit(program, donate_argnums=6)
+        return compile_for_hopper(jitted, *arguments, mesh=rules.mesh, options=options).as_text()
+
+
+def main_loop(program: str) -> str:
+    """The computation of a program's loop over steps, or over stacked layers."""
+    return max(program.split("\n\n"), key=lambda text: text.count("gemm_fusion") * ("ENTRY" not in text))
+
+
+def launches(computation: str) -> list[str]:
+    """The opcodes of a computation's operations that are launched."""
+    return re.findall(r" = .* (fusion|custom-call|copy)\(", computation)
 
 
 @needs_triton
 @pytest.mark.exhaustive
 def test_eight_steps_are_one_loop_whose_attention_reads_what_is_filled():
     """Two rows: no product of a matrix and a row is written to memory."""
-    axes = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
-    program = compiled_steps(make_rules(hopper_mesh(axes)), steps=8, batch=2)
+    program = compiled_steps(make_rules(hopper_mesh(ONE_DEVICE)), steps=8, batch=2)
     assert program.count(" while(") == program.count('"known_trip_count":{"n":"8"}') == 1
     assert program.count('custom_call_target="triton_kernel_call_ffi"') == 2, "ranges and their sum in the full layer"
-    loop = max(program.split("\n\n"), key=lambda text: text.count("gemm_fusion") * ("ENTRY" not in text))
-    launches = len(re.findall(r" = .* (?:fusion|custom-call|copy)\(", loop))
-    assert launches <= 45, launches
+    loop = main_loop(program)
+    assert len(launches(loop)) <= 45, launches(loop)
     made = re.findall(r"= bf16\[2,4,(?:256|512),128\]\S* ([\w-]+)\(", loop)
     assert not {"copy", "transpose", "concatenate"} & set(made), made
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_a_layer_with_joined_projections_launches_ten_kernels():
+    """What several layers share, such as rotations and slots of the tokens, is computed once in a step.
+
+    The kernels: a norm, the joined projection, the update of the cache, attention to ranges of the keys, their sum, the
+    output projection; a norm, the joined matmul, the activation, the matmul down. Without an autotuner XLA splits
+    matmuls into parts whose sums are further kernels; an option keeps them whole.
+    """
+    if not is_supported(SPLITS, 1):
+        pytest.skip(f"needs a jaxlib with the option {SPLITS}")
+    rules, found = make_rules(hopper_mesh(ONE_DEVICE)), []
+    for layers in (2, 3):
+        program = compiled_steps(rules, 8, 2, {"num_layers": layers}, joined=True, options={SPLITS: 1})
+        loop = main_loop(program)
+        assert loop.count('custom_call_target="triton_kernel_call_ffi"') == 3 * layers
+        assert loop.count("output_to_operand_aliasing={{1}: (4, {}), {2}: (5, {})}") == layers
+        made = re.findall(rf"= bf16\[2,4,{ROOM},128\]\S* ([\w-]+)\(", program)
+        assert set(made) <= {"parameter", "get-tuple-element"}, made
+        found.append(len(launches(loop)))
+    assert found[1] - found[0] == 10 and found[0] <= 31, found
+
+
+@needs_triton
+@pytest.mark.exhaustive
+def test_the_update_of_a_stacked_layers_cache_is_one_call_in_place():
+    """XLA must not merge it with the slices of the stack (see `pallas_kernels.kv_cache_update.triton`)."""
+    changes = {"num_layers": 4, "scan_layers": True}
+    program = compiled_steps(make_rules(hopper_mesh(ONE_DEVICE)), 8, 2, changes, joined=True)
+    updates = [line for line in program.splitlines() if "output_to_operand_aliasing" in line]
+    assert len(updates) == 1 and updates[0] in main_loop(program).splitlines()
 
 
 @pytest.mark.exhaustive

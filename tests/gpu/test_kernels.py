@@ -29,11 +29,13 @@ from pallas_kernels import (
     sequence_order,
     swiglu,
 )
+from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.weight_only.packed import pack_lookup, pack_nearest
 from tests.gpu.conftest import on_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.cross_entropy import cases as loss_cases
 from tests.pallas_kernels.grouped_gemm import cases as grouped_cases
+from tests.pallas_kernels.kv_cache_update import cases as cache_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -172,6 +174,37 @@ def test_a_norm_is_the_same_where_it_is_rounded(recipe):
 def test_grouped_matmul(sizes):
     alignment = grouped_matmul_alignment(sum(sizes), len(sizes))
     grouped_cases.check(grouped_cases.Case(sizes, depth=384, columns=256, alignment=alignment), None)
+
+
+@pytest.mark.parametrize("name", cache_cases.CASES)
+def test_rotate_into_cache(name):
+    case = cache_cases.CASES[name]
+    call = jax.jit(functools.partial(rotate_into_cache, **case.options()), donate_argnums=(3, 4))
+    with record_choices() as choices:
+        found = call(*map(jnp.asarray, case.arguments()))
+    assert [choice.backend for choice in choices] == ["triton"]
+    cache_cases.assert_equal(found, cache_cases.expected(case), case)
+
+
+def test_rotate_into_cache_keeps_the_rest_of_a_stack_of_caches():
+    """In a scan over layers, whose caches are slices of one array."""
+    case = cache_cases.Case(length=2, heads=32, key_heads=8, width=64, slots=640, dtype="bfloat16")
+    joined, cos, sin, keys, values, slots = map(jnp.asarray, case.arguments())
+    caches = [jnp.stack([x, -x, 2 * x, x + 1]) for x in (keys, values)]
+
+    def run(implementation, joined, *caches):
+        def layer(joined, cache):
+            q, *cache = rotate_into_cache(
+                joined, cos, sin, *cache, slots, **case.options(), implementation=implementation
+            )
+            return jnp.concatenate([q, joined[:, :, 32:]], 2), tuple(cache)
+
+        return jax.lax.scan(layer, joined, caches)
+
+    found, wanted = (jax.jit(functools.partial(run, name))(joined, *caches) for name in ("triton", "xla"))
+    assert relative(found[0], wanted[0]) < 0.005
+    for one, other in zip(found[1], wanted[1], strict=True):
+        assert relative(one, other) < 0.005
 
 
 def lookup_weight(bits, tables=1):

@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.attention.base import PageGroup, PageSlots
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS
 from jaxstack.models.joined_projections import join_projections
-from pallas_kernels import Grid, PackedWeight
+from pallas_kernels import Grid, PackedWeight, record_choices
 from pallas_kernels.weight_only.packed import concatenate_outputs, pack_lookup, pack_low_rank, pack_nearest
 
 CONFIG = ModelConfig(vocab_size=31, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=48)
@@ -35,6 +36,77 @@ def test_outputs_stay_the_same(changes):
     assert kernels - {"up_proj"} == {"qkv_proj", "o_proj", "down_proj"} | gate_up
     np.testing.assert_allclose(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
     assert not join_projections(model), "they are joined already"
+
+
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4, "scan_layers": False}
+UPDATES = {
+    "every_key": ({}, None, True),
+    "windows": ({**WINDOWS, "rope_local_base_freq": 100.0}, None, True),
+    "int8_cache": ({}, "int8", False),
+    "learned_positions": ({"positions": "learned", "max_position_embeddings": 40}, None, False),
+    "head_norms": ({"qk_norm": True}, None, False),
+}
+"""Changes of the model, the format of its cache, and whether one operation then rotates heads and writes the cache."""
+
+
+def make_pair(changes, cache_format) -> list[Transformer]:
+    """The same model with separate and with joined projections."""
+    models = [Transformer(CONFIG.model_copy(update=changes), nnx.Rngs(0)) for _ in range(2)]
+    for block in (block for model in models for block in model.decoder.layers):
+        cache_format = CACHE_FORMATS[cache_format] if isinstance(cache_format, str) else cache_format
+        block.attention.heads = dataclasses.replace(block.attention.heads, cache_format=cache_format)
+    join_projections(models[1])
+    return models
+
+
+def assert_alike(found, expected) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_decoding_gives_the_logits_and_the_cache_of_separate_projections(name):
+    """Steps of one token and of two, one row with padding."""
+    changes, cache_format, together = UPDATES[name]
+    prompts, lengths = np.tile(TOKENS, (2, 1)), np.array([7, 3], np.int32)
+
+    @nnx.jit
+    def run(model):
+        first, cache = model.prefill(prompts, lengths, 16)
+        found = [first]
+        for new in (1, 1, 2):
+            positions = cache.seen[:, None] + jnp.arange(new)
+            positions = positions.at[1, 1:].set(-1)
+            logits, cache = model.decode(prompts[:, :new], positions, cache)
+            found += [logits[0], logits[1, :1]]
+        return found, cache.layers
+
+    separate, joined = make_pair(changes, cache_format)
+    with record_choices() as choices:
+        found = run(joined)
+    assert ("rotate_into_cache" in {choice.operation for choice in choices}) == together
+    assert_alike(found, run(separate))
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_packed_decoding_gives_what_separate_projections_give(name):
+    """A sequence of five tokens in two pages, after one of no tokens but padding."""
+    changes, cache_format, together = UPDATES[name]
+    tables = jnp.array([[5, 1], [3, 0]])
+    groups = (PageGroup(tables[:1], jnp.array([0]), 1), PageGroup(tables[1:], jnp.array([5]), 6))
+    positions = jnp.array([-1, -1, 0, 1, 2, 3, 4])
+    slots = PageSlots(jnp.array([24, 24, 12, 13, 14, 15, 0]), groups)
+
+    @nnx.jit
+    def run(model):
+        hidden, pages = model.decode_packed(TOKENS[0], positions, slots, model.make_pages(6, 4))
+        return hidden[2:], pages
+
+    separate, joined = make_pair(changes, cache_format)
+    with record_choices() as choices:
+        found = run(joined)
+    assert ("rotate_into_cache" in {choice.operation for choice in choices}) == together
+    assert_alike(found, run(separate))
 
 
 def pack(layer, grid: Grid) -> None:

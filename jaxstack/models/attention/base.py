@@ -15,10 +15,13 @@ from jaxtyping import Array, Float, Int
 from jaxstack.config.base import Component
 from jaxstack.models.attention.cache_formats import CacheFormat
 from jaxstack.parallel import current_context
-from pallas_kernels import with_whole_sequences
+from pallas_kernels import apply_rotary, with_whole_sequences
 
 LayerCache: TypeAlias = Any
 """Cache of one layer while decoding: a NamedTuple of arrays, which each attention kind declares for itself."""
+
+Angles = tuple[Float[Array, "*B T 1 pairs"], Float[Array, "*B T 1 pairs"]]
+"""Cosines and sines by which pairs of elements of queries and keys are rotated (rotary positions), float32."""
 
 SegmentIds = Int[Array, "B T"] | None
 """Document of each token; a token attends only within its own. None: each row is one document."""
@@ -92,6 +95,15 @@ class CacheSlots(NamedTuple):
     def lengths_after(self) -> Int[Array, " B"]:
         """Number of tokens that each row has in the cache after this call."""
         return jnp.maximum(self.seen, self.queries.max(axis=1) + 1)
+
+
+def split_and_rotate(
+    joined: Float[Array, "B T heads H"], angles: Angles, heads: AttentionSpec
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """Return the queries and keys in `joined` with rotary positions applied, and the values."""
+    q, k, v = jnp.split(joined, (heads.num_heads, heads.num_heads + heads.num_kv_heads), axis=-2)
+    cos, sin = (x.squeeze(-2) for x in angles)
+    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
 
 
 def context_method() -> str | None:
@@ -214,6 +226,24 @@ class AttentionKind(Component):
         heads: AttentionSpec,
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
         """Add T tokens to the cache; return their attention to all tokens so far, and the cache."""
+
+    def decode_joined(
+        self,
+        joined: Float[Array, "B T heads H"],
+        angles: Angles,
+        cache: LayerCache,
+        slots: CacheSlots,
+        heads: AttentionSpec,
+    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+        """Do what `decode` does, with heads that are in one array and have no rotary positions yet.
+
+        A kind may override this to rotate heads and write them to its cache in one kernel.
+
+        Args:
+          joined: heads of queries, keys and values, N + 2 K of them in this order.
+          angles: rotations of the tokens' queries and keys.
+        """
+        return self.decode(*split_and_rotate(joined, angles, heads), cache, slots, heads)
 
     @abstractmethod
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:

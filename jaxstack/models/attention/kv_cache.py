@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxstack.models.attention.base import AttentionSpec, CacheSlots
+from jaxstack.models.attention.base import Angles, AttentionSpec, CacheSlots, split_and_rotate
 from jaxstack.models.attention.cache_formats import empty_keys_and_values
+from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.low_bits.encoded import (
+    Encoded,
     Stored,
     decode,
     encode_like,
@@ -81,12 +83,7 @@ def put(
     pinned: int = 0,
 ) -> KeyCache:
     """Write further tokens to the cache at the positions `slots.queries`, skipping padding; return the cache."""
-    size, positions = cache.slots, slots.queries
-    pinned = _pinned(size, pinned)
-    ring = pinned + jnp.mod(positions - pinned, size - pinned)
-    kept = (positions >= slots.lengths_after[:, None] - (size - pinned)) | (positions < pinned)
-    slot = jnp.where(positions < pinned, positions, ring)
-    slot = jnp.where(kept & (positions >= 0), slot, size)
+    slot = _slots_of(slots, cache.slots, pinned)
 
     def row(old: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
         return old.at[:, slot].set(jnp.moveaxis(new, 0, 1), mode="drop")
@@ -95,6 +92,31 @@ def put(
         return map_stored(lambda old, new: jax.vmap(row)(old, new, slot), old, encode_like(old, new))
 
     return KeyCache(write(cache.key, k), write(cache.value, v))
+
+
+def put_joined(
+    cache: KeyCache,
+    joined: Float[Array, "B T heads H"],
+    angles: Angles,
+    slots: CacheSlots,
+    heads: AttentionSpec,
+    pinned: int = 0,
+) -> tuple[Float[Array, "B T N H"], KeyCache]:
+    """Rotate further tokens' queries and keys, and write keys and values to the cache as `put` does.
+
+    See `AttentionKind.decode_joined` for the arguments.
+
+    Returns:
+      The rotated queries, and the cache.
+    """
+    key, value = cache
+    if isinstance(key, Encoded) or isinstance(value, Encoded):
+        q, k, v = split_and_rotate(joined, angles, heads)
+        return q, put(cache, k, v, slots, pinned)
+    cos, sin = (x.squeeze(-2) for x in angles)
+    slot = _slots_of(slots, cache.slots, pinned)
+    q, key, value = rotate_into_cache(joined, cos, sin, key, value, slot, num_heads=heads.num_heads, slot_axis=2)
+    return q, KeyCache(key, value)
 
 
 def extend(
@@ -173,6 +195,15 @@ def attend_newest(
         return None
     out = paged_attention(*call, scale=heads.scale, soft_cap=heads.soft_cap, implementation=implementation)
     return out.reshape(q.shape)
+
+
+def _slots_of(slots: CacheSlots, size: int, pinned: int) -> Int[Array, "B T"]:
+    """Return the slot of each new token in a cache of `size` slots per row; `size` for a token that is not stored."""
+    positions, pinned = slots.queries, _pinned(size, pinned)
+    ring = pinned + jnp.mod(positions - pinned, size - pinned)
+    kept = (positions >= slots.lengths_after[:, None] - (size - pinned)) | (positions < pinned)
+    slot = jnp.where(positions < pinned, positions, ring)
+    return jnp.where(kept & (positions >= 0), slot, size)
 
 
 def _pinned(slots: int, pinned: int) -> int:

@@ -3,10 +3,19 @@
 from abc import abstractmethod
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import AttentionKind, AttentionSpec, CacheSlots
-from jaxstack.models.attention.kv_cache import KeyCache, attend_to, empty_cache, extend, store
+from jaxstack.models.attention.base import Angles, AttentionKind, AttentionSpec, CacheSlots
+from jaxstack.models.attention.kv_cache import (
+    KeyCache,
+    attend_to,
+    empty_cache,
+    extend,
+    put,
+    put_joined,
+    slot_positions,
+    store,
+)
 from pallas_kernels.attention.masks import Mask
 
 
@@ -48,10 +57,46 @@ class MaskedSoftmax(AttentionKind):
         slots: CacheSlots,
         heads: AttentionSpec,
     ) -> tuple[Float[Array, "B T N H"], KeyCache]:
-        cache, seen, positions = extend(cache, k, v, slots, self.keys_kept(heads)[0])
+        pinned = self.keys_kept(heads)[0]
+        if q.shape[1] == 1:
+            cache = put(cache, k, v, slots, pinned)
+            return self.attend_to_cache(q, cache, slots, heads), cache
+        cache, seen, positions = extend(cache, k, v, slots, pinned)
+        return self._attend_to(q, seen, positions, cache.slots, slots, heads), cache
+
+    def decode_joined(
+        self,
+        joined: Float[Array, "B T heads H"],
+        angles: Angles,
+        cache: KeyCache,
+        slots: CacheSlots,
+        heads: AttentionSpec,
+    ) -> tuple[Float[Array, "B T N H"], KeyCache]:
+        if joined.shape[1] != 1:
+            return super().decode_joined(joined, angles, cache, slots, heads)
+        q, cache = put_joined(cache, joined, angles, slots, heads, self.keys_kept(heads)[0])
+        return self.attend_to_cache(q, cache, slots, heads), cache
+
+    def attend_to_cache(
+        self, q: Float[Array, "B 1 N H"], cache: KeyCache, slots: CacheSlots, heads: AttentionSpec
+    ) -> Float[Array, "B 1 N H"]:
+        """Compute attention of each row's newest token to the tokens in the cache, which it is one of."""
+        positions = slot_positions(slots.lengths_after, cache.slots, self.keys_kept(heads)[0])
+        return self._attend_to(q, cache, positions, cache.slots, slots, heads)
+
+    def _attend_to(
+        self,
+        q: Float[Array, "B T N H"],
+        seen: KeyCache,
+        positions: Int[Array, "B S"],
+        length: int,
+        slots: CacheSlots,
+        heads: AttentionSpec,
+    ) -> Float[Array, "B T N H"]:
+        """Compute attention to keys at `positions`, -1 for an empty slot, for a document of up to `length` tokens."""
         visible = (positions >= 0)[:, None]
-        masked = self.mask(heads, cache.slots).visible(slots.queries, positions)
-        return attend_to(q, seen, visible if masked is None else visible & masked, heads), cache
+        masked = self.mask(heads, length).visible(slots.queries, positions)
+        return attend_to(q, seen, visible if masked is None else visible & masked, heads)
 
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:
         return 12.0 * self.keys_seen(heads, length) * heads.num_heads * heads.head_dim

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import AttentionSpec, PageGroup, PageSlots
+from jaxstack.models.attention.base import Angles, AttentionSpec, PageGroup, PageSlots, split_and_rotate
 from jaxstack.models.attention.cache_formats import empty_keys_and_values
 from jaxstack.parallel import current_rules, with_local_heads
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention
-from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, permute_query_channels
+from pallas_kernels.kv_cache_update.api import rotate_into_cache
+from pallas_kernels.low_bits.encoded import Encoded, Stored, decode, encode_like, map_stored, permute_query_channels
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.target import current_target
 
@@ -44,16 +45,40 @@ def empty_pages(heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typ
     )
 
 
-def attend_pages(
-    q: Float[Array, "1 T N H"],
-    k: Float[Array, "1 T K H"],
-    v: Float[Array, "1 T K H"],
-    cache: PagedKeys,
-    slots: PageSlots,
-    heads: AttentionSpec,
+def put_in_pages(
+    cache: PagedKeys, k: Float[Array, "1 T K H"], v: Float[Array, "1 T K H"], slots: PageSlots
+) -> PagedKeys:
+    """Write packed tokens' keys and values to their pages, skipping padding; return the cache."""
+    return PagedKeys(_write(cache.key, k, slots.write), _write(cache.value, v, slots.write))
+
+
+def put_joined_in_pages(
+    cache: PagedKeys, joined: Float[Array, "1 T heads H"], angles: Angles, slots: PageSlots, heads: AttentionSpec
 ) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
-    """Write packed tokens' keys and values to their pages; return the tokens' attention, and the updated cache."""
-    cache = PagedKeys(_write(cache.key, k, slots.write), _write(cache.value, v, slots.write))
+    """Rotate packed tokens' queries and keys, and write keys and values to their pages, skipping padding.
+
+    See `AttentionKind.decode_joined` for the arguments.
+
+    Returns:
+      The rotated queries, and the cache.
+    """
+    key, value = cache
+    if isinstance(key, Encoded) or isinstance(value, Encoded):
+        q, k, v = split_and_rotate(joined, angles, heads)
+        return q, put_in_pages(cache, k, v, slots)
+    cos, sin = (x.squeeze(-2) for x in angles)
+    # All pages are one row of slots, as the tokens are one row.
+    key_row, value_row = (x.reshape(1, -1, *x.shape[2:]) for x in (key, value))
+    q, key_row, value_row = rotate_into_cache(
+        joined, cos, sin, key_row, value_row, slots.write[None], num_heads=heads.num_heads, slot_axis=1
+    )
+    return q, PagedKeys(key_row.reshape(key.shape), value_row.reshape(value.shape))
+
+
+def attend_pages(
+    q: Float[Array, "1 T N H"], cache: PagedKeys, slots: PageSlots, heads: AttentionSpec
+) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
+    """Return the attention of packed tokens, whose keys and values are in the cache, and the cache."""
     outputs, start = [], 0
     for group in slots.groups:
         rows, width = group.lengths.shape[0], group.width

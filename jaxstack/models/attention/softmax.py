@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxstack.models.attention.base import (
+    Angles,
     AttentionSpec,
     CacheSlots,
     LayerCache,
@@ -13,9 +14,15 @@ from jaxstack.models.attention.base import (
     SegmentIds,
     context_method,
 )
-from jaxstack.models.attention.kv_cache import attend_newest, put
+from jaxstack.models.attention.kv_cache import KeyCache, attend_newest
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
-from jaxstack.models.attention.paged_cache import PagedKeys, attend_pages, empty_pages
+from jaxstack.models.attention.paged_cache import (
+    PagedKeys,
+    attend_pages,
+    empty_pages,
+    put_in_pages,
+    put_joined_in_pages,
+)
 from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask
 
@@ -88,13 +95,26 @@ class SoftmaxAttention(MaskedSoftmax):
         heads: AttentionSpec,
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
         if slots.pages is not None:
-            return attend_pages(q, k, v, cache, slots.pages, heads)
-        if q.shape[1] == 1 and heads.window is None:
-            after = put(cache, k, v, slots)
-            out = attend_newest(q, after, slots.lengths_after, heads)
-            if out is not None:
-                return out, after
+            return attend_pages(q, put_in_pages(cache, k, v, slots.pages), slots.pages, heads)
         return super().decode(q, k, v, cache, slots, heads)
+
+    def decode_joined(
+        self,
+        joined: Float[Array, "B T heads H"],
+        angles: Angles,
+        cache: LayerCache,
+        slots: CacheSlots,
+        heads: AttentionSpec,
+    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+        if slots.pages is not None:
+            return attend_pages(*put_joined_in_pages(cache, joined, angles, slots.pages, heads), slots.pages, heads)
+        return super().decode_joined(joined, angles, cache, slots, heads)
+
+    def attend_to_cache(
+        self, q: Float[Array, "B 1 N H"], cache: KeyCache, slots: CacheSlots, heads: AttentionSpec
+    ) -> Float[Array, "B 1 N H"]:
+        out = attend_newest(q, cache, slots.lengths_after, heads) if heads.window is None else None
+        return super().attend_to_cache(q, cache, slots, heads) if out is None else out
 
     def mask(self, heads: AttentionSpec, length: int) -> Mask:
         return Mask(window=heads.window)
