@@ -10,19 +10,20 @@ double(np.ones(8))  # runs what was compiled
 import contextlib
 import os
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import PyTree
 
-_THREADS = min(8, os.cpu_count() or 1)
-"""Number of programs that are compiled at the same time; 1: one after the other."""
+_THREADS = min(4, os.cpu_count() or 1)
+"""Number of programs that are compiled at the same time. For each XLA starts several threads and processes."""
 
 
 class _Compilation(NamedTuple):
     """The result of one call while programs are compiled: a running compilation, and what the call returned."""
 
+    lowered: jax.stages.Lowered
     compiled: Future[jax.stages.Compiled]
     outputs: PyTree
 
@@ -54,16 +55,19 @@ class ThreadedCompiler:
 
         Calls return `jax.ShapeDtypeStruct`s in place of arrays, which later calls in the block take as arguments. They
         neither run anything nor take donated arrays. Repeated calls with the same shapes and dtypes compile once. To be
-        entered by one thread at a time.
+        entered by one thread at a time. What failed is compiled once more at the end, by itself: several compilations
+        at once may have needed more memory or processes than there were.
 
         Raises:
-          Exception: the first error of a compilation, after those that have begun have ended.
+          Exception: the error of a compilation that failed by itself too.
         """
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxstack compiler")
         try:
             yield
-            for compiled in as_completed([started.compiled for started in self._started.values()]):
-                compiled.result()
+            wait([started.compiled for started in self._started.values()])
+            for started in self._started.values():
+                if started.compiled.exception() is not None:
+                    started.lowered.compile()
         finally:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
@@ -79,5 +83,5 @@ class ThreadedCompiler:
             outputs = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), lowered.out_info
             )
-            self._started[key] = _Compilation(pool.submit(lowered.compile), outputs)
+            self._started[key] = _Compilation(lowered, pool.submit(lowered.compile), outputs)
         return self._started[key].outputs

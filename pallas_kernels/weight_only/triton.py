@@ -119,8 +119,8 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (8, 3072, 2048, 16): Tile(16, 128, 1, 4, 4, 4),
     (8, 4096, 4096, 8): Tile(16, 256, 1, 4, 4, 3),
     (8, 4096, 4096, 16): Tile(32, 128, 1, 4, 4, 4),
-    (8, 4096, 14336, 8): Tile(64, 128, 4, 1, 4, 5),
-    (8, 4096, 14336, 16): Tile(32, 128, 2, 4, 4, 3),
+    (8, 4096, 14336, 8): Tile(16, 128, 2, 2, 2, 5),
+    (8, 4096, 14336, 16): Tile(32, 128, 4, 1, 2, 5),
     (8, 6144, 4096, 8): Tile(16, 128, 1, 4, 4, 4),
     (8, 6144, 4096, 16): Tile(16, 128, 1, 4, 4, 4),
     (8, 8192, 2048, 8): Tile(16, 128, 1, 4, 4, 4),
@@ -129,8 +129,8 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (8, 14336, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
     (8, 16384, 2048, 8): Tile(64, 128, 1, 1, 4, 6),
     (8, 16384, 2048, 16): Tile(64, 128, 1, 2, 2, 4),
-    (8, 28672, 4096, 8): Tile(64, 128, 1, 1, 4, 6),
-    (8, 28672, 4096, 16): Tile(32, 128, 1, 2, 2, 5),
+    (8, 28672, 4096, 8): Tile(32, 128, 1, 1, 1, 4),
+    (8, 28672, 4096, 16): Tile(32, 128, 1, 1, 1, 4),
     (4, 2048, 2048, 8): Tile(16, 128, 1, 4, 4, 4),
     (4, 2048, 2048, 16): Tile(16, 128, 1, 4, 4, 4),
     (4, 2048, 8192, 8): Tile(64, 128, 4, 1, 4, 5),
@@ -139,8 +139,8 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (4, 3072, 2048, 16): Tile(16, 128, 1, 4, 4, 4),
     (4, 4096, 4096, 8): Tile(16, 128, 1, 4, 4, 4),
     (4, 4096, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
-    (4, 4096, 14336, 8): Tile(32, 128, 2, 4, 4, 3),
-    (4, 4096, 14336, 16): Tile(32, 128, 4, 1, 2, 6),
+    (4, 4096, 14336, 8): Tile(32, 128, 4, 2, 2, 4),
+    (4, 4096, 14336, 16): Tile(32, 128, 4, 2, 2, 4),
     (4, 6144, 4096, 8): Tile(16, 128, 1, 4, 4, 4),
     (4, 6144, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
     (4, 8192, 2048, 8): Tile(64, 128, 1, 1, 4, 6),
@@ -149,8 +149,8 @@ MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
     (4, 14336, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
     (4, 16384, 2048, 8): Tile(32, 128, 1, 2, 2, 5),
     (4, 16384, 2048, 16): Tile(64, 128, 1, 2, 2, 4),
-    (4, 28672, 4096, 8): Tile(64, 128, 1, 2, 2, 4),
-    (4, 28672, 4096, 16): Tile(64, 128, 1, 2, 2, 4),
+    (4, 28672, 4096, 8): Tile(32, 128, 1, 2, 2, 4),
+    (4, 28672, 4096, 16): Tile(32, 128, 1, 1, 1, 5),
 }
 """(bits of a stored integer, outputs, inputs, padded rows) -> the fastest tile on an H200, from `benchmarks/
 packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, padded rows 8 or 16.
@@ -179,11 +179,11 @@ def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int 
     largest, together = inputs if groups == 1 else inputs // groups, outputs // tables
     block_in = next(size for size in (128, 64, 32) if largest % size == 0)
     many = outputs >= 64 * multiprocessors()
-    if rows <= 16 and halves == 2 and many and together % 64 == 0 and inputs % (2 * block_in) == 0:
-        return Tile(64, block_in, 1, 2, 2, 4)
+    if rows <= 16 and many and together % 32 == 0 and inputs % (halves * block_in) == 0:
+        return Tile(32, block_in, 1, halves, halves, 4)
     if rows <= 16:
         block_out = 32 if together % 32 == 0 and many else 16
-        slices = next(count for count in (8, 4, 2, 1) if inputs % (block_in * count) == 0)
+        slices = next(count for count in (4, 2, 1) if inputs % (block_in * count) == 0)
         return Tile(block_out, block_in, 1, slices, slices, 4)
     block_out, ranges = next(size for size in (64, 32, 16) if together % size == 0), 1
     while outputs // block_out * ranges < 2 * multiprocessors() and inputs % (8 * block_in * ranges) == 0:

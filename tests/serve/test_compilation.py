@@ -125,6 +125,23 @@ def test_an_error_of_a_compilation_is_raised_and_the_next_calls_run(monkeypatch)
     assert fill(np.float32(2), cache=jnp.zeros(2)).tolist() == [7, 2]
 
 
+def test_what_fails_beside_others_is_compiled_again_by_itself(monkeypatch, compiled):
+    """As where so many processes of the compiler cannot be started at once."""
+    compile_one = jax.stages.Lowered.compile
+
+    def compile_alone(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        if threading.current_thread() is not threading.main_thread():
+            raise jax.errors.JaxRuntimeError("INTERNAL: Failed to launch ptxas")
+        return compile_one(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_alone)
+    compiler, _, power = make_programs()
+    with compiler.compiling():
+        power(np.ones(3, np.float32), times=3)
+    compiled.clear()
+    assert power(np.full(3, 2, np.float32), times=3).tolist() == 512 and not compiled
+
+
 def test_an_engine_whose_compilation_fails_raises_the_error_at_its_start(monkeypatch):
     def fail(_: jax.stages.Lowered) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
