@@ -1,7 +1,8 @@
 """The serving engine with random weights: random arrivals, even token times beside a long prompt, shared prefixes.
 
     python benchmarks/serve.py                                             # llama3-1b on a GPU, tiny on a CPU
-    python benchmarks/serve.py llama3-8b --work throughput --slots 256 --prompt 1000 --tokens 1000 --requests 1024
+    python benchmarks/serve.py llama3-8b --work throughput --slots 320 --prompt 1000 --tokens 1000 --requests 1024 \\
+        --chunk 2048 --chunk-slowdown 4
     python benchmarks/serve.py --long 8000 --chunk 256 --work interruption parallel.tensor=2
     python benchmarks/serve.py llama3-8b --work throughput --chunk 2048 --half-batches-from 1024 parallel.tensor=2
 
@@ -219,7 +220,8 @@ def throughput(decoder: Decoder, config: EngineConfig, args: argparse.Namespace)
         steps = engine.stats.steps
     halves = "" if config.half_batches_from is None else f", half-batches from {config.half_batches_from} tokens"
     row = {
-        "variant": f"{config.slots} slots{halves}", "seconds_per_token": seconds / (args.requests * args.tokens),
+        "variant": f"{config.slots} slots, chunk {config.chunk}{halves}",
+        "seconds_per_token": seconds / (args.requests * args.tokens),
         "milliseconds_per_step": 1e3 * seconds / steps, "measured_seconds": seconds,
         "start_seconds": start,
     }  # fmt: skip
@@ -254,6 +256,8 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=1000.0, help="arrivals per second")
     parser.add_argument("--slots", type=int, default=16 if small else 64, help="requests that run together")
     parser.add_argument("--chunk", type=int, default=128 if small else 512, help="prompt tokens per step")
+    parser.add_argument("--chunk-slowdown", type=float, default=EngineConfig().chunk_slowdown,
+                        help="of a step with prompt tokens beside answers (default: %(default)s)")  # fmt: skip
     parser.add_argument("--decode-steps", type=int, default=8, help="decode steps per program at most")
     parser.add_argument("--half-batches-from", type=int, help="engine.half_batches_from (default: never)")
     parser.add_argument("--peak", type=float, help="TFLOP/s of a device, for the share of the optimum")
@@ -271,7 +275,8 @@ def main() -> int:
         room = args.long + 64 if work == "interruption" else args.prompt + args.tokens
         room = args.shared + min(args.tokens, 64) if work == "prefix" else room
         sizes = EngineConfig(
-            slots=args.slots, context=room, chunk=args.chunk, page_size=args.page, decode_steps=args.decode_steps,
+            slots=args.slots, context=room, chunk=args.chunk, chunk_slowdown=args.chunk_slowdown,
+            page_size=args.page, decode_steps=args.decode_steps,
             queue=args.requests + args.slots, half_batches_from=args.half_batches_from,
         )  # fmt: skip
         common = {
