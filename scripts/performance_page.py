@@ -33,7 +33,7 @@ WORKS = {
     "gpt2-124m bf16": "GPT-2 124M, bfloat16",
     "llama3-1b bf16": "Llama 1B, bfloat16",
     "llama3-1b fp8": "Llama 1B, FP8",
-    "qwen3-30b-a3b of 6 layers bf16": "Qwen3 30B-A3B, 6 layers, bfloat16",
+    "qwen3-30b-a3b of 6 layers bf16": "Qwen3 30B-A3B, 6 layers",
     "llama3-8b fsdp4 bf16": "Llama 8B, bfloat16, FSDP",
     "llama3-8b fsdp4 fp8": "Llama 8B, FP8, FSDP",
     "llama3-8b context4 65536 bf16": "Llama 8B, 65,536 tokens",

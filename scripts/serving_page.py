@@ -56,8 +56,14 @@ def decoding() -> str:
 
 
 def engine() -> str:
-    """Return the newest rows of the engine's benchmark."""
+    """Return the newest rows of the engine's benchmark.
+
+    The variants of a work are compared with each other, so they come from its newest run. Only those of throughput
+    stand by themselves.
+    """
     lines, rows = [], read_rows(RESULTS / "serve.jsonl")
+    newest = {row["work"]: row["run"] for row in sorted(rows, key=lambda row: row["date"])}
+    rows = [row for row in rows if row["run"] == newest[row["work"]] or "throughput" in row["work"]]
     for row in rows:
         ratios = (("times_sequential", "{:.1f}x one at a time"), ("times_alone", "{:.2f}x alone"),
                   ("times_without", "{:.2f}x without"),
