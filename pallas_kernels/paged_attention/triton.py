@@ -26,6 +26,21 @@ _BLOCK_ELEMENTS = 8192
 
 
 @dataclasses.dataclass(frozen=True)
+class Tile:
+    """Sizes of a program of the paged attention kernel.
+
+    Attributes:
+        key_block: keys that the loop reads in one step, a power of two.
+        warps: warps of a program.
+        stages: steps whose loads are under way at once.
+    """
+
+    key_block: int
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
 class PagedAttentionPlan:
     """Compile-time constants of the Triton kernels for paged attention.
 
@@ -35,6 +50,7 @@ class PagedAttentionPlan:
         head_dim: H, a power of two.
         page_size: tokens of a page.
         table_width: pages of a sequence at most.
+        tile: see `Tile`.
         ranges: number of programs that share the keys of a sequence and head.
         scale, soft_cap, window: see `PagedAttentionRequest`.
     """
@@ -45,6 +61,7 @@ class PagedAttentionPlan:
     head_dim: int
     page_size: int
     table_width: int
+    tile: Tile
     ranges: int
     scale: float
     soft_cap: float | None
@@ -53,7 +70,7 @@ class PagedAttentionPlan:
     @property
     def key_block(self) -> int:
         """Number of keys that a kernel's loop reads in one step, a power of two."""
-        return min(max(_BLOCK_ELEMENTS // self.head_dim, 64), 128)
+        return self.tile.key_block
 
     @property
     def group(self) -> int:
@@ -93,7 +110,7 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
     return None
 
 
-def make_plan(request: PagedAttentionRequest) -> PagedAttentionPlan:
+def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> PagedAttentionPlan:
     """Choose the compile-time constants of the kernels for a call, such as how many ranges keys are divided into."""
     batch, new_tokens, num_heads, head_dim = request.q.shape
     page_size, key_heads = request.page_size, request.key_heads
@@ -106,6 +123,7 @@ def make_plan(request: PagedAttentionRequest) -> PagedAttentionPlan:
         head_dim,
         page_size,
         table_width,
+        tile or Tile(min(max(_BLOCK_ELEMENTS // head_dim, 64), 128)),
         1,
         float(request.scale),
         None if request.soft_cap is None else float(request.soft_cap),
@@ -115,11 +133,11 @@ def make_plan(request: PagedAttentionRequest) -> PagedAttentionPlan:
     return dataclasses.replace(plan, ranges=max(1, min(busy, blocks, _MOST_RANGES)))
 
 
-def attend(request: PagedAttentionRequest) -> jax.Array:
+def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Array:
     """Compute paged attention with the Triton kernels: [B, T, N, H] in the dtype of the queries."""
     from pallas_kernels.paged_attention.triton_kernel import attend_kernel, combine_kernel
 
-    plan, q = make_plan(request), request.q
+    plan, q = make_plan(request, tile), request.q
     major, minor = request.target.compute_capability or (0, 0)
     grid = (q.shape[0], plan.key_heads)
     partial = (*grid, plan.ranges, plan.rows)
@@ -137,8 +155,8 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
         ),
         grid=(*grid, plan.ranges),
         name="paged_attention",
-        num_warps=4,
-        num_stages=3,
+        num_warps=plan.tile.warps,
+        num_stages=plan.tile.stages,
         compute_capability=10 * major + minor,
         plan=plan,
     )

@@ -44,7 +44,7 @@ def interpret(name: str) -> None:
     let_numpy_index()
     request, ranges = make_case(**CASES[name])
     plan = triton.PagedAttentionPlan(
-        request.q.shape[1], 4, 2, 32, 16, 9, ranges, request.scale, request.soft_cap, request.window
+        request.q.shape[1], 4, 2, 32, 16, 9, triton.Tile(128), ranges, request.scale, request.soft_cap, request.window
     )
     out = np.full(request.q.shape, np.nan, np.float16)
     sums = np.full((2, 2, ranges, plan.rows), np.nan, np.float32)
