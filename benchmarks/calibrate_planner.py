@@ -5,7 +5,7 @@
     python benchmarks/calibrate_planner.py --also planner    # use the rows of benchmarks/planner.py too
 
 It touches no device. Rates of matmuls, attention and copies come from `device.jsonl` and from the traces in
-`step_profile.jsonl`; what remains (elementwise passes, scans, overlap) is fitted to whole steps in `train_step.jsonl`
+`step_profile.jsonl`; what remains (elementwise passes, scans, transfers) is fitted to whole steps in `train_step.jsonl`
 and `ablation.jsonl`, one parameter at a time, to the smallest mean relative error. Rows of `planner.jsonl` are left
 out unless asked for, so that they can serve as a test of the forecasts.
 """
@@ -30,6 +30,7 @@ from jaxstack.plan.efficiency import FILE, Efficiency
 from jaxstack.plan.forecast import LayoutModel
 from jaxstack.plan.layouts import LayoutTable, layout_table_of
 from jaxstack.plan.model_shape import model_shape
+from jaxstack.plan.step_time import LOGIT_PASSES, SMALL_DIM
 from jaxstack.run_config import load_config
 
 Row = dict[str, Any]
@@ -41,10 +42,10 @@ GIVEN = {
 }
 """Values that no row of the results has, with their sources."""
 FITTED = {
-    "matmul": np.linspace(0.70, 0.80, 21),
+    "matmul": np.linspace(0.70, 0.85, 31),
     "elementwise": np.linspace(0.3, 1.2, 46),
-    "overlap": np.linspace(0, 1, 21),
-    "overlap_scanned": np.linspace(0, 1, 21),
+    "transfers": np.linspace(0, 4, 81),
+    "transfers_scanned": np.linspace(0, 4, 81),
 }
 """Parameters that are fitted to whole steps, in this order, with the values that are tried. The rate of matmuls is
 between that of a lone GEMM, under which the clock falls most, and that of the traces."""
@@ -111,8 +112,14 @@ def attention_rates(rows: Sequence[Row], peak: float) -> dict[str, float]:
     return {"attention_64": rates[64], "attention_128": rates[128], "attention_half_length": float(half)}
 
 
-def profile_rates(rows: Sequence[Row], peaks: Mapping[str, float]) -> dict[str, float]:
-    """Return matmul efficiencies and the gaps between kernels, from traces of steps."""
+def profile_rates(rows: Sequence[Row], peaks: Mapping[str, float], head: float) -> dict[str, float]:
+    """Return the efficiencies of layers' matmuls and the gaps between kernels, from traces of steps.
+
+    Args:
+        rows: of `step_profile`.
+        peaks: TFLOP/s by dtype.
+        head: efficiency of the output head's matmuls.
+    """
     rates: dict[str, list[float]] = {"bf16": [], "fp8": []}
     gaps = []
     for row in rows:
@@ -121,13 +128,26 @@ def profile_rates(rows: Sequence[Row], peaks: Mapping[str, float]) -> dict[str, 
         table = 6 * model.vocabulary * model.hidden * tokens
         layers = 6 * model.matmul * tokens - table
         gaps.append(row["idle"] / 1e3 / model.layers)
-        wide = model.hidden / (model.hidden + 32)
+        wide = model.hidden / (model.hidden + SMALL_DIM)
+        seconds = row["matmuls"] / 1e3 - table / (head * peaks["bfloat16"] * wide * 1e12)
         if row["work"].endswith("bf16"):
-            rates["bf16"].append((table + layers) / (row["matmuls"] / 1e3) / 1e12 / peaks["bfloat16"] / wide)
+            rates["bf16"].append(layers / seconds / 1e12 / peaks["bfloat16"] / wide)
         elif "delayed" in row["variant"]:
-            head = table / (median(rates["bf16"]) * peaks["bfloat16"] * wide * 1e12)
-            rates["fp8"].append(layers / (row["matmuls"] / 1e3 - head) / 1e12 / peaks["float8"] / wide)
+            rates["fp8"].append(layers / seconds / 1e12 / peaks["float8"] / wide)
     return {"matmul": median(rates["bf16"]), "matmul_fp8": median(rates["fp8"]), "layer_seconds": median(gaps)}
+
+
+def head_rate(rows: Sequence[Row], peak: float, copy_rate: float, bandwidth: float) -> float:
+    """Return the efficiency of the matmuls of head and loss, from rows of the loss by itself, forward and backward."""
+    found = []
+    for row in rows:
+        size = re.fullmatch(r"linear cross-entropy (\d+) x (\d+) x (\d+) bf16", row["work"])
+        if size and row["implementation"] == "jaxstack sum":
+            tokens, hidden, vocabulary = map(int, size.groups())
+            passes = 2 * LOGIT_PASSES * tokens * vocabulary / (copy_rate * bandwidth)
+            rate = 6 * tokens * hidden * vocabulary / (row["milliseconds"] / 1e3 - passes) / 1e12 / peak
+            found.append(rate * (hidden + SMALL_DIM) / hidden)
+    return median(found)
 
 
 def scan_passes(rows: Sequence[Row], copy_rate: float, bandwidth: float) -> float:
@@ -163,23 +183,27 @@ def calibrate(rows: Sequence[tuple[str, Row]]) -> tuple[dict[str, float], dict[s
     cluster = parse_cluster("1 h200")
     peaks = cluster.peak_tflops.model_dump()
     device, profile, ablation = newest(read("device")), newest(read("step_profile")), newest(read("ablation"))
+    losses = newest(read("linear_cross_entropy"))
     copy = next(row for row in device if row["work"].startswith("copy"))
     copy_rate = copy["gigabytes_per_second"] * 1e9 / cluster.memory_bandwidth
+    head = head_rate(losses, peaks["bfloat16"], copy_rate, cluster.memory_bandwidth)
     values = {
-        **profile_rates(profile, peaks), **attention_rates(device, peaks["bfloat16"]), "copy_rate": copy_rate,
+        **profile_rates(profile, peaks, head), **attention_rates(device, peaks["bfloat16"]), "copy_rate": copy_rate,
+        "head": head,
         "scan_passes": scan_passes(ablation, copy_rate, cluster.memory_bandwidth),
-        "elementwise": 0.6, "overlap": 0.5, "overlap_scanned": 0.5,
+        "elementwise": 0.6, "transfers": 0.5, "transfers_scanned": 0.5,
         **{name: value for name, (value, _) in GIVEN.items()},
     }  # fmt: skip
     values = fit(values, rows)
     if not any(model.time.scanned and row["devices"] > 1 for model, row in ((open_row(r)[0], r) for _, r in rows)):
-        values["overlap_scanned"] = values["overlap"]
+        values["transfers_scanned"] = values["transfers"]
     attention = [source("device", row) for row in device if row["work"].startswith("attention")]
     traces = [source("step_profile", row) for row in profile]
     sources = {
         **dict.fromkeys(("matmul", "matmul_fp8", "layer_seconds"), traces),
         **dict.fromkeys(("attention_64", "attention_128", "attention_half_length"), attention),
         "copy_rate": [source("device", copy)],
+        "head": [source("linear_cross_entropy", row) for row in losses if row["implementation"] == "jaxstack sum"],
         "scan_passes": [source("ablation", row) for row in ablation if row["variant"][0] in "67"],
         **dict.fromkeys(FITTED, [source(script, row) for script, row in rows]),
         **{name: [text] for name, (_, text) in GIVEN.items()},

@@ -7,6 +7,7 @@ and parallel.jsonl of benchmarks/results, and compiled memory from tests/plan/da
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -70,6 +71,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
+def predict(row: dict[str, Any]) -> float | None:
+    """Return the predicted milliseconds of a measured step; None if its device is unknown to the planner."""
+    config = load_config(None, row["overrides"], report=lambda _: None)
+    cluster = cluster_of_devices(row["device"], row["devices"], one_host=True)
+    return None if cluster is None else 1e3 * forecast(config, cluster).step_seconds
+
+
 def measured(*scripts: str) -> str:
     """Return predicted beside measured steps: newest rows of ours with complete overrides.
 
@@ -85,11 +93,9 @@ def measured(*scripts: str) -> str:
     newest = {(row["work"], row.get("variant")): row for row in usual}
     lines, errors = [], []
     for row in newest.values():
-        config = load_config(None, row["overrides"], report=lambda _: None)
-        cluster = cluster_of_devices(row["device"], row["devices"], one_host=True)
-        if cluster is None:
+        predicted, real = predict(row), row["milliseconds"]
+        if predicted is None:
             continue
-        predicted, real = 1e3 * forecast(config, cluster).step_seconds, row["milliseconds"]
         errors.append(predicted / real - 1)
         named = [row["work"], row.get("variant") or "", f"{predicted:,.0f}", f"{real:,.0f}"]
         lines.append([*named, f"{100 * errors[-1]:+.1f}", str(row["commit"])[:7]])
@@ -99,12 +105,18 @@ def measured(*scripts: str) -> str:
 
 
 def choices() -> str:
-    """Return the measured time of the planner's choice beside the best measured one, for each work of planner.jsonl."""
+    """Return the measured time of the planner's choice beside the best measured one, for each work of planner.jsonl.
+
+    The choice is the measured layout that is fastest by today's forecasts.
+    """
     rows = [row for row in read(RESULTS / "planner.jsonl") if "milliseconds" in row]
     lines = []
     for work in dict.fromkeys(row["work"] for row in rows):
         found = [row for row in rows if row["work"] == work]
-        chosen, best = min(found, key=lambda row: row["rank"]), min(found, key=lambda row: row["milliseconds"])
+        chosen, best = (
+            min(found, key=lambda row: predict(row) or math.inf),
+            min(found, key=lambda row: row["milliseconds"]),
+        )
         times = [chosen["milliseconds"], best["milliseconds"]]
         lines.append([work, str(len(found)), chosen["variant"], f"{times[0]:,.1f}", best["variant"], f"{times[1]:,.1f}",
                       f"{times[0] / times[1]:.3f}"])  # fmt: skip

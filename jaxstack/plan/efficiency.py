@@ -22,9 +22,11 @@ class Efficiency(Component):
     """
 
     matmul: float = Field(gt=0, le=1)
-    """Dense matmuls in bfloat16 within a training step, relative to the peak."""
+    """Matmuls of layers in bfloat16 within a training step, relative to the peak."""
     matmul_fp8: float = Field(gt=0, le=1)
     """Matmuls with FP8 operands within a training step, relative to the FP8 peak."""
+    head: float = Field(gt=0, le=1)
+    """The matmuls of the output head and the loss, which are in bfloat16 always, relative to the peak."""
     attention_64: float = Field(gt=0, le=1)
     """Attention forward and backward at head_dim 64 and long sequences, relative to the bfloat16 peak."""
     attention_128: float = Field(gt=0, le=1)
@@ -43,9 +45,11 @@ class Efficiency(Component):
     """Collectives of large arrays within a host, relative to the links' bandwidth."""
     network: float = Field(gt=0, le=1)
     """Collectives of large arrays between hosts, relative to the network's bandwidth."""
-    overlap: float = Field(ge=0, le=1)
-    """Share of the transfers of weights and gradients that unrolled layers hide behind computation."""
-    overlap_scanned: float = Field(ge=0, le=1)
+    transfers: float = Field(ge=0)
+    """Time that transfers of weights and gradients beside computation add to a step, relative to that of the transfers
+    by themselves: below 1 if computation hides them, above 1 if they slow it down by more, as both share the
+    multiprocessors and the memory."""
+    transfers_scanned: float = Field(ge=0)
     """The same in a scan of layers, which gathers a layer as it begins."""
     tick_seconds: float = Field(ge=0)
     """Seconds that each tick of a pipeline adds: a conditional waits for the host."""

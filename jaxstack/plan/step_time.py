@@ -30,14 +30,15 @@ from jaxstack.plan.memory import (
     stored_parameters,
 )
 from jaxstack.plan.model_shape import ModelShape
+from pallas_kernels.attention.context import OVERLAP_LENGTH
 
 PARTS = ("matmul", "attention", "elementwise", "exposed_communication", "bubble")
 """Parts of the time, in the order of tables."""
 _FORWARD_SHARE = 2 / 7
 """Forward part of an attention's time: two of the seven matmuls of flash attention."""
-_SMALL_DIM = 32
+SMALL_DIM = 32
 """A matmul whose smallest dim is this wide reaches half of its rate."""
-_LOGIT_PASSES = 4
+LOGIT_PASSES = 4
 """Passes over the logits in the compute dtype, forward and backward."""
 
 
@@ -122,18 +123,18 @@ class StepModel:
     def _head_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the seconds of embedding, head and loss for one microbatch; all pipeline stages wait for them."""
         shape, rows = self.shape, microbatch_tokens_per_device(layouts, self.tokens) / layouts["tensor"]
-        rate = self._rate(layouts, np.minimum(shape.hidden, rows * layouts["tensor"]), bf16=True)
-        moved = (_LOGIT_PASSES * shape.vocabulary + 8 * shape.hidden) * 2 * rows
+        narrow = np.minimum(shape.hidden, rows * layouts["tensor"])
+        rate = 1e12 * self.cluster.peak_tflops.bfloat16 * self.efficiency.head * narrow / (narrow + SMALL_DIM)
+        moved = (LOGIT_PASSES * shape.vocabulary + 8 * shape.hidden) * 2 * rows
         flops = (4 + 2 * min(self.trained, 1)) * shape.vocabulary * shape.hidden * rows
         return {"matmul": flops / rate, "elementwise": moved / self._memory_rate}
 
-    def _rate(self, layouts: LayoutTable, narrow: Floats, *, bf16: bool = False) -> Floats:
-        """Return, for each parallel layout, the FLOP/s reached by matmuls whose smallest dim is `narrow`."""
+    def _rate(self, layouts: LayoutTable, narrow: Floats) -> Floats:
+        """Return, for each parallel layout, the FLOP/s reached by layers' matmuls whose smallest dim is `narrow`."""
         peaks, efficiency = self.cluster.peak_tflops, self.efficiency
         wide = peaks.bfloat16 * efficiency.matmul
         fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
-        rate = np.where((layouts["fp8"] > 0) & (not bf16), fast, wide)
-        return 1e12 * rate * narrow / (narrow + _SMALL_DIM)
+        return 1e12 * np.where(layouts["fp8"] > 0, fast, wide) * narrow / (narrow + SMALL_DIM)
 
     def _attention_rate(self, layouts: LayoutTable) -> Floats:
         """Return, for each parallel layout, the FLOP/s that attention reaches, interpolated between measured head_dims.
@@ -193,12 +194,13 @@ class StepModel:
         return found
 
     def _exposed_per_microbatch(self, layouts: LayoutTable, compute: Floats) -> Floats:
-        """Return the seconds of communication per microbatch that computation does not hide."""
+        """Return the seconds that communication adds to a microbatch: what is not hidden, and what it slows down."""
         layers = layers_of_stage(self.shape, layouts)
         groups = self._groups(layouts)
         weights = layers * self._weight_seconds(layouts, groups)
-        hidden = self.efficiency.overlap if not self.scanned or self.prefetch else self.efficiency.overlap_scanned
-        exposed = weights - np.minimum(weights, compute) * hidden
+        efficiency = self.efficiency
+        cost = efficiency.transfers if not self.scanned or self.prefetch else efficiency.transfers_scanned
+        exposed = weights + np.minimum(weights, compute) * (cost - 1)
         exposed = exposed + layers * self._tensor_seconds(layouts, groups)
         exposed = exposed + layers * self._context_seconds(layouts, groups, compute / layers)
         exposed = exposed + self._expert_seconds(layouts, groups)
@@ -238,8 +240,8 @@ class StepModel:
         copies = model.all_gather(2 * local, groups["data"])
         sums = np.select([layouts["zero"] == 0, layouts["zero"] == 1], [summed, scattered], 0.0)
         early = (layouts["microbatches"] == 1) & (layouts["zero"] == 0)
-        hidden = np.where(early, self.efficiency.overlap, 0.0)
-        exposed = sums - np.minimum(sums, backward) * hidden + np.where(layouts["zero"] > 0, copies, 0)
+        cost = np.where(early, self.efficiency.transfers, 1.0)
+        exposed = sums + np.minimum(sums, backward) * (cost - 1) + np.where(layouts["zero"] > 0, copies, 0)
         dense = shape.layer_parameters * per_stage / tensor / weights.size
         exposed = exposed + model.all_reduce(self.reduce_bytes * dense, groups["expert"])
         return exposed + self._table_seconds(layouts, groups, weights)
@@ -269,16 +271,26 @@ class StepModel:
         return np.where(layouts["sequence"] > 0, split, whole)
 
     def _context_seconds(self, layouts: LayoutTable, groups: dict[str, Group], compute: Floats) -> Floats:
-        """Return the seconds that one layer's ring attention waits for keys and values of other devices.
+        """Return the seconds that one layer's attention over `context` waits for other devices, forward and backward.
 
-        Forward and backward each pass keys and values on; the backward also their gradients in float32. A hop is hidden
-        behind the attention to the keys before it (Liu et al. 2023).
+        By the method that `context_attention` chooses for a causal mask:
+
+        - a ring for long sequences: both passes send keys and values on, the backward also their gradients in float32.
+          A hop is hidden behind the attention to the keys before it (Liu et al. 2023);
+        - all-to-all where it sends less than all-gathers: queries, keys, values and outputs in both passes;
+        - all-gather: keys and values in both passes, and a reduce-scatter of their gradients in float32. Attention
+          needs all of them, so that nothing is hidden.
         """
-        rows, group = microbatch_tokens_per_device(layouts, self.tokens), groups["context"]
-        keys = rows * 2 * self.shape.key / layouts["tensor"]
-        hops = np.maximum(group.size - 1, 0)
-        sent = hops * (2 * self._collective_model.send(2 * keys, group) + self._collective_model.send(4 * keys, group))
-        return np.maximum(sent - compute, 0) + 0.1 * np.minimum(sent, compute)
+        model, group, shape = self._collective_model, groups["context"], self.shape
+        rows, devices = microbatch_tokens_per_device(layouts, self.tokens), group.size
+        keys, queries = (rows * 2 * width / layouts["tensor"] for width in (shape.key, shape.query))
+        sent = np.maximum(devices - 1, 0) * (2 * model.send(2 * keys, group) + model.send(4 * keys, group))
+        ring = np.maximum(sent - compute, 0) + 0.1 * np.minimum(sent, compute)
+        exchanged = 2 * model.all_to_all(2 * (queries + keys), group)
+        gathered = 2 * model.all_gather(2 * keys * devices, group) + model.reduce_scatter(4 * keys * devices, group)
+        long = self.length / devices * shape.query / shape.key >= OVERLAP_LENGTH
+        fewer = (shape.query + shape.key < shape.key * devices) & (shape.key // shape.head_dim % devices == 0)
+        return np.select([devices == 1, long, fewer], [0.0, ring, exchanged], gathered)
 
     def _expert_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds of the all-to-alls for a stage's experts: two forward, two backward, one if recomputed."""

@@ -168,3 +168,32 @@ def test_measured_steps_of_one_h200(ours):
     shape = [f"train.global_batch_size={batch}", f"train.sequence_length={length}", "model.scan_layers=false"]
     found = forecast(config_of(f"model.preset={ours}", *shape), parse_cluster("1 h200"))
     assert found.step_seconds == pytest.approx(measured, rel=0.08)
+
+
+def exposed(*overrides: str, gpus: int) -> float:
+    config = config_of(*overrides, "model.remat=none")
+    return forecast(config, parse_cluster(f"{gpus} h200")).seconds["exposed_communication"]
+
+
+def test_attention_over_context_pays_for_the_method_that_it_chooses():
+    """Short sequences gather all keys, long ones pass them round a ring, many heads on many devices exchange them.
+
+    In the step compiled for two H200s, GPT-2 124M on 64 sequences of 1024 tokens sends 4.83 GB more from each GPU with
+    `context` than with `fsdp`: keys and values twice in bfloat16, their gradients once in float32, in 12 layers.
+    """
+    gpt2 = ["model.preset=gpt2-124m", "train.global_batch_size=64", "train.sequence_length=1024"]
+    gathered = exposed(*gpt2, "parallel.context=2", gpus=2) - exposed(*gpt2, "parallel.fsdp=2", gpus=2)
+    assert gathered == pytest.approx(4.83e9 / (0.68 * 450e9), rel=0.03)
+    llama = ["model.preset=llama3-8b", "train.global_batch_size=4"]
+
+    def beside_fsdp(length: int) -> float:
+        sizes = [*llama, f"train.sequence_length={length}"]
+        return exposed(*sizes, "parallel.context=4", gpus=4) - exposed(*sizes, "parallel.fsdp=4", gpus=4)
+
+    short, long = beside_fsdp(2048) / 2048, beside_fsdp(65536) / 65536
+    assert 0 < long < 0.3 * short, "a ring hides its transfers behind attention"
+    sizes = ["model.preset=llama3-8b", "model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8"]
+    many = [*sizes, "model.head_dim=128", "train.global_batch_size=64", "train.sequence_length=4096"]
+    exchanged = exposed(*many, "parallel.context=8", gpus=8) - exposed(*many, "parallel.fsdp=8", gpus=8)
+    keys = 64 * 4096 * 2 * 1024 / 8
+    assert exchanged < 12 * 8 * keys * 7 / (0.68 * 450e9), "less than all-gathers send"
