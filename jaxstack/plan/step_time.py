@@ -2,13 +2,13 @@
 
 Per microbatch and device, with n tokens of which t devices share a layer:
 
-- matmuls: 2 FLOPs a parameter and token forward and 4 backward, and what `model.remat` computes again, over the rate
-  that GEMMs reach; small dims reach less of it, and reading the weights is a lower bound;
+- matmuls: 2 FLOPs a parameter and token forward and 4 backward, and what `model.remat` computes again, over the rates
+  that layers and the output head reach; small dims reach less of it, and reading the weights is a lower bound;
 - attention: the kind's own FLOPs (Dao 2023 for causal flash attention), of which 2/7 are forward, over the rate of the
   kernels at this head_dim and at the length that one call of them sees;
 - elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
   (read weight, gradient and state, write weight and state), and the gaps between kernels;
-- communication: see `jaxstack.plan.communication`; only what computation does not hide is counted;
+- communication: see `jaxstack.plan.communication`; transfers beside computation count by what they add to the step;
 - bubble: (p - 1)/m of the work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al. 2021),
   (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
 
