@@ -8,7 +8,7 @@ from jaxstack.checkpoint import directory, manifest
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 
 
-def link_checkpoint(source: Path, step: int | None, target: Path) -> int:
+def link_checkpoint(source: Path, step: int | None, target: Path, steps: int | None = None) -> int:
     """Copy a checkpoint to another run's checkpoint directory, by hard links where possible.
 
     Files are hard links where the file system has them, so that they take no space and outlive the source's; copies
@@ -18,12 +18,13 @@ def link_checkpoint(source: Path, step: int | None, target: Path) -> int:
       source: directory of checkpoints to take it from.
       step: step of the checkpoint; None: the newest one.
       target: directory of checkpoints to put it into, made if missing.
+      steps: `train.steps` of the other run, which has to go on beyond the checkpoint; None: any.
 
     Returns:
       The step of the checkpoint.
 
     Raises:
-      ConfigError: the source has no such checkpoint, or the target cannot be written.
+      ConfigError: the source has no such checkpoint, nothing would be left to train, or the target cannot be written.
       JaxstackError: the checkpoint is damaged or was deleted meanwhile, or the disk is full.
     """
     found = {entry.step: entry for entry in directory.scan(source) if entry.kind == "committed"}
@@ -35,6 +36,11 @@ def link_checkpoint(source: Path, step: int | None, target: Path) -> int:
         raise ConfigError(
             f"run.branch_step ({chosen}) is not a checkpoint in {source}; kept there: {kept}. "
             "checkpoint.keep_every_steps keeps more of them."
+        )
+    if steps is not None and chosen >= steps:
+        raise ConfigError(
+            f"the checkpoint in {source} is of step {chosen}, and this run ends at train.steps ({steps}): raise "
+            "train.steps, or lower run.branch_step."
         )
     entry = found[chosen]
     staging = target / f".saving-{chosen}-branch"

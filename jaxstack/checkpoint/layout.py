@@ -54,10 +54,10 @@ def check_layout(source: str, wanted: dict[str, LeafSpec], stored: dict[str, Lea
     if len(lines) > _SHOWN:
         shown.append(f"... and {len(lines) - _SHOWN} more")
     raise ConfigError(
-        f"the checkpoint {source} does not fit this run ({len(lines)} of {len(wanted)} leaves differ):\n  "
-        + "\n  ".join(shown)
-        + "\nuse the model and optimizer that it was saved with, or start a run with another name (run.init_from takes "
-        "the parameters along)"
+        f"the checkpoint {source} does not fit this run ({len(lines)} differences, the run has {len(wanted)} leaves):"
+        + "".join(f"\n  {line}" for line in shown)
+        + "\nuse the model, optimizer and number of islands that it was saved with, or start a run with another "
+        "name (run.init_from takes the parameters along)"
     )
 
 

@@ -24,7 +24,7 @@ def branch(config: RunConfig, report: Callable[[str], None]) -> None:
       report: called with a line that names the checkpoint, and with one if the learning rate jumps there.
 
     Raises:
-      ConfigError: there is no such checkpoint.
+      ConfigError: there is no such checkpoint, or it is not before the run's last step.
       JaxstackError: it is damaged, or cannot be copied.
     """
     if config.run.branch_from is None:
@@ -43,7 +43,7 @@ def _branch(config: RunConfig, source: Path, report: Callable[[str], None]) -> N
     target = config.directory / "checkpoints"
     if CheckpointManager(target).all_steps():
         return  # the run has begun: it goes on from its own checkpoints
-    step = link_checkpoint(source / "checkpoints", config.run.branch_step, target)
+    step = link_checkpoint(source / "checkpoints", config.run.branch_step, target, config.train.steps)
     report(f"branching from {source}, step {step}")
     before = config_from_tree(load_yaml(source / "config.yaml"), str(source / "config.yaml"))
     old, new = learning_rate_at(before, step), learning_rate_at(config, step)

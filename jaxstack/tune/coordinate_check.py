@@ -65,24 +65,23 @@ def widen(model: ModelConfig, width: int) -> ModelConfig:
       ConfigError: a size would not be a whole number.
     """
 
-    def scaled(name: str, size: int) -> int:
+    sizes = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.kv_heads,
+        "intermediate_size": model.feed_forward_size,
+        **({} if model.moe is None else {"moe_intermediate_size": model.expert_size}),
+    }
+    for name, size in sizes.items():
         if size * width % model.hidden_size:
+            smallest = model.hidden_size // math.gcd(model.hidden_size, *sizes.values())
             raise ConfigError(
                 f"a width of {width} is {width / model.hidden_size:g} times model.hidden_size ({model.hidden_size}), "
-                f"and {name} ({size}) times that is no whole number; choose multiples of {model.hidden_size}."
+                f"and {name} ({size}) times that is no whole number; choose multiples of {smallest}."
             )
-        return size * width // model.hidden_size
-
-    changed: dict[str, object] = {
-        "hidden_size": width,
-        "num_heads": scaled("num_heads", model.num_heads),
-        "num_kv_heads": scaled("num_kv_heads", model.kv_heads),
-        "head_dim": model.width_per_head,
-        "intermediate_size": scaled("intermediate_size", model.feed_forward_size),
-    }
+    scaled = {name: size * width // model.hidden_size for name, size in sizes.items()}
+    changed: dict[str, object] = {"hidden_size": width, "head_dim": model.width_per_head, **scaled}
     if model.moe is not None:
-        expert = scaled("moe_intermediate_size", model.expert_size)
-        changed["moe"] = model.moe.model_copy(update={"moe_intermediate_size": expert})
+        changed["moe"] = model.moe.model_copy(update={"moe_intermediate_size": changed.pop("moe_intermediate_size")})
     return model.model_copy(update=changed)
 
 
@@ -224,7 +223,10 @@ def make_parser() -> CommandParser:
 
 
 def _widths(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"whole numbers with commas between them, as in 64,128; got {text}") from None
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -49,6 +49,10 @@ def test_the_newest_is_the_default(source, tmp_path):
 def test_refusals(source, tmp_path):
     with pytest.raises(ConfigError, match=r"run.branch_step \(3\) is not a checkpoint in .*; kept there: 2, 4"):
         link_checkpoint(source, 3, tmp_path / "b")
+    for step in (4, None):
+        with pytest.raises(ConfigError, match=r"step 4, and this run ends at train.steps \(4\)"):
+            link_checkpoint(source, step, tmp_path / "b", 4)
+    assert not (tmp_path / "b").exists() and link_checkpoint(source, 2, tmp_path / "c", 4) == 2
     with pytest.raises(ConfigError, match="no checkpoint"):
         link_checkpoint(tmp_path / "none", None, tmp_path / "b")
     (source / "4" / MANIFEST).write_text("nonsense")

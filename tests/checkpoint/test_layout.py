@@ -30,7 +30,7 @@ def test_ten_lines_then_a_count():
     with pytest.raises(JaxstackError) as caught:
         check_layout("runs/x/7", wanted, {})
     message = str(caught.value)
-    assert "runs/x/7" in message and "25 of 25" in message and "... and 15 more" in message
+    assert "runs/x/7" in message and "25 differences, the run has 25" in message and "... and 15 more" in message
     assert "layer9:" in message and "layer10:" not in message
 
 

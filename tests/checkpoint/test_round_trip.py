@@ -171,7 +171,7 @@ def test_differences_are_told_before_anything_is_loaded(open_manager, monkeypatc
     message = str(caught.value)
     assert "params/embedding: shape [32, 8] in the checkpoint, [32, 16] wanted" in message
     assert "params/layers/bias: dtype bfloat16 in the checkpoint, float32 wanted" in message
-    assert "2 of 13 leaves" in message
+    assert "2 differences, the run has 13 leaves" in message
 
 
 def test_numbers_are_never_cut_to_32_bits(open_manager):

@@ -52,7 +52,7 @@ def test_a_jump_of_the_learning_rate_is_told(tmp_path, monkeypatch):
     from jaxstack.config.loader import dump_yaml
 
     (tmp_path / "long" / "config.yaml").write_text(dump_yaml(long))
-    monkeypatch.setattr(branch, "link_checkpoint", lambda source, step, target: 8)
+    monkeypatch.setattr(branch, "link_checkpoint", lambda source, step, target, steps: 8)
     where = [f"run.branch_from={tmp_path}/long", "run.branch_step=8"]
     for steps, jumps in ((11, False), (12, False), (10, True)):
         said: list[str] = []

@@ -13,8 +13,9 @@ def test_a_wider_model_has_more_heads():
     base = ModelConfig(hidden_size=64, num_heads=4, num_kv_heads=2, intermediate_size=96)
     wide = widen(base, 192)
     assert (wide.num_heads, wide.kv_heads, wide.width_per_head, wide.feed_forward_size) == (12, 6, 16, 288)
-    with pytest.raises(ConfigError, match="a width of 100 is 1.5625 times .* choose multiples of 64"):
+    with pytest.raises(ConfigError, match="a width of 100 is 1.5625 times .* choose multiples of 32"):
         widen(base, 100)
+    assert widen(base, 32).num_heads == 2
 
 
 def test_the_picture_has_a_line_for_each_quantity():
