@@ -1,6 +1,6 @@
 """Times of tiles of the kernel for weights in few bits, for `packed_products.py --sweep`.
 
-Which of several thousand tiles are timed is decided by what fits a multiprocessor: see `candidate_tiles`.
+Of a few hundred tiles those are timed that keep a multiprocessor busy: see `candidate_tiles`.
 """
 
 import argparse
@@ -44,9 +44,9 @@ _MOST_WARPS = 64
 """Of a multiprocessor."""
 _LEAST_WARPS = 6
 _LEAST_LOADED = 16 * 1024
-"""Bytes of weights that a multiprocessor must have under way: 32 KB cover the latency of an H200's memory."""
+"""Bytes of weights that a multiprocessor must have under way: half of what covers the latency of an H200's memory."""
 _LARGEST_WASTE = 1.2
-"""Work of the busiest multiprocessor over the mean."""
+"""Most work of the busiest multiprocessor over the mean."""
 
 Row = dict[str, Any]
 Product = Callable[[jax.Array, Any], jax.Array]

@@ -125,8 +125,9 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
         """Add the tokens to the cache; return their attention to all tokens so far, and the cache."""
         angles = self._angles(context)
+        plain = self.q_norm is None and self.heads.cache_format is None
         # XLA cannot partition the kernel that takes joined heads.
-        if self.qkv_proj is None or self.q_norm is not None or angles is None or is_sharded():
+        if self.qkv_proj is None or angles is None or not plain or is_sharded():
             return kind.decode(*self._queries_keys_values(x, context), cache, slots, self.heads)
         return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
 

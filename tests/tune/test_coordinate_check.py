@@ -18,6 +18,12 @@ def test_a_wider_model_has_more_heads():
     assert widen(base, 32).num_heads == 2
 
 
+def test_widths_that_are_no_numbers_are_one_message(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", "configs/quickstart.yaml", "--widths", "64,foo"])
+    assert ended.value.code == 2 and "whole numbers with commas between them" in capsys.readouterr().err
+
+
 def test_the_picture_has_a_line_for_each_quantity():
     names = ("embedding", "residual", "logits")
     values = {(p, q): (1.0, 2.0 + i) for p in ("standard", "mup") for i, q in enumerate(names)}

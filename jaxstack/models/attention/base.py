@@ -237,7 +237,8 @@ class AttentionKind(Component):
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
         """Do what `decode` does, with heads that are in one array and have no rotary positions yet.
 
-        A kind may override this to rotate heads and write them to its cache in one kernel.
+        A kind may override this to rotate heads and write them to its cache in one kernel. The cache is in the compute
+        dtype, not in a `cache_format`.
 
         Args:
           joined: heads of queries, keys and values, N + 2 K of them in this order.

@@ -7,18 +7,17 @@ of their own. The rows of a batch may differ in length.
 Dims: B batch, T query length, S slots, N heads, K kv heads, H head_dim.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxstack.models.attention.base import Angles, AttentionSpec, CacheSlots, split_and_rotate
+from jaxstack.models.attention.base import Angles, AttentionSpec, CacheSlots
 from jaxstack.models.attention.cache_formats import empty_keys_and_values
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.low_bits.encoded import (
-    Encoded,
     Stored,
     decode,
     encode_like,
@@ -109,10 +108,7 @@ def put_joined(
     Returns:
       The rotated queries, and the cache.
     """
-    key, value = cache
-    if isinstance(key, Encoded) or isinstance(value, Encoded):
-        q, k, v = split_and_rotate(joined, angles, heads)
-        return q, put(cache, k, v, slots, pinned)
+    key, value = (cast(jax.Array, x) for x in cache)
     cos, sin = (x.squeeze(-2) for x in angles)
     slot = _slots_of(slots, cache.slots, pinned)
     q, key, value = rotate_into_cache(joined, cos, sin, key, value, slot, num_heads=heads.num_heads, slot_axis=2)

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import Angles, AttentionSpec, PageGroup, PageSlots, split_and_rotate
+from jaxstack.models.attention.base import Angles, AttentionSpec, PageGroup, PageSlots
 from jaxstack.models.attention.cache_formats import empty_keys_and_values
 from jaxstack.parallel import current_rules, with_local_heads
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
-from pallas_kernels.low_bits.encoded import Encoded, Stored, decode, encode_like, map_stored, permute_query_channels
+from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, permute_query_channels
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.target import current_target
 
@@ -62,10 +62,7 @@ def put_joined_in_pages(
     Returns:
       The rotated queries, and the cache.
     """
-    key, value = cache
-    if isinstance(key, Encoded) or isinstance(value, Encoded):
-        q, k, v = split_and_rotate(joined, angles, heads)
-        return q, put_in_pages(cache, k, v, slots)
+    key, value = (cast(jax.Array, x) for x in cache)
     cos, sin = (x.squeeze(-2) for x in angles)
     # All pages are one row of slots, as the tokens are one row.
     key_row, value_row = (x.reshape(1, -1, *x.shape[2:]) for x in (key, value))
