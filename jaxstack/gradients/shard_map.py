@@ -36,6 +36,11 @@ class ParameterLayout:
     stacked: bool
     """True if its first dim is that of stacked layers."""
 
+    def of_one_layer(self) -> "ParameterLayout":
+        """Return the layout of one layer of stacked parameters."""
+        spec, stored = (PartitionSpec(*tuple(whole)[1:]) for whole in (self.spec, self.stored))
+        return dataclasses.replace(self, spec=spec, stored=stored, stacked=False)
+
 
 class LocalGradients:
     """Gradients that each device computes on its part of the batch, with explicit collectives in a `shard_map`.
@@ -76,7 +81,7 @@ class LocalGradients:
 
         def local(params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
             key = jax.random.fold_in(key, jax.lax.axis_index(self._split))
-            copies = jax.tree.map(self._working_copy, params, self._layouts)
+            copies = self._working_copies(params)
             if self._sums_at_use:
                 prepare = lambda params: jax.tree.map(self._summing, params, copies, self._layouts)  # noqa: E731
                 run = functools.partial(self._microbatches, prepare=prepare, measure=measure)
@@ -100,7 +105,7 @@ class LocalGradients:
         """Return the loss sum and item count of a batch for evaluation."""
 
         def local(params: Dict, non_params: Dict, batch: Batch) -> LossSum:
-            copies = jax.tree.map(self._working_copy, params, self._layouts)
+            copies = self._working_copies(params)
             loss, _ = self._microbatches.loss(copies, non_params, batch, key=None, train=False)
             return jax.lax.psum(loss, self._split)
 
@@ -141,22 +146,35 @@ class LocalGradients:
         stacked = bool(names) and names[0] == "layers"
         return ParameterLayout(spec, stored, dtype, bool(metadata.get("sum_where_used")), stacked)
 
-    def _working_copy(self, x: jax.Array, layout: ParameterLayout) -> jax.Array:
-        """Return a parameter all-gathered over `data` in the compute dtype; unchanged if `data` does not split it.
+    def _working_copies(self, params: Dict) -> Dict:
+        """Return the parameters, those that `data` splits all-gathered over it in the compute dtype.
 
-        Stacked layers are gathered one at a time. XLA gathers a whole stack with the devices' parts outermost, and
-        copies it into the order of layers after all gathers: the working copy would be in memory twice.
+        Stacked layers are gathered one layer at a time. XLA gathers a whole stack with the devices' parts outermost,
+        and copies it into the order of layers after all gathers: the working copy would be in memory twice. All
+        matrices of a layer are gathered in one iteration of one loop: XLA's CPU backend runs independent loops
+        concurrently, and the program aborts where the collectives of two loops meet.
         """
+        weights, tree = jax.tree.flatten(params)
+        layouts = tree.flatten_up_to(self._layouts)
+        stacks: dict[int, dict[int, jax.Array]] = {}
+        for index, (weight, layout) in enumerate(zip(weights, layouts, strict=True)):
+            if layout.stacked and _data_shards(layout):
+                stacks.setdefault(weight.shape[0], {})[index] = weight
+            else:
+                weights[index] = self._working_copy(weight, layout)
+        for stack in stacks.values():
+            gather = lambda layer: {i: self._working_copy(x, layouts[i].of_one_layer()) for i, x in layer.items()}  # noqa: E731
+            for index, copy in jax.lax.map(gather, stack).items():
+                weights[index] = copy
+        return tree.unflatten(weights)
+
+    def _working_copy(self, x: jax.Array, layout: ParameterLayout) -> jax.Array:
+        """Return a parameter all-gathered over `data` in the compute dtype; unchanged if `data` does not split it."""
         parts = _data_shards(layout)
         if not parts:
             return x
         how = self._exchange._replace(dtype=layout.dtype, gathered=parts)
-        rules = self._inner.rules
-        if not layout.stacked:
-            return exchange_weight(x, how, layout.spec, rules)
-        how = how._replace(gathered=tuple((axes, dim - 1) for axes, dim in parts))
-        spec = PartitionSpec(*tuple(layout.spec)[1:])
-        return jax.lax.map(lambda layer: exchange_weight(layer, how, spec, rules), x)
+        return exchange_weight(x, how, layout.spec, self._inner.rules)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: ParameterLayout) -> jax.Array | WorkingCopy:
         """Return parameter `x` wrapped so that the backward pass sums its gradient over devices, sharded like x."""

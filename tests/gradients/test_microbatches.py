@@ -132,8 +132,8 @@ def test_weights_and_adams_moments_are_twelve_bytes_a_parameter_over_the_devices
     assert found == pytest.approx(12 * ((parameters - vectors) / parts + vectors), abs=counter)
 
 
-def shapes_of(name: str, *overrides: str, **params: Any) -> list[tuple[int, ...]]:
-    """Shapes of what a primitive with these parameters returns in the traced step, inside of loops and calls too."""
+def equations(name: str, *overrides: str, **params: Any) -> list[Any]:
+    """The traced step's equations of a primitive with these parameters, inside of loops and calls too."""
     trainer = make_trainer(small_config("train.global_batch_size=8", *overrides))
     batch = abstract_batch(batch_at(0, 8), trainer.rules, 8)
     found = []
@@ -141,13 +141,18 @@ def shapes_of(name: str, *overrides: str, **params: Any) -> list[tuple[int, ...]
     def walk(jaxpr):
         for equation in jaxpr.eqns:
             if equation.primitive.name == name and params.items() <= equation.params.items():
-                found.extend(x.aval.shape for x in equation.outvars)
+                found.append(equation)
             for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                     walk(getattr(inner, "jaxpr", inner))
 
     walk(jax.make_jaxpr(trainer.steps.train_step)(trainer.abstract_state, batch).jaxpr)
     return found
+
+
+def shapes_of(name: str, *overrides: str, **params: Any) -> list[tuple[int, ...]]:
+    """Shapes of what a primitive with these parameters returns in the traced step."""
+    return [x.aval.shape for equation in equations(name, *overrides, **params) for x in equation.outvars]
 
 
 UP = (2, 32, 48)
@@ -160,6 +165,13 @@ def test_zero_2_never_has_a_whole_gradient(accumulation):
     assert UP in shapes_of("scan", *over, "parallel.zero=1", reverse=True), "ZeRO 1 adds up whole gradients"
     stacked = shapes_of("scan", *over, "parallel.zero=2", reverse=True)
     assert UP not in stacked and (2, 8, 48) in stacked
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_one_loop_over_the_layers_gathers_all_of_their_matrices(zero):
+    """The collectives of two independent loops may meet when XLA's CPU backend runs them concurrently: it aborts."""
+    over = ("parallel.data=4", "parallel.prefetch=false")
+    assert len(equations("scan", *over, f"parallel.zero={zero}")) == len(equations("scan", *over)) + 1
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
