@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,14 @@ from jax import lax
 
 DRIVER = Path("/proc/driver/nvidia-fs")
 """Exists where the kernel module nvidia-fs is loaded."""
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm] (a variable in jax's stubs)
 _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
 class ByteReader(Protocol):
     """Interface of what reads bytes of a file into the memory of a device."""
 
-    def __call__(self, path: Path, offset: int, count: int, device: jax.Device) -> jax.Array:
+    def __call__(self, path: Path, offset: int, count: int, device: Device) -> jax.Array:
         """Return `count` bytes of the file from `offset` on, as uint8 [count] on the device."""
         ...
 
@@ -40,7 +41,7 @@ def why_unavailable() -> str | None:
     return None if driver.get("is_gds_available") else "cuFile finds no storage that supports it"
 
 
-def read_by_kvikio(path: Path, offset: int, count: int, device: jax.Device) -> jax.Array:
+def read_by_kvikio(path: Path, offset: int, count: int, device: Device) -> jax.Array:
     """Return bytes of a file in the memory of a GPU, uint8 [count], read without a copy in host memory.
 
     The buffer belongs to cupy, outside of the memory that XLA manages, and is freed with the array.
@@ -70,7 +71,7 @@ class DirectTensor:
       read: reads the bytes.
     """
 
-    def __init__(self, path: Path, name: str, device: jax.Device, read: ByteReader):
+    def __init__(self, path: Path, name: str, device: Device, read: ByteReader):
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(size))[name]

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
-from jaxstack.models.huggingface.direct_storage import ByteReader, DirectTensor
+from jaxstack.models.huggingface.direct_storage import ByteReader, Device, DirectTensor
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -129,7 +128,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
             )
         return found
 
-    def on_device(self, name: str, device: jax.Device, read: ByteReader) -> DirectTensor | None:
+    def on_device(self, name: str, device: Device, read: ByteReader) -> DirectTensor | None:
         """Return a reader of slices of a floating-point tensor onto a device; None if it is not stored as one tensor.
 
         Args:

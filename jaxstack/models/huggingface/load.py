@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.huggingface.direct_storage import ByteReader, read_by_kvikio, why_unavailable
+from jaxstack.models.huggingface.direct_storage import ByteReader, Device, read_by_kvikio, why_unavailable
 from jaxstack.models.huggingface.families import check_model, describe
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
@@ -213,7 +213,7 @@ def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: A
 
 
 def _read_onto_device(
-    files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: jax.Device, read: ByteReader
+    files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: Device, read: ByteReader
 ) -> jax.Array | None:
     """Read one shard of a parameter onto a device without host memory, as float32; None if it is not stored plainly."""
     pieces = []
