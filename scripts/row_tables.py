@@ -55,7 +55,11 @@ All precisions see the same batches in the same order. `loss` is the mean over t
 ratio` is relative to bfloat16 over the same tokens. Held-out loss is given where the run reached all tokens.
 """,
     "cpu_matmuls": """\
-Every matrix product of the step of `cpu_nanogpt`, the fastest call of each, added up: no step is faster than that.
+Every matrix product of the step of `cpu_nanogpt`, the fastest call of each, added up: with that library no step on as
+many cores is faster. Where XLA's products take longer than PyTorch's, our step can be ahead only by what is no product.
+""",
+    "cpu_nanogpt": """\
+Whole steps on a CPU; rows of one run took turns. Compare them with the products alone on as many cores only.
 """,
     "data_wait": """\
 A simulated storage takes two steps to read a batch and serves four at a time, half a step per batch on average.
