@@ -18,11 +18,11 @@ rows trade speed for memory and compile time.
 
 `final_loss` is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first
 row's time by this row's, where both are of one run. `loss_ratio_tf32` and `speedup_tf32` compare with the row of TF32
-matmuls in the same way: what a plain program gains by one setting of jax is not ours. `joules_per_token` is of all
-steps, by the driver's energy counter, which moves every 0.1 s, and `dollars_per_billion_tokens` follows from `--price`.
-Each row runs in a process of its own and is appended to benchmarks/results/ablation.jsonl at once. With `--eighth` all
-processes start at the same time, and each compiles and trains when its turn comes. A row that is to run in FP8 and
-does not fails.
+matmuls in the same way: what a plain program gains by one setting of jax is not ours. `joules_per_token` is of all but
+the first steps, by the driver's energy counter, which moves every 0.1 s; `dollars_per_billion_tokens` follows from
+`--price`. Each row runs in a process of its own and is appended to benchmarks/results/ablation.jsonl at once. With
+`--eighth` all processes start at the same time, and each compiles and trains when its turn comes. A row that is to run
+in FP8 and does not fails.
 """
 
 import argparse
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import positive
 from benchmarks.energy import EnergyCounter, cost_fields
-from benchmarks.learning import count_matmuls, learn, mean_loss
+from benchmarks.learning import Point, count_matmuls, learn, mean_loss
 from benchmarks.rows import append_rows, print_table, require_commit
 from benchmarks.steps import open_run, rates, run_as_command, run_process
 
@@ -131,8 +131,17 @@ def measure(variant: str, overrides: list[str], in_turn: bool = False) -> dict[s
     began = time.perf_counter()
     trainer.compile(trainer.peek_batch())
     compile_seconds, matmuls = time.perf_counter() - began, count_matmuls(trainer)
-    with EnergyCounter() as energy:
-        points = learn(trainer, every=EVERY)
+    energy, uncounted = EnergyCounter(), 0
+
+    def begin_energy(point: Point) -> None:
+        """Begin to count after the first steps, which create the state and load kernels."""
+        nonlocal uncounted
+        if not uncounted:
+            uncounted = int(point["tokens"])
+            energy.__enter__()
+
+    points = learn(trainer, every=EVERY, say=begin_energy)
+    energy.__exit__(None, None, None)
     steps = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in zip(points, points[1:], strict=False)]
     last = points[-1]["tokens"]
     milliseconds = 1e3 * statistics.median(steps)
@@ -142,6 +151,7 @@ def measure(variant: str, overrides: list[str], in_turn: bool = False) -> dict[s
         "milliseconds": milliseconds, "peak_memory_bytes": peak_memory_bytes(), "compile_seconds": compile_seconds,
         "final_loss": mean_loss(points, 0.75 * last, last), "tokens": last, "backends": backends,
         "matmuls": matmuls, "joules": energy.joules,
+        "joules_tokens": last - uncounted,
     }  # fmt: skip
 
 
@@ -241,7 +251,7 @@ def main() -> None:
         baselines[variant] = row
         compare(row, baselines)
         speed = row["tokens_per_second_per_device"]
-        row |= cost_fields(row.pop("joules"), row["tokens"], speed, args.price)
+        row |= cost_fields(row.pop("joules"), row.pop("joules_tokens"), speed, args.price)
         rows.append({"work": work, "variant": f"{list(TECHNIQUES).index(variant)} {variant}", **row})
         append_rows(script, rows[-1:])
     if not rows:
