@@ -15,14 +15,17 @@ COLUMNS = 256
 
 @dataclasses.dataclass(frozen=True)
 class CopyTiles:
-    """How the kernel divides its work: `2 * ahead` tiles of `rows` KiB are in the shared memory of each program."""
+    """How the kernel divides its work. Each program has up to `2 * ahead` tiles of `rows` KiB in shared memory."""
 
     rows: int = 32
     """Rows of a tile, of 1 KiB each and contiguous in memory."""
     ahead: int = 3
     """Tiles that are read at a time; as many are written meanwhile."""
+    each: int | None = None
+    """Neighbouring tiles that a program copies. The hardware starts a program wherever one has ended, which keeps all
+    multiprocessors busy although some reach the memory more slowly. None: `programs` programs copy every tile."""
     programs: int = 132
-    """Programs of the kernel; 132 is one for each multiprocessor of an H100 or H200."""
+    """Programs without `each`; 132 is one for each multiprocessor of an H100 or H200."""
 
 
 def copy(x: jax.Array, *, tiles: CopyTiles | None = None, interpret: bool = False) -> jax.Array:
@@ -40,16 +43,19 @@ def copy(x: jax.Array, *, tiles: CopyTiles | None = None, interpret: bool = Fals
     tile = cut.rows * COLUMNS
     if x.ndim != 1 or x.size % tile or x.dtype != jnp.float32:
         raise ValueError(f"the copy takes float32 [n] with n a multiple of {tile}; got {x.dtype} {list(x.shape)}.")
-    slots = 2 * cut.ahead
     count = x.size // tile
-    programs = min(cut.programs, count)
+    slots = min(2 * cut.ahead, cut.each or count)
+    programs = min(cut.programs, count) if cut.each is None else pl.cdiv(count, cut.each)
 
     def body(source: Any, target: Any, slot_tiles: Any, arrived: Any) -> None:
-        first = lax.axis_index("program")
-        mine = (count - first + programs - 1) // programs
+        program = lax.axis_index("program")
+        if cut.each is None:
+            first, stride, mine = program, programs, (count - program + programs - 1) // programs
+        else:
+            first, stride, mine = program * cut.each, 1, jnp.minimum(cut.each, count - program * cut.each)
 
         def rows(step: Any) -> Any:
-            return pl.ds((first + step * programs) * cut.rows, cut.rows)
+            return pl.ds((first + step * stride) * cut.rows, cut.rows)
 
         def fetch(step: Any) -> None:
             slot = lax.rem(step, slots)
@@ -67,7 +73,7 @@ def copy(x: jax.Array, *, tiles: CopyTiles | None = None, interpret: bool = Fals
             pl.when(step + cut.ahead < mine)(lambda: fetch(step + cut.ahead))
 
         lax.fori_loop(0, mine, move, None)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for what is being written
 
     kernel = plgpu.kernel(
         body,

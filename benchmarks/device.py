@@ -63,7 +63,10 @@ GEMMS = (
 SUSTAINED_SECONDS = 0.4
 """Length of each of five blocks of calls; a GPU at its power limit lowers its clock within less."""
 COPY_BYTES = 2**31
-COPIES = (CopyTiles(), CopyTiles(rows=16, ahead=6), CopyTiles(rows=64, ahead=1), CopyTiles(16, 3, programs=264))
+COPIES = (
+    CopyTiles(rows=64, ahead=1), CopyTiles(rows=64, ahead=1, each=1), CopyTiles(rows=32, ahead=1, each=1),
+    CopyTiles(rows=16, ahead=1, each=1), CopyTiles(rows=32, ahead=1, each=8), CopyTiles(rows=16, ahead=1, each=8),
+)  # fmt: skip
 """Ways to divide the copy; which one is fastest depends on the memory."""
 PEAK_BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
 """Bytes a second of the memory by its data sheet; a kernel should reach 88 % of it."""
@@ -218,7 +221,8 @@ class Device:
 
 
 def _named(tiles: CopyTiles) -> str:
-    return f"{tiles.programs} programs, {tiles.ahead} tiles of {tiles.rows} KiB ahead"
+    programs = f"{tiles.programs} programs" if tiles.each is None else f"programs of {tiles.each} tiles"
+    return f"{programs}, {tiles.ahead} tiles of {tiles.rows} KiB ahead"
 
 
 def matmuls(x: jax.Array, w: jax.Array) -> Iterator[tuple[str, Callable[..., jax.Array], tuple]]:

@@ -17,11 +17,15 @@ TILE = SMALL.rows * COLUMNS
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("tiles", [1, 2 * (2 * SMALL.ahead + 2) + 1])
-def test_every_element_is_copied(tiles):
-    """More tiles than slots, and programs that have one tile more than others."""
+@pytest.mark.parametrize(
+    "tiles, cut",
+    [(2 * (2 * SMALL.ahead + 2) + 1, SMALL), (7, CopyTiles(ahead=1, each=3)), (1, SMALL), (3, CopyTiles(each=1))],
+    ids=str,
+)
+def test_every_element_is_copied(tiles, cut):
+    """More tiles than slots, and programs that have fewer tiles than others."""
     x = jnp.arange(tiles * TILE, dtype=jnp.float32)
-    np.testing.assert_array_equal(copy(x, tiles=SMALL, interpret=True), x)
+    np.testing.assert_array_equal(copy(x, tiles=cut, interpret=True), x)
 
 
 @pytest.mark.parametrize("tiles", COPIES, ids=str)
