@@ -1,5 +1,6 @@
 """A kernel for Hopper that copies an array: TMA into shared memory and out again, without registers."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,62 +9,77 @@ from jax import lax
 
 from pallas_kernels.mosaic_api import pl, plgpu
 
-PROGRAMS = 132
-"""One for each multiprocessor of an H100 or H200."""
-ROWS, COLUMNS = 32, 256
-"""Shape of a tile of 32-bit elements, 32 KiB that are contiguous in memory; 256 is the most that TMA takes in a dim."""
-AHEAD = 3
-"""Tiles that are read at a time; as many are written meanwhile."""
+COLUMNS = 256
+"""32-bit elements in a row of a tile; TMA takes no more in a dim."""
 
 
-def copy(x: jax.Array, *, programs: int = PROGRAMS, interpret: bool = False) -> jax.Array:
-    """Return a copy of x, made by a kernel whose programs each keep `AHEAD` reads and `AHEAD` writes under way.
+@dataclasses.dataclass(frozen=True)
+class CopyTiles:
+    """How the kernel divides its work. Each program has up to `2 * ahead` tiles of `rows` KiB in shared memory."""
+
+    rows: int = 32
+    """Rows of a tile, of 1 KiB each and contiguous in memory."""
+    ahead: int = 3
+    """Tiles that are read at a time; as many are written meanwhile."""
+    each: int | None = None
+    """Neighbouring tiles that a program copies. The hardware starts a program wherever one has ended, which keeps all
+    multiprocessors busy although some reach the memory more slowly. None: `programs` programs copy every tile."""
+    programs: int = 132
+    """Programs without `each`; 132 is one for each multiprocessor of an H100 or H200."""
+
+
+def copy(x: jax.Array, *, tiles: CopyTiles | None = None, interpret: bool = False) -> jax.Array:
+    """Return a copy of x, made by a kernel whose programs each keep several reads and as many writes under way.
 
     Args:
-        x: float32 [n], n a multiple of `ROWS` * `COLUMNS`.
-        programs: Programs of the kernel.
+        x: float32 [n], n a multiple of the elements of a tile.
+        tiles: How the work is divided; default: `CopyTiles()`.
         interpret: True to interpret the kernel on a CPU, with detection of races.
 
     Raises:
         ValueError: x has another dtype, rank or size.
     """
-    tile = ROWS * COLUMNS
+    cut = tiles or CopyTiles()
+    tile = cut.rows * COLUMNS
     if x.ndim != 1 or x.size % tile or x.dtype != jnp.float32:
         raise ValueError(f"the copy takes float32 [n] with n a multiple of {tile}; got {x.dtype} {list(x.shape)}.")
-    slots = 2 * AHEAD
     count = x.size // tile
-    programs = min(programs, count)
+    slots = min(2 * cut.ahead, cut.each or count)
+    programs = min(cut.programs, count) if cut.each is None else pl.cdiv(count, cut.each)
 
-    def body(source: Any, target: Any, tiles: Any, arrived: Any) -> None:
-        first = lax.axis_index("program")
-        mine = (count - first + programs - 1) // programs
+    def body(source: Any, target: Any, slot_tiles: Any, arrived: Any) -> None:
+        program = lax.axis_index("program")
+        if cut.each is None:
+            first, stride, mine = program, programs, (count - program + programs - 1) // programs
+        else:
+            first, stride, mine = program * cut.each, 1, jnp.minimum(cut.each, count - program * cut.each)
 
         def rows(step: Any) -> Any:
-            return pl.ds((first + step * programs) * ROWS, ROWS)
+            return pl.ds((first + step * stride) * cut.rows, cut.rows)
 
         def fetch(step: Any) -> None:
             slot = lax.rem(step, slots)
-            plgpu.copy_gmem_to_smem(source.at[rows(step)], tiles.at[slot], arrived.at[slot])
+            plgpu.copy_gmem_to_smem(source.at[rows(step)], slot_tiles.at[slot], arrived.at[slot])
 
-        for step in range(AHEAD):
+        for step in range(cut.ahead):
             pl.when(step < mine)(lambda step=step: fetch(jnp.int32(step)))
 
         def move(step: Any, _: None) -> None:
             slot = lax.rem(step, slots)
             plgpu.barrier_wait(arrived.at[slot])
-            plgpu.copy_smem_to_gmem(tiles.at[slot], target.at[rows(step)])
-            # The slot of the next tile to read is that of the tile written `AHEAD` steps ago.
-            plgpu.wait_smem_to_gmem(AHEAD, wait_read_only=True)
-            pl.when(step + AHEAD < mine)(lambda: fetch(step + AHEAD))
+            plgpu.copy_smem_to_gmem(slot_tiles.at[slot], target.at[rows(step)])
+            # The slot of the next tile to read is that of the tile written `ahead` steps ago.
+            plgpu.wait_smem_to_gmem(cut.ahead, wait_read_only=True)
+            pl.when(step + cut.ahead < mine)(lambda: fetch(step + cut.ahead))
 
         lax.fori_loop(0, mine, move, None)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for what is being written
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((count * ROWS, COLUMNS), x.dtype),
+        out_type=jax.ShapeDtypeStruct((count * cut.rows, COLUMNS), x.dtype),
         scratch_types=[
-            plgpu.SMEM((slots, ROWS, COLUMNS), x.dtype),
+            plgpu.SMEM((slots, cut.rows, COLUMNS), x.dtype),
             plgpu.Barrier(num_barriers=slots),
         ],
         grid=(programs,),

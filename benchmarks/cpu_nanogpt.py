@@ -1,6 +1,7 @@
 """Training steps on a CPU at the shape of nanoGPT's CPU example, ours and PyTorch's in turn.
 
     python benchmarks/cpu_nanogpt.py --rounds 5
+    python benchmarks/cpu_nanogpt.py --cores 1    # as benchmarks/cpu_matmuls.py measures the products alone
 
 4 layers, 4 heads, 128 wide, block 64, batch 12, vocabulary 65, float32, no biases, AdamW, clipping at 1. Every
 measurement runs in a process of its own, one after the other, so that neither's threads disturb the other. PyTorch runs
@@ -98,10 +99,10 @@ IMPLEMENTATIONS = {
 }
 
 
-def run_worker(implementation: str) -> dict:
-    """One measurement in a process of its own."""
+def run_worker(implementation: str, cores: int | None) -> dict:
+    """One measurement in a process of its own, on so many cores (None: all)."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    command = [sys.executable, __file__, "--worker", implementation]
+    command = [sys.executable, __file__, "--worker", implementation, *([f"--cores={cores}"] if cores else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{implementation} failed:\n{done.stderr[-2000:]}")
@@ -113,8 +114,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often each implementation takes its turn")
     parser.add_argument("--compiled", action="store_true", help="also measure torch.compile")
     parser.add_argument("--worker", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--cores", type=int, help="cores that a process may use; default: all")
     args = parser.parse_args()
     if args.worker:
+        if args.cores:
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
         print(json.dumps(IMPLEMENTATIONS[args.worker]()))
         return
     from benchmarks.rows import append_rows, print_table
@@ -125,12 +129,13 @@ def main() -> None:
     found: dict[str, list[dict]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:
-            found[name].append(run_worker(name))
+            found[name].append(run_worker(name, args.cores))
     rows = []
     for name, results in found.items():
         step = median(result["median"] for result in results)
         rows.append({
-            "work": WORK, "implementation": _title(name), "device": "cpu", "devices": 1, "cores": os.cpu_count(),
+            "work": WORK + (f", cores: {args.cores}" if args.cores else ""), "implementation": _title(name),
+            "device": "cpu", "devices": 1, "cores": args.cores or os.cpu_count(),
             "tokens_per_second_per_device": BATCH * LENGTH / step, "milliseconds": 1e3 * step,
             "fastest_milliseconds": 1e3 * min(result["fastest"] for result in results), "rounds": args.rounds,
         })  # fmt: skip

@@ -2,6 +2,7 @@
 
     python benchmarks/data_wait.py
     python benchmarks/data_wait.py --steps 300 --step-ms 100 --only "one stalled file"
+    python benchmarks/data_wait.py --brief    # the default threads, and processes only where Python is the slow part
 
 The shards are behind a storage with a simulated delay. A batch takes two steps to read, and the storage serves four
 batches at a time, so that it needs half a step per batch on average:
@@ -10,16 +11,20 @@ batches at a time, so that it needs half a step per batch on average:
     bursts            the storage serves nothing for six steps, then eight batches at a time for the next six
     one stalled file  as latency; and the reads of one file of 64 all hang for ten steps
     decoding          no delay, but half a step of pure Python per batch, which holds the interpreter's lock
+    heavy decoding    a step and a half of it, more than one interpreter can do; needs three or more cores
 
-Each is read by one thread four batches ahead, by the default number of threads, and by processes. Steps are a jitted
-chain of matmuls of about --step-ms. `wait_fraction` is the time that the loop waited for its next batch, over the time
-of all steps, after the first batch. `slowdown` is the time of the steps over that with batches in memory. Every batch
-is compared with the one that a serial reader without delays returns.
+Each is read by one thread four batches ahead, by the default number of threads, and by two and four processes. Steps
+are a jitted chain of matmuls of about --step-ms; the unit above is their median with batches in memory.
+`wait_fraction` is the time that the loop waited for its next batch, over the time of all steps, after the first batch;
+`filled_wait_fraction` is the same without the first batches, as many as are read ahead, while all workers begin at
+once and the first batches become ready together. `slowdown` is the time of the steps over that with batches in memory.
+Every batch is compared with the one that a serial reader without delays returns.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import os
 import statistics
 import sys
 import tempfile
@@ -49,8 +54,12 @@ WORKERS = {
     "1 thread, 4 ahead": WorkerOptions(threads=1, processes=0, ahead=4),
     f"{_DEFAULT.read_threads} threads": WorkerOptions(_DEFAULT.read_threads, 0, _DEFAULT.read_ahead),
     "2 processes x 8 threads": WorkerOptions(8, 2, _DEFAULT.read_ahead),
+    "4 processes x 4 threads": WorkerOptions(4, 4, _DEFAULT.read_ahead),
 }
-COLUMNS = ("work", "implementation", "device", "wait_fraction", "slowdown", "milliseconds", "longest_wait_steps")
+COLUMNS = (
+    "work", "implementation", "device", "wait_fraction", "filled_wait_fraction", "slowdown", "milliseconds",
+    "longest_wait_steps",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +83,7 @@ WORKS = {
     "bursts": Storage(latency=2.0, at_once=8, closed=6.0),
     "one stalled file": Storage(latency=2.0, stall=(40.0, 50.0)),
     "decoding": Storage(decoding=0.5),
+    "heavy decoding": Storage(decoding=1.5),
 }
 
 
@@ -175,9 +185,10 @@ def run_steps(step: Callable[[Any, Any], Any], state: Any, source: Iterator[Batc
     from jaxstack.data.device_batches import device_batches
 
     batches = cast(Generator, device_batches(source, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
-    flying, waits, tokens, times = [], [], [], [0.0]
+    flying, waits, asked, tokens, times = [], [], [], [], [0.0]
     with contextlib.closing(batches):
         for batch, waited in batches:
+            asked.append(time.perf_counter() - waited)
             if not tokens:  # the first batch has nothing to hide behind
                 times, waited = [time.perf_counter()], 0.0
             elif len(flying) == 2:
@@ -191,11 +202,32 @@ def run_steps(step: Callable[[Any, Any], Any], state: Any, source: Iterator[Batc
                 break
     for one in flying:
         one.block_until_ready()
-    seconds = time.perf_counter() - times[0]
+    end = time.perf_counter()
     return {
-        "seconds": seconds, "waits": waits, "tokens": [np.asarray(one) for one in tokens],
-        "median_step": statistics.median(np.diff(times)),
+        "seconds": end - times[0], "waits": waits, "asked": asked, "end": end,
+        "tokens": [np.asarray(one) for one in tokens], "median_step": statistics.median(np.diff(times)),
     }  # fmt: skip
+
+
+def wait_fractions(found: dict[str, Any], ahead: int) -> dict[str, float | None]:
+    """Return the share of the time that the loop waited: in all, and from batch `ahead` on, if there are more.
+
+    Args:
+        found: result of `run_steps`.
+        ahead: batches that are read ahead.
+    """
+    waits, asked = found["waits"], found["asked"]
+    later = sum(waits[ahead:]) / (found["end"] - asked[ahead]) if len(waits) > ahead else None
+    return {"wait_fraction": sum(waits) / found["seconds"], "filled_wait_fraction": later}
+
+
+def cases(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return the pairs of a storage and a kind of workers to measure."""
+    pairs = [(work, name) for work in args.only or WORKS for name in WORKERS]
+    if not args.brief:
+        return pairs
+    _, threads, _, processes = WORKERS
+    return [(work, name) for work, name in pairs if name == threads or (name == processes and WORKS[work].decoding)]
 
 
 def measure(args: argparse.Namespace, stream: TokenStream) -> Iterator[dict[str, Any]]:
@@ -205,24 +237,26 @@ def measure(args: argparse.Namespace, stream: TokenStream) -> Iterator[dict[str,
     step, state = make_step(args.step_ms)
     serial = batches_of(stream)
     expected = [serial[number] for number in range(args.steps)]
+    run_steps(step, state, iter(expected[:4]), 4)  # compiles for batches as `device_batches` places them
     memory = run_steps(step, state, iter(expected), args.steps)
-    seconds = memory["seconds"] / args.steps
-    for work in args.only or WORKS:
-        for name, workers in WORKERS.items():
-            # The storage's clock begins when the first reads do, processes need some seconds to start.
-            began = time.time() + (8.0 if workers.processes else 0.0)
-            slow = SlowStream(stream, WORKS[work], seconds, began, workers.processes)
-            found = run_steps(step, state, read_batches(batches_of(slow), workers), args.steps)
-            for got, batch in zip(found["tokens"], expected, strict=True):
-                np.testing.assert_array_equal(got, batch["tokens"])
-            yield {
-                "work": f"data wait: {work}", "implementation": f"jaxstack, {name}",
-                "device": jax.devices()[0].device_kind, "devices": 1,
-                "wait_fraction": sum(found["waits"]) / found["seconds"],
-                "slowdown": found["seconds"] / memory["seconds"], "milliseconds": 1e3 * found["median_step"],
-                "longest_wait_steps": max(found["waits"]) / seconds, "steps": args.steps,
-                "storage": dataclasses.asdict(WORKS[work]), "workers": dataclasses.asdict(workers),
-            }  # fmt: skip
+    seconds = memory["median_step"]
+    for work, name in cases(args):
+        workers = WORKERS[name]
+        # The storage's clock begins when the first reads do, processes need some seconds to start.
+        began = time.time() + (8.0 if workers.processes else 0.0)
+        slow = SlowStream(stream, WORKS[work], seconds, began, workers.processes)
+        found = run_steps(step, state, read_batches(batches_of(slow), workers), args.steps)
+        for got, batch in zip(found["tokens"], expected, strict=True):
+            np.testing.assert_array_equal(got, batch["tokens"])
+        yield {
+            "work": f"data wait: {work}", "implementation": f"jaxstack, {name}",
+            "device": jax.devices()[0].device_kind, "devices": 1, "cores": len(os.sched_getaffinity(0)),
+            **wait_fractions(found, workers.ahead),
+            "slowdown": found["seconds"] / memory["seconds"], "milliseconds": 1e3 * found["median_step"],
+            "memory_milliseconds": 1e3 * seconds, "longest_wait_steps": max(found["waits"]) / seconds,
+            "steps": args.steps,
+            "storage": dataclasses.asdict(WORKS[work]), "workers": dataclasses.asdict(workers),
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -231,6 +265,7 @@ def main() -> None:
     parser.add_argument("--steps", type=positive(int), default=200, help="per measurement")
     parser.add_argument("--step-ms", type=positive(float), default=50.0, help="duration of a step, about")
     parser.add_argument("--only", nargs="+", choices=list(WORKS), help="kinds of storage; default: all")
+    parser.add_argument("--brief", action="store_true", help="default threads only, and processes for decoding")
     parser.add_argument("--tiny", action="store_true", help="few short steps, which measure nothing")
     args = parser.parse_args()
     script = "data_wait"
@@ -242,8 +277,8 @@ def main() -> None:
         for row in measure(args, write_shards(Path(folder))):
             print(f"{row['work']}, {row['implementation']}: {row['wait_fraction']:.2%}", flush=True)
             rows.append(row)
+            append_rows(script, rows[-1:])
     print_table(rows, COLUMNS)
-    append_rows(script, rows)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,10 @@ Each row has everything that the rows above it have, on the same batches of real
 Rows: [ablation](performance-rows.md#ablation). Yours: `python benchmarks/ablation.py`.
 
 ![Tokens per second as techniques are added](pictures/ablation.svg)
+
+{table}
+Times over TF32 are those that count: TF32 is one setting of jax away from float32. The loss is the mean over the last
+quarter of the steps. Energy is that of the GPU alone; the cost follows from the price of a GPU hour in the row.
 """
 CONVERGENCE = """
 ## Loss in FP8
@@ -183,16 +187,34 @@ def make_page(results: Path = RESULTS) -> str:
 def make_profiles_page(results: Path = RESULTS) -> str:
     """Return docs/profiles.md."""
     page = PROFILES
-    if ablation := read_rows(results / "ablation.jsonl"):
+    if ablation := newest_work(results / "ablation.jsonl"):
         first, best = ablation[0], max(ablation, key=lambda row: row[RATE])
         summary = (
             f"The fastest row, *{variant_name(best)}*, makes {best[RATE] / first[RATE]:.1f} times the tokens/s of the "
             f"first, at {best['loss_ratio']:.3f} of its loss."
         )
-        page += ABLATION.format(work=first["work"], summary=summary)
+        page += ABLATION.format(work=first["work"], summary=summary, table=ablation_table(ablation))
     if curves := newest_curves(results):
         page += CONVERGENCE.format(work=curves[0]["work"])
     return page
+
+
+def ablation_table(rows: Sequence[Row]) -> str:
+    """Return the table of the ablation: speed, loss, energy and cost of each row."""
+    tf32 = next((row for row in rows if variant_name(row) == "TF32 matmuls"), None)
+    lines = [
+        "| technique | tokens/s | over float32 | over TF32 | loss | J / 1000 tokens | dollars / 10⁹ tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        energy, cost = row.get("joules_per_token"), row.get("dollars_per_billion_tokens")
+        cells = (
+            variant_name(row), f"{row[RATE]:,.0f}", f"{row[RATE] / rows[0][RATE]:.2f}",
+            f"{row[RATE] / tf32[RATE]:.2f}" if tf32 else "–", f"{row['final_loss']:.4f}",
+            f"{1000 * energy:.2f}" if energy else "–", f"{cost:.2f}" if cost else "–",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def variant_name(row: Row) -> str:
@@ -200,11 +222,16 @@ def variant_name(row: Row) -> str:
     return str(row["variant"]).split(" ", 1)[-1]
 
 
+def newest_work(path: Path) -> list[Row]:
+    """Return the newest rows of the work that was measured last."""
+    rows = read_rows(path)
+    newest = max(rows, key=lambda row: row["date"])["work"] if rows else None
+    return [row for row in rows if row["work"] == newest]
+
+
 def newest_curves(results: Path) -> list[Row]:
     """Return the rows of the newest convergence run."""
-    curves = read_rows(results / "convergence.jsonl")
-    newest = max(curves, key=lambda row: row["date"])["work"] if curves else None
-    return [row for row in curves if row["work"] == newest]
+    return newest_work(results / "convergence.jsonl")
 
 
 def speed_chart(found: Sequence[Comparison]) -> str:
@@ -265,7 +292,7 @@ def make_pictures(results: Path = RESULTS) -> Mapping[str, str]:
         drawn["limit.svg"] = limit_chart(found)
     if profiles := newest_rows(read_all(results / "step_profile.jsonl")):
         drawn["profile.svg"] = profile_chart(profiles)
-    if ablation := read_rows(results / "ablation.jsonl"):
+    if ablation := newest_work(results / "ablation.jsonl"):
         drawn["ablation.svg"] = ablation_chart(ablation)
     if curves := newest_curves(results):
         drawn["convergence.svg"] = picture(curves)

@@ -55,13 +55,19 @@ All precisions see the same batches in the same order. `loss` is the mean over t
 ratio` is relative to bfloat16 over the same tokens. Held-out loss is given where the run reached all tokens.
 """,
     "cpu_matmuls": """\
-Every matrix product of the step of `cpu_nanogpt`, the fastest call of each, added up: no step is faster than that.
+Every matrix product of the step of `cpu_nanogpt`, the fastest call of each, added up: with that library no step on as
+many cores is faster. Where XLA's products take longer than PyTorch's, our step can be ahead only by what is no product.
+""",
+    "cpu_nanogpt": """\
+Whole steps on a CPU; rows of one run took turns. Compare them with the products alone on as many cores only.
 """,
     "data_wait": """\
 A simulated storage takes two steps to read a batch and serves four at a time, half a step per batch on average.
 `bursts`: it serves nothing for six steps, then twice as much for six. `one stalled file`: one of 64 files hangs for
-ten steps. `decoding`: half a step of Python per batch instead. `waiting for data` is the share of the time of the steps
-after the first batch. Every batch was equal to that of a serial reader.
+ten steps. `decoding` and `heavy decoding`: half a step and a step and a half of Python per batch instead. `waiting for
+data` is the share of the time of the steps after the first batch; `waiting, read-ahead full` begins after as many
+batches as are read ahead, since all workers begin at the same time and the first batches become ready together.
+`slowdown` is relative to batches in memory. Every batch was equal to that of a serial reader.
 """,
     "device": """\
 Rates that the device reaches; the rows of `limit` are the steps that follow from them: every matrix product at the best
@@ -157,7 +163,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "MFU": _number("mfu", "{:.1f} %", 100),
     "of the limit": _number("limit_fraction", "{:.0f} %", 100),
     "waiting for data": _number("wait_fraction", "{:.2f} %", 100),
-    "time / with data in memory": _number("slowdown", "{:.3f}"),
+    "waiting, read-ahead full": _number("filled_wait_fraction", "{:.2f} %", 100),
     "gather ms": _number("gather_milliseconds", "{:.3f}"),
     "scatter ms": _number("scatter_milliseconds", "{:.3f}"),
     "forward ms": _number("forward_milliseconds", "{:.3f}"),

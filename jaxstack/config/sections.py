@@ -21,6 +21,9 @@ class RunSection(Component):
     """Seed of the initial weights, the data order and dropout."""
     init_from: str | None = None
     """Run directory or Hugging Face checkpoint that gives a new run its parameters, model and tokenizer."""
+    direct_storage: bool = False
+    """Read the weights of a Hugging Face checkpoint straight into GPU memory, by GPUDirect Storage (kvikio); where the
+    machine does not have it, one line says why and they are read the usual way."""
     branch_from: str | None = None
     """Run directory whose checkpoint a new run goes on from with everything: parameters, optimizer state, step and
     position in the data. Model and tokenizer are that run's."""

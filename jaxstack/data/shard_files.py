@@ -37,7 +37,7 @@ class LocalFiles:
     """Shard files of a local directory; the most recently used ones stay open.
 
     Reads with pread instead of a memory map: a file that is cut off while in use then gives an error, not SIGBUS. A
-    read takes a microsecond; through TensorStore's `file` driver it takes fifty.
+    read takes a few microseconds, and through TensorStore's `file` driver about twenty times as long.
     """
 
     def __init__(self, folder: Path):

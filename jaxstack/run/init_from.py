@@ -23,7 +23,11 @@ from jaxstack.models.restack import restack, restack_shapes, same_stacking
 
 
 def initial_parameters(
-    directory: str | Path, model: ModelConfig, abstract: Params, report: Callable[[str], None]
+    directory: str | Path,
+    model: ModelConfig,
+    abstract: Params,
+    report: Callable[[str], None],
+    direct_storage: bool = False,
 ) -> Params:
     """Read a run's initial parameters from another run's checkpoint, a compressed model or a Hugging Face checkpoint.
 
@@ -32,6 +36,7 @@ def initial_parameters(
       model: the new run's model; it must compute what the stored one computes, but may stack its layers otherwise.
       abstract: nested dicts of shapes, dtypes and shardings of its parameters; each device reads only its own shard.
       report: called with a line that names the source.
+      direct_storage: True reads a Hugging Face checkpoint by GPUDirect Storage where this machine has it.
 
     Raises:
       ConfigError: there are no parameters, or they are another model's; the message names what differs.
@@ -39,7 +44,8 @@ def initial_parameters(
     """
     if not is_run(directory):
         report(f"starting from the weights in {directory}")
-        return read_parameters(directory, model, jax.tree.map(lambda x: x.sharding, abstract), report=report)
+        layout = jax.tree.map(lambda x: x.sharding, abstract)
+        return read_parameters(directory, model, layout, direct_storage=direct_storage, report=report)
     stored = read_pretrained_model_config(directory)
     check_model(model, stored, str(directory))
     read = _unpack if is_compressed(directory) else _restore

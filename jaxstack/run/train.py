@@ -177,7 +177,8 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
     """Load the parameters that `run.init_from` names, if it is set, into the trainer of a new run."""
     source = config.run.init_from
     if source is not None:
-        params = initial_parameters(source, config.model, trainer.start_shapes[0], say)
+        shapes, direct = trainer.start_shapes[0], config.run.direct_storage
+        params = initial_parameters(source, config.model, shapes, say, direct)
         check_masks(trainer.module, params)
         trainer.start_from(params)
 

@@ -109,3 +109,20 @@ def test_every_row_of_the_ablation_has_what_the_rows_before_it_have():
     assert [row[2:] for row in found[5:]] == [
         ("current", False, "none"), ("delayed", False, "none"), ("delayed", True, "none"), ("delayed", True, "full")
     ]  # fmt: skip
+
+
+def test_workers_that_start_together_measure_when_their_turn_comes(capsys):
+    answer = f"print({ablation.READY!r}, flush=True); input(); "
+    row = json.dumps({"tokens_per_second_per_device": 7.0})
+    turns = [
+        ablation.Turn("works", ["-c", answer + f"print('''{row}''')"]),
+        ablation.Turn("fails", ["-c", answer + "raise SystemExit('out of memory')"]),
+        ablation.Turn("ends at once", ["-c", "raise SystemExit('no such device')"]),
+        ablation.Turn("hangs", ["-c", answer + "import time; time.sleep(60)"]),
+    ]
+    for turn in turns:
+        turn.wait_until_ready()
+    assert [turn.run(10.0) for turn in turns[:3]] == [{"tokens_per_second_per_device": 7.0}, None, None]
+    assert turns[3].run(0.1) is None
+    said = capsys.readouterr().out
+    assert "fails failed: out of memory" in said and "no such device" in said and "hangs: no result" in said

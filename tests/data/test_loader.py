@@ -340,8 +340,8 @@ def test_batches_are_those_of_a_serial_reader_for_any_number_of_threads(byte_con
     assert_batches_equal(take(data.batches(start=start, **ask), 12), serial)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.longer
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_batches_are_those_of_a_serial_reader_for_any_number_of_processes(byte_config, processes):
     config = changed(byte_config, read_processes=processes, read_threads=2, augmentations=(TokenDropout(),))
     data = open_data(config, sequence_length=LENGTH, seed=7)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
+from jaxstack.models.huggingface.direct_storage import ByteReader, Device, DirectTensor
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -126,6 +127,23 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
                 f"which {CONFIG} describes; give others in bfloat16 or float32."
             )
         return found
+
+    def on_device(self, name: str, device: Device, read: ByteReader) -> DirectTensor | None:
+        """Return a reader of slices of a floating-point tensor onto a device; None if it is not stored as one tensor.
+
+        Args:
+          name: the tensor.
+          device: where slices are placed.
+          read: reads bytes of the files, e.g. `read_by_kvikio`.
+
+        Raises:
+          ConfigError: as of `slices`.
+        """
+        if name in self._replaced:
+            return None
+        self.slices(name)  # refuses other dtypes
+        place = self._places[name]
+        return DirectTensor(place.path, place.name, device, read)
 
     def stored(self, name: str) -> Any:
         """Return a reader of slices of a tensor, quantized dtypes included; None if there is no such tensor.

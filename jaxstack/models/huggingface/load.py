@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.huggingface.direct_storage import ByteReader, Device, read_by_kvikio, why_unavailable
 from jaxstack.models.huggingface.families import check_model, describe
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
@@ -31,6 +32,7 @@ from pallas_kernels import PackedWeight
 
 Arrays = dict[str, jax.Array | PackedWeight]
 _HEAD = "lm_head.weight"
+_NOT_DIRECT = "GPUDirect Storage is not used, weights are read through host memory"
 _CHUNK_BYTES = 2**30
 """Bytes assembled in host memory before they are copied to a device, unless a single tensor is larger."""
 
@@ -83,6 +85,7 @@ def read_parameters(
     ignore: Collection[str] = (),
     *,
     packed: bool = False,
+    direct_storage: bool = False,
     report: Callable[[str], None] = warnings.warn,
 ) -> Any:
     """Load a Transformer's parameters from a Hugging Face checkpoint as nested dicts, sharded as `shardings`.
@@ -92,10 +95,16 @@ def read_parameters(
       shardings: the layout of each plain parameter.
       packed: True returns quantized weights as `PackedWeight` where a parameter is one tensor, as those of unrolled
         layers are, and one of its formats stores the same; otherwise all are plain numbers.
+      direct_storage: True reads plain parameters by GPUDirect Storage where this machine has it, and reports whether.
 
     Raises:
       ConfigError: as `from_huggingface`.
     """
+    read = None
+    if direct_storage:
+        reason = why_unavailable()
+        report("weights are read by GPUDirect Storage" if reason is None else f"{_NOT_DIRECT}: {reason}")
+        read = None if reason else read_by_kvikio
     family, described = describe(directory, ignore)
     check_model(config, described, str(directory))
 
@@ -105,7 +114,7 @@ def read_parameters(
             branch = branch[key]
         return branch
 
-    return nest(_read(Path(directory), family, config, place, report, packed))
+    return nest(_read(Path(directory), family, config, place, report, packed, read))
 
 
 def nest(arrays: dict[str, Any]) -> Any:
@@ -127,6 +136,7 @@ def _read(
     place: Callable[[Leaf], jax.sharding.Sharding | None],
     report: Callable[[str], None],
     packed: bool = False,
+    read: ByteReader | None = None,
 ) -> Arrays:
     quantization = read_quantization(read_json(directory / CONFIG))
     leaves = find_leaves(config, family.tensors)
@@ -136,7 +146,7 @@ def _read(
         for leaf in leaves:
             tensor = quantized.get(leaf.names[0]) if packed and leaf.is_matrix else None
             weight = None if tensor is None else _pack(tensor, leaf, place(leaf))
-            found[leaf.path] = _read_leaf(files, leaf, place(leaf)) if weight is None else weight
+            found[leaf.path] = _read_leaf(files, leaf, place(leaf), read) if weight is None else weight
         if quantization is not None:
             kept = [value for value in found.values() if isinstance(value, PackedWeight)]
             for line in describe_quantization_differences(quantization, quantized, kept):
@@ -178,7 +188,9 @@ def _check_tied(files: WeightFiles, table: str) -> None:
         raise ConfigError(f"{files.directory}: tie_word_embeddings is true, but {_HEAD} is not {table}.")
 
 
-def _read_leaf(files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def _read_leaf(
+    files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding | None, read: ByteReader | None
+) -> jax.Array:
     if sharding is None:
         return _read_part(files, leaf, whole(leaf.shape), None)
     places: dict[tuple[tuple[int, int], ...], list[Any]] = {}
@@ -187,7 +199,9 @@ def _read_leaf(files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding |
         places.setdefault(tuple((c.start, c.stop) for c in cut), []).append(device)
     parts = []
     for cut, devices in places.items():
-        first = _read_part(files, leaf, [slice(*ends) for ends in cut], devices[0])
+        index = [slice(*ends) for ends in cut]
+        direct = None if read is None else _read_onto_device(files, leaf, index, devices[0], read)
+        first = _read_part(files, leaf, index, devices[0]) if direct is None else direct
         parts += [first, *(jax.device_put(first, device) for device in devices[1:])]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
@@ -196,6 +210,21 @@ def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: A
     """Read one shard of a parameter from the files, as float32, onto a device."""
     chunks = [jax.device_put(chunk, device) for chunk in read_chunks(files, leaf, index)]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
+
+
+def _read_onto_device(
+    files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: Device, read: ByteReader
+) -> jax.Array | None:
+    """Read one shard of a parameter onto a device without host memory, as float32; None if it is not stored plainly."""
+    pieces = []
+    for _, name in leaf.pieces(index):
+        source = files.on_device(name, device, read)
+        if source is None:
+            return None
+        piece = leaf.row.read(source, leaf.piece, index[leaf.leading_dims :], on_device=True)
+        pieces.append(piece.astype(jnp.float32))
+    shape = [cut.stop - cut.start for cut in index]
+    return jax.device_put(jnp.stack(pieces).reshape(shape), device)
 
 
 def read_chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:

@@ -35,13 +35,14 @@ class Tensor(NamedTuple):
         dims = [math.prod(piece[d] for d in group) for group in self.order]
         return (*dims[:-1], dims[-1] * self.part[1])
 
-    def read(self, source: Any, piece: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+    def read(self, source: Any, piece: Sequence[int], index: Sequence[slice], on_device: bool = False) -> Any:
         """Read a slice of a parameter from its checkpoint tensor, reading little more than needed.
 
         Args:
           source: object that reads slices of the tensor, e.g. `safe_open(...).get_slice(name)`.
           piece: shape of the piece.
           index: the part, as slices with start and stop.
+          on_device: whether `source` returns arrays of JAX, as the result is then, instead of NumPy's.
         """
         cuts, sizes, left = [], [], list(index)
         for group in self.order:
@@ -56,7 +57,8 @@ class Tensor(NamedTuple):
         last, whole = cuts[-1], math.prod(piece[d] for d in self.order[-1])
         cuts[-1] = slice(last.start + self.part[0] * whole, last.stop + self.part[0] * whole)
         dims = [d for group in self.order for d in group]
-        found = np.asarray(source[tuple(cuts)]).reshape(sizes).transpose(np.argsort(dims))
+        found = source[tuple(cuts)] if on_device else np.asarray(source[tuple(cuts)])
+        found = found.reshape(sizes).transpose(np.argsort(dims))
         return found[tuple(left)]
 
     def write(self, piece: np.ndarray) -> np.ndarray:
