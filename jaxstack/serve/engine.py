@@ -87,12 +87,12 @@ class Engine:
             halves_from=_halves_from(model, self.config),
         )
         self.stats, self.failure = EngineStats(), None
-        self._runner = Runner(self.programs, self.config)
+        self._runner = Runner(self.programs, self.config, self.stats)
         if draft is not None:
             together = self.config.draft_layers_together
             programs = DraftPrograms(self.programs, draft, pages, 1 + self.config.draft_tokens, together)
             self.scheduler.approximate = together > 1
-            self._runner = DraftRunner(self.programs, self.config, programs)
+            self._runner = DraftRunner(self.programs, self.config, self.stats, programs)
         self._sequences: dict[int, schedule.Sequence] = {}
         self._new: deque[Handle] = deque()
         self._cancelled: deque[Handle] = deque()

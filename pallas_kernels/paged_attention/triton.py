@@ -153,7 +153,7 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
             jax.ShapeDtypeStruct((*partial, plan.head_dim), jnp.float32) if split else q,
             jax.ShapeDtypeStruct(partial if split else (1,), jnp.float32),
         ),
-        grid=(*grid, plan.ranges),
+        grid=(plan.key_heads, q.shape[0], plan.ranges),
         name="paged_attention",
         num_warps=plan.tile.warps,
         num_stages=plan.tile.stages,
