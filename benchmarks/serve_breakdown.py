@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks.step_profile import CLASSES, device_events, summarise
 from jaxstack.serve.engine import Engine
 from jaxstack.serve.rows import Column
-from jaxstack.serve.schedule import ChunkShape
 from jaxstack.serve.step import pad_chunks
+from jaxstack.serve.step_shapes import ChunkShape
 
 CALLS = 5
 """Calls of a program that are timed together."""

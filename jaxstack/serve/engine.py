@@ -23,6 +23,7 @@ from jaxstack.serve.runner import DraftRunner, Runner
 from jaxstack.serve.schedule import Scheduler
 from jaxstack.serve.stats import EngineState, EngineStats
 from jaxstack.serve.step import Programs
+from jaxstack.serve.step_shapes import chunk_shapes
 
 
 class EngineBusy(JaxstackError):
@@ -72,7 +73,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.config.slots,
             self.context,
-            self.config.chunk,
+            chunk_shapes(self.config.chunk, self.config.slots, self.config.step_tokens),
             self.pool,
             self.config.draft_tokens,
             draft_model=draft is not None,

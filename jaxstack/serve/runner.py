@@ -13,9 +13,10 @@ from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.draft_model import DraftPrograms, RecentTokens
 from jaxstack.serve.ngram_draft import accept
 from jaxstack.serve.sampling import Mode
-from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, StepSeconds, decode_batch_sizes
+from jaxstack.serve.schedule import Row, StepPlan
 from jaxstack.serve.stats import EngineStats
 from jaxstack.serve.step import Programs, choose_mode, pad_chunks
+from jaxstack.serve.step_shapes import ChunkShape, StepSeconds, decode_batch_sizes
 
 _LONGEST = 0.03
 """Seconds that a program of several decode steps should take at most, so that tokens keep coming and prompts start."""
