@@ -3,7 +3,7 @@
     python benchmarks/paged_attention.py                        # on a GPU: a minute
     python benchmarks/paged_attention.py --only "8B, 256"       # works whose name contains the words
     python benchmarks/paged_attention.py --sweep                # times of other tiles of the kernel, no rows
-    python benchmarks/paged_attention.py --sweep 64/4/3 64/4/4  # of these tiles: keys of a step/warps/stages
+    python benchmarks/paged_attention.py --sweep 64/4/3 64/4/3/2  # these tiles: keys of a step/warps/stages[/ranges]
     python benchmarks/paged_attention.py --tiny                 # tiny sizes on a CPU; rows go to tiny/
 
 Pages are allotted to sequences in random order, as in a server that has run for a while. A program attends to the
@@ -53,6 +53,7 @@ class Work:
 LLAMA_1B, LLAMA_8B = (32, 8, 64), (32, 8, 128)
 WORKS: Mapping[str, Work] = {
     "Llama 1B, 1 x 4,096 tokens": Work(LLAMA_1B, 1, (4096, 4096)),
+    "Llama 1B, 16 x 768 tokens": Work(LLAMA_1B, 16, (768, 768)),
     "Llama 1B, 64 x 1,024 tokens": Work(LLAMA_1B, 64, (1024, 1024)),
     "Llama 8B, 1 x 32,768 tokens": Work(LLAMA_8B, 1, (32768, 32768)),
     "Llama 8B, 16 x 8,192 tokens": Work(LLAMA_8B, 16, (8192, 8192)),
