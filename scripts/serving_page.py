@@ -89,7 +89,8 @@ def optimum() -> str:
         f"The optimum counts multiplications only, and llama3-8b reached {whole['share_of_optimum']:.0%} of it. "
         f"Most of the difference is the cache: a decoding step took {decode:.1f} ms, but {empty:.1f} ms without keys "
         f"and values to read, and XLA runs the kernels of one GPU one after the other, so that these "
-        f"{decode - empty:.1f} ms of reading are not hidden behind matmuls, as they are in NanoFlow.\n\n{provenance(whole)}"
+        f"{decode - empty:.1f} ms of reading are not hidden behind matmuls, as they are in NanoFlow.\n\n"
+        f"{provenance(whole)}"
     )
 
 
