@@ -76,7 +76,7 @@ def start_engine(decoder: Decoder, config: EngineConfig, shapes: Sequence[ChunkS
     engine = Engine(decoder, config, warm_up=False)
     if missing := set(shapes) - set(engine.scheduler.shapes):
         raise ConfigError(f"--shapes {missing} are none of the engine's: {engine.scheduler.shapes}.")
-    engine.scheduler.shapes = shapes or engine.scheduler.shapes
+    engine.scheduler.shapes = tuple(shapes) or engine.scheduler.shapes
     engine.warm_up()
     return engine, time.perf_counter() - began
 

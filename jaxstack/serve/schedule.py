@@ -109,7 +109,7 @@ class Scheduler:
     Args:
       slots: requests that may run together.
       context: token limit of a request.
-      shapes: shapes of prompt chunks that a step may have.
+      shapes: shapes of prompt chunks that a step may have, see `chunk_shapes`.
       pool: the pages.
       draft_tokens: largest number of draft tokens per request and step. With drafts, or for a request with a
         constraint, a step is planned only when the tokens before it are known.
@@ -128,7 +128,7 @@ class Scheduler:
         self,
         slots: int,
         context: int,
-        shapes: Rows[ChunkShape],
+        shapes: tuple[ChunkShape, ...],
         pool: PagePool,
         draft_tokens: int = 0,
         *,
