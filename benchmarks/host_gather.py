@@ -7,7 +7,9 @@
 kernel: `host_gather`, which reads pinned memory. numpy: all CPU cores take rows (a thread each), and `jax.device_put`
 copies them. torch: `index_select` into pinned memory and an asynchronous copy, if PyTorch is installed. xla, with
 --xla: `table[ids]` in `jax.jit` with the table in pinned_host memory. The ids are random, others in every call; all
-ways are measured in turns, and a row has the median. Rows are appended to benchmarks/results/host_gather.jsonl:
+ways are measured in turns of several calls, and a row has the median. The first call of a turn is reported by itself
+(`first_milliseconds`): threads of the way before, such as those of OpenMP, which wait for more work for some
+milliseconds, may still occupy the cores. Rows are appended to benchmarks/results/host_gather.jsonl:
 milliseconds, GB/s of gathered rows, and `speedup` over the faster of numpy and torch.
 """
 
@@ -20,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,6 +40,8 @@ from pallas_kernels.host_table.table import HostTable
 Ids = np.ndarray
 """Row numbers, int32 [N]."""
 WORKERS = os.cpu_count() or 1
+CALLS = 3
+"""Calls of one way in each turn that count, after a first one that does not."""
 
 
 def kernel_way(table: HostTable) -> Callable[[Ids], Any]:
@@ -89,18 +93,35 @@ def xla_way(table: HostTable) -> Callable[[Ids], Any]:
     return lambda ids: gather(rows, jax.device_put(ids, device.with_memory_kind("pinned_host"))).block_until_ready()
 
 
-def measure(ways: dict[str, Callable[[Ids], Any]], rows: int, count: int, turns: int) -> dict[str, float]:
-    """Return the median seconds of each way."""
+class Seconds(NamedTuple):
+    """Median seconds of one way.
+
+    Attributes:
+        call: of a call after others of the same way.
+        first: of the first call of a turn, right after those of another way, whose threads may still wait for work.
+    """
+
+    call: float
+    first: float
+
+
+def measure(ways: dict[str, Callable[[Ids], Any]], rows: int, count: int, turns: int) -> dict[str, Seconds]:
+    """Return the median seconds of each way; in each turn, every way has one first call and `CALLS` further ones."""
     random = np.random.default_rng(0)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(turns + 2):  # the first calls compile, and touch their buffers
+    times: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for turn in range(turns + 1):  # the first turn compiles, and touches the buffers
         for name, run in ways.items():
-            ids = random.integers(0, rows, count, dtype=np.int32)
-            began = time.perf_counter()
-            run(ids)
-            if turn >= 2:
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(found) for name, found in times.items()}
+            seconds = []
+            for ids in random.integers(0, rows, (1 + CALLS, count), dtype=np.int32):
+                began = time.perf_counter()
+                run(ids)
+                seconds.append(time.perf_counter() - began)
+            if turn:
+                times[name].append(seconds)
+    return {
+        name: Seconds(statistics.median(sum((turn[1:] for turn in found), [])), statistics.median(t[0] for t in found))
+        for name, found in times.items()
+    }
 
 
 def check(ways: dict[str, Callable[[Ids], Any]], table: HostTable) -> None:
@@ -132,13 +153,13 @@ def measure_width(width: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for count in args.ids:
         seconds = measure(ways, args.rows, count, args.turns)
-        fastest = min(seconds[name] for name in ("numpy", "torch") if name in seconds)
-        for name, found in seconds.items():
+        fastest = min(seconds[name].call for name in ("numpy", "torch") if name in seconds)
+        for name, (found, first) in seconds.items():
             rows.append({
                 "work": f"host gather {count} of {args.rows} rows [{width}] float32", "implementation": name,
                 "device": jax.devices()[0].device_kind, "devices": 1, "milliseconds": 1e3 * found,
                 "gigabytes_per_second": count * width * 4 / found / 1e9, "speedup": fastest / found,
-                "cpu_cores": WORKERS, "pinned": table.pinned,
+                "first_milliseconds": 1e3 * first, "cpu_cores": WORKERS, "pinned": table.pinned,
             })  # fmt: skip
     return rows
 
@@ -159,7 +180,9 @@ def main() -> int:
     start_devices()
     rows = [row for width in args.width for row in measure_width(width, args)]
     append_rows(script, rows)
-    print_table(rows, ("work", "implementation", "milliseconds", "gigabytes_per_second", "speedup"))
+    print_table(
+        rows, ("work", "implementation", "milliseconds", "first_milliseconds", "gigabytes_per_second", "speedup")
+    )
     return 0
 
 

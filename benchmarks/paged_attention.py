@@ -3,6 +3,7 @@
     python benchmarks/paged_attention.py                        # on a GPU: a minute
     python benchmarks/paged_attention.py --only "8B, 256"       # works whose name contains the words
     python benchmarks/paged_attention.py --sweep                # times of other tiles of the kernel, no rows
+    python benchmarks/paged_attention.py --sweep 64/4/3 64/4/3/2  # these tiles: keys of a step/warps/stages[/ranges]
     python benchmarks/paged_attention.py --tiny                 # tiny sizes on a CPU; rows go to tiny/
 
 Pages are allotted to sequences in random order, as in a server that has run for a while. A program attends to the
@@ -52,6 +53,7 @@ class Work:
 LLAMA_1B, LLAMA_8B = (32, 8, 64), (32, 8, 128)
 WORKS: Mapping[str, Work] = {
     "Llama 1B, 1 x 4,096 tokens": Work(LLAMA_1B, 1, (4096, 4096)),
+    "Llama 1B, 16 x 768 tokens": Work(LLAMA_1B, 16, (768, 768)),
     "Llama 1B, 64 x 1,024 tokens": Work(LLAMA_1B, 64, (1024, 1024)),
     "Llama 8B, 1 x 32,768 tokens": Work(LLAMA_8B, 1, (32768, 32768)),
     "Llama 8B, 16 x 8,192 tokens": Work(LLAMA_8B, 16, (8192, 8192)),
@@ -125,9 +127,9 @@ def seconds_of(attend: Attend, arrays: Arrays, passes: int) -> float:
     return seconds / passes / len(arrays.caches)
 
 
-def variants(sweep: bool) -> Mapping[str, Attend]:
-    """Return the ways to attend, by name: the one that is chosen, or each tile of the Triton kernel."""
-    if not sweep:
+def variants(sweep: Sequence[str] | None) -> Mapping[str, Attend]:
+    """Return the ways to attend, by name: the one that is chosen, or these tiles of the Triton kernel (empty: all)."""
+    if sweep is None:
         return {"as chosen": paged_attention}
 
     def with_tile(tile: triton.Tile) -> Attend:
@@ -135,7 +137,8 @@ def variants(sweep: bool) -> Mapping[str, Attend]:
             make_request(q, keys, values, table, lengths, scale=None, soft_cap=None, window=None), tile
         )
 
-    tiles = itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4))
+    tiles = [tuple(map(int, sizes.split("/"))) for sizes in sweep]
+    tiles = tiles or itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4))
     return {"/".join(map(str, sizes)): with_tile(triton.Tile(*sizes)) for sizes in tiles}
 
 
@@ -147,11 +150,13 @@ def measure(name: str, work: Work, arguments: argparse.Namespace) -> list[Row]:
         try:
             seconds = seconds_of(attend, arrays, arguments.passes)
         except jax.errors.JaxRuntimeError as error:  # A tile may need more memory than a multiprocessor has.
-            if not arguments.sweep:
+            if arguments.sweep is None:
                 raise
             print(f"{name}, {variant}: {str(error)[:100]}", flush=True)
             continue
         speed = arrays.bytes_seen / seconds / 1e9
+        if arguments.sweep is not None:
+            print(f"{name}, {variant}: {1e3 * seconds:.4f} ms", flush=True)
         share = {"share": speed / READ_SPEED[device]} if device in READ_SPEED else {}
         rows.append({
             "work": f"paged attention {name}", "variant": f"pages of {arguments.page}, {variant}",
@@ -165,17 +170,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="works whose name contains them")
     parser.add_argument("--page", type=positive(int), default=16, metavar="N", help="tokens a page (default: 16)")
     parser.add_argument("--passes", type=positive(int), default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--sweep", action="store_true", help="time other tiles (keys a step/warps/stages), no rows")
+    parser.add_argument("--sweep", nargs="*", metavar="TILE", help="time other tiles, no rows")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     arguments = parser.parse_args()
     script = SCRATCH + "paged_attention" if arguments.tiny else "paged_attention"
-    if not arguments.sweep:
+    if arguments.sweep is None:
         require_commit(script)
     for name, work in (TINY if arguments.tiny else WORKS).items():
         if any(words in name for words in arguments.only):
             rows = sorted(measure(name, work, arguments), key=lambda row: row["milliseconds"])
             print_table(rows, COLUMNS)
-            if not arguments.sweep:
+            if arguments.sweep is None:
                 append_rows(script, rows)
 
 

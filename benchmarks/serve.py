@@ -1,8 +1,8 @@
 """The serving engine with random weights: random arrivals, even token times beside a long prompt, shared prefixes.
 
     python benchmarks/serve.py                                             # llama3-1b on a GPU, tiny on a CPU
-    python benchmarks/serve.py llama3-8b --work throughput --slots 320 --prompt 1000 --tokens 1000 --requests 1024 \\
-        --chunk 2048 --chunk-slowdown 4
+    python benchmarks/serve.py llama3-8b --work throughput --slots 384 --prompt 1000 --tokens 1000 --requests 768 \\
+        --chunk 1024 --step-tokens 8192 --chunk-slowdown 100 --decode-steps 1 --shapes 1x1024 8x1024
     python benchmarks/serve.py --long 8000 --chunk 256 --work interruption parallel.tensor=2
     python benchmarks/serve.py llama3-8b --work throughput --chunk 2048 --half-batches-from 1024 parallel.tensor=2
 
@@ -13,7 +13,9 @@ prefix: prompts of which 90 % is common, with and without the prefix cache: seco
 time to the first token of single ones. throughput: all requests at once, with the share of the optimum C / (2 P) tokens
 of prompts and answers per second (NanoFlow, Zhu et al. 2024, arXiv:2408.12757): C is the peak FLOP/s of the devices
 (--peak, by default the data sheet's for bfloat16), P the parameters that multiply each token (without the input
-embedding; of experts those that a token uses).
+embedding; of experts those that a token uses). Its rows have the tokens/s while all slots decode, the duration of
+each kind of program, the share of it in which the host waited for the device, and the time in which nothing was
+dispatched; further rows have the device time of single programs, by kind of kernel.
 All are greedy, through the library's API, after warm-up. `start_seconds` is the time that the engine takes to start; it
 compiles what is not in JAX's persistent compilation cache. Rows are appended to benchmarks/results/serve.jsonl.
 """
@@ -22,7 +24,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +36,18 @@ import numpy as np
 
 from benchmarks.generate import make_decoder
 from benchmarks.rows import append_rows, print_table
+from benchmarks.serve_breakdown import program_rows
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
+from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, count_parameters
 from jaxstack.observe.throughput import dense_bf16_peak
 from jaxstack.run_config import load_config
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
 from jaxstack.serve.requests import Handle
+from jaxstack.serve.step_shapes import ChunkShape
 
 GREEDY = Sampling(temperature=0.0)
 Asked = tuple[list[int], int]
@@ -65,10 +70,14 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def start_engine(decoder: Decoder, config: EngineConfig) -> tuple[Engine, float]:
-    """Start an engine, and return it with the seconds that this took."""
+def start_engine(decoder: Decoder, config: EngineConfig, shapes: Sequence[ChunkShape] = ()) -> tuple[Engine, float]:
+    """Start an engine, with only these shapes of prompt chunks if any are given; return it with the seconds it took."""
     began = time.perf_counter()
-    engine = Engine(decoder, config)
+    engine = Engine(decoder, config, warm_up=False)
+    if missing := set(shapes) - set(engine.scheduler.shapes):
+        raise ConfigError(f"--shapes {missing} are none of the engine's: {engine.scheduler.shapes}.")
+    engine.scheduler.shapes = tuple(shapes) or engine.scheduler.shapes
+    engine.warm_up()
     return engine, time.perf_counter() - began
 
 
@@ -211,31 +220,69 @@ def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> 
     return rows
 
 
-def throughput(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens/s where all requests, of the whole given lengths, are there from the start."""
+def steady_speed(engine: Engine, handles: Sequence[Handle]) -> float | None:
+    """Wait for the answers; return tokens/s while all slots decode, or None if that time is too short to tell.
+
+    It begins when as many prompts as there are slots have been computed, and ends when no request waits for a slot any
+    more. With as many requests again as slots, and answers of equal length, that is one whole answer of each slot.
+    """
+    first = sum(len(handle.request.prompt) for handle in handles[: engine.config.slots])
+    seen = list[tuple[float, int]]()
+    while engine.failure is None and engine.stats.finished["length"] < len(handles):
+        if engine.stats.prompt_tokens >= first and engine.waiting:
+            seen.append((time.perf_counter(), engine.stats.generated_tokens))
+        time.sleep(0.02)
+    for handle in handles:
+        handle.result()
+    if len(seen) < 20:
+        return None
+    return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+
+
+def throughput(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Tokens/s where all requests, of the whole given lengths, are there from the start; then the programs' times."""
     prompts = np.random.default_rng(4).integers(0, decoder.config.vocab_size, (args.requests, args.prompt)).tolist()
-    engine, start = start_engine(decoder, config)
+    engine, start = start_engine(decoder, config, args.shapes)
     with engine:
-        seconds = timed(lambda: submit_all(engine, [(prompt, args.tokens) for prompt in prompts]))
-        steps = engine.stats.steps
+        began = time.perf_counter()
+        steady = steady_speed(engine, [engine.submit(prompt, args.tokens, GREEDY) for prompt in prompts])
+        seconds = time.perf_counter() - began
+        yield throughput_row(engine, seconds, args) | {"steady_tokens_per_second": steady, "start_seconds": start}
+        yield from program_rows(engine, (args.prompt, args.prompt + args.tokens), args.kernels)
+
+
+def throughput_row(engine: Engine, seconds: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of a run of `throughput` that took so many seconds."""
+    config, stats, devices = engine.config, engine.stats, engine.model.rules.mesh.size
     halves = "" if config.half_batches_from is None else f", half-batches from {config.half_batches_from} tokens"
+    more = "" if config.step_tokens is None else f", {config.step_tokens} tokens a step"
+    busy = sum(stats.nanoseconds.values())
     row = {
-        "variant": f"{config.slots} slots, chunk {config.chunk}{halves}",
+        "variant": f"{config.slots} slots, chunk {config.chunk}{more}{halves}",
         "seconds_per_token": seconds / (args.requests * args.tokens),
-        "milliseconds_per_step": 1e3 * seconds / steps, "measured_seconds": seconds,
-        "start_seconds": start,
+        "milliseconds_per_step": 1e3 * seconds / stats.steps, "measured_seconds": seconds,
+        "programs": dict(stats.programs), "preemptions": engine.scheduler.preemptions,
+        "milliseconds_by_program": {kind: 1e-6 * spent / stats.programs[kind]
+                                    for kind, spent in stats.nanoseconds.items()},
+        "share_waiting_for_device": stats.waiting / busy, "share_nothing_dispatched": 1 - 1e-9 * busy / seconds,
     }  # fmt: skip
     peak = args.peak or dense_bf16_peak(jax.devices()[0].device_kind)
     if peak is not None:
-        optimum = decoder.rules.mesh.size * optimal_tokens_per_second(decoder.config, peak)
+        optimum = devices * optimal_tokens_per_second(engine.model.config, peak)
         computed = args.requests * (args.prompt + args.tokens)
         row |= {"peak_tflops": peak, "share_of_optimum": computed / seconds / optimum}
-    return [row]
+    return row
 
 
 def optimal_tokens_per_second(model: ModelConfig, peak_tflops: float) -> float:
     """Return the tokens per second of a device that only multiplies each token with the parameters, at its peak."""
     return 1e12 * peak_tflops / (2 * count_parameters(model).matmul)
+
+
+def chunk_shape(text: str) -> ChunkShape:
+    """Return the shape that a text such as 8x1024 names."""
+    rows, width = text.split("x")
+    return ChunkShape(int(rows), int(width))
 
 
 WORKS = {"arrivals": arrivals, "interruption": interruption, "prefix": prefix, "throughput": throughput}
@@ -256,11 +303,16 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=1000.0, help="arrivals per second")
     parser.add_argument("--slots", type=int, default=16 if small else 64, help="requests that run together")
     parser.add_argument("--chunk", type=int, default=128 if small else 512, help="prompt tokens per step")
+    parser.add_argument("--step-tokens", type=int, help="prompt tokens per step of several prompts (default: --chunk)")
+    parser.add_argument("--shapes", type=chunk_shape, nargs="+", default=(), metavar="ROWSxWIDTH",
+                        help="only these chunk shapes, for a shorter start of throughput (default: all)")  # fmt: skip
     parser.add_argument("--chunk-slowdown", type=float, default=EngineConfig().chunk_slowdown,
                         help="of a step with prompt tokens beside answers (default: %(default)s)")  # fmt: skip
     parser.add_argument("--decode-steps", type=int, default=8, help="decode steps per program at most")
     parser.add_argument("--half-batches-from", type=int, help="engine.half_batches_from (default: never)")
     parser.add_argument("--peak", type=float, help="TFLOP/s of a device, for the share of the optimum")
+    parser.add_argument("--context", type=int, help="tokens of a sequence at most (default: as many as are needed)")
+    parser.add_argument("--kernels", type=Path, help="folder for the time of each kernel (throughput)")
     parser.add_argument("--page", type=int, default=16, help="tokens per page")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")
     args = parser.parse_intermixed_args()
@@ -275,8 +327,8 @@ def main() -> int:
         room = args.long + 64 if work == "interruption" else args.prompt + args.tokens
         room = args.shared + min(args.tokens, 64) if work == "prefix" else room
         sizes = EngineConfig(
-            slots=args.slots, context=room, chunk=args.chunk, chunk_slowdown=args.chunk_slowdown,
-            page_size=args.page, decode_steps=args.decode_steps,
+            slots=args.slots, context=args.context or room, chunk=args.chunk, chunk_slowdown=args.chunk_slowdown,
+            step_tokens=args.step_tokens, page_size=args.page, decode_steps=args.decode_steps,
             queue=args.requests + args.slots, half_batches_from=args.half_batches_from,
         )  # fmt: skip
         common = {
@@ -289,11 +341,13 @@ def main() -> int:
             if "seconds_per_token" in row:
                 row["tokens_per_second_per_device"] = 1 / row.pop("seconds_per_token") / decoder.rules.mesh.size
             rows.append({**common, **row})
-    if not args.no_rows:
-        append_rows("serve", rows)
+            if not args.no_rows:  # at once, as what follows may fail
+                append_rows("serve", rows[-1:])
     shown = ("work", "variant", "milliseconds", "tokens_per_second_per_device", "times_sequential", "times_alone")
     first = ("first_token_milliseconds", "first_token_times_without")
-    print_table(rows, (*shown, "share_of_optimum", "times_without", *first, "start_seconds"))
+    print_table(
+        rows, (*shown, "steady_tokens_per_second", "share_of_optimum", "times_without", *first, "start_seconds")
+    )
     return 0
 
 

@@ -1,6 +1,7 @@
-"""Makes the tables of docs/serving-speed.md from generate.jsonl and serve.jsonl of benchmarks/results.
+"""Makes the tables of docs/serving-speed.md from the rows of four benchmarks in benchmarks/results.
 
 python benchmarks/generate.py --batch 1 16 64 --peers torch
+python benchmarks/paged_attention.py && python benchmarks/host_gather.py
 python benchmarks/serve.py && python scripts/serving_page.py
 """
 
@@ -77,12 +78,58 @@ def engine() -> str:
     return f"{table(titles, lines)}\n\n{', '.join(dict.fromkeys(row['device'] for row in rows))}."
 
 
+def optimum() -> str:
+    """Return what limits the throughput of llama3-8b, from the newest run that timed the engine's programs."""
+    rows = [row for row in read_all(RESULTS / "serve.jsonl") if row["work"].startswith("serve llama3-8b throughput")]
+    newest = [row["run"] for row in rows if row["variant"].startswith("program: decode of empty")][-1]
+    run = {row["variant"].split(",")[0]: row for row in rows if row["run"] == newest}
+    whole = next(row for row in run.values() if "share_of_optimum" in row)
+    decode, empty = (run[f"program: decode{words}"]["milliseconds"] for words in ("", " of empty sequences"))
+    return (
+        f"The optimum counts multiplications only, and llama3-8b reached {whole['share_of_optimum']:.0%} of it. "
+        f"Most of the difference is the cache: a decoding step took {decode:.1f} ms, but {empty:.1f} ms without keys "
+        f"and values to read, and XLA runs the kernels of one GPU one after the other, so that these "
+        f"{decode - empty:.1f} ms of reading are not hidden behind matmuls, as they are in NanoFlow.\n\n"
+        f"{provenance(whole)}"
+    )
+
+
+def paged_attention() -> str:
+    """Return the paged attention kernel's newest times, and their share of the memory's bandwidth."""
+    rows = [row for row in read_rows(RESULTS / "paged_attention.jsonl") if "as chosen" in row["variant"]]
+    lines = [[row["work"].removeprefix("paged attention "), f"{1e3 * row['milliseconds']:.1f}",
+              f"{row['bandwidth']:,.0f}", f"{row['share']:.0%}", row["commit"][:7]] for row in rows]  # fmt: skip
+    titles = ["model, texts x tokens", "microseconds", "GB/s", "of the memory's bandwidth", "commit"]
+    return f"{table(titles, lines)}\n\n{', '.join(dict.fromkeys(row['device'] for row in rows))}."
+
+
+def host_gather() -> str:
+    """Return the newest times of gathering rows of a host table, by the GPU and by the CPU."""
+    rows, lines = read_rows(RESULTS / "host_gather.jsonl"), list[list[str]]()
+    for work in dict.fromkeys(row["work"] for row in rows):
+        ways = {row["implementation"]: row for row in rows if row["work"] == work}
+        times = [f"{ways[name]['milliseconds']:.2f}" if name in ways else "" for name in ("kernel", "torch", "numpy")]
+        kernel = ways["kernel"]
+        lines.append([work.removeprefix("host gather "), *times, f"{kernel['gigabytes_per_second']:.1f}",
+                      f"{kernel['speedup']:.2f}", kernel["commit"][:7]])  # fmt: skip
+    titles = ["rows", "GPU, ms", "PyTorch, ms", "NumPy, ms", "GB/s of the GPU", "times the faster", "commit"]
+    shown = f"{rows[0]['device']}, {rows[0]['cpu_cores']} CPU cores"
+    return f"{table(titles, lines)}\n\n{shown}."
+
+
 def published() -> str:
     """Return published figures of other engines."""
     return table(["work", "machine", "engine", "tokens/s", "source"], PUBLISHED)
 
 
-MAKERS: dict[str, Callable[[], str]] = {"decoding": decoding, "engine": engine, "published": published}
+MAKERS: dict[str, Callable[[], str]] = {
+    "decoding": decoding,
+    "paged attention": paged_attention,
+    "engine": engine,
+    "optimum": optimum,
+    "host gather": host_gather,
+    "published": published,
+}
 """Name of a part of the page -> the function that makes it."""
 
 

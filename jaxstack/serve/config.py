@@ -21,11 +21,16 @@ class EngineConfig(Component):
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Fraction of the devices' memory for weights and KV cache together, where `pages` is null."""
     chunk: int = Field(default=512, ge=16)
-    """Largest number of prompt tokens that a step computes; fewer beside running answers, see `chunk_slowdown`."""
+    """Largest number of prompt tokens that a step computes; fewer beside running answers, see `chunk_slowdown`. More
+    with `step_tokens`."""
     chunk_slowdown: float = Field(default=2.0, ge=1)
     """Largest duration of a step with prompt tokens beside running answers, relative to a step without them. The number
     of prompt tokens follows from measurements at the start, and falls along a long prompt. A larger value starts
     answers sooner; a smaller one delays the running answers less."""
+    step_tokens: int | None = Field(default=None, ge=16)
+    """Largest number of prompt tokens that a step computes while many wait: up to `step_tokens / chunk` chunks, of
+    several prompts or of one, as far as `chunk_slowdown` allows; null: `chunk`. A larger value starts many requests in
+    fewer steps, where only their total time counts, and adds a program to compile."""
     prefix_cache: bool = True
     """Keep the keys and values of finished requests, as long as there is room, for later ones that begin with the same
     tokens."""
@@ -47,6 +52,15 @@ class EngineConfig(Component):
     """Number of layers of a draft model whose attention reads the same input while it guesses, so that tensor
     parallelism sums their outputs at once (EasySpec). The text stays that of the model; 1: the draft model is run
     exactly, and more of its guesses are accepted."""
+
+    @model_validator(mode="after")
+    def _a_chunk_fits_into_a_step(self) -> "EngineConfig":
+        if self.step_tokens is not None and self.step_tokens < self.chunk:
+            raise ValueError(
+                f"engine.step_tokens ({self.step_tokens}) must be at least engine.chunk ({self.chunk}); set it to null "
+                "or make chunk smaller."
+            )
+        return self
 
 
 class ServerConfig(Component):

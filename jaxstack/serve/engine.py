@@ -23,6 +23,7 @@ from jaxstack.serve.runner import DraftRunner, Runner
 from jaxstack.serve.schedule import Scheduler
 from jaxstack.serve.stats import EngineState, EngineStats
 from jaxstack.serve.step import Programs
+from jaxstack.serve.step_shapes import chunk_shapes
 
 
 class EngineBusy(JaxstackError):
@@ -72,7 +73,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.config.slots,
             self.context,
-            self.config.chunk,
+            chunk_shapes(self.config.chunk, self.config.slots, self.config.step_tokens),
             self.pool,
             self.config.draft_tokens,
             draft_model=draft is not None,
@@ -87,12 +88,12 @@ class Engine:
             halves_from=_halves_from(model, self.config),
         )
         self.stats, self.failure = EngineStats(), None
-        self._runner = Runner(self.programs, self.config)
+        self._runner = Runner(self.programs, self.config, self.stats)
         if draft is not None:
             together = self.config.draft_layers_together
             programs = DraftPrograms(self.programs, draft, pages, 1 + self.config.draft_tokens, together)
             self.scheduler.approximate = together > 1
-            self._runner = DraftRunner(self.programs, self.config, programs)
+            self._runner = DraftRunner(self.programs, self.config, self.stats, programs)
         self._sequences: dict[int, schedule.Sequence] = {}
         self._new: deque[Handle] = deque()
         self._cancelled: deque[Handle] = deque()

@@ -13,8 +13,10 @@ from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.draft_model import DraftPrograms, RecentTokens
 from jaxstack.serve.ngram_draft import accept
 from jaxstack.serve.sampling import Mode
-from jaxstack.serve.schedule import ChunkShape, Row, StepPlan, StepSeconds, decode_batch_sizes
+from jaxstack.serve.schedule import Row, StepPlan
+from jaxstack.serve.stats import EngineStats
 from jaxstack.serve.step import Programs, choose_mode, pad_chunks
+from jaxstack.serve.step_shapes import ChunkShape, StepSeconds, decode_batch_sizes
 
 _LONGEST = 0.03
 """Seconds that a program of several decode steps should take at most, so that tokens keep coming and prompts start."""
@@ -36,14 +38,15 @@ class Runner:
     Args:
       programs: the compiled programs, with the cache.
       config: sizes.
+      stats: the engine's statistics, to which the durations of the programs are added.
     """
 
-    def __init__(self, programs: Programs, config: EngineConfig):
-        self.programs, self._slots = programs, config.slots
+    def __init__(self, programs: Programs, config: EngineConfig, stats: EngineStats):
+        self.programs, self._slots, self._stats = programs, config.slots, stats
         self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
         self._steps = 1 if config.draft_tokens else config.decode_steps
-        self._in_flight = deque[tuple[StepPlan, Int[Array, "..."], float]]()
-        self._step_seconds = self._read_at = 0.0
+        self._in_flight = deque[tuple[StepPlan, Int[Array, "..."], int]]()
+        self._step_seconds, self._read_at = 0.0, 0
 
     @property
     def busy(self) -> bool:
@@ -123,15 +126,20 @@ class Runner:
         """Start a planned step on the device without waiting for its result."""
         sampled = self._run_steps(plan) if plan.steps > 1 else self._run_one(plan)
         sampled.copy_to_host_async()
-        self._in_flight.append((plan, sampled, time.perf_counter()))
+        self._in_flight.append((plan, sampled, time.perf_counter_ns()))
 
     def read(self) -> Iterator[tuple[Row, list[int]]]:
         """Wait for the oldest dispatched step; return an iterator of (row, its new tokens) over its batch."""
         plan, sampled, dispatched = self._in_flight.popleft()
-        tokens, began = np.asarray(sampled), max(dispatched, self._read_at)
-        self._read_at = time.perf_counter()
+        began, asked = max(dispatched, self._read_at), time.perf_counter_ns()
+        tokens = np.asarray(sampled)
+        self._read_at = time.perf_counter_ns()
+        kind = "decode" if plan.shape is None else f"chunks {plan.shape.rows}x{plan.shape.width}"
+        self._stats.programs[kind] += 1
+        self._stats.nanoseconds[kind] += self._read_at - began
+        self._stats.waiting += self._read_at - asked
         if plan.shape is None:
-            self._step_seconds = (self._step_seconds + (self._read_at - began) / plan.steps) / 2
+            self._step_seconds = (self._step_seconds + 1e-9 * (self._read_at - began) / plan.steps) / 2
         return self._read_steps(plan, tokens) if plan.steps > 1 else self._read_one(plan, tokens)
 
     def _row_count(self, plan: StepPlan) -> int:
@@ -202,12 +210,12 @@ class DraftRunner(Runner):
     """Runs the scheduler's planned steps with speculative decoding, in which a draft model proposes tokens.
 
     Args:
-      programs, config: as of `Runner`.
+      programs, config, stats: as of `Runner`.
       draft: programs of the draft model.
     """
 
-    def __init__(self, programs: Programs, config: EngineConfig, draft: DraftPrograms):
-        super().__init__(programs, config)
+    def __init__(self, programs: Programs, config: EngineConfig, stats: EngineStats, draft: DraftPrograms):
+        super().__init__(programs, config, stats)
         self._draft = draft
 
     def _compiling(self) -> contextlib.AbstractContextManager[None]:

@@ -8,73 +8,13 @@ pages run out, the newest request is preempted, and later recomputed from its pr
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from typing import NamedTuple
 
 from jaxstack.serve.ngram_draft import NGramDrafter
 from jaxstack.serve.pages import ROOT, PagePool, page_digest
 from jaxstack.serve.requests import Handle
-
-_SHORT = 64
-"""Width of the rows for short prompts and the ends of long ones."""
-
-
-class ChunkShape(NamedTuple):
-    """Shape of the prompt tokens that a step computes: `rows` chunks of up to `width` tokens each."""
-
-    rows: int
-    width: int
-
-
-def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
-    """Return the shapes of prompt-token batches to compile, smallest first, up to `tokens` tokens per step.
-
-    There are shapes of `tokens`, half and a quarter of them: one row for a long prompt, and several for short ones.
-    """
-    short = min(_SHORT, tokens)
-    shapes = {ChunkShape(1, short)}
-    for total in (tokens, tokens // 2, tokens // 4):
-        if total >= short:
-            shapes |= {ChunkShape(1, total), ChunkShape(min(total // short, slots), short)}
-    return tuple(sorted(shapes, key=lambda shape: (shape.rows * shape.width, shape.width)))
-
-
-class StepSeconds(NamedTuple):
-    """Measured durations of the engine's steps, in seconds, with all batch slots decoding.
-
-    Attributes:
-      decode: a step without prompt chunks.
-      at_start: a step with chunks of each shape at the start of their prompts, whose attention reads few keys.
-      at_end: the same with chunks at the end of the longest prompt that the engine takes.
-    """
-
-    decode: float
-    at_start: Mapping[ChunkShape, float]
-    at_end: Mapping[ChunkShape, float]
-
-    def shapes_within(self, slowdown: float, depth: float) -> tuple[ChunkShape, ...]:
-        """Return the chunk shapes that slow a decode step by at most the factor `slowdown`, or else the fastest one.
-
-        Args:
-          slowdown: largest duration relative to a step without chunks.
-          depth: position of the chunks in their prompts, from 0, the start, to 1, the longest prompt's end. Attention
-            reads all keys before a chunk, so that durations between the two measured ones grow linearly with it.
-        """
-        seconds = {shape: (1 - depth) * at + depth * self.at_end[shape] for shape, at in self.at_start.items()}
-        limit = max(slowdown * self.decode, min(seconds.values()))
-        return tuple(shape for shape, took in seconds.items() if took <= limit)
-
-
-def decode_batch_sizes(slots: int) -> tuple[int, ...]:
-    """Return the decode batch sizes to compile, smallest first: `slots`, a quarter of it and so on, down to 2.
-
-    A single row is padded to two, which is faster on a GPU; see `Decoder`.
-    """
-    counts = [slots]
-    while counts[-1] > 2:
-        counts.append(max(2, -(-counts[-1] // 4)))
-    return tuple(reversed(counts))
+from jaxstack.serve.step_shapes import ChunkShape, choose_shape
 
 
 class Sequence:
@@ -169,7 +109,7 @@ class Scheduler:
     Args:
       slots: requests that may run together.
       context: token limit of a request.
-      chunk: prompt tokens per step.
+      shapes: shapes of prompt chunks that a step may have, see `chunk_shapes`.
       pool: the pages.
       draft_tokens: largest number of draft tokens per request and step. With drafts, or for a request with a
         constraint, a step is planned only when the tokens before it are known.
@@ -177,7 +117,7 @@ class Scheduler:
         sampled tokens depend on their number.
 
     Attributes:
-      shapes: shapes of prompt chunks.
+      shapes: shapes of prompt chunks; may be replaced before the warm-up.
       shapes_beside: function depth -> shapes of prompt chunks that are allowed while answers are decoded; depth is the
         position of the chunks in the context, from 0 (start) to 1 (end). May be replaced at any time.
       approximate: the draft model's keys and values of drafts are approximations until the next step.
@@ -185,9 +125,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, slots: int, context: int, chunk: int, pool: PagePool, draft_tokens: int = 0, *, draft_model: bool = False
+        self,
+        slots: int,
+        context: int,
+        shapes: tuple[ChunkShape, ...],
+        pool: PagePool,
+        draft_tokens: int = 0,
+        *,
+        draft_model: bool = False,
     ):
-        self.context, self.pool, self.shapes = context, pool, chunk_shapes(chunk, slots)
+        self.context, self.pool, self.shapes = context, pool, shapes
         self.shapes_beside: Callable[[float], tuple[ChunkShape, ...]] = lambda depth: self.shapes
         self.decode_steps = 1
         self.draft_tokens, self._draft_model, self.approximate = draft_tokens, draft_model, False
@@ -358,10 +305,7 @@ class Scheduler:
         answers = any(sequence.filled >= sequence.target for sequence in self.running)
         left = [sequence.target - sequence.filled for sequence in pending]
         depth = max(sequence.filled for sequence in pending) / self.context
-        shape = max(
-            self.shapes_beside(depth) if answers else self.shapes,
-            key=lambda shape: (_covered(shape, left), -shape.rows * shape.width, shape.width),
-        )
+        shape = choose_shape(self.shapes_beside(depth) if answers else self.shapes, left)
         rows: list[Row] = []
         for sequence in pending:
             start = sequence.filled
@@ -385,12 +329,3 @@ class Scheduler:
             self.register_pages(row.sequence)
         steps = max((row.count - len(row.drafts) for row in decoded), default=1)
         return StepPlan(decoded, chunks, shape, steps)
-
-
-def _covered(shape: ChunkShape, left: Rows[int]) -> int:
-    """Return the number of prompt tokens that a step computes with a chunk shape, given each prompt's tokens `left`."""
-    rows, covered = shape.rows, 0
-    for tokens in left:
-        taken = min(-(-tokens // shape.width), rows)
-        covered, rows = covered + min(tokens, taken * shape.width), rows - taken
-    return covered

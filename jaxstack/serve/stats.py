@@ -15,6 +15,11 @@ class EngineStats:
       steps: steps that were dispatched.
       draft_tokens, accepted_tokens: tokens that were guessed, and those of them that were right.
       finished: answers by the reason of their end.
+      programs: number of programs whose tokens were read, by kind: `decode`, or `chunks 1x512` (rows x width).
+      nanoseconds: total duration of these programs by kind, each from the arrival of the tokens of the program before
+        it, or from its own dispatch if that was later, to the arrival of its own tokens.
+      waiting: nanoseconds of these in which the engine's thread waited for tokens. In the rest of the time the host
+        works, while the device computes what was dispatched ahead.
     """
 
     prompt_tokens: int = 0
@@ -24,6 +29,9 @@ class EngineStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     finished: Counter[str] = dataclasses.field(default_factory=Counter)
+    programs: Counter[str] = dataclasses.field(default_factory=Counter)
+    nanoseconds: Counter[str] = dataclasses.field(default_factory=Counter)
+    waiting: int = 0
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
         names = [field.name for field in dataclasses.fields(self)]

@@ -21,7 +21,8 @@ from jaxstack.serve import schedule
 from jaxstack.serve.compilation import ThreadedCompiler
 from jaxstack.serve.rows import Column, Pages, decode_rows, rows_at_step, run_rows
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
-from jaxstack.serve.schedule import ChunkShape, Row
+from jaxstack.serve.schedule import Row
+from jaxstack.serve.step_shapes import ChunkShape
 from pallas_kernels.target import current_target
 
 _NO_LIMIT = 2**31 - 1

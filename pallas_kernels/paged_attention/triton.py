@@ -19,10 +19,12 @@ from pallas_kernels.triton_support import triton_call, unsupported_target
 _LEAST_CAPABILITY = (8, 0)
 _MOST_ROWS = 64
 """Pairs of a new token and a query head per key head: rows of one tile."""
-_MOST_RANGES = 32
+_MOST_RANGES = 64
 _PROGRAMS_PER_MULTIPROCESSOR = 4
-_BLOCK_ELEMENTS = 8192
-"""Elements of the keys of one step of the loop, which then has 64 to 128 keys: fastest on an H200."""
+"""Programs that run at a time: their registers and shared memory leave no room for a fifth one on an H200."""
+_FEW_BLOCK_ELEMENTS, _MANY_BLOCK_ELEMENTS = 8192, 16384
+"""Elements of the keys of one step of the loop, which then has 64 to 128 keys: the fastest on an H200 if few programs
+run and if there are many more than can run at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +34,15 @@ class Tile:
     Attributes:
         key_block: keys that the loop reads in one step, a power of two.
         warps: warps of a program.
-        stages: steps whose loads are under way at once.
+        stages: stages of Triton's pipeline of loads. Pages take two of them, so that 3 and 4 hold the keys of one step
+            in shared memory, 5 of two steps.
+        ranges: ranges that the keys of a sequence are divided into; None: as many as can be computed at a time.
     """
 
     key_block: int
     warps: int = 4
     stages: int = 3
+    ranges: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +120,9 @@ def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> Paged
     batch, new_tokens, num_heads, head_dim = request.q.shape
     page_size, key_heads = request.page_size, request.key_heads
     table_width = request.page_table.shape[1]
-    busy = -(-_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors() // (batch * key_heads))
+    # A few programs more than run at a time would take twice as long as those.
+    most, pairs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(), batch * key_heads
+    elements = _MANY_BLOCK_ELEMENTS if pairs >= 2 * most else _FEW_BLOCK_ELEMENTS
     plan = PagedAttentionPlan(
         new_tokens,
         num_heads,
@@ -123,14 +130,14 @@ def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> Paged
         head_dim,
         page_size,
         table_width,
-        tile or Tile(min(max(_BLOCK_ELEMENTS // head_dim, 64), 128)),
+        tile or Tile(min(max(elements // head_dim, 64), 128)),
         1,
         float(request.scale),
         None if request.soft_cap is None else float(request.soft_cap),
         request.window,
     )
     blocks = -(-table_width * page_size // plan.key_block)
-    return dataclasses.replace(plan, ranges=max(1, min(busy, blocks, _MOST_RANGES)))
+    return dataclasses.replace(plan, ranges=max(1, min(plan.tile.ranges or most // pairs, blocks, _MOST_RANGES)))
 
 
 def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Array:
@@ -153,7 +160,7 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
             jax.ShapeDtypeStruct((*partial, plan.head_dim), jnp.float32) if split else q,
             jax.ShapeDtypeStruct(partial if split else (1,), jnp.float32),
         ),
-        grid=(*grid, plan.ranges),
+        grid=(plan.key_heads, q.shape[0], plan.ranges),
         name="paged_attention",
         num_warps=plan.tile.warps,
         num_stages=plan.tile.stages,
@@ -169,7 +176,7 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(*grid, plan.rows),
         name="combine_paged_attention",
-        num_warps=2,
+        num_warps=2 if plan.ranges <= 32 else 4,
         num_stages=1,
         compute_capability=10 * major + minor,
         plan=plan,

@@ -10,14 +10,15 @@ import triton.language as tl
 def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan: tl.constexpr):
     """Compute attention to one range of a sequence's keys, for the query heads that share one key head.
 
-    The program ids are the sequence, its key head and the range. `out` is [B, T, N, H] if a sequence has one range,
+    The program ids are the key head, the sequence and the range, in this order, so that the heads of a sequence, whose
+    keys lie side by side in memory, are read at about the same time. `out` is [B, T, N, H] if a sequence has one range,
     otherwise float32 [B, K, ranges, rows, H], where a row is a pair of new token and query head, and `log_sums` is the
     base-2 logarithm of each row's sum of exponentials, float32 [B, K, ranges, rows].
     """
     padded_rows: tl.constexpr = plan.padded_rows
     head_dim: tl.constexpr = plan.head_dim
     key_block: tl.constexpr = plan.key_block
-    sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, sequence, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     row, column = tl.arange(0, padded_rows), tl.arange(0, head_dim)
     position = length - plan.new_tokens + row // plan.group

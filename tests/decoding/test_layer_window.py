@@ -77,7 +77,9 @@ def test_tokens_are_those_of_the_whole_model(family, sampling):
 
 
 def test_live_bytes_are_at_most_those_of_the_window_and_the_cache(tmp_path, monkeypatch):
-    config = ModelConfig(vocab_size=61, hidden_size=64, num_layers=12, num_heads=4, intermediate_size=256)
+    """Of 40 layers 2 are held, which takes a tenth of the memory at most, the cache included."""
+    sizes = {"hidden_size": 128, "num_layers": 40, "num_heads": 4, "num_kv_heads": 1, "intermediate_size": 512}
+    config = ModelConfig(vocab_size=61, **sizes)
     model = FunctionalModule(lambda rngs: Transformer(config, rngs))
     to_huggingface(model.merge(*model.init(jax.random.key(0))), tmp_path)
     _, window = open_both(tmp_path, resident=2, dtype=jnp.bfloat16)
@@ -90,8 +92,8 @@ def test_live_bytes_are_at_most_those_of_the_window_and_the_cache(tmp_path, monk
         return run(*args, **kwargs)
 
     monkeypatch.setattr(window, "_layer", watched)
-    list(window.generate([[1, 2, 3]], 5, Sampling(0)))
+    list(window.generate([[1, 2, 3]], 3, Sampling(0)))
     cache = jax.eval_shape(lambda: window._merge({}).make_cache(1, 128).layers)
-    allowed = window.window_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) + 64 * 64 * 2 + 4096
-    assert 0 < max(live) <= allowed and window.window_bytes < window.total_bytes / 4
+    allowed = window.window_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) + 64 * 128 * 2 + 4096
+    assert 0 < max(live) <= allowed and max(live) <= window.total_bytes / 10
     window.unload()

@@ -103,6 +103,9 @@ def test_a_repeated_prompt_computes_at_most_a_page_and_a_token(decoder):
         longer = [*prompt, *first]
         assert engine.submit(longer, 5, GREEDY).result() == expected(decoder, longer, 5)
         assert engine.stats.computed_tokens - before <= 2 * (SMALL.page_size + 1) + 1
+        programs, nanoseconds = engine.stats.programs, engine.stats.nanoseconds
+        assert programs["decode"] and len(programs) > 1 and set(programs) == set(nanoseconds)
+        assert 0 < engine.stats.waiting <= sum(nanoseconds.values())
 
 
 def test_warming_up_again_overwrites_no_cached_page(decoder):

@@ -18,8 +18,8 @@ from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
 from jaxstack.serve.ngram_draft import accept
 from jaxstack.serve.rows import Column
-from jaxstack.serve.schedule import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
 from jaxstack.serve.step import Programs
+from jaxstack.serve.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
 
 V = 3
 CONTEXT = 40
@@ -162,6 +162,7 @@ def configs(draw) -> EngineConfig:
         page_size=size,
         pages=-(-CONTEXT // size) + draw(st.integers(0, 12)),
         chunk=draw(st.sampled_from([16, 64])),
+        step_tokens=draw(st.sampled_from([None, 64, 128])),
         prefix_cache=draw(st.booleans()),
         decode_steps=draw(st.sampled_from([1, 2, 5, 8])),
         steps_ahead=draw(st.integers(0, 3)),
@@ -203,6 +204,9 @@ def test_shapes_have_room_for_every_budget():
             shapes = chunk_shapes(tokens, slots)
             assert max(shape.rows * shape.width for shape in shapes) == tokens or tokens < 64
             assert all(1 <= shape.rows <= max(slots, 1) and shape.width <= tokens for shape in shapes)
+            together = chunk_shapes(tokens, slots, 4 * tokens)
+            assert set(together) - set(shapes) <= {(min(4, slots), tokens)} and together[-1].width == tokens
+            assert chunk_shapes(tokens, slots, tokens) == shapes
     assert (
         decode_batch_sizes(64) == (2, 4, 16, 64)
         and decode_batch_sizes(1) == (1,)
@@ -252,3 +256,20 @@ def test_the_shape_computes_most_tokens_with_the_least_padding(make_engine):
     assert shape_for(600) == (1, 512) and shape_for(300) == (1, 512) and shape_for(200) == (1, 256)
     assert shape_for(60) == (1, 64) and shape_for(20, 20) == (2, 64) and shape_for(64, 64, 64) == (4, 64)
     assert shape_for(*[64] * 8) == (8, 64)
+
+
+def test_many_waiting_prompts_start_in_one_step_if_they_fill_more_than_half_of_it(make_engine):
+    config = EngineConfig(slots=4, pages=40, page_size=8, chunk=16, step_tokens=64, prefix_cache=False)
+    shapes, tokens = [], [15, 14, 9, 16, 16, 16]
+    engine = make_engine(config)
+    for number, count in enumerate(tokens):
+        engine.submit([1] * count, 2)
+        engine._take_messages()
+        if number in (1, 5):  # two prompts wait, and then four
+            while (plan := engine.scheduler.plan(in_flight=False)) is not None and plan.shape is not None:
+                shapes.append((*plan.shape, len(plan.chunks)))
+            for sequence in list(engine.scheduler.running):
+                engine.scheduler.finish(sequence)
+    assert shapes == [(1, 16, 1), (1, 16, 1), (4, 16, 4)]
+    with pytest.raises(ValueError, match=r"step_tokens \(32\) must be at least engine.chunk \(64\)"):
+        EngineConfig(chunk=64, step_tokens=32)

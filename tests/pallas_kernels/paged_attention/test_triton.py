@@ -86,6 +86,30 @@ def test_compiled_for_hopper_pages_are_not_copied(batch, kernels):
     assert " gather(" not in text and " copy(" not in text
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "head_dim", "ranges", "key_block"),
+    [
+        (1, 32768, 128, 64, 64),
+        (16, 8192, 128, 4, 64),
+        (64, 1024, 64, 1, 128),
+        (1, 256, 64, 2, 128),
+        (384, 2048, 128, 1, 128),
+    ],
+)
+def test_the_ranges_of_all_sequences_run_at_the_same_time(batch, length, head_dim, ranges, key_block):
+    """At most as many programs as an H200 runs at a time, 4 on each of 132 multiprocessors, if more ranges are made."""
+
+    def plan(*arrays: jax.Array) -> jax.Array:
+        plans.append(triton.make_plan(make_request(*arrays, scale=None, soft_cap=None, window=None)))
+        return arrays[0]
+
+    plans = []
+    with lowering_platform("cuda"):
+        jax.eval_shape(plan, *request_for(batch, length, head_dim=head_dim))
+    assert (plans[0].ranges, plans[0].key_block) == (ranges, key_block)
+    assert ranges == 1 or batch * 8 * ranges <= 4 * 132
+
+
 @needs_triton
 def test_the_choice_and_its_reasons():
     pages = request_for(2, 256)
