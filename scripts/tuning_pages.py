@@ -24,6 +24,7 @@ PICTURES = ROOT / "docs" / "pictures"
 WORKS = {"optimizers": "small", "optimizers large": "gpt2-124m"}
 """Part of the page -> work of benchmarks/optimizers.py, as it is without other settings."""
 DRAWN = ("adamw", "muon", "soap", "lion", "sophia", "schedule_free_adamw")
+SAMPLERS = ("tpe", "gp", "random")
 COUNTS = (10, 20, 30)
 
 
@@ -135,22 +136,30 @@ def samplers(studies: Mapping[int, Mapping[str, Row]]) -> str:
     """Return the comparison of samplers in words and as a table."""
     if not studies:
         return "Not measured yet; `python benchmarks/tune_search.py` measures it."
-    last = f"loss_at_{COUNTS[-1]}"
-    gains = [study["random"][last] - study["tpe"][last] for study in studies.values()]
-    wins, error = sum(gain > 0 for gain in gains), stdev(gains) / len(gains) ** 0.5
+    measured = [sampler for sampler in SAMPLERS if all(sampler in study for study in studies.values())]
     lines = [
-        f"`tpe` found the lower held-out loss at {wins} of {len(gains)} seeds; after {COUNTS[-1]} trials the mean "
-        f"difference is {mean(gains):.3f} with a standard error of {error:.3f}.",
+        *(_against_random(sampler, studies) for sampler in measured if sampler != "random"),
         "",
         f"| sampler, mean of the best loss | {' | '.join(f'after {count} trials' for count in COUNTS)} |",
         "|---|" + "---|" * len(COUNTS),
     ]
-    for sampler in ("tpe", "random"):
+    for sampler in measured:
         means = [mean(study[sampler][f"loss_at_{count}"] for study in studies.values()) for count in COUNTS]
         lines.append(f"| `{sampler}` | {' | '.join(f'{loss:.3f}' for loss in means)} |")
     rows = [row for study in studies.values() for row in study.values()]
     drawn = ["", "![Best loss so far over the trials of a study](pictures/study.svg)"] * _has_bests(studies)
     return "\n".join([*lines, "", source(rows), *drawn])
+
+
+def _against_random(sampler: str, studies: Mapping[int, Mapping[str, Row]]) -> str:
+    """Return a sentence about a sampler's best loss against random search's with the same seeds."""
+    last = f"loss_at_{COUNTS[-1]}"
+    gains = [study["random"][last] - study[sampler][last] for study in studies.values()]
+    wins, error = sum(gain > 0 for gain in gains), stdev(gains) / len(gains) ** 0.5
+    return (
+        f"`{sampler}` found a lower held-out loss than random search at {wins} of {len(gains)} seeds; after "
+        f"{COUNTS[-1]} trials the mean difference is {mean(gains):.3f} with a standard error of {error:.3f}."
+    )
 
 
 def _has_bests(studies: Mapping[int, Mapping[str, Row]]) -> bool:
@@ -165,7 +174,8 @@ def make_pictures() -> dict[str, str]:
     drawn: dict[str, str] = {}
     studies = read_studies()
     if _has_bests(studies):
-        curves = {sampler: _mean_bests([study[sampler] for study in studies.values()]) for sampler in ("tpe", "random")}
+        measured = [sampler for sampler in SAMPLERS if all(sampler in study for study in studies.values())]
+        curves = {sampler: _mean_bests([study[sampler] for study in studies.values()]) for sampler in measured}
         drawn["study.svg"] = draw(
             [Panel(f"Best held-out loss so far, mean of {len(studies)} studies", "trials", curves)], "Studies"
         )
