@@ -132,6 +132,21 @@ def test_epsilon_falls_with_the_width():
     np.testing.assert_allclose(updates["embedding"]["table"], -0.5, rtol=1e-5)
 
 
+def test_clipping_of_sgd_does_not_depend_on_the_width():
+    """Gradients as muP scales them: of an element 1/m in the embedding and 1 in the head, over m times as many."""
+    found = {}
+    for m in (1, 4):
+        gradients = {"embedding": {"table": jnp.full((2, 8 * m), 1 / m)}, "head": jnp.ones((8 * m, 2))}
+        for limit in (1.0, 100.0):
+            settings = SGD(clip_norm=limit, momentum=0.0)
+            optimizer = build_optimizer(settings, lambda _: 1.0, gradients, width=Width(float(m), False))
+            updates, _ = optimizer.update(gradients, optimizer.init(gradients), gradients)
+            # In units of the learning rates, m for embeddings and 1/m for the head.
+            found[m, limit] = [float(updates["embedding"]["table"][0, 0]), m * float(updates["head"][0, 0])]
+    assert found[4, 1.0] == pytest.approx(found[1, 1.0], rel=1e-6) == [-(32**-0.5)] * 2
+    assert found[4, 100.0] == pytest.approx(found[1, 100.0]) == [-1.0, -1.0]
+
+
 def test_attention_scale():
     wide = config(128, 32, head_dim=32, base_head_dim=8)
     assert wide.attention_scale == pytest.approx(8**0.5 / 32)
@@ -200,7 +215,7 @@ def magnitudes_after_training(config: ModelConfig, kind, rate: float) -> dict[st
 @pytest.mark.parametrize(
     ("family", "kind", "rate"),
     [*((family, AdamW, 0.02) for family in FAMILIES),
-     ("llama", Lion, 0.01), ("llama", SGD, 0.5), ("llama", Muon, 0.05), ("llama", Soap, 0.02)],
+     ("llama", Lion, 0.01), ("llama", SGD, 2.0), ("llama", Muon, 0.05), ("llama", Soap, 0.02)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )  # fmt: skip
 def test_activations_do_not_grow_with_the_width(family, kind, rate):
@@ -209,8 +224,7 @@ def test_activations_do_not_grow_with_the_width(family, kind, rate):
         changes["head_dim"] = 8
     narrow, wide = (magnitudes_after_training(config(w, 32, **changes), kind, rate) for w in (32, 256))
     standard = magnitudes_after_training(config(256, None, **changes), kind, rate)
-    print(family, kind.__name__, narrow, wide, standard)
     for name in narrow:
         assert wide[name] < 1.3 * narrow[name], name
     grown = {name: standard[name] / narrow[name] for name in narrow}
-    assert max(grown.values()) > 1.5, "the standard parametrization does"
+    assert max(grown.values()) > 1.3, "the standard parametrization does"
