@@ -1,11 +1,12 @@
 """Bayesian search against random search: the best held-out loss of a small language model after 10, 20 and 30 trials.
 
     python benchmarks/tune_search.py --seeds 10
+    python benchmarks/tune_search.py --seeds 10 --samplers random,tpe,gp    (gp needs PyTorch)
 
 The model is a one-layer Transformer over the bytes of Python's standard library. All of its training steps are one
 compiled program with the hyperparameters as arguments, so that a trial takes a fraction of a second; proposals, records
 and constraints are those of `jaxstack.tune`. Each seed draws its own initial weights and its own proposals, the same
-weights for both samplers. The row of a seed has the best loss after each number of trials. `python
+weights for every sampler. The row of a seed has the best loss after each number of trials. `python
 scripts/tuning_pages.py` shows the rows in docs/tuning.md.
 """
 
@@ -35,7 +36,7 @@ from jaxstack.loss import language_model_loss
 from jaxstack.optim.schedules import Linear
 from jaxstack.run.build import build_model, resolve_model
 from jaxstack.run_config import RunConfig, load_config
-from jaxstack.tune.optuna_study import OptunaStudy, Outcome, best_of
+from jaxstack.tune.optuna_study import OptunaStudy, Outcome, best_of, check_packages
 from jaxstack.tune.space import read_space
 from jaxstack.tune.study_config import StudyConfig
 
@@ -116,7 +117,7 @@ def search(train: Train, sampler: str, seed: int, folder: Path, config: Path) ->
     study = StudyConfig.model_validate(
         {"name": f"{sampler}-{seed}", "space": SPACE, "sampler": sampler, "trials": COUNTS[-1], "seed": seed}
     )
-    # Both begin at random: the configuration's own values would be the same good first trial for both.
+    # All begin at random: the configuration's own values would be the same good first trial for all.
     space = read_space(SPACE, config, [], "SPACE")
     stored = OptunaStudy(study, space, folder, {"seed": seed}, STEPS, base_first=False)
     began, losses = time.process_time(), []
@@ -138,15 +139,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10, help="number of seeds (10)")
     parser.add_argument("--first-seed", type=int, default=0, help="first of the seeds (0)")
+    parser.add_argument("--samplers", default="random,tpe", help="samplers to compare (random,tpe)")
     args = parser.parse_args()
     require_commit(SCRIPT)
+    samplers = args.samplers.split(",")
+    for sampler in samplers:
+        check_packages(StudyConfig.model_validate({"space": SPACE, "sampler": sampler}))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = folder / "small.yaml"
         config.write_text(yaml.safe_dump(CONFIG))
         train = make_training(load_config(config))
         device = jax.devices()[0].device_kind
-        found: dict[str, list[float]] = {"tpe": [], "random": []}
+        found: dict[str, list[float]] = {sampler: [] for sampler in samplers}
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for sampler, losses in found.items():
                 row = search(train, sampler, seed, folder, config)
@@ -155,8 +160,9 @@ def main() -> None:
                 print(f"seed {seed}, {sampler:6}: {shown} ({row['cpu_seconds']} s)", flush=True)
                 common = {"work": WORK, "implementation": f"jaxstack {sampler}", "device": device, "devices": 1}
                 append_rows(SCRIPT, [{**common, **row}])
-    wins = sum(a < b for a, b in zip(found["tpe"], found["random"], strict=True))
-    print(f"mean loss: tpe {mean(found['tpe']):.4f}, random {mean(found['random']):.4f}; tpe better at {wins} seeds")
+    for sampler, losses in found.items():
+        wins = sum(a < b for a, b in zip(losses, found.get("random", losses), strict=True))
+        print(f"{sampler:6}: mean loss {mean(losses):.4f}, better than random at {wins} of {args.seeds} seeds")
 
 
 if __name__ == "__main__":

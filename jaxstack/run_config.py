@@ -268,7 +268,7 @@ def load_tree(
     named = {"run": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem)}} if path is not None else {}
     tree, notes = drop_keys_of_replaced(RunConfig, tree, overrides)
     tree = merge_trees(named, merge_overrides(tree, overrides))
-    for note in [*notes, *_shorten_warmup(tree, overrides)]:
+    for note in [*notes, *_shorten_warmup(tree, overrides), *_decay_notes(tree)]:
         report(note)
     return tree
 
@@ -284,6 +284,17 @@ def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
         return []
     schedule["warmup_steps"] = shorter = max(1, steps // 10)
     return [f"schedule.warmup_steps is {shorter} instead of {warmup}, because train.steps={steps}"]
+
+
+def _decay_notes(tree: Tree) -> list[str]:
+    """Return a note if the learning rate of an optimizer that averages its iterates instead decays all the same."""
+    names = {}
+    for section in ("optimizer", "schedule"):
+        keys = tree.get(section)
+        names[section] = keys.get("name") if isinstance(keys, dict) else None
+    if names["optimizer"] != "schedule_free_adamw" or names["schedule"] == "constant":
+        return []
+    return ["schedule_free_adamw needs no decay of the learning rate: schedule.name=constant suits it"]
 
 
 def config_from_tree(

@@ -24,6 +24,7 @@ PICTURES = ROOT / "docs" / "pictures"
 WORKS = {"optimizers": "small", "optimizers large": "gpt2-124m"}
 """Part of the page -> work of benchmarks/optimizers.py, as it is without other settings."""
 DRAWN = ("adamw", "muon", "soap", "lion", "sophia", "schedule_free_adamw")
+SAMPLERS = ("tpe", "gp", "random")
 COUNTS = (10, 20, 30)
 
 
@@ -43,13 +44,15 @@ def read_runs(work: str) -> list[Row]:
     return list({(row["optimizer"], row["power"], row["seed"]): row for row in same}.values())
 
 
-def read_studies() -> dict[int, dict[str, Row]]:
-    """Return seed -> sampler -> row of the newest command of benchmarks/tune_search.py."""
-    rows = read_all(RESULTS / "tune_search.jsonl")
-    studies: dict[int, dict[str, Row]] = {}
-    for row in (row for row in rows if row["run"] == rows[-1]["run"]):
-        studies.setdefault(row["seed"], {})[row["sampler"]] = row
-    return {seed: study for seed, study in studies.items() if len(study) > 1}
+def read_studies() -> dict[tuple[str, int], dict[str, Row]]:
+    """Return (run, seed) -> sampler -> row of benchmarks/tune_search.py, of the runs that stored every trial's best.
+
+    The runs without had seeds by which the settings of the samplers were chosen.
+    """
+    studies: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in (row for row in read_all(RESULTS / "tune_search.jsonl") if "bests" in row):
+        studies.setdefault((row["run"], row["seed"]), {})[row["sampler"]] = row
+    return {key: study for key, study in studies.items() if len(study) > 1}
 
 
 # --- docs/optimizers.md ----------------------------------------------------------------------------------------------
@@ -131,30 +134,47 @@ def transfers(rows: Sequence[Row]) -> str:
 # --- docs/tuning.md --------------------------------------------------------------------------------------------------
 
 
-def samplers(studies: Mapping[int, Mapping[str, Row]]) -> str:
+def samplers(studies: Mapping[tuple[str, int], Mapping[str, Row]]) -> str:
     """Return the comparison of samplers in words and as a table."""
     if not studies:
         return "Not measured yet; `python benchmarks/tune_search.py` measures it."
-    last = f"loss_at_{COUNTS[-1]}"
-    gains = [study["random"][last] - study["tpe"][last] for study in studies.values()]
-    wins, error = sum(gain > 0 for gain in gains), stdev(gains) / len(gains) ** 0.5
+    compared = [sampler for sampler in SAMPLERS[:-1] if _with(sampler, studies)]
     lines = [
-        f"`tpe` found the lower held-out loss at {wins} of {len(gains)} seeds; after {COUNTS[-1]} trials the mean "
-        f"difference is {mean(gains):.3f} with a standard error of {error:.3f}.",
+        *(_against_random(sampler, _with(sampler, studies)) for sampler in compared),
         "",
         f"| sampler, mean of the best loss | {' | '.join(f'after {count} trials' for count in COUNTS)} |",
         "|---|" + "---|" * len(COUNTS),
     ]
-    for sampler in ("tpe", "random"):
-        means = [mean(study[sampler][f"loss_at_{count}"] for study in studies.values()) for count in COUNTS]
-        lines.append(f"| `{sampler}` | {' | '.join(f'{loss:.3f}' for loss in means)} |")
+    for sampler in compared:
+        same = _with(sampler, studies)
+        for name in (sampler, "random"):
+            means = [mean(study[name][f"loss_at_{count}"] for study in same) for count in COUNTS]
+            label = f"`{name}`" + f", at the {len(same)} seeds of `{sampler}`" * (name == "random")
+            lines.append(f"| {label} | {' | '.join(f'{loss:.3f}' for loss in means)} |")
     rows = [row for study in studies.values() for row in study.values()]
-    drawn = ["", "![Best loss so far over the trials of a study](pictures/study.svg)"] * _has_bests(studies)
-    return "\n".join([*lines, "", source(rows), *drawn])
+    drawn = "![Best loss so far over the trials of a study](pictures/study.svg)"
+    return "\n".join([*lines, "", source(rows), "", drawn])
 
 
-def _has_bests(studies: Mapping[int, Mapping[str, Row]]) -> bool:
-    return bool(studies) and all("bests" in row for study in studies.values() for row in study.values())
+def _with(sampler: str, studies: Mapping[tuple[str, int], Mapping[str, Row]]) -> list[Mapping[str, Row]]:
+    """Return the studies of a run and seed that a sampler took part in."""
+    return [study for study in studies.values() if sampler in study]
+
+
+def _against_random(sampler: str, studies: Sequence[Mapping[str, Row]]) -> str:
+    """Return a sentence about a sampler's best loss against random search's with the same seeds."""
+    last = f"loss_at_{COUNTS[-1]}"
+    gains = [study["random"][last] - study[sampler][last] for study in studies]
+    wins, ties, error = (
+        sum(gain > 0 for gain in gains),
+        sum(gain == 0 for gain in gains),
+        stdev(gains) / len(gains) ** 0.5,
+    )
+    tied = f", and the same at {ties}," if ties else ""
+    return (
+        f"`{sampler}` found a lower held-out loss than random search at {wins} of {len(gains)} seeds{tied} after "
+        f"{COUNTS[-1]} trials; the mean difference is {mean(gains):.3f} with a standard error of {error:.3f}."
+    )
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
@@ -164,8 +184,8 @@ def make_pictures() -> dict[str, str]:
     """Return file name -> SVG of everything that has rows."""
     drawn: dict[str, str] = {}
     studies = read_studies()
-    if _has_bests(studies):
-        curves = {sampler: _mean_bests([study[sampler] for study in studies.values()]) for sampler in ("tpe", "random")}
+    if studies:
+        curves = {name: _mean_bests([study[name] for study in _with("tpe", studies)]) for name in ("tpe", "random")}
         drawn["study.svg"] = draw(
             [Panel(f"Best held-out loss so far, mean of {len(studies)} studies", "trials", curves)], "Studies"
         )

@@ -100,8 +100,12 @@ def _parse_yaml(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin} is not valid YAML{place}: {problem}.") from None
 
 
-def load_yaml(path: str | Path) -> Tree:
+def load_yaml(path: str | Path, holds: str = "sections such as `model:` and `train:`") -> Tree:
     """Read a YAML file of configuration sections as a dict.
+
+    Args:
+      path: the file.
+      holds: what the file should hold, for the message if it is not a mapping.
 
     Raises:
       ConfigError: the file is missing, unreadable, not UTF-8, not YAML, or not a mapping.
@@ -132,7 +136,7 @@ def load_yaml(path: str | Path) -> Tree:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold sections such as `model:` and `train:`; it holds a {_kind(tree)}.")
+        raise ConfigError(f"{path} must hold {holds}; it holds a {_kind(tree)}.")
     return tree
 
 

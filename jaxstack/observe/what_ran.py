@@ -8,6 +8,7 @@ import jax
 from jaxstack.errors import ConfigError
 from jaxstack.observe.collectives import collectives, fp8_matmuls, matmuls, summarise
 from jaxstack.observe.hlo import parse_module
+from jaxstack.observe.number_format import byte_size
 from pallas_kernels.dispatch import Choice
 
 
@@ -132,6 +133,6 @@ def summarise_program(ran: Mapping[str, Any]) -> str:
         sent = sum(row["wire_bytes"] for row in rows)
         parts.append(f"{count} collectives, {sent / 2**20:.1f} MiB sent a device" if count else "no collectives")
     if exchanged := ran.get("islands", {}).get("exchange_bytes"):
-        sent = "+".join(f"{size / 2**20:.1f}" for size in exchanged)
-        parts.append(f"{ran['islands']['step_bytes']} bytes between islands a step, {sent} MiB a device an exchange")
+        sent = " + ".join(byte_size(size) for size in exchanged)
+        parts.append(f"{ran['islands']['step_bytes']} bytes between islands a step, {sent} a device an exchange")
     return "; ".join(parts)

@@ -80,6 +80,8 @@ class Optimizer(Component):
 
     width_powers: ClassVar[Mapping[Role, float] | None] = None
     """Role of a parameter -> p of the factor (width / base width)^p of its learning rate in muP; None: not known."""
+    scales_with_gradient: ClassVar[bool] = False
+    """True if gradients that are twice as large make updates twice as large, as in SGD."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak of the schedule."""

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from jaxstack.models.parametrization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
-from jaxstack.optim.mup import check_mup_support, rate_factor, scale_epsilon
+from jaxstack.optim.mup import check_mup_support, clip_by_scaled_norm, rate_factor, scale_epsilon
 from jaxstack.tree_rules import ADAPTER, TEACHER, map_by_path, match, path_name
 
 BALANCE = r"(^|/)balance_bias$"
@@ -57,9 +57,8 @@ def build_optimizer(
     is_frozen = make_frozen_predicate(optimizer, known)
     scales, decays = _scales_and_decays(optimizer, params, width)
     run = RunInfo(learning_rate, total_steps, _by_path(specs))
-    clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     chain = optax.chain(
-        clip,
+        _clipping(optimizer, width),
         _finished_core(optimizer, optimizer.core(run), stacked),
         _per_parameter(lambda update, param, amount: update + amount * param if amount else update, decays),
         optax.scale_by_learning_rate(learning_rate),
@@ -86,6 +85,15 @@ def build_optimizer(
     if type(optimizer).gradient_point is not Optimizer.gradient_point:
         built.gradient_point = optimizer.gradient_point
     return built
+
+
+def _clipping(optimizer: Optimizer, width: Width | None) -> optax.GradientTransformation:
+    """Return the clipping by global norm; for SGD in muP by a norm that does not depend on the width."""
+    if optimizer.clip_norm is None:
+        return optax.identity()
+    if width is not None and optimizer.scales_with_gradient:
+        return clip_by_scaled_norm(optimizer.clip_norm, width)
+    return optax.clip_by_global_norm(optimizer.clip_norm)
 
 
 def _scales_and_decays(optimizer: Optimizer, params: PyTree, width: Width | None) -> tuple[PyTree, PyTree]:

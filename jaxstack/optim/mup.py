@@ -1,13 +1,24 @@
 """muP scaling of learning rate, weight decay and epsilon by the role of a parameter and the model's width."""
 
+from collections.abc import Mapping
 from typing import TypeVar
 
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
 from jaxstack.errors import ConfigError
-from jaxstack.models.parametrization import Width
+from jaxstack.models.parametrization import Role, Width
 from jaxstack.optim.base import HasShape, Optimizer
 from jaxstack.optim.matrix_optimizer import MatrixOptimizer
+from jaxstack.tree_rules import map_by_path
 
 AnyKind = TypeVar("AnyKind", bound=Optimizer)
+
+_NORM_POWERS: Mapping[Role, float] = {"input": 0.5, "hidden": 0.0, "output": -0.5, "final_gain": -0.5}
+"""Role -> p of the factor (width / base width)^p that makes the norm of a gradient in muP independent of the width: one
+element is of order 1/width in embeddings, and of order 1 in the head, whose initial weights shrink by 1/width."""
 
 
 def check_mup_support(optimizer: Optimizer) -> None:
@@ -45,3 +56,23 @@ def scale_epsilon(optimizer: AnyKind, width: Width) -> AnyKind:
     if "eps" not in type(optimizer).model_fields:
         return optimizer
     return optimizer.model_copy(update={"eps": getattr(optimizer, "eps") / width.ratio})  # noqa: B009
+
+
+def clip_by_scaled_norm(limit: float, width: Width) -> optax.GradientTransformation:
+    """Return an Optax transformation that clips gradients by a global norm that does not depend on the width in muP.
+
+    The norm of each parameter's gradient is scaled by its role first. Otherwise wide models, in which the head's
+    gradients dominate, are clipped where the base model is not, and the learning rate of SGD does not transfer.
+    At the base width it is `optax.clip_by_global_norm`.
+
+    Args:
+      limit: largest norm.
+      width: the model's width.
+    """
+
+    def update(updates: PyTree, params: PyTree = None) -> PyTree:
+        scaled = map_by_path(lambda path, g: g * width.ratio ** _NORM_POWERS[width.role(path)], updates)
+        norm = optax.tree.norm(scaled)
+        return jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit), updates)
+
+    return optax.stateless(update)

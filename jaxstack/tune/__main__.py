@@ -82,7 +82,7 @@ def _study(arguments: argparse.Namespace) -> None:
 
 def _summary(result: "StudyResult") -> list[str]:
     running = sum(record.state == "running" for record in result.records)
-    lines = [f"{running} trials still run elsewhere"] if running else []
+    lines = [f"trials that still run elsewhere: {running}"] if running else []
     best = result.best
     if best is None:
         lines.append("no trial is complete: see the notes in the report")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import html
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +29,9 @@ from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
 _DECAY = 0.98
-"""Weight of the past in the moving average of the losses."""
+"""Weight of the past in the moving average of the losses that decides when to stop."""
+_NEIGHBOUR = 0.8
+"""Weight of a step's loss in the smoothed loss of the step before or after it, from which rates are suggested."""
 _DIVERGED = 4.0
 """Multiple of the smallest averaged loss at which the search stops."""
 _LEAST_STEPS = 10
@@ -75,7 +78,7 @@ class LearningRateResult:
     Attributes:
       rates: learning rate of each step that was taken, float64 [steps].
       losses: training loss of each step, float64 [steps].
-      averages: exponential moving average of the losses with bias correction, float64 [steps].
+      averages: losses, at most the first step's, averaged over the steps before and after each, float64 [steps].
       steepest: learning rate at which the average falls fastest over the logarithm of the rate.
       tenth_of_minimum: a tenth of the learning rate with the smallest average.
       page: the written HTML page; None: none was written.
@@ -137,9 +140,10 @@ def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] |
     Raises:
       JaxstackError: the averaged loss never falls.
     """
-    averages = average(np.asarray(losses, np.float64))
-    kept = diverged_at(averages)
-    found, averages = np.asarray(rates, np.float64)[:kept], averages[:kept]
+    kept = diverged_at(average(np.asarray(losses, np.float64)))
+    found, kept_losses = np.asarray(rates, np.float64)[:kept], np.asarray(losses, np.float64)[:kept]
+    # Losses above the first are as bad as it: a steep rise would otherwise reach far into the average before it.
+    averages = smooth(np.minimum(kept_losses, kept_losses[:1])) if kept else kept_losses
     lowest = int(np.argmin(averages)) if kept else 0
     if kept < 3 or lowest == 0:
         raise JaxstackError("the loss never falls in this range of learning rates; start from a smaller --low.")
@@ -161,6 +165,28 @@ def average(losses: np.ndarray, decay: float = _DECAY) -> np.ndarray:
         mean = decay * mean + (1 - decay) * float(loss)
         averages.append(mean / (1 - decay**count))
     return np.array(averages, np.float64)
+
+
+def smooth(losses: np.ndarray, weight: float = _NEIGHBOUR) -> np.ndarray:
+    """Average losses over the steps on both sides, with weights that fall exponentially with the distance.
+
+    A moving average of the past would lag: the loss would seem to fall at larger rates than it does.
+
+    Args:
+      losses: loss of each step, float64 [steps].
+      weight: weight of a neighbouring step.
+
+    Returns:
+      The averages, float64 [steps].
+    """
+
+    def decayed_sums(values: np.ndarray) -> np.ndarray:
+        return np.array(list(itertools.accumulate(values, lambda total, value: weight * total + value)))
+
+    def both_sides(values: np.ndarray) -> np.ndarray:
+        return decayed_sums(values) + decayed_sums(values[::-1])[::-1] - values
+
+    return both_sides(losses) / both_sides(np.ones_like(losses))
 
 
 def diverged_at(averages: np.ndarray) -> int:

@@ -57,7 +57,7 @@ class TrialRecord:
     Attributes:
       number: number of the trial, from 0.
       state: as in `Outcome`, or "running".
-      values: `section.key` -> value.
+      values: `section.key` -> value; without keys that the trial's configuration does not have.
       value: the study's metric, or None.
       curve: (step, held-out loss) pairs, in order.
       reason: why it has no value.
@@ -101,6 +101,7 @@ class OptunaStudy:
         optuna.logging.set_verbosity(logging.ERROR)
         self.config, self.space = config, space
         self._distributions = {key: to_distribution(one) for key, one in space.dimensions.items()}
+        self._used: dict[int, dict[str, Any]] = {}
         place = config.storage or str(directory / "study.journal")
         storage = _open_storage(place)
         with _storage_errors(place):
@@ -143,6 +144,12 @@ class OptunaStudy:
         params = self._frozen_trial(number).params
         return {key: _decode(self.space.dimensions[key], value) for key, value in params.items()}
 
+    def _used_values(self, number: int) -> dict[str, Any]:
+        """Return the values of a trial without those that its optimizer, for example, does not have."""
+        if number not in self._used:
+            self._used[number] = self.space.used(self.values(number))
+        return self._used[number]
+
     def running(self) -> list[int]:
         """Return the ids of the trials that are running, or were when their process was killed."""
         return [trial.number for trial in self._trials() if trial.state == TrialState.RUNNING]
@@ -183,7 +190,7 @@ class OptunaStudy:
         return TrialRecord(
             number=trial.number,
             state=state,
-            values=self.values(trial.number),
+            values=self._used_values(trial.number),
             value=trial.value if state == "complete" else None,
             curve=tuple(sorted(trial.intermediate_values.items())),
             reason=str(trial.user_attrs.get("reason", "")),

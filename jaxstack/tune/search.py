@@ -306,7 +306,7 @@ class Search:
         shown = outcome.state if outcome.value is None else f"{self.study.config.metric} {outcome.value:.4f}"
         reason = f": {outcome.reason}" if outcome.reason else ""
         mark = ", the best so far" if best is not None and best.number == number else ""
-        self._say(f"trial {number}: {shown}{reason} ({describe_values(values)}){mark}")
+        self._say(f"trial {number}: {shown}{reason} ({describe_values(self.study.space.used(values))}){mark}")
         self._drop_checkpoints(number, before, best)
         self._update_report()
         failed = [record for record in records if record.state in ("failed", "configuration")]

@@ -22,6 +22,8 @@ Values: TypeAlias = Mapping[str, Any]
 _OF_THE_STUDY = ("run.name", "run.dir", "run.init_from", "run.branch_from", "run.branch_step")
 """Keys that a study sets itself, or that must be the same for all trials."""
 _RANGE_KEYS = ("low", "high", "log", "step")
+_MISSING = object()
+"""What a look-up returns for a key that a configuration does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,14 @@ class SearchSpace:
         """
         return _with_values(self.tree, values, self.origin)
 
+    def used(self, values: Values) -> dict[str, Any]:
+        """Return those of a trial's values that its configuration has; all, if they do not fit together."""
+        try:
+            config = self.configuration(values)
+        except ConfigError:
+            return dict(values)
+        return {key: value for key, value in values.items() if _look_up(config, key) is not _MISSING}
+
     def base_values(self) -> dict[str, Any] | None:
         """Return the base configuration's values of all hyperparameters; None if any is outside the search space."""
         base = config_from_tree(self.tree, self.origin)
@@ -139,11 +149,11 @@ def _read_dimension(text: object, where: str) -> Dimension:
         if len({json.dumps(value) for value in text}) < max(2, len(text)):
             raise ConfigError(f"{where} must list at least two different choices; found {text}.")
         return Choice(tuple(text))
+    for name in text if isinstance(text, dict) else ():
+        if name not in _RANGE_KEYS:
+            raise ConfigError(f"{where}: unknown key {name!r}; {nearest(str(name), _RANGE_KEYS)}")
     if not isinstance(text, dict) or not {"low", "high"} <= text.keys():
         raise ConfigError(f"{where} must be a list of choices or {{low: ..., high: ...}}; found {text!r}.")
-    for name in text:
-        if name not in _RANGE_KEYS:
-            raise ConfigError(f"{where}: unknown key {name!r}; {nearest(name, _RANGE_KEYS)}")
     low, high = _number(text, "low", where), _number(text, "high", where)
     step = _number(text, "step", where) if text.get("step") is not None else None
     log = text.get("log", False)
@@ -155,6 +165,10 @@ def _read_dimension(text: object, where: str) -> Dimension:
         raise ConfigError(f"{where}: low ({low}) must be more than 0 for a logarithmic range.")
     if step is not None and (step <= 0 or log):
         raise ConfigError(f"{where}.step must be more than 0, and is not for logarithmic ranges; found {step}.")
+    if step is not None:
+        if step > high - low:
+            raise ConfigError(f"{where}.step ({step}) must be at most high - low ({high - low:g}).")
+        high = low + step * math.floor((high - low) / step + 1e-9)  # the last value of the grid
     return Range(low, high, log, step)
 
 
@@ -212,11 +226,19 @@ def _with_values(tree: Tree, values: Values, origin: str, strict: bool = False) 
 
 def _value_at(config: RunConfig, key: str) -> Any:
     """Look up `section.key` in a configuration; return its value as plain data, or None if there is none."""
+    found = _look_up(config, key)
+    if found is _MISSING:
+        return None
+    return found.model_dump(mode="json", by_alias=True) if isinstance(found, BaseModel) else found
+
+
+def _look_up(config: RunConfig, key: str) -> Any:
+    """Return the value of `section.key` in a configuration; `_MISSING` if it has no such key."""
     found: Any = config
     for part in key.split("."):
         if isinstance(found, BaseModel):
             names = {field.alias or name: name for name, field in type(found).model_fields.items()}
-            found = getattr(found, names[part]) if part in names else None
+            found = getattr(found, names[part]) if part in names else _MISSING
         else:
-            found = found.get(part) if isinstance(found, Mapping) else None
-    return found.model_dump(mode="json", by_alias=True) if isinstance(found, BaseModel) else found
+            found = found.get(part, _MISSING) if isinstance(found, Mapping) else _MISSING
+    return found

@@ -73,4 +73,4 @@ def load_study(path: str | Path) -> StudyConfig:
     if not path.exists():
         raise ConfigError(f"study file {path} does not exist; see docs/tuning.md for what it holds.")
     named = {"name": re.sub(r"[^A-Za-z0-9._-]", "-", path.stem)}
-    return build_component(StudyConfig, {**named, **load_yaml(path)}, str(path))
+    return build_component(StudyConfig, {**named, **load_yaml(path, "keys such as `trials:` and `space:`")}, str(path))

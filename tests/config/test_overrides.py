@@ -76,6 +76,12 @@ def test_a_run_made_shorter_than_its_warmup_warms_up_for_a_tenth(path):
         load(path, "train.steps=50", "schedule.warmup_steps=60")
 
 
+def test_a_decay_that_the_optimizer_does_not_need_is_noted(path):
+    (note,) = load(path, "optimizer.name=schedule_free_adamw", "schedule.name=linear")[1]
+    assert "needs no decay" in note and "schedule.name=constant" in note
+    assert not load(path, "optimizer.name=schedule_free_adamw", "schedule.name=constant")[1]
+
+
 def test_whole_numbers_with_an_exponent(path):
     config, _ = load(path, "train.steps=1e3", "optimizer.learning_rate=1e-3")
     assert load(path, "optimizer.learning_rate=1e30")[0].optimizer.learning_rate == 1e30

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
+from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.parametrization import Width, initial_factor, mup_width
 from jaxstack.optim.build import build_optimizer
@@ -131,6 +132,21 @@ def test_epsilon_falls_with_the_width():
     np.testing.assert_allclose(updates["embedding"]["table"], -0.5, rtol=1e-5)
 
 
+def test_clipping_of_sgd_does_not_depend_on_the_width():
+    """Gradients as muP scales them: of an element 1/m in the embedding and 1 in the head, over m times as many."""
+    found = {}
+    for m in (1, 4):
+        gradients = {"embedding": {"table": jnp.full((2, 8 * m), 1 / m)}, "head": jnp.ones((8 * m, 2))}
+        for limit in (1.0, 100.0):
+            settings = SGD(clip_norm=limit, momentum=0.0)
+            optimizer = build_optimizer(settings, lambda _: 1.0, gradients, width=Width(float(m), False))
+            updates, _ = optimizer.update(gradients, optimizer.init(gradients), gradients)
+            # In units of the learning rates, m for embeddings and 1/m for the head.
+            found[m, limit] = [float(updates["embedding"]["table"][0, 0]), m * float(updates["head"][0, 0])]
+    assert found[4, 1.0] == pytest.approx(found[1, 1.0], rel=1e-6) == [-(32**-0.5)] * 2
+    assert found[4, 100.0] == pytest.approx(found[1, 100.0]) == [-1.0, -1.0]
+
+
 def test_attention_scale():
     wide = config(128, 32, head_dim=32, base_head_dim=8)
     assert wide.attention_scale == pytest.approx(8**0.5 / 32)
@@ -163,3 +179,52 @@ def test_an_optimizer_without_a_rule_is_refused_by_the_library():
 def test_a_model_is_built_at_its_width():
     model = Transformer(config(64, 32), nnx.Rngs(0))
     assert model.width == Width(2.0, False)
+
+
+def magnitudes_after_training(config: ModelConfig, kind, rate: float) -> dict[str, float]:
+    """Mean magnitudes of the residual stream and the logits after five steps on one batch."""
+    module = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    tokens = jax.random.randint(jax.random.key(1), (8, 17), 0, config.vocab_size)
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    optimizer = build_optimizer(kind(), lambda _: rate, module.abstract_params, width=mup_width(config))
+
+    @jax.jit
+    def train(key: jax.Array) -> dict[str, jax.Array]:
+        params, rest = module.init(key)
+
+        def loss(params):
+            found = language_model_loss(module.merge(params, rest), batch)
+            return found.total / found.count
+
+        def step(_, carry):
+            params, state = carry
+            updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+            return jax.tree.map(jnp.add, params, updates), state
+
+        params, _ = jax.lax.fori_loop(0, 5, step, (params, optimizer.init(params)))
+        model = module.merge(params, rest)
+        logits = model(batch["tokens"])
+        setattr(model, "final_norm", lambda x: x)  # noqa: B010 (the residual stream is the input of the final norm)
+        found = {"residual": model.hidden(batch["tokens"]), "logits": logits}
+        return {name: jnp.mean(jnp.abs(x)) for name, x in found.items()}
+
+    return {name: float(value) for name, value in train(jax.random.key(0)).items()}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "kind", "rate"),
+    [*((family, AdamW, 0.02) for family in FAMILIES),
+     ("llama", Lion, 0.01), ("llama", SGD, 2.0), ("llama", Muon, 0.05), ("llama", Soap, 0.02)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)  # fmt: skip
+def test_activations_do_not_grow_with_the_width(family, kind, rate):
+    changes = {"initialization": "fan_in", **FAMILIES[family]}
+    if "num_kv_heads" not in changes and "head_dim" not in changes:
+        changes["head_dim"] = 8
+    narrow, wide = (magnitudes_after_training(config(w, 32, **changes), kind, rate) for w in (32, 256))
+    standard = magnitudes_after_training(config(256, None, **changes), kind, rate)
+    for name in narrow:
+        assert wide[name] < 1.3 * narrow[name], name
+    grown = {name: standard[name] / narrow[name] for name in narrow}
+    assert max(grown.values()) > 1.3, "the standard parametrization does"

@@ -23,8 +23,8 @@ def read(config, space, *overrides):
 
 
 def test_ranges_take_the_type_of_their_key(config):
-    found = read(config, {"train.steps": {"low": 10, "high": 50, "step": 10}, "optimizer.b1": {"low": 0, "high": 0.9}})
-    assert found.dimensions["train.steps"] == Range(10, 50, step=10, whole=True)
+    found = read(config, {"train.steps": {"low": 10, "high": 55, "step": 10}, "optimizer.b1": {"low": 0, "high": 0.9}})
+    assert found.dimensions["train.steps"] == Range(10, 50, step=10, whole=True), "a value of the grid"
     assert found.dimensions["optimizer.b1"] == Range(0, 0.9)
     config = found.configuration({"train.steps": 30, "optimizer.b1": 0.5})
     assert config.train.steps == 30 and config.optimizer.b1 == 0.5
@@ -45,6 +45,7 @@ def test_keys_of_another_optimizer_are_left_out(config):
     values = {"optimizer.b2": 0.75, "optimizer.momentum": 0.5}
     assert found.configuration({"optimizer.name": "adamw", **values}).optimizer.b2 == 0.75
     assert found.configuration({"optimizer.name": "sgd", **values}).optimizer.momentum == 0.5
+    assert list(found.used({"optimizer.name": "sgd", **values})) == ["optimizer.name", "optimizer.momentum"]
     with pytest.raises(ConfigError, match="unknown key 'optimizer.rms'"):
         read(config, {**space, "optimizer.rms": [0.1, 0.2]})
 
@@ -65,7 +66,9 @@ def test_base_values_are_the_configurations_own_where_they_are_in_the_space(conf
         ({"optimizer.b1": {"low": 0, "high": 0.5, "log": True}}, "more than 0 for a logarithmic range"),
         ({"optimizer.b1": {"low": 0.1, "high": 0.5, "log": True, "step": 0.1}}, "not for logarithmic ranges"),
         ({"optimizer.b1": {"low": 0.1, "high": 1.5}}, "should be less than 1; found 1.5"),
-        ({"optimizer.b1": {"low": 0.1, "hgh": 0.5}}, "list of choices or"),
+        ({"optimizer.b1": {"low": 0.1}}, "list of choices or"),
+        ({"optimizer.b1": {"low": 0.1, "hgh": 0.5}}, "unknown key 'hgh'; did you mean 'high'"),
+        ({"train.steps": {"low": 10, "high": 20, "step": 11}}, r"step \(11\) must be at most high - low \(10\)"),
         ({"optimizer.b1": {"low": 0.1, "high": 0.5, "lg": True}}, "unknown key 'lg'; did you mean 'log'"),
         ({"optimizer.b1": {"low": "a", "high": 0.5}}, "low must be a finite number"),
         ({"optimizer.b1": {"low": 0.1, "high": float("inf")}}, "high must be a finite number"),
@@ -110,5 +113,8 @@ def test_study_files(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             load_study(write_study(tmp_path, **keys))
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match="must hold keys such as `trials:` and `space:`; it holds a list"):
+        load_study(tmp_path / "list.yaml")
     with pytest.raises(ConfigError, match="does not exist"):
         load_study(tmp_path / "none.yaml")
