@@ -103,8 +103,13 @@ def _body(product: TiledProduct, hidden: Ref, weight: Ref, labels: Ref, shift: R
         plgpu.wait_smem_to_gmem(0)
 
     def produce() -> None:
-        count = scheduler.claim_tiles(product.order, None, None, functools.partial(_load, product, inputs, buffers))
-        matmul.drain(product, buffers.operands, count)
+        # One warp: a whole warpgroup would wait for its warps at each copy.
+        @plgpu.warp_map
+        def _(warp: Index) -> None:
+            @pl.when(warp == 0)
+            def _():
+                load = functools.partial(_load, product, inputs, buffers)
+                matmul.drain(product, buffers.operands, scheduler.claim_tiles(product.order, None, None, load))
 
     pipeline.specialize(lax.axis_index("warpgroup"), matmul.CONSUMERS, consume, produce)
 
