@@ -143,7 +143,7 @@ def _body(spec: ScaledProduct, a: Ref, b: Ref, a_scale: Ref, b_scale: Ref, out: 
         plgpu.wait_smem_to_gmem(0)
 
     def produce() -> None:
-        # A whole warpgroup would wait for its warps at each copy, which takes longer than the products.
+        # One warp is enough, and need not wait for three others at each copy.
         @plgpu.warp_map
         def _(warp: Index) -> None:
             @pl.when(warp == 0)
