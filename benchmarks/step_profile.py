@@ -28,7 +28,7 @@ STEPS = 3
 CLASSES = (
     ("collectives", r"nccl|all_reduce_kernel|allreduce"),
     ("attention", r"attention|flash|fmha|cudnn.*sdpa"),
-    ("matmuls", r"gemm|nvjet|cutlass|xmma|cublas|splitk"),
+    ("matmuls", r"gemm|nvjet|cutlass|xmma|cublas|splitk|block_product"),
     ("copies", r"^memcpy|^memset|copy"),
 )
 """Class -> what a kernel's name or operation holds, the first that fits; the others are `fusions`."""

@@ -22,7 +22,7 @@ from pallas_kernels.hopper.target import unsupported_target
 
 # Tests set this to run the kernel on a CPU.
 INTERPRET = False
-_STAGES = {256: 3, 192: 4, 128: 4}
+_STAGES = {192: 5, 128: 6}
 """Stages that fit into shared memory, by the columns of a tile; the vocabulary must be a multiple of these."""
 _GROUP = 64
 _LARGEST = math.exp(80)
@@ -53,7 +53,7 @@ def unsupported_rows(rows: int) -> str | None:
 def make_product(rows: int, depth: int, vocabulary: int) -> TiledProduct:
     """Return the compile-time description of the matmul hidden [rows, D] @ weight [D, V] for the Hopper kernel."""
     columns = next(width for width in _STAGES if vocabulary % width == 0)
-    tiling = ProductTiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=64)
+    tiling = ProductTiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=32, turns=True)
     return single_product(rows, depth, vocabulary, tiling, interpret=INTERPRET)
 
 

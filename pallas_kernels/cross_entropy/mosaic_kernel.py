@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.hopper import matmul, pipeline, scheduler
 from pallas_kernels.hopper.matmul import TILE_ROWS, TiledProduct
 from pallas_kernels.hopper.scheduler import Tile
-from pallas_kernels.hopper.wgmma import ROWS, broadcast_row_values, load_rows
+from pallas_kernels.hopper.wgmma import ROWS, broadcast_row_values, filled_rows, load_rows
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
 _TOTAL, _CHOSEN = range(2)
@@ -40,7 +40,7 @@ class Exponentials(NamedTuple):
 class _Buffers(NamedTuple):
     """Shared memory of the kernel: operand tiles, and each row's sum of exponentials and label logit.
 
-    The dims of `sums` are warpgroup, `_TOTAL` or `_CHOSEN`, row.
+    The dims of `sums` are warpgroup, 64 rows of its part of the tile, `_TOTAL` or `_CHOSEN`, row.
     """
 
     operands: matmul.ProductBuffers
@@ -86,7 +86,7 @@ def exponentials(
         out_type=(jax.ShapeDtypeStruct((rows, columns), hidden.dtype), sums, sums),
         scratch_types=_Buffers(
             operands=matmul.product_scratch(product, hidden.dtype),
-            sums=plgpu.SMEM((matmul.CONSUMERS, 2, ROWS), jnp.float32),
+            sums=plgpu.SMEM((matmul.CONSUMERS, product.own_rows // ROWS, 2, ROWS), jnp.float32),
         ),
         # Sums over the columns that a warp holds need no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -103,8 +103,13 @@ def _body(product: TiledProduct, hidden: Ref, weight: Ref, labels: Ref, shift: R
         plgpu.wait_smem_to_gmem(0)
 
     def produce() -> None:
-        count = scheduler.claim_tiles(product.order, None, None, functools.partial(_load, product, inputs, buffers))
-        matmul.drain(product, buffers.operands, count)
+        # One warp is enough, and need not wait for three others at each copy.
+        @plgpu.warp_map
+        def _(warp: Index) -> None:
+            @pl.when(warp == 0)
+            def _():
+                load = functools.partial(_load, product, inputs, buffers)
+                matmul.drain(product, buffers.operands, scheduler.claim_tiles(product.order, None, None, load))
 
     pipeline.specialize(lax.axis_index("warpgroup"), matmul.CONSUMERS, consume, produce)
 
@@ -117,33 +122,58 @@ def _load(product: TiledProduct, inputs: _Inputs, buffers: _Buffers, number: Ind
 def _compute(
     product: TiledProduct, inputs: _Inputs, outs: _Outs, buffers: _Buffers, number: Index, tile: Tile, _: Tile
 ) -> None:
-    warpgroup, width, piece_width = lax.axis_index("warpgroup"), product.tiling.columns, product.tiling.store_columns
-    rows = pl.ds(tile.row * TILE_ROWS + warpgroup * ROWS, ROWS)
-    sums = buffers.sums.at[warpgroup]
+    warpgroup = lax.axis_index("warpgroup")
 
     def finish(logits: jax.Array) -> None:
-        label, shift = (load_rows(ref.at[rows], optimized=False) for ref in (inputs.labels, inputs.shift))
-        label, shift = label - tile.column * width, shift * math.log2(math.e)
-        column = plgpu.broadcasted_iota(jnp.int32, (ROWS, piece_width), 1, layout=plgpu.Layout.WGMMA)
-        totals, chosen = [], []
-
-        def value(part: slice) -> jax.Array:
-            piece = logits[:, part]
-            here = column == broadcast_row_values(label - part.start, piece)
-            chosen.append(jnp.where(here, piece, 0.0).sum(axis=1))
-            result = jnp.exp2(piece * math.log2(math.e) - broadcast_row_values(shift, piece))
-            totals.append(result.sum(axis=1))
-            return result
-
-        def copy(slot: Ref, first: int) -> None:
-            plgpu.copy_smem_to_gmem(slot, outs.values.at[rows, pl.ds(tile.column * width + first, piece_width)])
-
-        matmul.store_pieces(product, buffers.operands, value, copy)
-        # The sums of the previous tile have been read by now: two later copies have been.
-        sums[_TOTAL] = functools.reduce(jnp.add, totals)
-        sums[_CHOSEN] = functools.reduce(jnp.add, chosen)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(sums.at[_TOTAL], outs.totals.at[tile.column, rows])
-        plgpu.copy_smem_to_gmem(sums.at[_CHOSEN], outs.chosen.at[tile.column, rows])
+        for part in range(product.own_rows // ROWS):
+            rows = pl.ds(product.first_own_row(tile) + part * ROWS, ROWS)
+            own = logits[part * ROWS : (part + 1) * ROWS]
+            found = _store_exponentials(product, inputs, outs.values, buffers.operands, own, (rows, tile.column))
+            sums = buffers.sums.at[warpgroup, part]
+            # The sums of the previous tile have been read by now: two later copies have been.
+            sums[_TOTAL], sums[_CHOSEN] = found
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(sums.at[_TOTAL], outs.totals.at[tile.column, rows])
+            plgpu.copy_smem_to_gmem(sums.at[_CHOSEN], outs.chosen.at[tile.column, rows])
 
     matmul.multiply_tile(product, buffers.operands, number, finish)
+
+
+def _store_exponentials(
+    product: TiledProduct,
+    inputs: _Inputs,
+    values: Ref,
+    buffers: matmul.ProductBuffers,
+    logits: jax.Array,
+    place: tuple[Index, Index],
+) -> tuple[jax.Array, jax.Array]:
+    """Store the exponentials of logits [64, C] of a tile; return for each row their sum and its label's logit or 0.
+
+    Args:
+        product: The product.
+        inputs: Inputs of the kernel.
+        values: All exponentials in global memory, [R, V].
+        buffers: Shared memory of the product.
+        logits: Logits of 64 rows of the tile.
+        place: Slice of these rows in `values`, and the number of the tile along the columns.
+    """
+    (rows, tile_column), width, piece_width = place, product.tiling.columns, product.tiling.store_columns
+    label, shift = (load_rows(ref.at[rows], optimized=False) for ref in (inputs.labels, inputs.shift))
+    label, shift = label - tile_column * width, shift * math.log2(math.e)
+    column = plgpu.broadcasted_iota(jnp.int32, (ROWS, piece_width), 1, layout=plgpu.Layout.WGMMA)
+    total, chosen = filled_rows(0.0, ROWS), filled_rows(0.0, ROWS)
+
+    def value(part: slice) -> jax.Array:
+        nonlocal total, chosen
+        piece = logits[:, part]
+        here = column == broadcast_row_values(label - part.start, piece)
+        chosen += jnp.where(here, piece, 0.0).sum(axis=1)
+        result = jnp.exp2(piece * math.log2(math.e) - broadcast_row_values(shift, piece))
+        total += result.sum(axis=1)
+        return result
+
+    def copy(slot: Ref, first: int) -> None:
+        plgpu.copy_smem_to_gmem(slot, values.at[rows, pl.ds(tile_column * width + first, piece_width)])
+
+    matmul.store_pieces(product, buffers, value, copy)
+    return total, chosen

@@ -8,7 +8,6 @@ from pallas_kernels.fp8 import mosaic_product, triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.hopper.target import unsupported_target
-from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.target import Target, multiprocessors
 
 # Tests set this to run the kernels on a CPU.
@@ -33,7 +32,9 @@ def product(a: Quantized, b: Quantized, dtype: DTypeLike) -> jax.Array:
     """Multiply block-scaled FP8 matrices, a [M, K] with the transpose of b [N, K]; the result has `dtype`."""
     (rows, width), columns = a.values.shape, b.values.shape[0]
     columns_scaled = b.inverse_scale.shape[1] == columns
-    tall = rows % (2 * mosaic_product.CONSUMERS * ROWS) == 0
+    programs, half = 2 if INTERPRET else multiprocessors(), mosaic_product.HALF_ROWS
+    # Where tall tiles would leave half of the multiprocessors idle, tiles of half the height take half the time.
+    tall = rows % (2 * half) == 0 and rows // half * (columns // BLOCK) > programs
     spec = mosaic_product.ScaledProduct(
         rows,
         columns,
@@ -41,7 +42,7 @@ def product(a: Quantized, b: Quantized, dtype: DTypeLike) -> jax.Array:
         halves=2 if tall else 1,
         columns_scaled=columns_scaled,
         output=jnp.dtype(dtype).name,
-        programs=2 if INTERPRET else multiprocessors(),
+        programs=programs,
         interpret=INTERPRET,
     )
     return mosaic_product.product(spec, a, b)

@@ -26,6 +26,7 @@ from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
 BLOCK = 128
 CONSUMERS = 2
+HALF_ROWS = CONSUMERS * ROWS
 _STAGES = {1: 5, 2: 3}
 """Stages that fit into shared memory next to the result, by `ScaledProduct.halves`."""
 _STORE_COLUMNS = 64
@@ -40,7 +41,7 @@ class ScaledProduct:
         rows: Rows of a.
         columns: Rows of b, the columns of the result.
         width: Dim that is summed.
-        halves: 64-row parts of the tile that each warpgroup computes one after the other.
+        halves: 128-row parts of the tile that are computed one after the other, 64 rows by each warpgroup.
         columns_scaled: True if every row of b has its own scales, False if every 128 rows share them.
         output: Name of the dtype of the result.
         programs: Programs that run at a time.
@@ -62,9 +63,9 @@ class ScaledProduct:
         return self.width // BLOCK
 
     @property
-    def parts(self) -> int:
-        """Number of 64-row parts of a tile of the result."""
-        return CONSUMERS * self.halves
+    def tile_rows(self) -> int:
+        """Number of rows of a tile of the result."""
+        return self.halves * HALF_ROWS
 
     @property
     def ring(self) -> Ring:
@@ -74,7 +75,7 @@ class ScaledProduct:
     @property
     def order(self) -> TileOrder:
         """Order in which programs compute the tiles of the result."""
-        rows, columns = self.rows // (self.parts * ROWS), self.columns // BLOCK
+        rows, columns = self.rows // self.tile_rows, self.columns // BLOCK
         return TileOrder(rows, columns, _TILE_ROWS_TOGETHER, min(self.programs, rows * columns))
 
 
@@ -116,13 +117,13 @@ def product(spec: ScaledProduct, a: Quantized, b: Quantized) -> Float[Array, "M 
         interpret=spec.interpret,
         out_type=jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.output),
         scratch_types=_Buffers(
-            a=wgmma.tiled_smem((stages, spec.parts, ROWS, BLOCK), E4M3),
+            a=wgmma.tiled_smem((stages, spec.halves, HALF_ROWS, BLOCK), E4M3),
             b=wgmma.tiled_smem((stages, BLOCK, BLOCK), E4M3),
-            a_scale=plgpu.SMEM((stages, spec.parts, ROWS), jnp.float32),
+            a_scale=plgpu.SMEM((stages, spec.halves, HALF_ROWS), jnp.float32),
             b_scale=plgpu.SMEM((stages, BLOCK), jnp.float32) if spec.columns_scaled else None,
             out=wgmma.tiled_smem(out_shape, spec.output),
             full=tuple(
-                plgpu.Barrier(num_arrivals=2 * CONSUMERS + of_b, num_barriers=stages)
+                plgpu.Barrier(num_arrivals=2 + of_b, num_barriers=stages)
                 for of_b in (1 + spec.columns_scaled, 0)[: spec.halves]
             ),
             empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
@@ -142,9 +143,14 @@ def _body(spec: ScaledProduct, a: Ref, b: Ref, a_scale: Ref, b_scale: Ref, out: 
         plgpu.wait_smem_to_gmem(0)
 
     def produce() -> None:
-        load = functools.partial(_load, spec, inputs, buffers)
-        tiles = scheduler.claim_tiles(spec.order, None, None, load)
-        spec.ring.drain(tiles * spec.steps, buffers.empty)
+        # One warp is enough, and need not wait for three others at each copy.
+        @plgpu.warp_map
+        def _(warp: Index) -> None:
+            @pl.when(warp == 0)
+            def _():
+                load = functools.partial(_load, spec, inputs, buffers)
+                tiles = scheduler.claim_tiles(spec.order, None, None, load)
+                spec.ring.drain(tiles * spec.steps, buffers.empty)
 
     pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
@@ -155,15 +161,14 @@ def _load(spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, number: Index
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
         full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
         acquire(buffers.empty)
-        for part in range(spec.parts):
-            rows = pl.ds((tile.row * spec.parts + part) * ROWS, ROWS)
-            half = full[part % spec.halves]
-            plgpu.copy_gmem_to_smem(inputs.a.at[rows, along], buffers.a.at[slot, part], half)
-            plgpu.copy_gmem_to_smem(inputs.a_scale.at[index, rows], buffers.a_scale.at[slot, part], half)
         columns = pl.ds(tile.column * BLOCK, BLOCK)
         plgpu.copy_gmem_to_smem(inputs.b.at[columns, along], buffers.b.at[slot], full[0])
         if buffers.b_scale is not None:
             plgpu.copy_gmem_to_smem(inputs.b_scale.at[index, columns], buffers.b_scale.at[slot], full[0])
+        for half in range(spec.halves):
+            rows = pl.ds(tile.row * spec.tile_rows + half * HALF_ROWS, HALF_ROWS)
+            plgpu.copy_gmem_to_smem(inputs.a.at[rows, along], buffers.a.at[slot, half], full[half])
+            plgpu.copy_gmem_to_smem(inputs.a_scale.at[index, rows], buffers.a_scale.at[slot, half], full[half])
 
     spec.ring.produce(number * spec.steps, spec.steps, load)
 
@@ -171,6 +176,7 @@ def _load(spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, number: Index
 def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, number: Index, tile: Tile) -> None:
     """Compute this warpgroup's rows of one tile of the result, and store them to global memory."""
     warpgroup = lax.axis_index("warpgroup")
+    own_rows = pl.ds(warpgroup * ROWS, ROWS)
 
     def shared_scale(index: Index) -> jax.Array:
         return jnp.float32(1) if spec.columns_scaled else b_scale[jnp.minimum(index, spec.steps - 1), tile.column]
@@ -185,11 +191,10 @@ def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, num
             # Waiting for one half after the other also keeps the additions before the next half's product, as the
             # compiler moves nothing past the loop of a wait: the registers have no room for both halves' sums.
             plgpu.barrier_wait(buffers.full[half].at[slot])
-            part = warpgroup * spec.halves + half
-            scale = wgmma.load_rows(buffers.a_scale.at[slot, part]) * factor
+            scale = wgmma.load_rows(buffers.a_scale.at[slot, half, own_rows]) * factor
 
-            def start(accumulator: Accumulator, part: Index = part) -> None:
-                accumulator.add(buffers.a.at[slot, part], buffers.b.at[slot].transpose((1, 0)))
+            def start(accumulator: Accumulator, half: int = half) -> None:
+                accumulator.add(buffers.a.at[slot, half, own_rows], buffers.b.at[slot].transpose((1, 0)))
 
             partial = wgmma.multiply((ROWS, BLOCK), start)
             if buffers.b_scale is not None:
@@ -204,7 +209,7 @@ def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, num
     rounded = lax.optimization_barrier(tuple(total.astype(out.dtype) for total in totals))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for half, part in enumerate(rounded):
-        first = ((tile.row * CONSUMERS + warpgroup) * spec.halves + half) * ROWS
+        first = tile.row * spec.tile_rows + half * HALF_ROWS + warpgroup * ROWS
         _store(out, buffers.out.at[warpgroup, half], part, first, tile.column)
 
 

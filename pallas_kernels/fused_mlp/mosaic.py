@@ -14,7 +14,17 @@ from pallas_kernels.hopper.target import unsupported_target
 
 # Tests set this to run the kernel on a CPU.
 INTERPRET = False
-_TILING = ProductTiling(columns=256, stages=3, group=16)
+_TILINGS = {
+    1: (
+        ProductTiling(columns=192, stages=4, group=16, turns=True),
+        ProductTiling(columns=128, stages=5, group=16, turns=True),
+    ),
+    2: (ProductTiling(columns=256, stages=3, group=16),),
+}
+"""Block sizes by the number of inputs of the activation, the first whose columns divide F.
+
+In turns the gradient of the activation takes no time of the tensor cores.
+"""
 _FEWEST_TILES = 132
 """Fewest tiles for which the kernel is chosen: with fewer the plain product is as fast."""
 
@@ -27,23 +37,32 @@ def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
     if request.weight.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {request.weight.dtype}"
     (width, depth), rows = request.weight.shape, request.rows
-    if rows % TILE_ROWS or width % _TILING.columns or depth % DEPTH:
-        multiples = f"{TILE_ROWS}, {_TILING.columns} and {DEPTH}"
+    columns = _tiling(len(request.inputs), width).columns
+    if rows % TILE_ROWS or width % columns or depth % DEPTH:
+        multiples = f"{TILE_ROWS}, {columns} and {DEPTH}"
         return f"rows, F and D must be multiples of {multiples}, got {rows}, {width} and {depth}"
     return None
 
 
 def lower_priority_reason(request: ActivatedMatmulRequest) -> str | None:
     """Return why XLA's plain matmul is preferred to the Hopper kernel (small arrays), or None if it is not."""
-    tiles = request.rows // TILE_ROWS * (request.weight.shape[0] // _TILING.columns)
+    width = request.weight.shape[0]
+    columns = _tiling(len(request.inputs), width).columns
+    tiles = request.rows // TILE_ROWS * (width // columns)
     if tiles < _FEWEST_TILES and not INTERPRET:
-        return f"is for at least {_FEWEST_TILES} tiles of {TILE_ROWS} x {_TILING.columns}, got {tiles}"
+        return f"is for at least {_FEWEST_TILES} tiles of {TILE_ROWS} x {columns}, got {tiles}"
     return None
 
 
-def make_product(rows: int, width: int, depth: int) -> TiledProduct:
+def _tiling(inputs: int, width: int) -> ProductTiling:
+    """Return the block sizes for an activation of so many inputs and F = width, which they need not divide."""
+    choices = _TILINGS[inputs]
+    return next((tiling for tiling in choices if width % tiling.columns == 0), choices[-1])
+
+
+def make_product(inputs: int, rows: int, width: int, depth: int) -> TiledProduct:
     """Return the compile-time description of the kernel's matmul, d_out [rows, D] @ weight.T with weight [F, D]."""
-    return single_product(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
+    return single_product(rows, depth, width, _tiling(inputs, width), transposed=True, interpret=INTERPRET)
 
 
 def multiply(request: ActivatedMatmulRequest) -> jax.Array:
@@ -67,7 +86,7 @@ def _backward_rule(activation: str, saved: tuple, d_out: jax.Array) -> tuple:
     width, depth = weight.shape
     d_out = d_out.reshape(-1, depth)
     flat = tuple(x.reshape(-1, width) for x in inputs)
-    product, gradient = make_product(d_out.shape[0], width, depth), ACTIVATIONS[activation].gradient
+    product, gradient = make_product(len(flat), d_out.shape[0], width, depth), ACTIVATIONS[activation].gradient
     found = mosaic_backward.gradients(product, gradient, d_out, weight, flat)
     d_weight = lax.dot_general(hidden.reshape(-1, width), d_out, (((0,), (0,)), ((), ())))
     return tuple(value.reshape(x.shape) for value, x in zip(found, inputs, strict=True)), d_weight

@@ -46,7 +46,13 @@ class _Arrays(NamedTuple):
 def _slots(product: TiledProduct, inputs: int) -> int:
     """Return how many 64 x 64 pieces of each activation input fit into one warpgroup's part of shared memory."""
     room = _PIECES_BYTES // (inputs * CONSUMERS * ROWS * PIECE * 2)
-    return min(room, product.tiling.columns // PIECE)
+    return min(room, len(_pieces(product)))
+
+
+def _pieces(product: TiledProduct) -> list[tuple[int, int]]:
+    """Return the first row and column of each piece within the part of a tile that one warpgroup computes."""
+    rows, columns = range(0, product.own_rows, ROWS), range(0, product.tiling.columns, PIECE)
+    return [(row, column) for row in rows for column in columns]
 
 
 def gradients(
@@ -107,18 +113,10 @@ def _body(
             @pl.when(warp == 1)
             def _():
                 load = functools.partial(_load_pieces, product, arrays, buffers)
-                scheduler.claim_tiles(product.order, None, None, load)
-                for slot in range(CONSUMERS * _slots(product, count)):
-                    plgpu.barrier_wait(buffers.free.at[slot])
+                number = scheduler.claim_tiles(product.order, None, None, load)
+                _drain_pieces(product, buffers, _slots(product, count), number)
 
     pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
-
-
-def _part(product: TiledProduct, tile: Tile, warpgroup: Index, piece: int) -> tuple[Index, Index]:
-    """Return the slices (rows, columns) of the activation's inputs that one piece of a warpgroup's half tile covers."""
-    first_row = tile.row * TILE_ROWS + warpgroup * ROWS
-    first_column = tile.column * product.tiling.columns + piece * PIECE
-    return pl.ds(first_row, ROWS), pl.ds(first_column, PIECE)
 
 
 def _load(product: TiledProduct, arrays: _Arrays, buffers: _Buffers, number: Index, tile: Tile) -> None:
@@ -127,19 +125,32 @@ def _load(product: TiledProduct, arrays: _Arrays, buffers: _Buffers, number: Ind
 
 
 def _load_pieces(product: TiledProduct, arrays: _Arrays, buffers: _Buffers, number: Index, tile: Tile) -> None:
-    slots = _slots(product, len(arrays.inputs))
-    for piece in range(product.tiling.columns // PIECE):
-        for warpgroup in range(CONSUMERS):
+    turns, slots = product.tiling.turns, _slots(product, len(arrays.inputs))
+    warpgroups = [lax.rem(number, CONSUMERS)] if turns else range(CONSUMERS)
+    for piece, (row, column) in enumerate(_pieces(product)):
+        for warpgroup in warpgroups:
             place = warpgroup * slots + piece % slots
 
-            def wait(place: int = place) -> None:
+            def wait(place: Index = place) -> None:
                 plgpu.barrier_wait(buffers.free.at[place])
 
-            pl.when(number > 0)(wait) if piece < slots else wait()
+            pl.when(number >= (CONSUMERS if turns else 1))(wait) if piece < slots else wait()
+            first_row = tile.row * TILE_ROWS + row + (0 if turns else warpgroup * ROWS)
+            part = pl.ds(first_row, ROWS), pl.ds(tile.column * product.tiling.columns + column, PIECE)
             for index, source in enumerate(arrays.inputs):
                 target = buffers.pieces.at[warpgroup, piece % slots, index]
-                part = _part(product, tile, warpgroup, piece)
                 plgpu.copy_gmem_to_smem(source.at[part], target, buffers.loaded.at[place])
+
+
+def _drain_pieces(product: TiledProduct, buffers: _Buffers, slots: int, tiles: Index) -> None:
+    """Wait in the warp that loads pieces until every warpgroup that had a tile has stored its last gradients."""
+    for warpgroup in range(CONSUMERS):
+
+        def wait(warpgroup: int = warpgroup) -> None:
+            for slot in range(slots):
+                plgpu.barrier_wait(buffers.free.at[warpgroup * slots + slot])
+
+        pl.when(tiles > (warpgroup if product.tiling.turns else 0))(wait)
 
 
 def _compute(
@@ -152,25 +163,27 @@ def _compute(
     _: Tile,
 ) -> None:
     warpgroup, count = lax.axis_index("warpgroup"), len(arrays.inputs)
-    slots, pieces = _slots(product, count), product.tiling.columns // PIECE
+    slots, pieces = _slots(product, count), _pieces(product)
 
     def release(piece: int, later: int) -> None:
         plgpu.wait_smem_to_gmem(later * count, wait_read_only=True)
         plgpu.barrier_arrive(buffers.free.at[warpgroup * slots + piece % slots])
 
     def finish(d_hidden: jax.Array) -> None:
-        for piece in range(pieces):
+        for piece, (row, column) in enumerate(pieces):
             plgpu.barrier_wait(buffers.loaded.at[warpgroup * slots + piece % slots])
             parts = [buffers.pieces.at[warpgroup, piece % slots, index] for index in range(count)]
             values = tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in parts)
-            d_inputs = gradient(values, d_hidden[:, piece * PIECE : (piece + 1) * PIECE])
+            d_inputs = gradient(values, d_hidden[row : row + ROWS, column : column + PIECE])
             for part, value in zip(parts, d_inputs, strict=True):
                 part[...] = value.astype(part.dtype)
             plgpu.commit_smem()
+            first_column = tile.column * product.tiling.columns + column
+            place = pl.ds(product.first_own_row(tile) + row, ROWS), pl.ds(first_column, PIECE)
             for part, out in zip(parts, arrays.outs, strict=True):
-                plgpu.copy_smem_to_gmem(part, out.at[_part(product, tile, warpgroup, piece)])
+                plgpu.copy_smem_to_gmem(part, out.at[place])
             if piece > 0:
                 release(piece - 1, 1)
-        release(pieces - 1, 0)
+        release(len(pieces) - 1, 0)
 
     matmul.multiply_tile(product, buffers.operands, number, finish)

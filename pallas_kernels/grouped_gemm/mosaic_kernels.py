@@ -211,7 +211,8 @@ def _sum_slices(
     def of_slot(slot: Index) -> tuple[Ref, Ref]:
         return operands(buffers.left.at[slot, warpgroup], buffers.right.at[slot])
 
-    return kernels.ring.sum_products(before, count, (ROWS, width), (buffers.full, buffers.empty), of_slot)
+    barriers = (lambda slot: buffers.full.at[slot]), buffers.empty
+    return kernels.ring.sum_products(before, count, (ROWS, width), barriers, of_slot)
 
 
 def _store(buffers: _Buffers, values: jax.Array, out: Ref) -> None:

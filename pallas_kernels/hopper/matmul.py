@@ -1,9 +1,10 @@
 """A tiled matmul for Hopper kernels that process the result in registers before they store it.
 
 A tile of the result is 128 x 256 (or narrower): two consumer warpgroups compute 64 rows each, the producer loads the
-operands of both. One program stays on each multiprocessor and computes one tile after the other; the producer runs
-ahead of the consumers, across tiles. A kernel calls `load_tile` in its producer and `multiply_tile` in its consumers,
-with the same tiles in the same order (`scheduler`).
+operands of both. Where much is done to the result, they compute whole tiles in turn instead (`ProductTiling.turns`), so
+that the tensor cores work for one while the other finishes its tile. One program stays on each multiprocessor and
+computes one tile after the other; the producer runs ahead of the consumers, across tiles. A kernel calls `load_tile` in
+its producer and `multiply_tile` in its consumers, with the same tiles in the same order (`scheduler`).
 """
 
 import functools
@@ -37,12 +38,14 @@ class ProductTiling:
         stages: Steps of the product in flight from global memory.
         group: Rows of tiles that are computed together (`TileOrder.group`).
         store_columns: Columns that go to global memory at a time.
+        turns: True if the computing warpgroups compute whole tiles in turn, False if each computes half of every tile.
     """
 
     columns: int = 256
     stages: int = 4
     group: int = 8
     store_columns: int = 32
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,23 @@ class TiledProduct:
         """Circular shared-memory buffer through which the operands pass from global memory to the tensor cores."""
         return Ring(self.tiling.stages, self.interpret)
 
+    @property
+    def own_rows(self) -> int:
+        """Number of rows of a tile that one warpgroup computes."""
+        return TILE_ROWS if self.tiling.turns else wgmma.ROWS
+
+    def first_own_row(self, tile: Tile) -> Index:
+        """Return the first row, within its chunk, of the part of a tile that this warpgroup computes."""
+        first = tile.row * TILE_ROWS
+        return first if self.tiling.turns else first + lax.axis_index("warpgroup") * wgmma.ROWS
+
+    def first_barrier(self, number: Index) -> Index:
+        """Return the first of the ring's barriers at which the operands of tile `number` arrive.
+
+        A warpgroup has to wait for each phase of a barrier: in turns each has barriers of its own.
+        """
+        return lax.rem(number, CONSUMERS) * self.tiling.stages if self.tiling.turns else 0
+
     def locate_column(self, column: Index, visit: Callable[[int, Index], None]) -> None:
         """Call visit(i, local_column), where i is the right-hand operand that holds the given column of tiles."""
         _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
@@ -136,7 +156,7 @@ def _visit_part(sizes: list[int], place: Index, visit: Callable[[int, Index], No
 class ProductBuffers(NamedTuple):
     """Shared memory of a tiled matmul: operands in flight with their barriers, and pieces of the result.
 
-    The dims of `result` are consumer, slot, row, column.
+    The dims of `result` are consumer, slot, row, column. Of `full` each consumer has its own part in turns.
     """
 
     left: Ref
@@ -148,14 +168,14 @@ class ProductBuffers(NamedTuple):
 
 def product_scratch(product: TiledProduct, dtype: DTypeLike) -> ProductBuffers:
     """Return the types of a tiled matmul's shared-memory buffers, for the kernel's `scratch_types`."""
-    tiling = product.tiling
+    tiling, turns = product.tiling, product.tiling.turns
     right = (tiling.columns, DEPTH) if product.transposed else (DEPTH, tiling.columns)
     return ProductBuffers(
         left=wgmma.tiled_smem((tiling.stages, TILE_ROWS, DEPTH), dtype),
         right=wgmma.tiled_smem((tiling.stages, *right), dtype),
         result=wgmma.tiled_smem((CONSUMERS, 2, wgmma.ROWS, tiling.store_columns), dtype),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-        empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tiling.stages),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages * (CONSUMERS if turns else 1)),
+        empty=plgpu.Barrier(num_arrivals=1 if turns else CONSUMERS, num_barriers=tiling.stages),
     )
 
 
@@ -177,11 +197,11 @@ def load_tile(
         lefts: The tile's rows [128, depth] of each left operand.
         rights: The right operands, in full.
     """
-    width = product.tiling.columns
+    width, first_barrier = product.tiling.columns, product.first_barrier(number)
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
         acquire(buffers.empty)
-        full = buffers.full.at[slot]
+        full = buffers.full.at[first_barrier + slot]
 
         def copy(left: Ref, right: Ref, depth: Index, column: Index) -> None:
             part, columns = pl.ds(depth * DEPTH, DEPTH), pl.ds(column * width, width)
@@ -205,16 +225,23 @@ def drain(product: TiledProduct, buffers: ProductBuffers, count: Index) -> None:
 def multiply_tile(
     product: TiledProduct, buffers: ProductBuffers, number: Index, finish: Callable[[jax.Array], None]
 ) -> None:
-    """Compute this warpgroup's half of output tile `number`, and pass it to `finish` as float32 [64, columns]."""
-    rows = pl.ds(lax.axis_index("warpgroup") * wgmma.ROWS, wgmma.ROWS)
+    """Compute this warpgroup's part of output tile `number`, and pass it to `finish`: float32 [own_rows, columns].
+
+    In turns that is the whole tile or nothing.
+    """
+    warpgroup, rows, turns = lax.axis_index("warpgroup"), product.own_rows, product.tiling.turns
+    own = pl.ds(0 if turns else warpgroup * rows, rows)
 
     def operands(slot: Index) -> tuple[Ref, Ref]:
         right = buffers.right.at[slot]
-        return buffers.left.at[slot, rows], right.transpose((1, 0)) if product.transposed else right
+        return buffers.left.at[slot, own], right.transpose((1, 0)) if product.transposed else right
 
-    shape = (wgmma.ROWS, product.tiling.columns)
-    barriers = buffers.full, buffers.empty
-    finish(product.ring.sum_products(number * product.steps, product.steps, shape, barriers, operands))
+    def compute() -> None:
+        shape, first_barrier = (rows, product.tiling.columns), product.first_barrier(number)
+        barriers = (lambda slot: buffers.full.at[first_barrier + slot]), buffers.empty
+        finish(product.ring.sum_products(number * product.steps, product.steps, shape, barriers, operands))
+
+    pl.when(lax.rem(number, CONSUMERS) == warpgroup)(compute) if turns else compute()
 
 
 def store_pieces(
@@ -223,12 +250,14 @@ def store_pieces(
     value: Callable[[slice], jax.Array],
     copy: Callable[[Ref, int], None],
 ) -> None:
-    """Store a warpgroup's half of a tile to global memory piece by piece, rounded to the dtype of the result.
+    """Store 64 rows of a tile to global memory piece by piece, rounded to the dtype of the result.
+
+    The number of pieces must be even if a warpgroup stores more than once without waiting for all copies between.
 
     Args:
         product: The product.
         buffers: Its shared memory.
-        value: Returns the given columns of the half tile, [64, store_columns].
+        value: Returns the given columns of these rows, [64, store_columns].
         copy: Called as copy(shared memory, first column); starts the copy of a piece to where it belongs.
     """
     warpgroup, width = lax.axis_index("warpgroup"), product.tiling.store_columns

@@ -144,7 +144,7 @@ class Ring:
         before: Index,
         count: Index,
         shape: tuple[int, int],
-        barriers: tuple[Ref, Ref],
+        barriers: tuple[Callable[[Index], Ref], Ref],
         operands: Callable[[Index], tuple[Ref, Ref]],
     ) -> jax.Array:
         """Return the float32 sum of the products of `count` loaded pairs of operands: a computing warpgroup's loop.
@@ -155,7 +155,7 @@ class Ring:
             before: Number of loads of this program until now.
             count: Number of loads to sum.
             shape: [rows, columns] of the sum, rows of this warpgroup.
-            barriers: (full, empty) barriers of the ring.
+            barriers: The barrier at which a buffer's operands arrive, by its slot, and the ring's `empty` barriers.
             operands: Returns this warpgroup's left and right operand in a buffer.
         """
         full, empty = barriers
@@ -163,7 +163,7 @@ class Ring:
         def scoped(accumulator: Ref) -> jax.Array:
             def step(index: jax.Array, _: None) -> None:
                 slot = self.slot(before + index)
-                plgpu.barrier_wait(full.at[slot])
+                plgpu.barrier_wait(full(slot))
                 plgpu.wgmma(accumulator, *operands(slot))
                 plgpu.wgmma_wait(1)
 

@@ -64,7 +64,7 @@ def test_compiled_for_hopper_it_is_six_tensor_core_kernels(monkeypatch, capfd):
         outs, pull = jax.vjp(lambda x, w: fp8_multiply(x, w, recipe="blockwise"), x, weights)
         return pull(outs)
 
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((32768, 2048), (2048, 2048)))
     with lowering_platform("cuda"):
         text = compile_for_hopper(both, x, (w, w)).as_text()
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 6
