@@ -41,11 +41,13 @@ Weighed = tuple[jax.Array, jax.Array | None]
 
 
 class Residuals(NamedTuple):
-    """Inputs of the attention backward kernels (q, k, v, dO, log-sum-exp, delta), padded to whole blocks.
+    """Inputs of the attention backward kernels: q, k, v, dO, log-sum-exp and delta.
+
+    The last two are padded to whole blocks of queries; TMA reads the others as zero beyond their ends.
 
     Attributes:
-        q: [B, T, N, H].
-        k: [B, S, K, H].
+        q: [B, T, N, H], at least one block of queries.
+        k: [B, S, K, H], at least one block of keys.
         v: [B, S, K, H].
         d_out: [B, T, N, H].
         lse: Log-sum-exp in base 2, [B, N, T]; `NO_KEY` for queries without a visible key.
@@ -136,7 +138,7 @@ def query_gradient(
         "attention_d_q",
         functools.partial(_query_body, config),
         out_type=jax.ShapeDtypeStruct(residuals.q.shape, dtype),
-        grid=(num_heads, length // config.query_block, batch),
+        grid=(num_heads, pl.cdiv(length, config.query_block), batch),
         grid_names=("head", "block", "batch"),
         scratch_types=scratch,
     )
@@ -148,7 +150,7 @@ def _query_body(
 ) -> None:
     inputs, buffers = _Inputs(*inputs), _QueryBuffers(*scratch)
     warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
-    block = inputs.q.shape[1] // config.query_block - 1 - lax.axis_index("block")
+    block = lax.axis_size("block") - 1 - lax.axis_index("block")
     place = _Place(batch, head, block * config.query_block, read_visits(schedule, batch, block))
     pipeline.specialize(
         warpgroup,
@@ -278,7 +280,7 @@ def key_value_gradient(
 
     Args:
         config: Static description of the kernel.
-        residuals: Arrays of the forward, padded to whole blocks.
+        residuals: Arrays of the forward.
         schedule: Tiles that each block of keys visits, from `tiles.query_schedule`.
         segments: int32 [B, T] and [B, S], or None.
         wanted: Which of "d_k" and "d_v" are computed: at large head dims the registers have room for one accumulator.
@@ -286,7 +288,8 @@ def key_value_gradient(
             `Options.scale` is added; None to leave dQ out.
 
     Returns:
-        The wanted gradients, [B, S, K, H] each.
+        The wanted gradients, [B, S, K, H] each; float32 [parts, B, S, K, H], still to be summed over the parts, if
+        `config.head_parts` is more than 1.
     """
     batch, key_length, num_kv_heads, head_dim = residuals.k.shape
     dtype, groups, stages = residuals.k.dtype, config.warpgroups, config.stages
@@ -316,12 +319,15 @@ def key_value_gradient(
     )
     if d_q is None:
         scratch = scratch._replace(exchange=None, d_q=None, exchanged=None)
+    parts = config.head_parts
     like_k = jax.ShapeDtypeStruct(residuals.k.shape, dtype)
+    if parts > 1:
+        like_k = jax.ShapeDtypeStruct((parts, *residuals.k.shape), jnp.float32)
     kernel = config.kernel(
         f"attention_{'_'.join(wanted)}" if d_q is None else "attention_backward",
         functools.partial(_key_body, config, wanted),
         out_type=(like_k,) * len(wanted),
-        grid=(num_kv_heads, key_length // config.key_block, batch),
+        grid=(num_kv_heads * parts, pl.cdiv(key_length, config.key_block), batch),
         grid_names=("head", "block", "batch"),
         scratch_types=scratch,
         synchronises=d_q is not None,
@@ -366,7 +372,7 @@ def _key_body(
 
 def _key_load(config: KernelConfig, inputs: _Inputs, ids: Segments | None, buffers: _KeyBuffers, place: _Place) -> None:
     """Load the blocks of queries that see this program's keys, for every query head that shares the key head."""
-    group = inputs.q.shape[2] // inputs.k.shape[2]
+    group = inputs.q.shape[2] // lax.axis_size("head")
     visits = place.visits
 
     def load_head(member: jax.Array, _: None) -> None:
@@ -404,14 +410,14 @@ def _key_compute(
     first_key = place.first + warpgroup * ROWS
     keys = pl.ds(first_key, ROWS)
     full = buffers.own_full.at[warpgroup]
-    part = place.batch, keys, place.head
+    part = place.batch, keys, lax.div(place.head, config.head_parts)
     plgpu.copy_gmem_to_smem(inputs.k.at[part], buffers.k.at[warpgroup], full)
     plgpu.copy_gmem_to_smem(inputs.v.at[part], buffers.v.at[warpgroup], full)
     if ids is not None and buffers.key_ids is not None:
         plgpu.copy_gmem_to_smem(ids.key.at[place.batch, keys], buffers.key_ids.at[warpgroup], full)
     plgpu.barrier_wait(full)
     key_ids = None if buffers.key_ids is None else wgmma.load_rows(buffers.key_ids.at[warpgroup])
-    head_dim, group = inputs.k.shape[3], inputs.q.shape[2] // inputs.k.shape[2]
+    head_dim, group = inputs.k.shape[3], inputs.q.shape[2] // lax.axis_size("head")
 
     def visit_head(member: jax.Array, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
         def step(masked: bool, index: Index, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -426,6 +432,12 @@ def _key_compute(
     else:
         state = _visit_fused(config, buffers, place, (first_key, key_ids), group, d_q)
     factors = {"d_k": config.options.scale, "d_v": 1.0}
+    if config.head_parts > 1:
+        target = lax.rem(place.head, config.head_parts), *part
+        for name, ref in outputs.items():
+            _store_part(ref, target, buffers.d_q.at[warpgroup], state[name] * factors[name])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return
     staging = {"d_k": buffers.k.at[warpgroup], "d_v": buffers.v.at[warpgroup]}
     for name, ref in outputs.items():
         staging[name][...] = (state[name] * factors[name]).astype(ref.dtype)
@@ -434,6 +446,16 @@ def _key_compute(
         plgpu.copy_smem_to_gmem(staging[name], ref.at[part])
     # The program may end, and the next one begin, once its shared memory has been read.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _store_part(ref: Ref, target: tuple[Any, ...], staging: Ref, values: jax.Array) -> None:
+    """Store float32 values [64, H] at `target` in global memory, through a shared-memory buffer of fewer columns."""
+    width = staging.shape[-1]
+    for first in range(0, values.shape[1], width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = values[:, first : first + width]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, ref.at[(*target, pl.ds(first, width))])
 
 
 class _Visited(NamedTuple):

@@ -32,6 +32,7 @@ class KernelConfig:
         programs: Programs that run at a time, one on each multiprocessor.
         interpret: True to interpret the kernel on a CPU.
         turns: True if the forward's warpgroups give the tensor cores work in turn.
+        head_parts: Programs among which the fused backward divides the query heads of a key head.
     """
 
     options: Options
@@ -44,6 +45,7 @@ class KernelConfig:
     programs: int = 132
     interpret: bool = False
     turns: bool = False
+    head_parts: int = 1
 
     @property
     def ring(self) -> Ring:

@@ -1,0 +1,53 @@
+"""Division of a key head's query heads among several programs of the fused attention backward, by simulation."""
+
+import heapq
+
+import numpy as np
+
+from pallas_kernels.attention.mosaic_config import KernelConfig
+from pallas_kernels.attention.tiles import Blocks, visible_tiles
+from pallas_kernels.hopper.wgmma import ROWS
+
+_START_TILES = 3
+"""Time in which a program loads its keys and stores its results, in tiles of 64 queries by 128 keys."""
+_COPIED_BYTES = 106_000
+"""Bytes for each element of a head that an H200 copies in the time of such a tile, on all multiprocessors.
+
+Both times are proportional to the head dim: 5 products at 3 TFLOP/s of a multiprocessor, and copies at 4 TB/s.
+"""
+
+
+def choose_head_parts(config: KernelConfig, num_heads: int, k_shape: tuple[int, ...]) -> int:
+    """Choose among how many programs to divide the query heads of each key head in the fused backward.
+
+    With few key heads there are few programs, and at the end most multiprocessors wait for the last ones. The work of
+    more programs is more even, but their float32 results must be summed.
+
+    Args:
+        config: Static description of the kernel.
+        num_heads: N.
+        k_shape: [B, S, K, H].
+
+    Returns:
+        The divisor of N / K with the shortest time, in a simulation in which each program goes to the multiprocessor
+        that is free first.
+    """
+    batch, key_length, kv_heads, _ = k_shape
+    group = num_heads // kv_heads
+    if group == 1:
+        return 1
+    blocks = Blocks(config.length, config.key_length, config.query_block, config.key_block)
+    some, _ = visible_tiles(config.options.mask, blocks, None)
+    visits = np.asarray(some[0]).sum(axis=0)
+    tiles_in_a_visit = config.query_block / ROWS
+
+    def tiles(parts: int) -> float:
+        costs = np.repeat(visits * (group // parts) * tiles_in_a_visit + _START_TILES, kv_heads * parts)
+        loads = [0.0] * config.programs
+        for cost in np.tile(costs, batch).tolist():
+            heapq.heapreplace(loads, loads[0] + cost)
+        # dK and dV are written and read in float32.
+        copied = 2 * 2 * 4 * parts * batch * key_length * kv_heads if parts > 1 else 0
+        return max(loads) + copied / _COPIED_BYTES
+
+    return min((parts for parts in range(1, group + 1) if group % parts == 0), key=tiles)
