@@ -79,15 +79,22 @@ def programs(work: Work) -> dict[str, dict[str, Callable]]:
     arrays = jax_arrays(work)
     found: dict[str, Any] = {}
     for name, attention in attentions.items():
-        both = lambda q, k, v, d_out, attention=attention: jax.vjp(attention, q, k, v)[1](d_out)
         try:
             found[name] = {
                 "forward": functools.partial(jax.jit(attention).lower(*arrays[:3]).compile(), *arrays[:3]),
-                "both": functools.partial(jax.jit(both).lower(*arrays).compile(), *arrays),
+                "both": functools.partial(
+                    jax.jit(functools.partial(_gradients, attention)).lower(*arrays).compile(), *arrays
+                ),
             }
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     return found
+
+
+def _gradients(attention: Callable, q: Any, k: Any, v: Any, d_out: Any) -> Any:
+    import jax
+
+    return jax.vjp(attention, q, k, v)[1](d_out)
 
 
 @contextlib.contextmanager
@@ -148,11 +155,17 @@ def measure_random(count: int, seed: int, processes: int) -> Iterator[tuple[Work
         places = ",".join(str(place) for place in range(first, count, processes))
         command = [sys.executable, str(Path(__file__).with_name("attention.py")), "--random", str(count)]
         command += ["--seed", str(seed), "--places", places]
-        child = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-        if child.returncode:
-            print(f"places {places}: {(child.stderr.strip().splitlines() or ['no message'])[-1]}", file=sys.stderr)
-        return lines
+        found = []
+        with tempfile.TemporaryFile("w+") as errors:
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            for line in child.stdout or ():
+                if line.startswith("{"):
+                    found.append(json.loads(line))
+                    print(f"{works[found[-1]['place']]}: {line.strip()}", flush=True)
+            if child.wait():
+                errors.seek(0)
+                print(f"places {places}: {(errors.read().strip().splitlines() or ['no message'])[-1]}", flush=True)
+        return found
 
     with ThreadPoolExecutor(processes) as pool:
         found = {line.pop("place"): line for lines in pool.map(run, range(processes)) for line in lines}
@@ -181,7 +194,7 @@ def row_of(work: Work, result: dict[str, Any], seed: int, device: str) -> dict[s
 
 
 def run_random(count: int, seed: int, processes: int | None, places: str) -> None:
-    """Measure `count` shapes drawn with `seed`, print a table and append its rows; with `places`, as a child process."""
+    """Measure shapes drawn with `seed`, print a table and append its rows; with `places`, only those of a child."""
     if places:
         measure_places(draw_works(count, seed), [int(place) for place in places.split(",")])
         return
