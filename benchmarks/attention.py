@@ -367,11 +367,6 @@ def main() -> int:
     if arguments.torch_rows:
         torch_rows(arguments.only, arguments.works)
         return 0
-    if arguments.random:
-        from benchmarks.attention_random import run_random
-
-        run_random(arguments.random, arguments.seed, arguments.processes, arguments.places)
-        return 0
     import jax
 
     from benchmarks.rows import append_rows
@@ -379,6 +374,11 @@ def main() -> int:
     if jax.default_backend() != "gpu":
         print("needs an NVIDIA GPU and jax[cuda13]", file=sys.stderr)
         return 2
+    if arguments.random:
+        from benchmarks.attention_random import run_random
+
+        run_random(arguments.random, arguments.seed, arguments.processes, arguments.places)
+        return 0
     failed = set() if arguments.skip_checks else check_errors(arguments.only)
     for work in WORKS:
         if arguments.works not in str(work):

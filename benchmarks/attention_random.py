@@ -198,12 +198,12 @@ def run_random(count: int, seed: int, processes: int | None, places: str) -> Non
     if places:
         measure_places(draw_works(count, seed), [int(place) for place in places.split(",")])
         return
+    import jax
+
     from benchmarks.rows import append_rows, print_table, require_commit
 
     require_commit("attention_random")
     found = list(measure_random(count, seed, processes or os.cpu_count() or 1))
-    import jax
-
     device = jax.devices()[0].device_kind
     rows = [row_of(work, result, seed, device) for work, result in found]
     numbers = ("ours_forward_tflops", "cudnn_forward_tflops", "forward_ratio")
