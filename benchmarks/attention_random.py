@@ -1,12 +1,11 @@
 """Attention of shapes drawn at random, ours and cuDNN's: called by `python benchmarks/attention.py --random 20`.
 
-Nobody tuned block sizes for these shapes. Programs are compiled side by side, in processes of their own; measurements
-take turns through a lock on a file, so that one process at a time uses the GPU. Within a shape the two implementations
-take turns too.
+Nobody tuned block sizes for these shapes. Programs are compiled side by side, in processes of their own. Only when all
+are compiled are the shapes measured, one after the other: compilers would delay the launches, and other work on the GPU
+the kernels. Within a shape the two implementations take turns.
 """
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -14,8 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,8 @@ KINDS, KIND_SHARES = ("causal", "full", "window", "documents"), (0.55, 0.15, 0.1
 LENGTHS, RAGGED_SHARE = (1024, 2048, 4096, 8192, 16384), 0.4
 LONGEST_PACKED = 8192
 """cuDNN computes packed documents with a dense mask, whose bytes grow with the square of the length."""
-LOCK = Path(tempfile.gettempdir()) / "jaxstack-attention-benchmark.lock"
+COMPILED = "compiled"
+"""Line that a child process prints when it is ready to measure."""
 
 
 def draw_works(count: int, seed: int) -> list[Work]:
@@ -97,16 +96,8 @@ def _gradients(attention: Callable, q: Any, k: Any, v: Any, d_out: Any) -> Any:
     return jax.vjp(attention, q, k, v)[1](d_out)
 
 
-@contextlib.contextmanager
-def only_user_of_the_gpu() -> Iterator[None]:
-    """Hold the lock that all processes of this benchmark on this machine take before they measure."""
-    with LOCK.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def time_work(work: Work) -> dict[str, Any]:
-    """Measure one shape.
+def time_programs(compiled: dict[str, Any]) -> dict[str, Any]:
+    """Measure the programs of one shape, made by `programs`.
 
     Returns:
         Seconds as {"ours": {"forward": s, "both": s}, "cudnn": ...}, or a string that says why there are none; and
@@ -114,20 +105,19 @@ def time_work(work: Work) -> dict[str, Any]:
     """
     import jax
 
-    compiled = programs(work)
     found: dict[str, Any] = {name: runs for name, runs in compiled.items() if isinstance(runs, str)}
     runs = {name: made for name, made in compiled.items() if name not in found}
     samples: dict[tuple[str, str], list[float]] = {}
-    with only_user_of_the_gpu():
-        results = {name: [made["forward"](), *made["both"]()] for name, made in runs.items()}
-        if len(results) == 2:
-            found["difference"] = max(map(_relative_difference, results["ours"], results["cudnn"]))
-        del results
-        for _ in range(TURNS):
-            for name, made in runs.items():
-                for part, run in made.items():
-                    taken = median_seconds(run, jax.block_until_ready, block_seconds=0.02)
-                    samples.setdefault((name, part), []).append(taken)
+    results = {name: [made["forward"](), *made["both"]()] for name, made in runs.items()}
+    if len(results) == 2:
+        found["difference"] = max(map(_relative_difference, results["ours"], results["cudnn"]))
+    del results
+    for turn in range(TURNS):
+        # What runs first, and after which kernels, affects clocks: the order changes from turn to turn.
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            for part, run in runs[name].items():
+                taken = median_seconds(run, jax.block_until_ready, block_seconds=0.02)
+                samples.setdefault((name, part), []).append(taken)
     for name in runs:
         found[name] = {part: statistics.median(samples[name, part]) for part in PARTS}
     return found
@@ -140,37 +130,80 @@ def _relative_difference(x: Any, y: Any) -> float:
     return float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
 
 
-def measure_places(works: list[Work], places: list[int]) -> None:
-    """Measure the shapes at these places of the list, and print one JSON line for each: what a child process does."""
-    for place in places:
-        print(json.dumps({"place": place, **time_work(works[place])}), flush=True)
+def serve_places(works: list[Work], places: list[int], requests: Iterable[str]) -> None:
+    """Compile the shapes at these places of the list, then measure each when asked: what a child process does.
+
+    Args:
+        works: Drawn shapes.
+        places: Places in `works` that this process is responsible for.
+        requests: Lines with one of the places each; a JSON line answers each of them on standard output.
+    """
+    compiled = {place: programs(works[place]) for place in places}
+    print(COMPILED, flush=True)
+    for place in map(int, requests):
+        print(json.dumps(time_programs(compiled.pop(place))), flush=True)
+
+
+class Child:
+    """Process that compiles shapes and then measures them one at a time.
+
+    Args:
+        arguments: Command line of this benchmark.
+        places: Places of its shapes in the list of drawn shapes.
+    """
+
+    def __init__(self, arguments: list[str], places: list[int]) -> None:
+        script = str(Path(__file__).with_name("attention.py"))
+        command = [sys.executable, script, *arguments, "--places", ",".join(map(str, places))]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+
+    def wait_until_compiled(self) -> None:
+        """Wait until the process has compiled all its shapes, or has died."""
+        while (line := self._line()) and line.strip() != COMPILED:
+            pass
+
+    def measure(self, place: int) -> dict[str, Any]:
+        """Return what `time_programs` returns for one shape, or the last line of the process's errors."""
+        with contextlib.suppress(BrokenPipeError):
+            print(place, file=self._process.stdin, flush=True)
+        line = self._line()
+        while line and not line.startswith("{"):
+            line = self._line()
+        return json.loads(line) if line else {"ours": self._last_error()}
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _line(self) -> str:
+        return self._process.stdout.readline() if self._process.stdout else ""
+
+    def _last_error(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        return (self._errors.read().strip().splitlines() or ["no message"])[-1][:200]
 
 
 def measure_random(count: int, seed: int, processes: int) -> Iterator[tuple[Work, dict[str, Any]]]:
-    """Draw and measure shapes in child processes; yield each shape with what `time_work` returns, in drawn order."""
-    works = draw_works(count, seed)
+    """Draw and measure shapes in child processes; yield each with what `time_programs` returns, in drawn order."""
     processes = min(processes, count)
-
-    def run(first: int) -> list[dict[str, Any]]:
-        places = ",".join(str(place) for place in range(first, count, processes))
-        command = [sys.executable, str(Path(__file__).with_name("attention.py")), "--random", str(count)]
-        command += ["--seed", str(seed), "--places", places]
-        found = []
-        with tempfile.TemporaryFile("w+") as errors:
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-            for line in child.stdout or ():
-                if line.startswith("{"):
-                    found.append(json.loads(line))
-                    print(f"{works[found[-1]['place']]}: {line.strip()}", flush=True)
-            if child.wait():
-                errors.seek(0)
-                print(f"places {places}: {(errors.read().strip().splitlines() or ['no message'])[-1]}", flush=True)
-        return found
-
-    with ThreadPoolExecutor(processes) as pool:
-        found = {line.pop("place"): line for lines in pool.map(run, range(processes)) for line in lines}
-    for place, work in enumerate(works):
-        yield work, found.get(place, {"ours": "the process failed"})
+    arguments = ["--random", str(count), "--seed", str(seed)]
+    children = [Child(arguments, list(range(first, count, processes))) for first in range(processes)]
+    try:
+        for child in children:
+            child.wait_until_compiled()
+        for place, work in enumerate(draw_works(count, seed)):
+            result = children[place % processes].measure(place)
+            print(f"{work}: {result}", flush=True)
+            yield work, result
+    finally:
+        for child in children:
+            child.close()
 
 
 def row_of(work: Work, result: dict[str, Any], seed: int, device: str) -> dict[str, Any]:
@@ -196,7 +229,7 @@ def row_of(work: Work, result: dict[str, Any], seed: int, device: str) -> dict[s
 def run_random(count: int, seed: int, processes: int | None, places: str) -> None:
     """Measure shapes drawn with `seed`, print a table and append its rows; with `places`, only those of a child."""
     if places:
-        measure_places(draw_works(count, seed), [int(place) for place in places.split(",")])
+        serve_places(draw_works(count, seed), [int(place) for place in places.split(",")], sys.stdin)
         return
     import jax
 

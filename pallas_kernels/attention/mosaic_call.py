@@ -8,16 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.head_parts import choose_head_parts
-from pallas_kernels.attention.mosaic_backward import (
-    NO_KEY,
-    Residuals,
-    copies_of_query_gradient,
-    key_value_gradient,
-    query_gradient,
-)
+from pallas_kernels.attention.balance import alternation_helps, choose_head_parts
+from pallas_kernels.attention.mosaic_backward import copies_of_query_gradient, key_value_gradient
 from pallas_kernels.attention.mosaic_config import KernelConfig
 from pallas_kernels.attention.mosaic_forward import forward
+from pallas_kernels.attention.mosaic_query_gradient import query_gradient
+from pallas_kernels.attention.mosaic_residuals import NO_KEY, Residuals
 from pallas_kernels.attention.mosaic_scores import LOG2E
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
@@ -99,7 +95,9 @@ def _attend(
     config = plan.config(
         64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
     )
-    config = dataclasses.replace(config, turns=tiling.forward_turns)
+    # With segments the work of a block is not known while tracing.
+    alternates = segments is None and alternation_helps(config, q.shape[0] * q.shape[2])
+    config = dataclasses.replace(config, turns=tiling.forward_turns, alternates=alternates)
     schedule = key_schedule(plan.options.mask, plan.blocks(config), segments)
     out, lse = forward(
         config,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -183,7 +184,7 @@ def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item
         visit(_Item(number, before, batch, lax.rem(index, heads), block, visits))
         return before + visits.total
 
-    return scheduler.deal(total, min(total, config.programs), step, jnp.int32(0), alternate=True)
+    return scheduler.deal(total, min(total, config.programs), step, jnp.int32(0), alternate=config.alternates)
 
 
 def _load(config: KernelConfig, inputs: _Inputs, buffers: _Buffers, item: _Item) -> None:
@@ -281,7 +282,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
         wgmma.zeros(ROWS, config.key_block).astype(q.dtype),
     )
     start: Index = 0
-    if not config.turns:  # Else the warpgroups must take equally many turns.
+    if not config.turns and _hides_tiles(config):  # With turns the warpgroups must take equally many.
         start = _hidden_tiles(config, rows)
         lax.fori_loop(0, start, functools.partial(_pass_tile, config, buffers, item), None)
     end = start + jnp.minimum(item.visits.total - start, 1)
@@ -289,6 +290,21 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
     state = item.visits.fold(functools.partial(_attend_tile, config, buffers, rows), state, end)
     state = lax.fori_loop(start, end, functools.partial(_last_product, config, buffers, rows), state)
     _store(config, outputs, buffers, rows, state)
+
+
+def _hides_tiles(config: KernelConfig) -> bool:
+    """Return whether any block of queries may visit a tile that shows nothing to one of its warpgroups.
+
+    Without such tiles there is no loop that passes over them.
+    """
+    if pl.cdiv(config.length, ROWS) % config.warpgroups:
+        return True
+    mask = config.options.mask
+    if not (mask.causal and mask.is_band):
+        return False
+    ends = np.minimum(np.arange(0, config.length, ROWS) + ROWS, config.length) + config.key_length - config.length
+    last = (np.maximum(ends - 1, 0) // config.key_block).reshape(-1, config.warpgroups)
+    return bool((last[:, :-1] < last[:, -1:]).any())
 
 
 def _hidden_tiles(config: KernelConfig, rows: _Rows) -> Index:

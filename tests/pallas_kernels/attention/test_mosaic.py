@@ -1,5 +1,6 @@
 """The Hopper kernels: interpreted on the CPU with race detection against the contract, and compiled for an H200."""
 
+import dataclasses
 import functools
 import re
 
@@ -96,6 +97,15 @@ def test_error_with_the_query_heads_of_a_key_head_in_several_programs(monkeypatc
 
 
 @needs_mosaic
+def test_query_heads_are_divided_into_equal_parts_only(monkeypatch):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic_call, "choose_head_parts", lambda *_: 2)
+    x = jax.ShapeDtypeStruct((1, 128, 3, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="2 parts of the query heads"):
+        jax.eval_shape(jax.grad(lambda x: flash_attention(x, x, x, implementation="mosaic").sum()), x)
+
+
+@needs_mosaic
 @pytest.mark.parametrize("name", ["causal_grouped", "segments_window"])
 def test_error_of_warpgroups_that_take_turns(name, monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
@@ -114,7 +124,7 @@ def test_error_of_the_kernels_of_wide_heads(monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
     monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(**wide))
     monkeypatch.setattr("pallas_kernels.attention.mosaic_forward._TILE_BYTES", 0)
-    check(CASES["segments_window"], "mosaic")
+    check(dataclasses.replace(CASES["segments_window"], heads=2), "mosaic")
     captured = capfd.readouterr()
     assert "RACE" not in captured.out + captured.err
 
