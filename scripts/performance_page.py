@@ -94,8 +94,8 @@ ATTENTION = """
 
 TFLOP/s of our Hopper kernels and of cuDNN in the same run, on shapes drawn at random: batch, tokens, query heads / key
 heads, head dim, mask. *both* is forward and backward together; a ratio above 1 says that ours is faster.
-{summary} Rows: [attention_random](performance-rows.md#attention_random). Yours:
-`{command}`.
+{summary}
+Rows: [attention_random](performance-rows.md#attention_random). Yours: `{command}`.
 
 | shape | forward | cuDNN | ratio | both | cuDNN | ratio |
 |---|---|---|---|---|---|---|
