@@ -162,11 +162,10 @@ def _key_body(
     buffers = _KeyBuffers(*refs[len(wanted) :])
     warpgroup, batch, head, block = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "block"))
     # The first blocks of keys are seen by most queries under a causal mask: they start first.
-    visits = read_visits(schedule, batch, block, descending=d_q is None)
-    if d_q is None:
-        # Each block of queries for all query heads of the key head, from the last block on: programs that run at the
-        # same time then read the same queries at about the same time, from the L2 cache.
-        visits = visits.repeat(inputs.q.shape[2] // lax.axis_size("head"))
+    # Each block of queries for all query heads of the key head, from the last block on: programs that run at the same
+    # time then read the same queries at about the same time, from the L2 cache.
+    group = inputs.q.shape[2] // lax.axis_size("head")
+    visits = read_visits(schedule, batch, block, descending=True).repeat(group)
     place = Place(batch, head, block * config.key_block, visits)
     pipeline.specialize(
         warpgroup,
@@ -181,8 +180,8 @@ def _key_load(config: KernelConfig, inputs: Inputs, ids: Segments | None, buffer
     group = inputs.q.shape[2] // lax.axis_size("head")
     visits = place.visits
 
-    def load(member: Index, index: Index, slot: Index, acquire: Callable[..., None]) -> None:
-        head = place.head * group + member
+    def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
+        head = place.head * group + lax.rem(index, group)
         rows = pl.ds(visits.tile(index) * config.query_block, config.query_block)
         acquire(buffers.q_empty, buffers.d_out_empty)
         full = buffers.q_full.at[slot]
@@ -194,17 +193,8 @@ def _key_load(config: KernelConfig, inputs: Inputs, ids: Segments | None, buffer
         plgpu.copy_gmem_to_smem(inputs.d_out.at[place.batch, rows, head], buffers.d_out.at[slot], d_out_full)
         plgpu.copy_gmem_to_smem(inputs.delta.at[place.batch, head, rows], buffers.delta.at[slot], delta_full)
 
-    if buffers.d_q is None:
-        total = visits.total
-        config.ring.produce(0, total, lambda index, *buffer: load(lax.rem(index, group), index, *buffer))
-    else:
-        total = group * visits.total
-
-        def load_head(member: jax.Array, _: None) -> None:
-            config.ring.produce(member * visits.total, visits.total, functools.partial(load, member))
-
-        lax.fori_loop(0, group, load_head, None)
-    config.ring.drain(total, buffers.q_empty, buffers.d_out_empty)
+    config.ring.produce(0, visits.total, load)
+    config.ring.drain(visits.total, buffers.q_empty, buffers.d_out_empty)
 
 
 def _key_compute(
@@ -389,20 +379,17 @@ def _visit_fused(
     # The tile before the first counts as exchanged.
     plgpu.barrier_arrive(buffers.exchanged)
 
-    def visit_head(member: jax.Array, state: tuple) -> tuple:
-        def step(masked: bool, index: Index, state: tuple) -> tuple:
-            sums, before = state
-            count, tile = member * visits.total + index, visits.tile(index)
-            visited = _Visited(config.ring.slot(count), tile, first_key, key_ids, masked)
-            add = functools.partial(_add_to_queries, config, buffers, d_q, place, before, count > 0)
-            return _fused_tile(config, buffers, sums, visited, count, add), _Before(tile, member)
-
-        return visits.fold(step, state)
+    def step(masked: bool, index: Index, state: tuple) -> tuple:
+        sums, before = state
+        tile = visits.tile(index)
+        visited = _Visited(config.ring.slot(index), tile, first_key, key_ids, masked)
+        add = functools.partial(_add_to_queries, config, buffers, d_q, place, before, index > 0)
+        return _fused_tile(config, buffers, sums, visited, index, add), _Before(tile, lax.rem(index, group))
 
     zeros = wgmma.zeros(ROWS, buffers.k.shape[-1])
     start = {"d_k": zeros, "d_v": zeros}, _Before(jnp.int32(0), jnp.int32(0))
-    sums, before = lax.fori_loop(0, group, visit_head, start)
-    count = group * visits.total
+    sums, before = visits.fold(step, start)
+    count = visits.total
     plgpu.barrier_wait(buffers.exchanged)
 
     def multiply(product: Accumulator) -> jax.Array:
