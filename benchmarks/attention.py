@@ -3,6 +3,7 @@
     python benchmarks/attention.py                 # everything, about five minutes on an H200
     python benchmarks/attention.py --only mosaic   # implementations whose name contains the word
     python benchmarks/attention.py --works 4096    # shapes whose name contains the word
+    python benchmarks/attention.py --random 20     # ours and cuDNN on shapes drawn at random (attention_random.py)
 
 FLOPs: 4 x visible pairs of query and key x heads x head dim forward, 2.5 times that backward; a causal mask counts
 half of the square. Each number is the median over three turns, in which every implementation of jax is measured once;
@@ -357,6 +358,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="implementations whose name contains this")
     parser.add_argument("--works", default="", help="shapes whose name contains this")
     parser.add_argument("--skip-checks", action="store_true", help="no comparison with float32 first")
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="draw this number of shapes instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn shapes")
+    parser.add_argument("--processes", type=int, help="that compile drawn shapes side by side; default: one per core")
+    parser.add_argument("--places", default="", help=argparse.SUPPRESS)
     parser.add_argument("--torch-rows", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.torch_rows:
@@ -369,6 +374,11 @@ def main() -> int:
     if jax.default_backend() != "gpu":
         print("needs an NVIDIA GPU and jax[cuda13]", file=sys.stderr)
         return 2
+    if arguments.random:
+        from benchmarks.attention_random import run_random
+
+        run_random(arguments.random, arguments.seed, arguments.processes, arguments.places)
+        return 0
     failed = set() if arguments.skip_checks else check_errors(arguments.only)
     for work in WORKS:
         if arguments.works not in str(work):

@@ -89,6 +89,18 @@ Peers are measured where they are installed. New rows are written only if no fil
 that commit, the versions, the command, the clock and the power. The commands of the other rows are on the page
 [All rows](performance-rows.md).
 """
+ATTENTION = """
+## Attention on shapes nobody tuned
+
+TFLOP/s of our Hopper kernels and of cuDNN in the same run, on shapes drawn at random: batch, tokens, query heads / key
+heads, head dim, mask. *both* is forward and backward together; a ratio above 1 says that ours is faster.
+{summary}
+Rows: [attention_random](performance-rows.md#attention_random). Yours: `{command}`.
+
+| shape | forward | cuDNN | ratio | both | cuDNN | ratio |
+|---|---|---|---|---|---|---|
+{lines}
+"""
 MORE = """
 ## More
 
@@ -168,6 +180,26 @@ def device_name(row: Row) -> str:
     return row["device"].removeprefix("NVIDIA ")
 
 
+def attention_section(rows: Sequence[Row]) -> str:
+    """Return the section on attention of shapes drawn at random; an empty string without rows."""
+    if not rows:
+        return ""
+    names = ("ours_forward_tflops", "cudnn_forward_tflops", "forward_ratio")
+    names += ("ours_both_tflops", "cudnn_both_tflops", "both_ratio")
+
+    def cell(row: Row, name: str) -> str:
+        value = row.get(name)
+        return "–" if value is None else f"{value:.2f}" if name.endswith("ratio") else f"{value:.0f}"
+
+    lines = []
+    for row in rows:
+        cells = (row["work"].removeprefix("attention random "), *(cell(row, name) for name in names))
+        lines.append("| " + " | ".join(cells) + " |")
+    fast = sum(min(row.get(f"{part}_ratio") or 0 for part in ("forward", "both")) >= 1 for row in rows)
+    summary = f"On {fast} of {len(rows)} shapes ours is at least as fast in both columns."
+    return ATTENTION.format(summary=summary, command=rows[0]["command"], lines="\n".join(lines))
+
+
 def how_measured(row: Row) -> str:
     """Return how long a row was measured, with clock and power where they are known."""
     kind = "sustained" if is_sustained(row) else "short"
@@ -181,7 +213,8 @@ def make_page(results: Path = RESULTS) -> str:
     chart = SPEED if any(one.peer for one in found) else ""
     noted = NOTED if any(row and row.get("note") for one in found for row in (one.ours, one.limit)) else ""
     limits = "\n![Share of the device's limit](pictures/limit.svg)\n" if any(one.limit for one in found) else ""
-    return OPENING + chart + comparison_table(found) + READING + noted + limits + REPEAT + MORE
+    attention = attention_section(read_rows(results / "attention_random.jsonl"))
+    return OPENING + chart + comparison_table(found) + READING + noted + limits + attention + REPEAT + MORE
 
 
 def make_profiles_page(results: Path = RESULTS) -> str:

@@ -46,6 +46,11 @@ Implementations in jax take turns. PyTorch follows in a process of its own, afte
 `density` is the share of the causal pairs of query and key that a kind computes; `speedup` is relative to flash
 attention in the same run.
 """,
+    "attention_random": """\
+Shapes drawn at random, for which nobody tuned block sizes: batch, tokens, query heads / key heads, head dim, mask.
+`both` is forward and backward together. A ratio above 1 says that ours is faster than cuDNN in the same run;
+`difference` is the largest relative difference of output and gradients between the two.
+""",
     "collective_matmul": """\
 The up and down projections of an MLP whose rows are sharded between the matrix products; `ms` is forward and backward.
 `serialised` is XLA's product after an all-gather and before a reduce-scatter; `no communication` has neither.
@@ -167,6 +172,13 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "gather ms": _number("gather_milliseconds", "{:.3f}"),
     "scatter ms": _number("scatter_milliseconds", "{:.3f}"),
     "forward ms": _number("forward_milliseconds", "{:.3f}"),
+    "forward TFLOP/s": _number("ours_forward_tflops", "{:.0f}"),
+    "cuDNN forward TFLOP/s": _number("cudnn_forward_tflops", "{:.0f}"),
+    "forward ratio": _number("forward_ratio", "{:.2f}"),
+    "both TFLOP/s": _number("ours_both_tflops", "{:.0f}"),
+    "cuDNN both TFLOP/s": _number("cudnn_both_tflops", "{:.0f}"),
+    "both ratio": _number("both_ratio", "{:.2f}"),
+    "difference": _number("difference", "{:.1e}"),
     "ms": _number("milliseconds", "{:,.4g}"),
     "SM MHz": _number("sm_mhz", "{:,.0f}"),
     "W": _number("watts", "{:.0f}"),

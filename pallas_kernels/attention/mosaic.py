@@ -40,10 +40,10 @@ def _unsupported_mask(request: AttentionRequest) -> str | None:
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Return why cuDNN is preferred for this call (it is faster at head dim 256), or None."""
-    if request.head_dim != 256 or cudnn.unsupported_reason(request):
+    """Return why cuDNN is preferred for this call (it is faster at head dim 256 without a window), or None."""
+    if request.head_dim != 256 or request.options.mask.window is not None or cudnn.unsupported_reason(request):
         return None
-    return f"cuDNN was measured faster at head dim {request.head_dim}"
+    return f"cuDNN was measured faster at head dim {request.head_dim} without a window"
 
 
 def attend_deterministic(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:

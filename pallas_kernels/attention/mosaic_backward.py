@@ -1,4 +1,4 @@
-"""Backward kernels of attention for Hopper: one that computes all gradients, or separate ones for dQ and for dK, dV.
+"""Backward kernels of attention for Hopper: one that computes all gradients, and those for dK and dV.
 
 Scores are computed again from q, k and the log-sum-exp. In the kernel for dK and dV a warpgroup owns 64 keys and visits
 the queries of every head of the group that see them, so that grouped heads need no further sum.
@@ -6,8 +6,8 @@ the queries of every head of the group that see them, so that grouped heads need
 The fused kernel also adds its part of dQ to a float32 array in global memory, five products for each tile instead of
 seven: the two warpgroups exchange the gradients of their scores through shared memory, and each computes half of the
 tile's dQ for all 128 keys (as FlashAttention-3 does, Shah et al., arXiv:2407.08608). The order of these sums depends on
-timing, so the last bit of dQ may differ from run to run. In two kernels, the other one computes dQ: a warpgroup owns 64
-queries and visits their keys; all sums stay in registers and every bit is the same in each run.
+timing, so the last bit of dQ may differ from run to run. Otherwise dQ has its own kernel (`mosaic_query_gradient`), all
+sums stay in registers, and every bit is the same in each run.
 
 A consumer has loops of its own, and not `Ring.sum_products`: softmax and its gradient stand between its products.
 """
@@ -22,217 +22,18 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import mosaic_scores as scoring
-from pallas_kernels.attention.mosaic_config import KernelConfig, Visits, read_visits
+from pallas_kernels.attention.mosaic_config import KernelConfig, read_visits
+from pallas_kernels.attention.mosaic_residuals import Inputs, Place, Residuals, Weighed
 from pallas_kernels.attention.request import Segments
 from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.wgmma import ROWS, Accumulator
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
-NO_KEY = 1e30
-"""The log-sum-exp of a query without a visible key: every weight becomes exp2(score - 1e30) = 0."""
 _EXCHANGES = 3
 """Tiles whose score gradients stay in shared memory.
 
 These are this one's, those of the tile before, which the other warpgroup may read, and that warpgroup's next.
 """
-
-Weighed = tuple[jax.Array, jax.Array | None]
-"""Softmax weights of a tile, and the capped scores if there is a soft cap."""
-
-
-class Residuals(NamedTuple):
-    """Inputs of the attention backward kernels (q, k, v, dO, log-sum-exp, delta), padded to whole blocks.
-
-    Attributes:
-        q: [B, T, N, H].
-        k: [B, S, K, H].
-        v: [B, S, K, H].
-        d_out: [B, T, N, H].
-        lse: Log-sum-exp in base 2, [B, N, T]; `NO_KEY` for queries without a visible key.
-        delta: Row sums of out * d_out less the gradient of the log-sum-exp, [B, N, T].
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    d_out: jax.Array
-    lse: jax.Array
-    delta: jax.Array
-
-
-class _Inputs(NamedTuple):
-    """Input arrays of the attention backward kernels, in global memory: the fields of `Residuals`."""
-
-    q: Ref
-    k: Ref
-    v: Ref
-    d_out: Ref
-    lse: Ref
-    delta: Ref
-
-
-class _Place(NamedTuple):
-    """Work of one program: the block of queries (or keys) whose gradients it computes, and the tiles that it visits."""
-
-    batch: Index
-    head: Index
-    first: Index
-    visits: Visits
-
-
-# --- dQ ---------------------------------------------------------------------------------------------------------
-
-
-class _QueryBuffers(NamedTuple):
-    """Shared memory and barriers of the dQ kernel.
-
-    The leading dim counts warpgroups for queries, stages for keys.
-    """
-
-    q: Ref
-    d_out: Ref
-    lse: Ref
-    delta: Ref
-    k: Ref
-    v: Ref
-    query_ids: Ref | None
-    key_ids: Ref | None
-    own_full: Ref
-    k_full: Ref
-    v_full: Ref
-    k_empty: Ref
-    v_empty: Ref
-
-
-def query_gradient(
-    config: KernelConfig, residuals: Residuals, schedule: tuple[jax.Array, ...], segments: Segments | None
-) -> Float[Array, "B T N H"]:
-    """Compute only the gradient dQ [B, T, N, H] of attention, in a separate kernel.
-
-    `schedule` lists the key blocks of each query block (`tiles.key_schedule`).
-    """
-    batch, length, num_heads, head_dim = residuals.q.shape
-    dtype, groups, stages = residuals.q.dtype, config.warpgroups, config.stages
-    packed = segments is not None
-    key_tile = config.tiled_smem((stages, config.key_block, head_dim), dtype)
-    own_tile = config.tiled_smem((groups, ROWS, head_dim), dtype)
-    own_row = plgpu.SMEM((groups, ROWS), jnp.float32)
-    scratch = _QueryBuffers(
-        q=own_tile,
-        d_out=own_tile,
-        lse=own_row,
-        delta=own_row,
-        k=key_tile,
-        v=key_tile,
-        query_ids=plgpu.SMEM((groups, ROWS), jnp.int32) if packed else None,
-        key_ids=plgpu.SMEM((stages, config.key_block), jnp.int32) if packed else None,
-        own_full=plgpu.Barrier(num_arrivals=5 if packed else 4, num_barriers=groups),
-        k_full=plgpu.Barrier(num_arrivals=2 if packed else 1, num_barriers=stages),
-        v_full=plgpu.Barrier(num_barriers=stages),
-        k_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        v_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-    )
-    kernel = config.kernel(
-        "attention_d_q",
-        functools.partial(_query_body, config),
-        out_type=jax.ShapeDtypeStruct(residuals.q.shape, dtype),
-        grid=(num_heads, length // config.query_block, batch),
-        grid_names=("head", "block", "batch"),
-        scratch_types=scratch,
-    )
-    return kernel(residuals, schedule, segments)
-
-
-def _query_body(
-    config: KernelConfig, inputs: _Inputs, schedule: tuple[Ref, ...], ids: Segments | None, d_q: Ref, *scratch: Ref
-) -> None:
-    inputs, buffers = _Inputs(*inputs), _QueryBuffers(*scratch)
-    warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
-    block = inputs.q.shape[1] // config.query_block - 1 - lax.axis_index("block")
-    place = _Place(batch, head, block * config.query_block, read_visits(schedule, batch, block))
-    pipeline.specialize(
-        warpgroup,
-        config.warpgroups,
-        functools.partial(_query_compute, config, inputs, ids, buffers, place, d_q),
-        functools.partial(_query_load, config, inputs, ids, buffers, place),
-    )
-
-
-def _query_load(
-    config: KernelConfig, inputs: _Inputs, ids: Segments | None, buffers: _QueryBuffers, place: _Place
-) -> None:
-    """Load the visible blocks of keys and values into shared memory, as the loading warpgroup of the dQ kernel."""
-    kv_head = lax.div(place.head, inputs.q.shape[2] // inputs.k.shape[2])
-
-    def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
-        part = place.batch, pl.ds(place.visits.tile(index) * config.key_block, config.key_block), kv_head
-        acquire(buffers.k_empty, buffers.v_empty)
-        plgpu.copy_gmem_to_smem(inputs.k.at[part], buffers.k.at[slot], buffers.k_full.at[slot])
-        if ids is not None and buffers.key_ids is not None:
-            plgpu.copy_gmem_to_smem(ids.key.at[part[:2]], buffers.key_ids.at[slot], buffers.k_full.at[slot])
-        plgpu.copy_gmem_to_smem(inputs.v.at[part], buffers.v.at[slot], buffers.v_full.at[slot])
-
-    config.ring.produce(0, place.visits.total, load)
-    config.ring.drain(place.visits.total, buffers.k_empty, buffers.v_empty)
-
-
-def _query_compute(
-    config: KernelConfig, inputs: _Inputs, ids: Segments | None, buffers: _QueryBuffers, place: _Place, d_q: Ref
-) -> None:
-    """Compute and store dQ of 64 queries, as one computing warpgroup of the dQ kernel."""
-    warpgroup = lax.axis_index("warpgroup")
-    first_query = place.first + warpgroup * ROWS
-    rows = pl.ds(first_query, ROWS)
-    full = buffers.own_full.at[warpgroup]
-    part = place.batch, rows, place.head
-    plgpu.copy_gmem_to_smem(inputs.q.at[part], buffers.q.at[warpgroup], full)
-    plgpu.copy_gmem_to_smem(inputs.d_out.at[part], buffers.d_out.at[warpgroup], full)
-    part = place.batch, place.head, rows
-    plgpu.copy_gmem_to_smem(inputs.lse.at[part], buffers.lse.at[warpgroup], full)
-    plgpu.copy_gmem_to_smem(inputs.delta.at[part], buffers.delta.at[warpgroup], full)
-    if ids is not None and buffers.query_ids is not None:
-        plgpu.copy_gmem_to_smem(ids.query.at[place.batch, rows], buffers.query_ids.at[warpgroup], full)
-    plgpu.barrier_wait(full)
-    lse, delta = wgmma.load_rows(buffers.lse.at[warpgroup]), wgmma.load_rows(buffers.delta.at[warpgroup])
-    query_ids = None if buffers.query_ids is None else wgmma.load_rows(buffers.query_ids.at[warpgroup])
-    q, d_out = buffers.q.at[warpgroup], buffers.d_out.at[warpgroup]
-    shape = (ROWS, config.key_block)
-
-    def step(masked: bool, count: Index, acc: jax.Array) -> jax.Array:
-        slot, tile = config.ring.slot(count), place.visits.tile(count)
-        k, v = buffers.k.at[slot], buffers.v.at[slot]
-
-        def start(scores: Accumulator, d_weights: Accumulator) -> None:
-            plgpu.barrier_wait(buffers.k_full.at[slot])
-            scores.add(q, k.transpose((1, 0)))
-            plgpu.barrier_wait(buffers.v_full.at[slot])
-            d_weights.add(d_out, v.transpose((1, 0)))
-
-        def weigh(products: jax.Array) -> Weighed:
-            capped = scoring.cap(config, products)
-            weights = jnp.exp2(capped * scoring.base2_factor(config) - wgmma.broadcast_row_values(lse, capped))
-            capped = None if config.options.soft_cap is None else capped
-            if not masked:
-                return weights, capped
-            pair = None
-            if query_ids is not None and buffers.key_ids is not None:
-                key_ids = wgmma.load_columns(buffers.key_ids.at[slot])
-                pair = wgmma.broadcast_row_values(query_ids, weights), wgmma.broadcast_column_values(key_ids, weights)
-            return scoring.mask_tile(config, weights, 0.0, first_query, tile * config.key_block, pair), capped
-
-        (weights, capped), d_weights = wgmma.multiply_two(shape, start, weigh)
-        config.ring.release(slot, buffers.v_empty)
-        gradient = scoring.score_gradient(weights, d_weights, wgmma.broadcast_row_values(delta, weights), capped)
-        operands = (lambda: gradient.astype(d_q.dtype)), k
-        (acc,) = wgmma.add_products((acc,), operands, interpret=config.interpret)
-        config.ring.release(slot, buffers.k_empty)
-        return acc
-
-    acc = place.visits.fold(step, wgmma.zeros(ROWS, q.shape[-1]))
-    q[...] = (acc * config.options.scale).astype(d_q.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q, d_q.at[place.batch, rows, place.head])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 # --- dK and dV --------------------------------------------------------------------------------------------------
@@ -278,7 +79,7 @@ def key_value_gradient(
 
     Args:
         config: Static description of the kernel.
-        residuals: Arrays of the forward, padded to whole blocks.
+        residuals: Arrays of the forward.
         schedule: Tiles that each block of keys visits, from `tiles.query_schedule`.
         segments: int32 [B, T] and [B, S], or None.
         wanted: Which of "d_k" and "d_v" are computed: at large head dims the registers have room for one accumulator.
@@ -286,7 +87,8 @@ def key_value_gradient(
             `Options.scale` is added; None to leave dQ out.
 
     Returns:
-        The wanted gradients, [B, S, K, H] each.
+        The wanted gradients, [B, S, K, H] each; float32 [parts, B, S, K, H], still to be summed over the parts, if
+        `config.head_parts` is more than 1.
     """
     batch, key_length, num_kv_heads, head_dim = residuals.k.shape
     dtype, groups, stages = residuals.k.dtype, config.warpgroups, config.stages
@@ -316,12 +118,17 @@ def key_value_gradient(
     )
     if d_q is None:
         scratch = scratch._replace(exchange=None, d_q=None, exchanged=None)
+    parts = config.head_parts
+    if residuals.q.shape[2] % (num_kv_heads * parts) or (parts > 1 and d_q is None):
+        raise ValueError(f"{parts} parts of the query heads need the fused kernel, and must divide a key head's share")
     like_k = jax.ShapeDtypeStruct(residuals.k.shape, dtype)
+    if parts > 1:
+        like_k = jax.ShapeDtypeStruct((parts, *residuals.k.shape), jnp.float32)
     kernel = config.kernel(
         f"attention_{'_'.join(wanted)}" if d_q is None else "attention_backward",
         functools.partial(_key_body, config, wanted),
         out_type=(like_k,) * len(wanted),
-        grid=(num_kv_heads, key_length // config.key_block, batch),
+        grid=(num_kv_heads * parts, pl.cdiv(key_length, config.key_block), batch),
         grid_names=("head", "block", "batch"),
         scratch_types=scratch,
         synchronises=d_q is not None,
@@ -345,17 +152,21 @@ def _part_columns(config: KernelConfig, head_dim: int) -> int:
 def _key_body(
     config: KernelConfig,
     wanted: tuple[str, ...],
-    inputs: _Inputs,
+    inputs: Inputs,
     schedule: tuple[Ref, ...],
     ids: Segments | None,
     d_q: Ref | None,
     *refs: Ref,
 ) -> None:
-    inputs, outputs = _Inputs(*inputs), dict(zip(wanted, refs[: len(wanted)], strict=True))
+    inputs, outputs = Inputs(*inputs), dict(zip(wanted, refs[: len(wanted)], strict=True))
     buffers = _KeyBuffers(*refs[len(wanted) :])
     warpgroup, batch, head, block = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "block"))
     # The first blocks of keys are seen by most queries under a causal mask: they start first.
-    place = _Place(batch, head, block * config.key_block, read_visits(schedule, batch, block))
+    # Each block of queries for all query heads of the key head, from the last block on: programs that run at the same
+    # time then read the same queries at about the same time, from the L2 cache.
+    group = inputs.q.shape[2] // lax.axis_size("head")
+    visits = read_visits(schedule, batch, block, descending=True).repeat(group)
+    place = Place(batch, head, block * config.key_block, visits)
     pipeline.specialize(
         warpgroup,
         config.warpgroups,
@@ -364,38 +175,34 @@ def _key_body(
     )
 
 
-def _key_load(config: KernelConfig, inputs: _Inputs, ids: Segments | None, buffers: _KeyBuffers, place: _Place) -> None:
+def _key_load(config: KernelConfig, inputs: Inputs, ids: Segments | None, buffers: _KeyBuffers, place: Place) -> None:
     """Load the blocks of queries that see this program's keys, for every query head that shares the key head."""
-    group = inputs.q.shape[2] // inputs.k.shape[2]
+    group = inputs.q.shape[2] // lax.axis_size("head")
     visits = place.visits
 
-    def load_head(member: jax.Array, _: None) -> None:
-        head = place.head * group + member
+    def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
+        head = place.head * group + lax.rem(index, group)
+        rows = pl.ds(visits.tile(index) * config.query_block, config.query_block)
+        acquire(buffers.q_empty, buffers.d_out_empty)
+        full = buffers.q_full.at[slot]
+        plgpu.copy_gmem_to_smem(inputs.q.at[place.batch, rows, head], buffers.q.at[slot], full)
+        plgpu.copy_gmem_to_smem(inputs.lse.at[place.batch, head, rows], buffers.lse.at[slot], full)
+        if ids is not None and buffers.query_ids is not None:
+            plgpu.copy_gmem_to_smem(ids.query.at[place.batch, rows], buffers.query_ids.at[slot], full)
+        d_out_full, delta_full = buffers.d_out_full.at[slot], buffers.delta_full.at[slot]
+        plgpu.copy_gmem_to_smem(inputs.d_out.at[place.batch, rows, head], buffers.d_out.at[slot], d_out_full)
+        plgpu.copy_gmem_to_smem(inputs.delta.at[place.batch, head, rows], buffers.delta.at[slot], delta_full)
 
-        def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
-            rows = pl.ds(visits.tile(index) * config.query_block, config.query_block)
-            acquire(buffers.q_empty, buffers.d_out_empty)
-            full = buffers.q_full.at[slot]
-            plgpu.copy_gmem_to_smem(inputs.q.at[place.batch, rows, head], buffers.q.at[slot], full)
-            plgpu.copy_gmem_to_smem(inputs.lse.at[place.batch, head, rows], buffers.lse.at[slot], full)
-            if ids is not None and buffers.query_ids is not None:
-                plgpu.copy_gmem_to_smem(ids.query.at[place.batch, rows], buffers.query_ids.at[slot], full)
-            d_out_full, delta_full = buffers.d_out_full.at[slot], buffers.delta_full.at[slot]
-            plgpu.copy_gmem_to_smem(inputs.d_out.at[place.batch, rows, head], buffers.d_out.at[slot], d_out_full)
-            plgpu.copy_gmem_to_smem(inputs.delta.at[place.batch, head, rows], buffers.delta.at[slot], delta_full)
-
-        config.ring.produce(member * visits.total, visits.total, load)
-
-    lax.fori_loop(0, group, load_head, None)
-    config.ring.drain(group * visits.total, buffers.q_empty, buffers.d_out_empty)
+    config.ring.produce(0, visits.total, load)
+    config.ring.drain(visits.total, buffers.q_empty, buffers.d_out_empty)
 
 
 def _key_compute(
     config: KernelConfig,
-    inputs: _Inputs,
+    inputs: Inputs,
     ids: Segments | None,
     buffers: _KeyBuffers,
-    place: _Place,
+    place: Place,
     outputs: dict[str, Ref],
     d_q: Ref | None,
 ) -> None:
@@ -404,28 +211,30 @@ def _key_compute(
     first_key = place.first + warpgroup * ROWS
     keys = pl.ds(first_key, ROWS)
     full = buffers.own_full.at[warpgroup]
-    part = place.batch, keys, place.head
+    part = place.batch, keys, lax.div(place.head, config.head_parts)
     plgpu.copy_gmem_to_smem(inputs.k.at[part], buffers.k.at[warpgroup], full)
     plgpu.copy_gmem_to_smem(inputs.v.at[part], buffers.v.at[warpgroup], full)
     if ids is not None and buffers.key_ids is not None:
         plgpu.copy_gmem_to_smem(ids.key.at[place.batch, keys], buffers.key_ids.at[warpgroup], full)
     plgpu.barrier_wait(full)
     key_ids = None if buffers.key_ids is None else wgmma.load_rows(buffers.key_ids.at[warpgroup])
-    head_dim, group = inputs.k.shape[3], inputs.q.shape[2] // inputs.k.shape[2]
+    head_dim, group = inputs.k.shape[3], inputs.q.shape[2] // lax.axis_size("head")
 
-    def visit_head(member: jax.Array, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        def step(masked: bool, index: Index, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            slot = config.ring.slot(member * place.visits.total + index)
-            visited = _Visited(slot, place.visits.tile(index), first_key, key_ids, masked)
-            return _key_tile(config, buffers, state, visited)
-
-        return place.visits.fold(step, state)
+    def step(masked: bool, index: Index, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        visited = _Visited(config.ring.slot(index), place.visits.tile(index), first_key, key_ids, masked)
+        return _key_tile(config, buffers, state, visited)
 
     if d_q is None:
-        state = lax.fori_loop(0, group, visit_head, {name: wgmma.zeros(ROWS, head_dim) for name in outputs})
+        state = place.visits.fold(step, {name: wgmma.zeros(ROWS, head_dim) for name in outputs})
     else:
         state = _visit_fused(config, buffers, place, (first_key, key_ids), group, d_q)
     factors = {"d_k": config.options.scale, "d_v": 1.0}
+    if config.head_parts > 1:
+        target = lax.rem(place.head, config.head_parts), *part
+        for name, ref in outputs.items():
+            _store_part(ref, target, buffers.d_q.at[warpgroup], state[name] * factors[name])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return
     staging = {"d_k": buffers.k.at[warpgroup], "d_v": buffers.v.at[warpgroup]}
     for name, ref in outputs.items():
         staging[name][...] = (state[name] * factors[name]).astype(ref.dtype)
@@ -434,6 +243,16 @@ def _key_compute(
         plgpu.copy_smem_to_gmem(staging[name], ref.at[part])
     # The program may end, and the next one begin, once its shared memory has been read.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _store_part(ref: Ref, target: tuple[Any, ...], staging: Ref, values: jax.Array) -> None:
+    """Store float32 values [64, H] at `target` in global memory, through a shared-memory buffer of fewer columns."""
+    width = staging.shape[-1]
+    for first in range(0, values.shape[1], width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = values[:, first : first + width]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, ref.at[(*target, pl.ds(first, width))])
 
 
 class _Visited(NamedTuple):
@@ -541,7 +360,7 @@ class _Before(NamedTuple):
 def _visit_fused(
     config: KernelConfig,
     buffers: _KeyBuffers,
-    place: _Place,
+    place: Place,
     keys: tuple[Index, jax.Array | None],
     group: int,
     d_q: Ref,
@@ -560,20 +379,17 @@ def _visit_fused(
     # The tile before the first counts as exchanged.
     plgpu.barrier_arrive(buffers.exchanged)
 
-    def visit_head(member: jax.Array, state: tuple) -> tuple:
-        def step(masked: bool, index: Index, state: tuple) -> tuple:
-            sums, before = state
-            count, tile = member * visits.total + index, visits.tile(index)
-            visited = _Visited(config.ring.slot(count), tile, first_key, key_ids, masked)
-            add = functools.partial(_add_to_queries, config, buffers, d_q, place, before, count > 0)
-            return _fused_tile(config, buffers, sums, visited, count, add), _Before(tile, member)
-
-        return visits.fold(step, state)
+    def step(masked: bool, index: Index, state: tuple) -> tuple:
+        sums, before = state
+        tile = visits.tile(index)
+        visited = _Visited(config.ring.slot(index), tile, first_key, key_ids, masked)
+        add = functools.partial(_add_to_queries, config, buffers, d_q, place, before, index > 0)
+        return _fused_tile(config, buffers, sums, visited, index, add), _Before(tile, lax.rem(index, group))
 
     zeros = wgmma.zeros(ROWS, buffers.k.shape[-1])
     start = {"d_k": zeros, "d_v": zeros}, _Before(jnp.int32(0), jnp.int32(0))
-    sums, before = lax.fori_loop(0, group, visit_head, start)
-    count = group * visits.total
+    sums, before = visits.fold(step, start)
+    count = visits.total
     plgpu.barrier_wait(buffers.exchanged)
 
     def multiply(product: Accumulator) -> jax.Array:
@@ -613,7 +429,7 @@ def _add_to_queries(
     config: KernelConfig,
     buffers: _KeyBuffers,
     d_q: Ref,
-    place: _Place,
+    place: Place,
     before: _Before,
     exists: bool | jax.Array,
     product: jax.Array,

@@ -1,4 +1,4 @@
-"""Differentiable call of the Hopper attention kernels: pads lengths to whole blocks and chooses the kernels."""
+"""Differentiable call of the Hopper attention kernels: prepares their arguments and chooses the backward kernels."""
 
 import dataclasses
 import functools
@@ -8,15 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.mosaic_backward import (
-    NO_KEY,
-    Residuals,
-    copies_of_query_gradient,
-    key_value_gradient,
-    query_gradient,
-)
+from pallas_kernels.attention.balance import alternation_helps, choose_head_parts
+from pallas_kernels.attention.mosaic_backward import copies_of_query_gradient, key_value_gradient
 from pallas_kernels.attention.mosaic_config import KernelConfig
 from pallas_kernels.attention.mosaic_forward import forward
+from pallas_kernels.attention.mosaic_query_gradient import query_gradient
+from pallas_kernels.attention.mosaic_residuals import NO_KEY, Residuals
 from pallas_kernels.attention.mosaic_scores import LOG2E
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
@@ -70,6 +67,15 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
     return jnp.pad(x, widths) if missing else x
 
 
+def _at_least(x: jax.Array, block: int) -> jax.Array:
+    """Pad the second dim of x to one block, the least that TMA copies; beyond a longer array it reads zeros.
+
+    TMA copies with one dim (log-sum-exp, segment ids) do not stop at the end of an array: those are padded to whole
+    blocks, which costs little.
+    """
+    return _pad(x, block) if x.shape[1] < block else x
+
+
 def _pad_segments(segments: Segments | None, config: KernelConfig) -> Segments | None:
     """Return segment ids padded to whole blocks; if the mask has global tokens, 2 * id + 1 for these, else 2 * id."""
     if segments is None:
@@ -89,17 +95,15 @@ def _attend(
     config = plan.config(
         64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
     )
-    config = dataclasses.replace(config, turns=tiling.forward_turns)
+    # With segments the work of a block is not known while tracing.
+    alternates = segments is None and alternation_helps(config, q.shape[0] * q.shape[2])
+    config = dataclasses.replace(config, turns=tiling.forward_turns, alternates=alternates)
     schedule = key_schedule(plan.options.mask, plan.blocks(config), segments)
-    # TMA copies with one dim (log-sum-exp, segments) do not stop at the end of an array, others do. So a warpgroup's
-    # rows are either all queries, or all beyond them; the latter read zeros and store nothing.
-    if segments is not None or plan.length % ROWS:
-        q = _pad(q, config.query_block)
     out, lse = forward(
         config,
-        q,
-        _pad(k, config.key_block),
-        _pad(v, config.key_block),
+        _at_least(q, ROWS),
+        _at_least(k, config.key_block),
+        _at_least(v, config.key_block),
         schedule,
         _pad_segments(segments, config),
     )
@@ -143,10 +147,10 @@ def gradients(
     def padded(config: KernelConfig) -> Residuals:
         rows = config.query_block
         return Residuals(
-            _pad(q, rows),
-            _pad(k, config.key_block),
-            _pad(v, config.key_block),
-            _pad(d_out.astype(q.dtype), rows),
+            _at_least(q, rows),
+            _at_least(k, config.key_block),
+            _at_least(v, config.key_block),
+            _at_least(d_out.astype(q.dtype), rows),
             jnp.pad(lse, ((0, 0), (0, 0), (0, -plan.length % rows)), constant_values=NO_KEY),
             _pad(delta, rows, 2),
         )
@@ -161,12 +165,16 @@ def gradients(
     tiling = plan.tiling
     if tiling.fused_queries:
         config, arrays = key_arguments(tiling.fused_queries, tiling.fused_stages)
+        if segments is None:
+            config = dataclasses.replace(config, head_parts=choose_head_parts(config, q.shape[2], k.shape))
         copies = copies_of_query_gradient(config)
         # The zeros depend on the rows: otherwise XLA makes those of all calls at once, long before they are needed.
         zero, lse = lax.optimization_barrier((jnp.float32(0), arrays[0].lse))
         arrays = (arrays[0]._replace(lse=lse), *arrays[1:])
         sums = jax.new_ref(jnp.broadcast_to(zero, (copies, *arrays[0].q.shape)))
         d_k, d_v = key_value_gradient(config, *arrays, d_q=sums)
+        if config.head_parts > 1:
+            d_k, d_v = (parts.sum(axis=0).astype(k.dtype) for parts in (d_k, d_v))
         d_q = (sums[...].sum(axis=0) * plan.options.scale).astype(q.dtype)
     else:
         config = plan.config(128, tiling.query_keys, tiling.query_stages)

@@ -32,6 +32,8 @@ class KernelConfig:
         programs: Programs that run at a time, one on each multiprocessor.
         interpret: True to interpret the kernel on a CPU.
         turns: True if the forward's warpgroups give the tensor cores work in turn.
+        head_parts: Programs among which the fused backward divides the query heads of a key head.
+        alternates: True if every second round of the forward's query blocks goes to the programs in reverse order.
     """
 
     options: Options
@@ -44,6 +46,8 @@ class KernelConfig:
     programs: int = 132
     interpret: bool = False
     turns: bool = False
+    head_parts: int = 1
+    alternates: bool = False
 
     @property
     def ring(self) -> Ring:
@@ -105,6 +109,11 @@ class Visits(NamedTuple):
     whole: Index
     end_whole: Index
     tile: Callable[[Index], Index]
+
+    def repeat(self, times: int) -> "Visits":
+        """Return visits that come to each tile `times` times in a row."""
+        tile = lambda count: self.tile(lax.div(count, jnp.int32(times)))  # noqa: E731
+        return Visits(self.total * times, self.whole * times, self.end_whole * times, tile)
 
     def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
         """Loop over the tiles from `start` on with state = step(needs_mask, index, state); return the last state."""

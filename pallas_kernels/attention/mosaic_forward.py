@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -99,16 +100,17 @@ def forward(
 
     Args:
         config: Static description of the kernel.
-        q: [B, T, N, H] with T a multiple of the query block, or of a warpgroup's rows.
-        k: [B, S, K, H] with S a multiple of the key block.
+        q: [B, T, N, H]; T is at least a warpgroup's rows. TMA reads zeros beyond the end, and stores nothing there.
+        k: [B, S, K, H]; S is at least the key block.
         v: [B, S, K, H].
         schedule: Tiles that each block of queries visits, from `tiles.key_schedule`.
-        segments: int32 [B, T] and [B, S], or None.
+        segments: int32 [B, T] and [B, S], padded to whole blocks, or None.
 
     Returns:
-        out [B, T, N, H] and lse [B, N, T].
+        out [B, T, N, H], and lse [B, N, T rounded up to a warpgroup's rows], whose end has no meaning.
     """
     batch, length, num_heads, _ = q.shape
+    rows = pl.cdiv(length, ROWS) * ROWS
     items = num_heads * batch * pl.cdiv(length, config.query_block)
     kernel = config.kernel(
         "attention_forward",
@@ -116,7 +118,7 @@ def forward(
         programs=min(items, config.programs),
         out_type=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((batch, num_heads, length), jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_heads, rows), jnp.float32),
         ),
         scratch_types=_scratch(config, q, segments is not None),
     )
@@ -182,7 +184,7 @@ def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item
         visit(_Item(number, before, batch, lax.rem(index, heads), block, visits))
         return before + visits.total
 
-    return scheduler.deal(total, min(total, config.programs), step, jnp.int32(0))
+    return scheduler.deal(total, min(total, config.programs), step, jnp.int32(0), alternate=config.alternates)
 
 
 def _load(config: KernelConfig, inputs: _Inputs, buffers: _Buffers, item: _Item) -> None:
@@ -279,11 +281,53 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
         wgmma.zeros(ROWS, _PARTS),
         wgmma.zeros(ROWS, config.key_block).astype(q.dtype),
     )
-    some = jnp.minimum(item.visits.total, 1)
-    state = lax.fori_loop(0, some, functools.partial(_first_tile, config, buffers, rows), state)
-    state = item.visits.fold(functools.partial(_attend_tile, config, buffers, rows), state, some)
-    state = lax.fori_loop(0, some, functools.partial(_last_product, config, buffers, rows), state)
+    start: Index = 0
+    if not config.turns and _hides_tiles(config):  # With turns the warpgroups must take equally many.
+        start = _hidden_tiles(config, rows)
+        lax.fori_loop(0, start, functools.partial(_pass_tile, config, buffers, item), None)
+    end = start + jnp.minimum(item.visits.total - start, 1)
+    state = lax.fori_loop(start, end, functools.partial(_first_tile, config, buffers, rows), state)
+    state = item.visits.fold(functools.partial(_attend_tile, config, buffers, rows), state, end)
+    state = lax.fori_loop(start, end, functools.partial(_last_product, config, buffers, rows), state)
     _store(config, outputs, buffers, rows, state)
+
+
+def _hides_tiles(config: KernelConfig) -> bool:
+    """Return whether any block of queries may visit a tile that shows nothing to one of its warpgroups.
+
+    Without such tiles there is no loop that passes over them.
+    """
+    if pl.cdiv(config.length, ROWS) % config.warpgroups:
+        return True
+    mask = config.options.mask
+    if not (mask.causal and mask.is_band):
+        return False
+    ends = np.minimum(np.arange(0, config.length, ROWS) + ROWS, config.length) + config.key_length - config.length
+    last = (np.maximum(ends - 1, 0) // config.key_block).reshape(-1, config.warpgroups)
+    return bool((last[:, :-1] < last[:, -1:]).any())
+
+
+def _hidden_tiles(config: KernelConfig, rows: _Rows) -> Index:
+    """Return how many of a block's first visits show nothing to this warpgroup's queries, only to other warpgroups'.
+
+    That is all of them for a warpgroup beyond the last query, and those of later keys under a causal mask.
+    """
+    total = rows.item.visits.total
+    hidden = jnp.int32(0)
+    if config.options.mask.causal and config.options.mask.is_band:
+        last = jnp.maximum(rows.first_query + ROWS - 1 + config.key_length - config.length, 0)
+        hidden = rows.item.visits.tile(0) - lax.div(last, config.key_block)
+    hidden = jnp.minimum(jnp.maximum(hidden, 0), total)
+    return jnp.where(rows.first_query < config.length, hidden, total)
+
+
+def _pass_tile(config: KernelConfig, buffers: _Buffers, item: _Item, index: Index, _: None) -> None:
+    """Release the buffers of a tile that shows nothing to this warpgroup's queries."""
+    slot = config.ring.slot(item.before + index)
+    plgpu.barrier_wait(buffers.k_full.at[slot])
+    config.ring.release(slot, buffers.k_empty)
+    plgpu.barrier_wait(buffers.v_full.at[slot])
+    config.ring.release(slot, buffers.v_empty)
 
 
 def _scores(config: KernelConfig, products: jax.Array) -> jax.Array:

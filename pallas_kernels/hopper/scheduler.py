@@ -83,7 +83,13 @@ class TileOrder:
 # --- items dealt out beforehand ----------------------------------------------------------------------------------
 
 
-def deal(total: int, programs: int, visit: Callable[[Index, Index, State], State], state: State) -> tuple[Index, State]:
+def deal(
+    total: int,
+    programs: int,
+    visit: Callable[[Index, Index, State], State],
+    state: State,
+    alternate: bool = False,
+) -> tuple[Index, State]:
     """Run state = visit(number, index, state) over this program's round-robin share of items; return (count, state).
 
     Args:
@@ -91,15 +97,25 @@ def deal(total: int, programs: int, visit: Callable[[Index, Index, State], State
         programs: Number of programs of the kernel's `program` axis.
         visit: Called with the item's number within this program, its index, and the state.
         state: State before the first item.
+        alternate: True to deal every second round in the reverse order of programs. Where items come in the order of
+            falling work, each program then gets about the same work; otherwise the first one gets the most of every
+            round.
 
     Returns:
         How many items this program has, and the state after the last.
     """
     program = lax.axis_index("program")
-    count = item_count(program, programs, total)
+    rounds = -(-total // programs)
+
+    def place(number: Index) -> Index:
+        if not alternate:
+            return program
+        return jnp.where(lax.rem(number, 2) == 0, program, programs - 1 - program)
+
+    count = item_count(place(jnp.int32(rounds - 1)), programs, total)
 
     def step(number: jax.Array, state: State) -> State:
-        return visit(number, number * programs + program, state)
+        return visit(number, number * programs + place(number), state)
 
     return count, lax.fori_loop(0, count, step, state)
 

@@ -38,6 +38,8 @@ CALLS = {
     "fewer_queries": (shapes(1024, key_length=4096), {}, ("mosaic",)),
     "head_dim_104": (shapes(4096, head_dim=104), {}, ("cudnn",)),
     "head_dim_100": (shapes(4096, head_dim=100), {}, ("triton", "xla")),
+    "head_dim_256": (shapes(4096, head_dim=256), {}, ("cudnn",)),
+    "head_dim_256_window": (shapes(4096, head_dim=256), {"window": 512}, ("mosaic",)),
     "float16": (shapes(4096, jnp.float16), {}, FUSED[:2]),
     "float32": (shapes(4096, jnp.float32), {}, ("xla",)),
     "float32_short": (shapes(256, jnp.float32), {}, ("xla_dense",)),

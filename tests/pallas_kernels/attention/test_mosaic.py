@@ -1,5 +1,6 @@
 """The Hopper kernels: interpreted on the CPU with race detection against the contract, and compiled for an H200."""
 
+import dataclasses
 import functools
 import re
 
@@ -66,13 +67,15 @@ def test_error_of_warpgroups_beyond_the_queries(monkeypatch):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("length", "packed", "given"), [(320, False, 320), (328, False, 384), (320, True, 384)])
-def test_no_warpgroup_has_queries_and_rows_beyond_them(length, packed, given, monkeypatch):
-    """Its copies of the log-sum-exp and of segments would go beyond a sequence's end."""
+@pytest.mark.parametrize(
+    ("length", "packed", "given"), [(320, False, 320), (328, False, 328), (320, True, 320), (40, False, 64)]
+)
+def test_queries_are_not_copied_to_whole_blocks(length, packed, given, monkeypatch):
+    """Only segment ids are: copies with one dim would go beyond a sequence's end."""
     seen = []
 
     def forward(config, q, k, v, schedule, segments):
-        seen.append((q.shape[1], k.shape[1], segments and tuple(ids.shape[1] for ids in segments)))
+        seen.append((q.shape[1], segments and tuple(ids.shape[1] for ids in segments)))
         return q, jnp.zeros((1, 1, q.shape[1]))
 
     monkeypatch.setattr(mosaic_call, "forward", forward)
@@ -81,7 +84,25 @@ def test_no_warpgroup_has_queries_and_rows_beyond_them(length, packed, given, mo
     ids = jnp.zeros((1, length), jnp.int32) if packed else None
     with lowering_platform("cuda"):
         jax.eval_shape(lambda x: flash_attention(x, x, x, segment_ids=ids, implementation="mosaic"), x)
-    assert seen == [(given, 384, (384, 384) if packed else None)]
+    assert seen == [(given, (384, 384) if packed else None)]
+
+
+@needs_mosaic
+def test_error_with_the_query_heads_of_a_key_head_in_several_programs(monkeypatch, capfd):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic_call, "choose_head_parts", lambda *_: 2)
+    check(CASES["causal_grouped"], "mosaic")
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
+@needs_mosaic
+def test_query_heads_are_divided_into_equal_parts_only(monkeypatch):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic_call, "choose_head_parts", lambda *_: 2)
+    x = jax.ShapeDtypeStruct((1, 128, 3, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="2 parts of the query heads"):
+        jax.eval_shape(jax.grad(lambda x: flash_attention(x, x, x, implementation="mosaic").sum()), x)
 
 
 @needs_mosaic
@@ -103,7 +124,7 @@ def test_error_of_the_kernels_of_wide_heads(monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
     monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(**wide))
     monkeypatch.setattr("pallas_kernels.attention.mosaic_forward._TILE_BYTES", 0)
-    check(CASES["segments_window"], "mosaic")
+    check(dataclasses.replace(CASES["segments_window"], heads=2), "mosaic")
     captured = capfd.readouterr()
     assert "RACE" not in captured.out + captured.err
 

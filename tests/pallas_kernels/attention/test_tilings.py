@@ -64,7 +64,7 @@ def test_short_causal_sequences_have_smaller_query_blocks(monkeypatch, tmp_path)
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     chosen = [choose_tiling(64, "causal", n, "NVIDIA H200").forward_warpgroups for n in (512, 1024, 2048, 4096, 65536)]
-    assert chosen == [2, 2, 3, 3, 3]
+    assert chosen == [2, 2, 2, 2, 3]
     assert choose_tiling(64, "full", 1024, "NVIDIA H200").forward_warpgroups == 3
 
 

@@ -1,7 +1,10 @@
 """Every tile is computed once, in an order in which nothing waits for what comes later."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.hopper import scheduler
 from pallas_kernels.hopper.scheduler import TileOrder, item_count
 
 
@@ -25,3 +28,22 @@ def test_a_group_of_rows_is_finished_before_the_next_begins():
 def test_the_programs_share_all_tiles(programs, tiles):
     counts = [item_count(program, programs, tiles) for program in range(programs)]
     assert counts == [len(range(program, tiles, programs)) for program in range(programs)]
+
+
+@pytest.mark.parametrize(("total", "alternate"), [(11, False), (11, True), (3, True)])
+def test_every_item_is_dealt_once(total, alternate):
+    """In alternating order the program that comes first in one round comes last in the next."""
+    programs = 4
+
+    def visit(number, index, seen):
+        return seen.at[index].set(number + 1)
+
+    def share(_):
+        return scheduler.deal(total, programs, visit, jnp.zeros(total, jnp.int32), alternate)
+
+    counts, rounds = jax.vmap(share, axis_name="program")(jnp.arange(programs))
+    assert jnp.array_equal(counts, (rounds > 0).sum(axis=1))
+    assert rounds.sum(axis=0).tolist() == [index // programs + 1 for index in range(total)]
+    if total > 7:
+        second = rounds[:, programs : 2 * programs].argmax(axis=0).tolist()
+        assert second == ([3, 2, 1, 0] if alternate else [0, 1, 2, 3])

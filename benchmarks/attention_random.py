@@ -1,0 +1,249 @@
+"""Attention of shapes drawn at random, ours and cuDNN's: called by `python benchmarks/attention.py --random 20`.
+
+Nobody tuned block sizes for these shapes. Programs are compiled side by side, in processes of their own. Only when all
+are compiled are the shapes measured, one after the other: compilers would delay the launches, and other work on the GPU
+the kernels. Within a shape the two implementations take turns.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.attention import TURNS, Work, cudnn_with_mask, jax_arrays, ours
+from benchmarks.timing import median_seconds
+
+PARTS = {"forward": 1.0, "both": 3.5}
+"""Measured part -> its FLOPs, relative to the forward's."""
+HEAD_DIMS, HEAD_DIM_SHARES = (64, 96, 128, 192, 256), (0.3, 0.05, 0.4, 0.1, 0.15)
+GROUPS, GROUP_SHARES = (1, 2, 4, 6, 8), (0.25, 0.15, 0.3, 0.15, 0.15)
+KINDS, KIND_SHARES = ("causal", "full", "window", "documents"), (0.55, 0.15, 0.15, 0.15)
+LENGTHS, RAGGED_SHARE = (1024, 2048, 4096, 8192, 16384), 0.4
+LONGEST_PACKED = 8192
+"""cuDNN computes packed documents with a dense mask, whose bytes grow with the square of the length."""
+COMPILED = "compiled"
+"""Line that a child process prints when it is ready to measure."""
+
+
+def draw_works(count: int, seed: int) -> list[Work]:
+    """Draw different shapes of attention as models have them; the same seed gives the same shapes.
+
+    Head dims, query heads for each key head, lengths (powers of two, or any multiple of 8 from 1024 to 12,280) and
+    masks are drawn independently; the batch fills 8192 or 16,384 tokens.
+    """
+    rng = np.random.default_rng(seed)
+    works: list[Work] = []
+    while len(works) < count:
+        head_dim = int(rng.choice(HEAD_DIMS, p=HEAD_DIM_SHARES))
+        group = int(rng.choice(GROUPS, p=GROUP_SHARES))
+        kv_heads = int(rng.choice([n for n in (1, 2, 4, 8, 16, 32) if 8 <= n * group <= min(48, 6144 // head_dim)]))
+        ragged = rng.random() < RAGGED_SHARE
+        length = int(8 * rng.integers(128, 1536) if ragged else rng.choice(LENGTHS))
+        kind = str(rng.choice(KINDS, p=KIND_SHARES))
+        if kind == "documents":
+            length = min(length, LONGEST_PACKED)
+        batch = max(1, round(int(rng.choice([8192, 16384])) / length))
+        rules: dict[str, Any] = {
+            "causal": {},
+            "full": {"causal": False},
+            "window": {"window": int(rng.choice([512, 1024, 4096]))},
+            "documents": {"documents": int(rng.integers(2, 17))},
+        }[kind]
+        work = Work(batch, length, group * kv_heads, kv_heads, head_dim, **rules)
+        if work not in works and (work.window or 0) < length:
+            works.append(work)
+    return works
+
+
+def programs(work: Work) -> dict[str, dict[str, Callable]]:
+    """Compile forward, and forward and backward, of ours and of cuDNN's; a string instead says why there is none."""
+    import jax
+    import jax.numpy as jnp
+
+    ids = work.segment_ids()
+    ids = None if ids is None else jnp.asarray(ids)
+    attentions = {
+        "ours": ours("mosaic", work, ids),
+        "cudnn": ours("cudnn", work, ids) if ids is None else cudnn_with_mask(work, ids),
+    }
+    arrays = jax_arrays(work)
+    found: dict[str, Any] = {}
+    for name, attention in attentions.items():
+        try:
+            found[name] = {
+                "forward": functools.partial(jax.jit(attention).lower(*arrays[:3]).compile(), *arrays[:3]),
+                "both": functools.partial(
+                    jax.jit(functools.partial(_gradients, attention)).lower(*arrays).compile(), *arrays
+                ),
+            }
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    return found
+
+
+def _gradients(attention: Callable, q: Any, k: Any, v: Any, d_out: Any) -> Any:
+    import jax
+
+    return jax.vjp(attention, q, k, v)[1](d_out)
+
+
+def time_programs(compiled: dict[str, Any]) -> dict[str, Any]:
+    """Measure the programs of one shape, made by `programs`.
+
+    Returns:
+        Seconds as {"ours": {"forward": s, "both": s}, "cudnn": ...}, or a string that says why there are none; and
+        `difference`, the largest relative difference of our results from cuDNN's, if both ran.
+    """
+    import jax
+
+    found: dict[str, Any] = {name: runs for name, runs in compiled.items() if isinstance(runs, str)}
+    runs = {name: made for name, made in compiled.items() if name not in found}
+    samples: dict[tuple[str, str], list[float]] = {}
+    results = {name: [made["forward"](), *made["both"]()] for name, made in runs.items()}
+    if len(results) == 2:
+        found["difference"] = max(map(_relative_difference, results["ours"], results["cudnn"]))
+    del results
+    for turn in range(TURNS):
+        # What runs first, and after which kernels, affects clocks: the order changes from turn to turn.
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            for part, run in runs[name].items():
+                taken = median_seconds(run, jax.block_until_ready, block_seconds=0.02)
+                samples.setdefault((name, part), []).append(taken)
+    for name in runs:
+        found[name] = {part: statistics.median(samples[name, part]) for part in PARTS}
+    return found
+
+
+def _relative_difference(x: Any, y: Any) -> float:
+    import jax.numpy as jnp
+
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
+
+
+def serve_places(works: list[Work], places: list[int], requests: Iterable[str]) -> None:
+    """Compile the shapes at these places of the list, then measure each when asked: what a child process does.
+
+    Args:
+        works: Drawn shapes.
+        places: Places in `works` that this process is responsible for.
+        requests: Lines with one of the places each; a JSON line answers each of them on standard output.
+    """
+    compiled = {place: programs(works[place]) for place in places}
+    print(COMPILED, flush=True)
+    for place in map(int, requests):
+        print(json.dumps(time_programs(compiled.pop(place))), flush=True)
+
+
+class Child:
+    """Process that compiles shapes and then measures them one at a time.
+
+    Args:
+        arguments: Command line of this benchmark.
+        places: Places of its shapes in the list of drawn shapes.
+    """
+
+    def __init__(self, arguments: list[str], places: list[int]) -> None:
+        script = str(Path(__file__).with_name("attention.py"))
+        command = [sys.executable, script, *arguments, "--places", ",".join(map(str, places))]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+
+    def wait_until_compiled(self) -> None:
+        """Wait until the process has compiled all its shapes, or has died."""
+        while (line := self._line()) and line.strip() != COMPILED:
+            pass
+
+    def measure(self, place: int) -> dict[str, Any]:
+        """Return what `time_programs` returns for one shape, or the last line of the process's errors."""
+        with contextlib.suppress(BrokenPipeError):
+            print(place, file=self._process.stdin, flush=True)
+        line = self._line()
+        while line and not line.startswith("{"):
+            line = self._line()
+        return json.loads(line) if line else {"ours": self._last_error()}
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _line(self) -> str:
+        return self._process.stdout.readline() if self._process.stdout else ""
+
+    def _last_error(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        return (self._errors.read().strip().splitlines() or ["no message"])[-1][:200]
+
+
+def measure_random(count: int, seed: int, processes: int) -> Iterator[tuple[Work, dict[str, Any]]]:
+    """Draw and measure shapes in child processes; yield each with what `time_programs` returns, in drawn order."""
+    processes = min(processes, count)
+    arguments = ["--random", str(count), "--seed", str(seed)]
+    children = [Child(arguments, list(range(first, count, processes))) for first in range(processes)]
+    try:
+        for child in children:
+            child.wait_until_compiled()
+        for place, work in enumerate(draw_works(count, seed)):
+            result = children[place % processes].measure(place)
+            print(f"{work}: {result}", flush=True)
+            yield work, result
+    finally:
+        for child in children:
+            child.close()
+
+
+def row_of(work: Work, result: dict[str, Any], seed: int, device: str) -> dict[str, Any]:
+    """Return the result row of one shape: milliseconds and TFLOP/s of both, and ratios (above 1 if ours is faster)."""
+    row: dict[str, Any] = {
+        "work": f"attention random {work}", "implementation": "jaxstack mosaic", "seed": seed, "device": device,
+        "difference": result.get("difference"),
+    }  # fmt: skip
+    for name in ("ours", "cudnn"):
+        seconds = result.get(name, "not measured")
+        if isinstance(seconds, str):
+            row[f"{name}_error"] = seconds
+            continue
+        for part, factor in PARTS.items():
+            row[f"{name}_{part}_milliseconds"] = 1e3 * seconds[part]
+            row[f"{name}_{part}_tflops"] = factor * work.flops() / seconds[part] / 1e12
+    for part in PARTS:
+        mine, theirs = (row.get(f"{name}_{part}_milliseconds") for name in ("ours", "cudnn"))
+        row[f"{part}_ratio"] = theirs / mine if mine and theirs else None
+    return row
+
+
+def run_random(count: int, seed: int, processes: int | None, places: str) -> None:
+    """Measure shapes drawn with `seed`, print a table and append its rows; with `places`, only those of a child."""
+    if places:
+        serve_places(draw_works(count, seed), [int(place) for place in places.split(",")], sys.stdin)
+        return
+    import jax
+
+    from benchmarks.rows import append_rows, print_table, require_commit
+
+    require_commit("attention_random")
+    found = list(measure_random(count, seed, processes or os.cpu_count() or 1))
+    device = jax.devices()[0].device_kind
+    rows = [row_of(work, result, seed, device) for work, result in found]
+    numbers = ("ours_forward_tflops", "cudnn_forward_tflops", "forward_ratio")
+    numbers += ("ours_both_tflops", "cudnn_both_tflops", "both_ratio", "difference")
+    print_table(rows, ("work", *numbers))
+    for row in rows:
+        for name in ("ours", "cudnn"):
+            if reason := row.get(f"{name}_error"):
+                print(f"{row['work']}: {name}: {reason}")
+    append_rows("attention_random", rows)

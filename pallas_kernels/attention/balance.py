@@ -1,0 +1,80 @@
+"""Even shares of work for the programs of the Hopper attention kernels, found by simulation while tracing.
+
+Under a causal mask, blocks differ in work: the program with the most of it decides on the time.
+"""
+
+import heapq
+
+import numpy as np
+
+from pallas_kernels.attention.mosaic_config import KernelConfig
+from pallas_kernels.attention.tiles import Blocks, visible_tiles
+from pallas_kernels.hopper.wgmma import ROWS
+
+_START_TILES = 3
+"""Time in which a program loads its keys and stores its results, in tiles of 64 queries by 128 keys."""
+_COPIED_BYTES = 106_000
+"""Bytes for each element of a head that an H200 copies in the time of such a tile, on all multiprocessors.
+
+Both times are proportional to the head dim: 5 products at 3 TFLOP/s of a multiprocessor, and copies at 4 TB/s.
+"""
+
+
+_START_VISITS = 0.7
+"""Time in which the forward loads a block of queries and stores its results, in visits of a block of keys."""
+_LEAST_GAIN = 1.01
+
+
+def alternation_helps(config: KernelConfig, sequences: int) -> bool:
+    """Return whether the forward's programs finish earlier if every second round of blocks is dealt in reverse order.
+
+    Args:
+        config: Static description of the forward kernel, which deals out blocks of queries from the last to the first.
+        sequences: Batch size times query heads, B * N.
+
+    Returns:
+        True if the simulated time falls by more than 1 %.
+    """
+    blocks = Blocks(config.length, config.key_length, config.query_block, config.key_block)
+    some, _ = visible_tiles(config.options.mask, blocks, None)
+    costs = np.repeat(np.asarray(some[0]).sum(axis=1)[::-1] + _START_VISITS, sequences)
+    rounds = np.pad(costs, (0, -costs.size % config.programs)).reshape(-1, config.programs)
+    in_turn = rounds.sum(axis=0).max()
+    rounds[1::2] = rounds[1::2, ::-1]
+    return bool(in_turn > _LEAST_GAIN * rounds.sum(axis=0).max())
+
+
+def choose_head_parts(config: KernelConfig, num_heads: int, k_shape: tuple[int, ...]) -> int:
+    """Choose among how many programs to divide the query heads of each key head in the fused backward.
+
+    With few key heads there are few programs, and at the end most multiprocessors wait for the last ones. The work of
+    more programs is more even, but their float32 results must be summed.
+
+    Args:
+        config: Static description of the kernel.
+        num_heads: N.
+        k_shape: [B, S, K, H].
+
+    Returns:
+        The divisor of N / K with the shortest time, in a simulation in which each program goes to the multiprocessor
+        that is free first.
+    """
+    batch, key_length, kv_heads, _ = k_shape
+    group = num_heads // kv_heads
+    if group == 1:
+        return 1
+    blocks = Blocks(config.length, config.key_length, config.query_block, config.key_block)
+    some, _ = visible_tiles(config.options.mask, blocks, None)
+    visits = np.asarray(some[0]).sum(axis=0)
+    tiles_in_a_visit = config.query_block / ROWS
+
+    def tiles(parts: int) -> float:
+        costs = np.repeat(visits * (group // parts) * tiles_in_a_visit + _START_TILES, kv_heads * parts)
+        loads = [0.0] * config.programs
+        for cost in np.tile(costs, batch).tolist():
+            heapq.heapreplace(loads, loads[0] + cost)
+        # dK and dV are written and read in float32.
+        copied = 2 * 2 * 4 * parts * batch * key_length * kv_heads if parts > 1 else 0
+        return max(loads) + copied / _COPIED_BYTES
+
+    return min((parts for parts in range(1, group + 1) if group % parts == 0), key=tiles)
