@@ -54,6 +54,7 @@ def test_the_command_reports_a_wrong_width(capsys, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)  # 220 s of processor time, which take longer beside other work
 def test_the_best_learning_rate_transfers_over_eight_times_the_width():
     found = {p: [measure(width, p, 100, "adamw")["best"] for width in (64, 512)] for p in ("standard", "mup")}
     assert abs(found["mup"][1] - found["mup"][0]) <= 1
