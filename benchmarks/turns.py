@@ -33,6 +33,12 @@ class Turn:
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_EX)
 
+    def end(self) -> None:
+        """Give up the turn, as the end of the process does."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
 
 @contextmanager
 def turns() -> Iterator[dict[str, str]]:
