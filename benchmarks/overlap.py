@@ -4,9 +4,10 @@
     python benchmarks/overlap.py --layouts tensor --layers 8
     python benchmarks/overlap.py --layouts tensor --devices 4
 
-Each layout is traced with overlap and without, in a process of its own. `tensor` is llama3-8b with tensor and sequence
-parallelism; without overlap it uses XLA's matmuls and collectives in turn. `data` and `fsdp` are llama3-1b with
-4 x 8192 tokens a device; without overlap XLA's latency-hiding scheduler is off and the copy engines are not used.
+Each layout is traced with overlap and without, in processes that compile at the same time (`benchmarks/turns.py`).
+`tensor` is llama3-8b with tensor and sequence parallelism; without overlap it uses XLA's matmuls and collectives in
+turn. `data` and `fsdp` are llama3-1b with 4 x 8192 tokens a device; without overlap XLA's latency-hiding scheduler is
+off and the copy engines are not used.
 
 Milliseconds are of device 0 and one step. `communication` is the time in which a collective's kernel or a copy between
 GPUs runs, `computation` that of all other kernels, `overlapped` that of both at once; `overlap` = overlapped /
@@ -17,6 +18,7 @@ computation alone did; waiting inside our kernels counts against it. The goal is
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -31,6 +33,7 @@ from benchmarks.rows import append_rows, print_table
 from benchmarks.step_profile import STEPS, busy_nanoseconds, classify, trace_steps
 from benchmarks.steps import first_gpus, run_as_command, run_process
 from benchmarks.train_step import UNROLLED, WORKS, tensor_work
+from benchmarks.turns import run_together, turns
 
 Event = tuple[int, int, str, dict[str, str]]
 """(start, end, kernel, facts), times in nanoseconds."""
@@ -99,8 +102,26 @@ def measure(overrides: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def trace_layout(layout: str, args: argparse.Namespace, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the rows of a layout without overlap and with it, as far as they could be traced."""
+    work, overrides = layout_work(layout, args.devices, args.layers)
+    names = {"no overlap": SERIAL[layout], "overlap": ()}
+    variables = {**first_gpus(args.devices), **environment}
+
+    def trace(variant: str) -> dict[str, Any] | None:
+        command = [__file__, "--worker", *overrides, *names[variant], *args.set]
+        row = run_process(f"{work}, {variant}", command, args.timeout, variables)
+        return row and {"work": work, "variant": ", ".join([variant, *args.set]), **row}
+
+    found = dict(run_together([functools.partial(trace, variant) for variant in names]))
+    serial, row = found[0], found[1]
+    if serial and row:
+        row["hidden"] = hidden_share(row, serial)
+    return [one for one in (serial, row) if one]
+
+
 def main() -> None:
-    """Trace every layout with and without overlap; a row is appended as soon as it is there."""
+    """Trace every layout with and without overlap; both rows are appended as soon as they are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=list(SERIAL), choices=SERIAL, help="layouts to trace")
     parser.add_argument("--devices", type=positive(int), default=2, help="number of GPUs, the first that are visible")
@@ -113,20 +134,11 @@ def main() -> None:
     if args.worker:
         run_as_command("overlap.py", lambda: print(json.dumps(measure(args.worker))))
     rows: list[dict[str, Any]] = []
-    for layout in args.layouts:
-        work, overrides = layout_work(layout, args.devices, args.layers)
-        serial = None
-        for variant, settings in (("no overlap", SERIAL[layout]), ("overlap", ())):
-            named = ", ".join([variant, *args.set])
-            command = [__file__, "--worker", *overrides, *settings, *args.set]
-            row = run_process(f"{work}, {named}", command, args.timeout, first_gpus(args.devices))
-            if not row:
-                continue
-            if serial:
-                row["hidden"] = hidden_share(row, serial)
-            serial = row if variant == "no overlap" else serial
-            rows.append({"work": work, "variant": named, **row})
-            append_rows("overlap", rows[-1:])
+    with turns() as environment:
+        calls = [functools.partial(trace_layout, layout, args, environment) for layout in args.layouts]
+        for _, found in run_together(calls):
+            rows += found
+            append_rows("overlap", found)
     if not rows:
         raise SystemExit(1)
     print_table(rows, COLUMNS)

@@ -3,9 +3,11 @@
     python benchmarks/parallel.py                                   # everything, about 20 minutes on four H200s
     python benchmarks/parallel.py --only tensor context pipeline
     python benchmarks/parallel.py --only weak strong --devices 2
+    python benchmarks/parallel.py --only tensor weak strong --devices 2 --together
     python benchmarks/parallel.py --tiny                            # tiny sizes on simulated CPU devices
 
-The names of the works contain the number of GPUs, with which they grow. Parts:
+With `--together` all steps compile at the same time and are measured one by one (benchmarks/turns.py). The names of the
+works contain the number of GPUs, with which they grow. Parts:
     tensor     llama3-8b, 4096 tokens a device, tensor and sequence parallel, with and without overlap
     context    llama3-8b, one sequence over all devices, 16,384 tokens on each
     long       the same with 262,144 tokens on each: 1,048,576 on four; a step of all layers takes minutes (--layers)
@@ -16,21 +18,26 @@ The names of the works contain the number of GPUs, with which they grow. Parts:
 
 Rows of `pipeline` and `matmul` are appended to the results of their own scripts, all others to
 benchmarks/results/parallel.jsonl, each as soon as it is measured. `efficiency` is tokens/s per device relative to one
-device.
+device in the same run.
 """
 
 import argparse
+import functools
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import COLUMNS, TINY, first_gpus, run_worker
+from benchmarks.sustained import SECONDS
 from benchmarks.train_step import VARIANTS, WORKS, context_work, tensor_work
+from benchmarks.turns import run_together, turns
 from jaxstack.launch.supervisor import count_gpus
 
 TENSOR = ("unrolled", "unrolled, no overlap")
@@ -58,36 +65,58 @@ def context_variants(devices: int) -> dict[str, list[str]]:
 
 
 def measure(args: argparse.Namespace, work: str, variant: str, overrides: list[str], devices: int) -> Row | None:
-    """Return a row of our step on `devices` devices."""
-    settings = {}
+    """Return a row of our step on `devices` devices; a step on one device is measured once for all works."""
+    if devices == 1:
+        with args.lock:
+            key = tuple(overrides)
+            if key not in args.alone:
+                args.alone[key] = run_step(args, work, variant, overrides, 1)
+            row = args.alone[key]
+            return row and {**row, "work": work}
+    return run_step(args, work, variant, overrides, devices)
+
+
+def run_step(args: argparse.Namespace, work: str, variant: str, overrides: list[str], devices: int) -> Row | None:
+    """Run the process that measures a step on `devices` devices; return its row."""
+    settings = dict(args.environment)
     if args.tiny:
         length = f"train.sequence_length={64 * devices}"
         overrides = [*overrides, *TINY, length, f"parallel.simulate_devices={devices}"]
     elif devices < args.devices:
-        settings = first_gpus(devices)
-    row = run_worker(f"{work}, {variant}", "jaxstack", [*overrides, *args.set], args.timeout, settings)
+        settings |= first_gpus(devices)
+    title, chosen = f"{work}, {variant}", [*overrides, *args.set]
+    row = run_worker(title, "jaxstack", chosen, args.timeout, settings, args.seconds)
     return row and {"work": work, "variant": ", ".join([variant, *args.set]), **row}
+
+
+def measure_each(args: argparse.Namespace, work: str, steps: dict[str, tuple[list[str], int]]) -> Iterator[Row | None]:
+    """Yield a row of each step (variant -> overrides and number of devices), in turn or with `--together`."""
+    calls = [functools.partial(measure, args, work, name, *step) for name, step in steps.items()]
+    if args.together:
+        yield from (row for _, row in run_together(calls))
+    else:
+        yield from (call() for call in calls)
 
 
 def measure_tensor(args: argparse.Namespace) -> Iterator[Row | None]:
     """Tensor and sequence parallelism, with and without overlap."""
     name, overrides = tensor_work(args.devices)
-    for variant in args.variants or TENSOR:
-        yield measure(args, name, variant, [*overrides, *VARIANTS[variant]], args.devices)
+    steps = {variant: ([*overrides, *VARIANTS[variant]], args.devices) for variant in args.variants or TENSOR}
+    return measure_each(args, name, steps)
 
 
 def measure_context(args: argparse.Namespace) -> Iterator[Row | None]:
     """One sequence over all devices."""
     (name, overrides), variants = context_work(args.devices, layers=args.layers), context_variants(args.devices)
-    for variant in args.variants or variants:
-        yield measure(args, name, variant, [*overrides, *variants[variant]], args.devices)
+    steps = {variant: ([*overrides, *variants[variant]], args.devices) for variant in args.variants or variants}
+    return measure_each(args, name, steps)
 
 
 def measure_long(args: argparse.Namespace) -> Iterator[Row | None]:
     """One very long sequence over all devices."""
     name, overrides = context_work(args.devices, LONG_TOKENS, args.layers)
-    for variant in args.variants or LONG:
-        yield measure(args, name, variant, [*overrides, *LONG[variant]], args.devices)
+    steps = {variant: ([*overrides, *LONG[variant]], args.devices) for variant in args.variants or LONG}
+    return measure_each(args, name, steps)
 
 
 def measure_scaling(args: argparse.Namespace, work: str, rows: Callable[[int], int]) -> Iterator[Row | None]:
@@ -98,18 +127,30 @@ def measure_scaling(args: argparse.Namespace, work: str, rows: Callable[[int], i
         work: its name.
         rows: number of devices -> sequences of a step.
     """
-    single = WORKS["llama3-1b bf16"]
-    layouts, alone = (("1 device", "data", 1), ("data", "data", args.devices), ("fsdp", "fsdp", args.devices)), None
-    for variant, axis, devices in layouts:
-        if args.variants and variant not in args.variants:
+    single, steps = WORKS["llama3-1b bf16"], {}
+    for variant, axis, devices in (
+        ("1 device", "data", 1),
+        ("data", "data", args.devices),
+        ("fsdp", "fsdp", args.devices),
+    ):
+        if not args.variants or variant in args.variants:
+            sizes = [f"train.global_batch_size={rows(devices)}", f"parallel.{axis}={devices}", *VARIANTS["unrolled"]]
+            steps[variant] = ([*single, *sizes], devices)
+    if "1 device" not in steps:
+        yield from measure_each(args, work, steps)
+        return
+    waiting: list[Row] = []
+    alone = None
+    for row in measure_each(args, work, steps):
+        if row is None:
             continue
-        sizes = [f"train.global_batch_size={rows(devices)}", f"parallel.{axis}={devices}", "model.scan_layers=false"]
-        row = measure(args, work, variant, [*single, *sizes], devices)
-        if row and devices == 1:
+        waiting.append(row)
+        if row["devices"] == 1:
             alone = row["tokens_per_second_per_device"]
-        if row and alone:
-            row["efficiency"] = row["tokens_per_second_per_device"] / alone
-        yield row
+        while waiting and alone:
+            done = waiting.pop(0)
+            yield {**done, "efficiency": done["tokens_per_second_per_device"] / alone}
+    yield from waiting
 
 
 def measure_weak(args: argparse.Namespace) -> Iterator[Row | None]:
@@ -161,6 +202,8 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for every whole step")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a whole step's measurement may take")
     parser.add_argument("--script-timeout", type=float, default=500, help="seconds that pipeline or matmul may take")
+    parser.add_argument("--seconds", type=positive(float), default=SECONDS, help="length of a measurement of a step")
+    parser.add_argument("--together", action="store_true", help="compile all steps at the same time")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parser.parse_args()
     args.devices = args.devices or (4 if args.tiny else count_gpus())
@@ -174,15 +217,24 @@ def main() -> None:
         wrong = [v for v in args.variants if len(args.only) != 1 or v not in known.get(args.only[0], [])]
         if wrong:
             parser.error(f"--variants {wrong} needs --only with the one part that has them; known: {known}")
-    rows = []
-    for part in args.only:
-        if part in SCRIPTS:
-            run_script(args, part)
-            continue
+    args.alone, args.lock, args.environment = {}, threading.Lock(), {}
+    rows: list[Row] = []
+
+    def run_part(part: str) -> None:
         for row in PARTS[part](args):
             if row:
                 rows.append(row)
                 append_rows("tiny/parallel" if args.tiny else "parallel", [row])
+
+    for part in [part for part in args.only if part in SCRIPTS]:
+        run_script(args, part)
+    steps = [part for part in args.only if part in PARTS]
+    if args.together:
+        with turns() as args.environment:
+            list(run_together([functools.partial(run_part, part) for part in steps]))
+    else:
+        for part in steps:
+            run_part(part)
     if rows:
         print_table(rows, [*COLUMNS, "efficiency"])
 

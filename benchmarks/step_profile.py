@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import open_trainer, run_as_command, run_process, split_options
 from benchmarks.train_step import VARIANTS, WORKS, parse_works
+from benchmarks.turns import Turn
 
 STEPS = 3
 CLASSES = (
@@ -105,9 +106,12 @@ def trace_steps(overrides: Sequence[str]) -> tuple[Any, list[tuple[int, int, str
     """
     import jax
 
+    turn = Turn()
     options, settings = split_options(overrides)
     config, trainer = open_trainer(settings)
     trainer.compiler_options.update(options)
+    trainer.compile(trainer.peek_batch())
+    turn.wait()
     batches = trainer.batches(0)
     for _ in range(2):
         float(trainer.train_step(next(batches)[0])["loss"])

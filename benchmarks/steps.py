@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import positive
 from benchmarks.sustained import SECONDS, block_steps, energy_fields, measure_blocks
+from benchmarks.turns import Turn
 
 WARMUP = 3
 """Steps before the measurement; the last one is timed, to choose the number of steps in a block."""
@@ -181,12 +182,14 @@ def measure_jaxstack(overrides: Sequence[str], seconds: float = SECONDS) -> dict
 
     from jaxstack.observe.memory import peak_memory_bytes
 
+    turn = Turn()
     options, settings = split_options(overrides)
     config, trainer = open_trainer(settings)
     trainer.compiler_options.update(options)
     began = time.perf_counter()
     trainer.compile(trainer.peek_batch())
     compile_seconds = time.perf_counter() - began
+    turn.wait()
     batches = trainer.batches(0)
     times = time_steps(lambda: trainer.train_step(next(batches)[0])["loss"], seconds)
     batches.close()

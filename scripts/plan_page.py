@@ -6,11 +6,12 @@ The examples are searches of the planner. Measured rows come from train_step.jso
 and parallel.jsonl of benchmarks/results, and compiled memory from tests/plan/data/compiled_memory.jsonl.
 """
 
+import functools
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
 from jaxstack.plan.cluster_search import SearchOptions, search_cluster
+from jaxstack.plan.efficiency import FILE
 from jaxstack.plan.forecast import forecast, training_budget
 from jaxstack.plan.search import describe_degrees
 from jaxstack.run_config import load_config
@@ -33,6 +35,8 @@ EXAMPLES = {
     "70b": (["model.preset=llama3-70b", "train.global_batch_size=1024"], "64 x 8 h200"),
 }
 """Example -> (configuration, cluster); sequences of 8192 tokens."""
+FORMULAS_CHANGED = "2026-11-24"
+"""Day of the last change of formulas or calibration: forecasts that rows stored from then on were blind."""
 PARTS = {"matmul": "matmul", "attention": "attention", "elementwise": "elementwise",
          "exposed_communication": "communication", "bubble": "bubble"}  # fmt: skip
 
@@ -78,30 +82,65 @@ def predict(row: dict[str, Any]) -> float | None:
     return None if cluster is None else 1e3 * forecast(config, cluster).step_seconds
 
 
-def measured(*scripts: str) -> str:
-    """Return predicted beside measured steps: newest rows of ours with complete overrides.
+def usual_rows(script: str) -> list[dict[str, Any]]:
+    """Return the newest rows of ours with complete overrides in a file of `benchmarks/results`.
 
-    Rows of blockwise FP8 and of other XLA options than ours, which the planner does not predict, are left out.
+    Rows of what the planner does not predict are left out: blockwise FP8, other XLA options than ours, and tensor
+    parallelism or fsdp whose overlap is off.
+    """
+    ours = [row for row in read(RESULTS / f"{script}.jsonl") if row["implementation"] == "jaxstack"]
+    whole = [row for row in ours if any("model.preset=" in o for o in row.get("overrides", ()))]
+    usual = [row for row in whole if not re.search(r"blockwise|'xla_|=never", str(row["overrides"]))]
+    timed = [row for row in usual if "milliseconds" in row]
+    return list({(row["work"], row.get("variant"), row["devices"]): row for row in timed}.values())
+
+
+def calibrates(row: dict[str, Any]) -> bool:
+    """Return True if the current calibration was fitted to this row."""
+    sources = {source for found in load_sources().values() for source in found}
+    parts = (row["work"], row.get("variant"), str(row["commit"])[:7])
+    return f"train_step: {', '.join(filter(None, parts))}" in sources
+
+
+@functools.cache
+def load_sources() -> dict[str, list[str]]:
+    """Return what each value of the calibration was fitted to."""
+    return json.loads(FILE.read_text(encoding="utf-8"))["sources"]
+
+
+def was_forecast_first(row: dict[str, Any]) -> bool:
+    """Return True if a row's own forecast is from before its measurement and the formulas have not changed since."""
+    return "predicted_milliseconds" in row and row["date"] >= FORMULAS_CHANGED
+
+
+def measured(rows: Iterable[dict[str, Any]], stored: bool = False) -> str:
+    """Return predicted beside measured steps.
 
     Args:
-      scripts: names of files in `benchmarks/results`.
+      rows: of `benchmarks/results`.
+      stored: take the forecast that the benchmark stored before it measured, not today's.
     """
-    rows = [row for script in scripts for row in read(RESULTS / f"{script}.jsonl")]
-    ours = [row for row in rows if row["implementation"] == "jaxstack" and "milliseconds" in row]
-    whole = [row for row in ours if any("model.preset=" in o for o in row.get("overrides", ()))]
-    usual = [row for row in whole if not re.search(r"blockwise|'xla_", str(row["overrides"]))]
-    newest = {(row["work"], row.get("variant")): row for row in usual}
     lines, errors = [], []
-    for row in newest.values():
-        predicted, real = predict(row), row["milliseconds"]
+    for row in rows:
+        predicted, real = row["predicted_milliseconds"] if stored else predict(row), row["milliseconds"]
         if predicted is None:
             continue
         errors.append(predicted / real - 1)
         named = [row["work"], row.get("variant") or "", f"{predicted:,.0f}", f"{real:,.0f}"]
         lines.append([*named, f"{100 * errors[-1]:+.1f}", str(row["commit"])[:7]])
+    if not errors:
+        return "Not measured yet."
     titles = ["work", "variant", "predicted ms", "measured ms", "difference %", "commit"]
     middle = 100 * median(abs(error) for error in errors)
     return f"{table(titles, lines)}\n\nMedian of the absolute differences: {middle:.1f} %, over {len(errors)} rows."
+
+
+def other_steps() -> list[dict[str, Any]]:
+    """Return the rows of whole steps that calibrate nothing: parallel layouts, and works newer than the calibration."""
+    newer = [row for row in usual_rows("train_step") if not calibrates(row)]
+    # The single device is a row of both weak and strong scaling.
+    parallel = [row for row in usual_rows("parallel") if row["devices"] > 1]
+    return [*parallel, *newer]
 
 
 def choices() -> str:
@@ -144,9 +183,10 @@ def compiled() -> str:
 
 MAKERS: dict[str, Callable[[], str]] = {
     **{f"example {name}": lambda name=name: example(name) for name in EXAMPLES},
-    "measured": lambda: measured("train_step"),
-    "independent": lambda: measured("planner"),
-    "long": lambda: measured("parallel"),
+    "measured": lambda: measured(filter(calibrates, usual_rows("train_step"))),
+    "blind": lambda: measured(filter(was_forecast_first, usual_rows("planner")), stored=True),
+    "independent": lambda: measured(row for row in usual_rows("planner") if not was_forecast_first(row)),
+    "other steps": lambda: measured(other_steps()),
     "choices": choices,
     "compiled": compiled,
 }

@@ -87,14 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> None:
         _check_arguments(args)
-        from jaxstack.plan.cluster_search import SearchOptions, search_cluster
+        from jaxstack.plan.cluster_search import SearchOptions, load_search_config, search_cluster
         from jaxstack.plan.describe import describe_plan
         from jaxstack.plan.draw import draw_plan
         from jaxstack.plan.rehearsal import rehearse
         from jaxstack.plan.write_roofline import write_roofline
         from jaxstack.run_config import load_config, print_note
 
-        config = load_config(args.config, args.overrides)
+        config = (load_config if args.cluster is None else load_search_config)(args.config, args.overrides)
         if config.parallel.islands > 1:
             if args.output is not None:
                 raise ConfigError(

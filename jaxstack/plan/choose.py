@@ -19,16 +19,21 @@ from jaxstack.plan.search import search_layouts
 from jaxstack.run_config import RunConfig
 
 
-def with_training_layout(config: RunConfig, devices: int) -> RunConfig:
+def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | None = None) -> RunConfig:
     """Return the configuration with its parallel degrees filled in for `devices` devices.
 
     With `parallel: auto` the planner chooses the fastest layout that it predicts to fit.
+
+    Args:
+      config: configuration of the run.
+      devices: number of devices.
+      cluster: kind of devices that `parallel: auto` plans for; default: the one of this process.
 
     Raises:
       ConfigError: degrees, model and batch do not fit together; the message names the nearest that do.
     """
     if config.parallel.auto:
-        config = _automatic_layout(config, devices)
+        config = _automatic_layout(config, devices, cluster)
     try:
         resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
     except ConfigError as error:
@@ -55,12 +60,13 @@ def forecast_here(config: RunConfig) -> Forecast | None:
     return None if cluster is None else forecast(config, cluster)
 
 
-def _automatic_layout(config: RunConfig, devices: int) -> RunConfig:
-    """Return the configuration with the layout that the planner predicts to be fastest on `devices` devices here."""
+def _automatic_layout(config: RunConfig, devices: int, cluster: Cluster | None) -> RunConfig:
+    """Return the configuration with the layout that the planner predicts to be fastest on `devices` devices."""
     vocabulary = config.model.vocab_size or config.data.tokenizer.vocab_size
     known = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})}).one_island
     count = config.parallel.islands
-    best = search_layouts(known, _present_cluster(max(1, devices // count)), top=1).best.config
+    each = max(1, devices // count)
+    best = search_layouts(known, resized(cluster, each) if cluster else _present_cluster(each), top=1).best.config
     parallel = {"islands": count, "simulate_devices": config.parallel.simulate_devices}
     return best.model_copy(
         update={

@@ -11,6 +11,8 @@ from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError, nearest
 
 _DIRECTORY = Path(__file__).with_name("clusters")
+MOST_DEVICES = 1 << 17
+"""Maximum number of GPUs of a cluster. The number of layouts, and so the time of a search, grows with it."""
 _FORM = re.compile(r"(?:(?P<hosts>\d+)\s*x\s*)?(?:(?P<gpus>\d+)\s*x?\s+)?(?P<kind>\S.*)")
 
 
@@ -62,6 +64,11 @@ class Cluster(Component):
                 f"network_bandwidth ({self.network_bandwidth:g} bytes/s for each GPU) must not exceed link_bandwidth "
                 f"({self.link_bandwidth:g}); if all GPUs are equally near, give one host with more gpus_per_host."
             )
+        if self.devices > MOST_DEVICES:
+            raise ValueError(
+                f"hosts ({self.hosts:,}) x gpus_per_host ({self.gpus_per_host:,}) are {self.devices:,} GPUs; "
+                f"the search supports up to {MOST_DEVICES:,}."
+            )
         return self
 
     @property
@@ -96,9 +103,11 @@ def parse_cluster(text: str) -> Cluster:
     kind = found["kind"].strip()
     is_file = kind.endswith((".yaml", ".yml")) or "/" in kind
     if not is_file and kind.lower() not in cluster_names():
+        hint = nearest(kind.lower(), cluster_names())
         raise ConfigError(
-            f"--cluster {text!r}: there is no cluster file {kind!r}; {nearest(kind.lower(), cluster_names())} Or give "
-            "the path of a YAML file of your own; those in jaxstack/plan/clusters show its fields."
+            f"--cluster {text!r}: there is no cluster file {kind!r}; {hint}{'' if '?' in hint else '.'} "
+            "The form is '8 x 8 h200' (hosts x GPUs of each), '4 h200' or 'h200'; the kind can be the path of a YAML "
+            "file of your own, and those in jaxstack/plan/clusters show its fields."
         )
     tree = load_yaml(kind if is_file else _DIRECTORY / f"{kind.lower()}.yaml")
     if found["gpus"] or found["hosts"]:

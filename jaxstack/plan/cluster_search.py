@@ -1,6 +1,7 @@
 """The command `jaxstack plan --cluster`: rank a run's layouts on a cluster, and write the best as a configuration."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxstack.config.loader import dump_yaml
@@ -8,6 +9,7 @@ from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.models import count_parameters, model_flops_per_token
 from jaxstack.observe.number_format import short_number
+from jaxstack.parallel.config import AXES
 from jaxstack.plan.cluster import parse_cluster
 from jaxstack.plan.forecast import CHINCHILLA_TOKENS, Forecast, compute_optimal, training_budget
 from jaxstack.plan.rehearsal import Rehearsal, rehearse
@@ -15,10 +17,17 @@ from jaxstack.plan.resolve import resolve_vocabulary
 from jaxstack.plan.search import SearchResult, describe_degrees, faster_part, search_layouts
 from jaxstack.plan.table import draw_search
 from jaxstack.plan.tensor_first import tensor_first_layout
-from jaxstack.run_config import RunConfig
+from jaxstack.run_config import RunConfig, load_config
 
 FP8_RECIPES = ("none", "delayed", "current")
 """Values of `precision.fp8` that `--fp8` tries."""
+
+_ONE_DEVICE = (
+    *(f"parallel.{axis}=1" for axis in AXES),
+    *("parallel.zero=0", "parallel.sequence=false", "parallel.context_method=auto", "train.gradient_accumulation=1"),
+    *(f"parallel.{name}=null" for name in ("microbatches", "pipeline_schedule", "pipeline_virtual_stages")),
+)
+"""Overrides that give the layout of one device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +130,9 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
     notes += _check_budget(found.best, tokens, options)
     if options.verify and cluster.name != "H200":
         raise ConfigError(f"--verify compiles for H200s only, and the cluster has {cluster.name}; leave it out.")
+    if options.output is not None and not Path(options.output).parent.is_dir():
+        # Before the compilation of layouts, which takes minutes.
+        raise ConfigError(f"--output {options.output}: the directory {Path(options.output).parent} does not exist.")
     count = min(options.verify, len(found.forecasts))
     verified = [rehearse(one.config, cluster.devices) for one in found.forecasts[:count]]
     if options.output is not None:
@@ -131,6 +143,21 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
         write_configuration(written, config, options.output)
         notes.append(f"wrote {name} to {options.output}: python -m jaxstack.train --config {options.output}")
     return ClusterSearch(found, tokens, verified, notes)
+
+
+def load_search_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
+    """Read the configuration of a layout search: its own layout, which the search replaces, need not be possible.
+
+    Raises:
+      ConfigError: the file or another value is wrong.
+    """
+    try:
+        return load_config(path, overrides)
+    except ConfigError as error:
+        try:
+            return load_config(path, [*overrides, *_ONE_DEVICE], report=lambda note: None)
+        except ConfigError:
+            raise error from None
 
 
 def parse_tokens(text: str | None, config: RunConfig) -> float | None:

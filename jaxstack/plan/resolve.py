@@ -10,6 +10,7 @@ from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig
 from jaxstack.plan.choose import with_training_layout
+from jaxstack.plan.cluster import parse_cluster
 from jaxstack.run.build import resolve_model
 from jaxstack.run_config import RunConfig
 
@@ -27,7 +28,8 @@ def resolve_plan(config: RunConfig, devices: int | None) -> tuple[RunConfig, boo
       ConfigError: the degrees, the model or the batch do not fit, or the number of devices is not known.
     """
     jax.config.update("jax_platforms", "cpu")
-    config = with_training_layout(config, _device_count(config) if devices is None else devices)
+    # `parallel: auto` plans for H200s: this process has none of the run's devices.
+    config = with_training_layout(config, _device_count(config) if devices is None else devices, parse_cluster("h200"))
     model, assumed = resolve_vocabulary(config)
     return config.model_copy(update={"model": model}), assumed
 

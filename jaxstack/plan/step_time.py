@@ -9,7 +9,7 @@ Per microbatch and device, with n tokens of which t devices share a layer:
 - elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
   (read weight, gradient and state, write weight and state), and the gaps between kernels;
 - communication: see `jaxstack.plan.communication`; transfers beside computation count by what they add to the step;
-- bubble: (p - 1)/m of the work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al. 2021),
+- bubble: (p - 1)/m of the layers' work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al. 2021),
   (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
 
 The parts add up to the time of the step.
@@ -86,7 +86,10 @@ class StepModel:
         each = self._exposed_per_microbatch(layouts, layer["matmul"] + layer["attention"] + layer["elementwise"])
         work = matmul + attention + elementwise + count * each
         once = self._update_seconds(layouts)
-        bubble = work * bubble_of_work(layouts) + self._ticks(layouts) * self.efficiency.tick_seconds
+        # Ends of the model run in slots of their own, once for each microbatch, while all stages wait: no stage is idle
+        # longer in the bubble because of them.
+        ends = count * (head["matmul"] + head["elementwise"])
+        bubble = (work - ends) * bubble_of_work(layouts) + self._ticks(layouts) * self.efficiency.tick_seconds
         backward = (matmul + attention + elementwise) * 2 / 3
         return {
             "matmul": matmul,

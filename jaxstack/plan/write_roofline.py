@@ -23,6 +23,8 @@ def write_roofline(config: RunConfig, devices: int | None, device: str, path: st
     Raises:
       ConfigError: the layout is not possible, the device is not known, or the file cannot be written.
     """
+    if Path(path).suffix.lower() != ".svg":
+        raise ConfigError(f"--roofline {path} must be an SVG file: give a name that ends in .svg.")
     peak = find_peak(device)
     if peak is None:
         raise ConfigError(

@@ -64,10 +64,33 @@ def test_a_compiled_layout_that_does_not_fit_is_not_written(file, tmp_path, caps
     assert f"wrote {second} to" in text and load_config(output).parallel.degrees
 
 
+def test_the_layout_of_the_file_need_not_be_possible(file, capsys):
+    one = ["--cluster", "1 gb200", "--top", "1", "train.global_batch_size=1"]
+    assert main(["--config", str(file), *one, "parallel.fsdp=4"]) == 0
+    assert "one device" in capsys.readouterr().out
+    assert main(["--config", str(file), *one, "parallel.fsdp=4", "train.sequence_length=no"]) == 2
+    assert "sequence_length" in capsys.readouterr().err
+
+
+def test_rules_are_shown_without_values(file, capsys):
+    assert main(["--config", str(file), "--cluster", "3 x 5 h200", "--top", "1", "train.global_batch_size=4"]) == 0
+    text = capsys.readouterr().out
+    assert "divisible by 2 x context" in text and "must divide the rows of each pipeline" in text
+
+
+def test_an_automatic_layout_is_planned_for_the_memory_of_an_h200(file, capsys):
+    assert main(["--config", str(file), "--devices", "2", "parallel=auto"]) == 0
+    assert "on 2 devices" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--cluster", "8 h201"], "did you mean"),
+        (["--cluster", "8x8h200"], "hosts x GPUs of each"),
+        (["--cluster", "100000 x 1024 h200"], "102,400,000 GPUs; the search supports up to"),
+        (["--cluster", "8 h200", "--verify", "1", "--output", "/no/such/x.yaml"], "/no/such does not exist"),
+        (["--roofline", "x.png"], "ends in .svg"),
         (["--cluster", "8 h200", "--tokens", "many"], "--tokens must be a number"),
         (["--cluster", "8 h200", "--tokens", "1e13", "--max-days", "3"], "limit allows .* GPUs would do"),
         (["--cluster", "8 h200", "--tokens", "1e13", "--max-cost", "100"], "more than --max-cost 100"),

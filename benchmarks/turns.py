@@ -1,0 +1,58 @@
+"""Turns for measurements whose processes compile at the same time: each measures only when no other one is busy.
+
+Compiling a train step takes far longer than measuring it, and one process uses few of the host's cores. While a process
+compiles it holds a shared lock on the file that `BENCHMARK_TURNS` names, and while it measures an exclusive one. So the
+first measurement starts when all processes have compiled, and the others follow one by one. XLA times kernels while it
+compiles, beside the kernels that other processes time: it may choose some that are slightly slower.
+"""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any
+
+VARIABLE = "BENCHMARK_TURNS"
+SMALL_START = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""Environment of processes that share GPUs: memory is taken as it is needed."""
+
+
+class Turn:
+    """This process's turn: it holds the shared lock from the start until `measure`."""
+
+    def __init__(self) -> None:
+        path = os.environ.get(VARIABLE)
+        self._file = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def wait(self) -> None:
+        """Wait until no other process compiles or measures; this process is then the only one until it ends."""
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def end(self) -> None:
+        """Give up the turn, as the end of the process does."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+@contextmanager
+def turns() -> Iterator[dict[str, str]]:
+    """Yield the environment variables of processes that take turns, with a lock file of their own if there is none."""
+    if known := os.environ.get(VARIABLE):
+        yield {VARIABLE: known, **SMALL_START}
+        return
+    with tempfile.NamedTemporaryFile(prefix="turns-") as file:
+        yield {VARIABLE: file.name, **SMALL_START}
+
+
+def run_together(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
+    """Run all calls in threads of their own; yield (index, result) of each as soon as it returns."""
+    with ThreadPoolExecutor(max(1, len(calls))) as pool:
+        futures = {pool.submit(call): index for index, call in enumerate(calls)}
+        for future in as_completed(futures):
+            yield futures[future], future.result()

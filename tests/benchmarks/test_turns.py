@@ -1,0 +1,44 @@
+"""Processes that compile at the same time measure one by one, and only when no other one compiles."""
+
+import fcntl
+import os
+import threading
+
+import pytest
+
+from benchmarks.turns import VARIABLE, Turn, run_together, turns
+
+
+def test_a_measurement_waits_for_compilations_and_other_measurements(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "lock"))
+    first, second = Turn(), Turn()
+    measured: list[str] = []
+
+    def measure(name: str, turn: Turn) -> None:
+        turn.wait()
+        measured.append(name)
+
+    thread = threading.Thread(target=measure, args=("first", first))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive() and not measured  # the second still compiles
+    second.end()
+    thread.join(10)
+    assert measured == ["first"]
+    other = os.open(tmp_path / "lock", os.O_RDWR)
+    with pytest.raises(BlockingIOError):  # a measurement is under way
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    first.end()
+    fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.close(other)
+
+
+def test_without_a_lock_nothing_waits(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    Turn().wait()
+    with turns() as environment:
+        assert os.path.exists(environment[VARIABLE])
+
+
+def test_results_come_with_the_place_of_their_call():
+    assert dict(run_together([lambda: "a", lambda: "b"])) == {0: "a", 1: "b"}
