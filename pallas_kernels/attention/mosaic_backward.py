@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention import mosaic_scores as scoring
 from pallas_kernels.attention.mosaic_config import KernelConfig, Visits, read_visits
 from pallas_kernels.attention.request import Segments
+from pallas_kernels.attention.tiles import key_runs, query_runs
 from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.wgmma import ROWS, Accumulator
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
@@ -149,7 +150,8 @@ def _query_body(
     inputs, buffers = _Inputs(*inputs), _QueryBuffers(*scratch)
     warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     block = inputs.q.shape[1] // config.query_block - 1 - lax.axis_index("block")
-    place = _Place(batch, head, block * config.query_block, read_visits(schedule, batch, block))
+    runs = key_runs(config.options.mask, config.blocks, ids is not None)
+    place = _Place(batch, head, block * config.query_block, read_visits(schedule, batch, block, runs))
     pipeline.specialize(
         warpgroup,
         config.warpgroups,
@@ -355,7 +357,8 @@ def _key_body(
     buffers = _KeyBuffers(*refs[len(wanted) :])
     warpgroup, batch, head, block = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "block"))
     # The first blocks of keys are seen by most queries under a causal mask: they start first.
-    place = _Place(batch, head, block * config.key_block, read_visits(schedule, batch, block))
+    runs = query_runs(config.options.mask, config.blocks, ids is not None)
+    place = _Place(batch, head, block * config.key_block, read_visits(schedule, batch, block, runs))
     pipeline.specialize(
         warpgroup,
         config.warpgroups,

@@ -21,7 +21,7 @@ from pallas_kernels.attention.mosaic_scores import LOG2E
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta
-from pallas_kernels.attention.tiles import Blocks, key_schedule, query_schedule
+from pallas_kernels.attention.tiles import key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
 from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.target import multiprocessors
@@ -59,10 +59,6 @@ class AttentionPlan:
             interpret=self.interpret,
         )
 
-    def blocks(self, config: KernelConfig) -> Blocks:
-        """Return the sequence lengths and one kernel's block sizes, which determine the tiles that it visits."""
-        return Blocks(self.length, self.key_length, config.query_block, config.key_block)
-
 
 def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
     missing = -x.shape[dim] % block
@@ -90,7 +86,7 @@ def _attend(
         64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
     )
     config = dataclasses.replace(config, turns=tiling.forward_turns)
-    schedule = key_schedule(plan.options.mask, plan.blocks(config), segments)
+    schedule = key_schedule(plan.options.mask, config.blocks, segments, descending=True)
     # TMA copies with one dim (log-sum-exp, segments) do not stop at the end of an array, others do. So a warpgroup's
     # rows are either all queries, or all beyond them; the latter read zeros and store nothing.
     if segments is not None or plan.length % ROWS:
@@ -155,7 +151,7 @@ def gradients(
 
     def key_arguments(queries: int, stages: int) -> tuple[KernelConfig, tuple]:
         config = plan.config(queries, 128, stages)
-        schedule = query_schedule(mask, plan.blocks(config), segments)
+        schedule = query_schedule(mask, config.blocks, segments)
         return config, (padded(config), schedule, _pad_segments(segments, config))
 
     tiling = plan.tiling
@@ -170,7 +166,7 @@ def gradients(
         d_q = (sums[...].sum(axis=0) * plan.options.scale).astype(q.dtype)
     else:
         config = plan.config(128, tiling.query_keys, tiling.query_stages)
-        schedule = key_schedule(mask, plan.blocks(config), segments)
+        schedule = key_schedule(mask, config.blocks, segments)
         d_q = query_gradient(config, padded(config), schedule, _pad_segments(segments, config))
         config, arrays = key_arguments(tiling.key_queries, tiling.key_stages)
         launches = (("d_k", "d_v"),) if tiling.key_value_together else (("d_k",), ("d_v",))
