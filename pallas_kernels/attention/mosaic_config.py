@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -115,13 +116,29 @@ class Visits(NamedTuple):
     tile: Callable[[Index], Index]
     runs: Runs
 
-    def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
-        """Loop over the tiles from `start` on with state = step(needs_mask, index, state); return the last state."""
+    def fold(self, step: Callable[[bool | jax.Array, Index, State], State], state: State, start: Index = 0) -> State:
+        """Loop over the tiles from `start` on with state = step(needs_mask, index, state); return the last state.
+
+        Each run has a loop of its own, so that `needs_mask` is known while tracing.
+        """
         edges = start, jnp.maximum(self.whole, start), jnp.maximum(self.end_whole, start), self.total
         for masked, exists, (first, end) in zip((True, False, True), self.runs, itertools.pairwise(edges), strict=True):
             if exists:
                 state = lax.fori_loop(first, end, functools.partial(step, masked), state)
         return state
+
+    def fold_in_one_loop(self, step: Callable[[bool | jax.Array, Index, State], State], state: State) -> State:
+        """Do the same as `fold` in one loop: half the code, and half the time to compile it, for a branch in each tile.
+
+        `needs_mask` is a boolean scalar if there are both whole and cut tiles.
+        """
+        cut = self.runs.before or self.runs.after
+
+        def visit(index: jax.Array, state: State) -> State:
+            masked = (index < self.whole) | (index >= self.end_whole) if cut and self.runs.whole else cut
+            return step(masked, index, state)
+
+        return lax.fori_loop(0, self.total, visit, state)
 
 
 def read_visits(schedule: tuple[Ref, ...], batch: Index, block: Index, runs: Runs, descending: bool = False) -> Visits:
