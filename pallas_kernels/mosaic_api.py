@@ -11,7 +11,7 @@ should not pay, and a release of jax that lacks one can still import the kernels
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -73,14 +73,35 @@ class Ref(Protocol):
 
 @functools.cache
 def speed_up_lowering() -> None:
-    """Let jax lower Mosaic kernels in less time, to the same code, in this process.
+    """Let jax 0.11 lower Mosaic kernels in less time, to the same code, in this process; nothing on other releases.
 
-    To list the values of a kernel that must have equal layouts, jax 0.11 sorts them by their text, and prints the
-    operation of each for it; the order has no meaning. Here they stay in the order of their first appearance. On other
-    releases of jax nothing is changed.
+    - To list the values of a kernel that must have equal layouts, jax sorts them by their text, and prints the
+      operation of each for it. The order has no meaning; here they stay in the order of their first appearance.
+    - It parses the layout of an operation each time that it meets it. A kernel has few layouts, which are kept here.
     """
-    if jax.__version_info__[:2] == (0, 11) and hasattr(_constraints, "compute_transitively_equal_vars"):
-        _constraints.compute_transitively_equal_vars = _equal_variables
+    if jax.__version_info__[:2] != (0, 11):
+        return
+    for name, function, replacement in (
+        ("constraints", "compute_transitively_equal_vars", lambda _: _equal_variables),
+        ("layouts", "from_layout_attr", _keep_by_text),
+    ):
+        module = importlib.import_module(f"jax.experimental.mosaic.gpu.{name}")
+        original = getattr(module, function, None)
+        if original is not None:
+            setattr(module, function, functools.wraps(original)(replacement(original)))
+
+
+def _keep_by_text(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `parse`, whose result depends on the text of its argument alone, with its results kept."""
+    known: dict[str, Any] = {}
+
+    def parse_once(attribute: Any) -> Any:
+        text = str(attribute)
+        if text not in known:
+            known[text] = parse(attribute)
+        return known[text]
+
+    return parse_once
 
 
 def _equal_variables(system: Any) -> dict[Any, list[Any]]:
