@@ -116,7 +116,7 @@ class Visits(NamedTuple):
     tile: Callable[[Index], Index]
     runs: Runs
 
-    def fold(self, step: Callable[[bool | jax.Array, Index, State], State], state: State, start: Index = 0) -> State:
+    def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
         """Loop over the tiles from `start` on with state = step(needs_mask, index, state); return the last state.
 
         Each run has a loop of its own, so that `needs_mask` is known while tracing.

@@ -155,7 +155,7 @@ def _runs(
         return Runs(before=contiguous, whole=True, after=True)
     some, every = visible
     if contiguous:
-        total, whole, end_whole = visit_bounds(*_ranges(some, every, descending).T, descending)
+        total, whole, end_whole = visit_bounds(*_ranges(some, every, descending).T, descending=descending)
     else:
         total, whole, end_whole = some.sum(axis=1), np.zeros(len(some), int), every.sum(axis=1)
     bounds = np.maximum([0 * total, whole, end_whole, total], np.minimum(total, start))

@@ -118,7 +118,9 @@ def test_runs_are_those_of_some_block(mask, start, descending):
             found = np.zeros(3, bool)
             schedule = key_schedule(mask, blocks, None, descending)
             for row in np.asarray(schedule[-1])[0]:
-                total, whole, end_whole = visit_bounds(*row, descending) if len(schedule) == 1 else (row[1], 0, row[0])
+                total, whole, end_whole = (
+                    visit_bounds(*row, descending=descending) if len(schedule) == 1 else (row[1], 0, row[0])
+                )
                 skipped = min(start, total)
                 found |= np.diff(np.maximum([0, whole, end_whole, total], skipped)) > 0
             assert key_runs(mask, blocks, False, start, descending) == tuple(found)
