@@ -68,13 +68,13 @@ def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None, descending
     return jnp.asarray(_ranges(*visible_tiles(mask, blocks, segments), descending), jnp.int32)
 
 
-def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
+def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None, descending: bool = False) -> jax.Array:
     """Return the contiguous range of query blocks that see each key block, for causal masks and sliding windows.
 
     The result is int32 [B or 1, key blocks, 4], whose four numbers are as in `key_ranges`.
     """
     some, every = visible_tiles(mask, blocks, segments)
-    return jnp.asarray(_ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2)), jnp.int32)
+    return jnp.asarray(_ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), descending), jnp.int32)
 
 
 def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
@@ -110,12 +110,14 @@ def key_schedule(
     return (key_ranges(mask, blocks, segments, descending),) if mask.is_band else key_lists(mask, blocks, segments)
 
 
-def query_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
+def query_schedule(
+    mask: Mask, blocks: Blocks, segments: Segments | None, descending: bool = False
+) -> tuple[jax.Array, ...]:
     """Return the query blocks that see each key block, as ranges if the mask makes them contiguous, else as lists.
 
-    The result is (`query_ranges`,) or that of `query_lists`.
+    The result is (`query_ranges`,) or that of `query_lists`; the order of visits concerns ranges only.
     """
-    return (query_ranges(mask, blocks, segments),) if mask.is_band else query_lists(mask, blocks, segments)
+    return (query_ranges(mask, blocks, segments, descending),) if mask.is_band else query_lists(mask, blocks, segments)
 
 
 def visit_bounds(first: Bound, first_whole: Bound, end_whole: Bound, end: Bound, descending: bool) -> tuple[Bound, ...]:
@@ -137,15 +139,18 @@ def key_runs(mask: Mask, blocks: Blocks, segmented: bool, start: int = 0, descen
         blocks: Lengths and block sizes.
         segmented: True if there are segments, which are not known while tracing: any tile may then be cut or skipped.
         start: Number of visits of each block that come before the runs.
-        descending: True if contiguous blocks are visited from the last to the first.
+        descending: True if contiguous blocks are visited from the last to the first; as in the schedule and the kernel.
     """
     return _runs(mask.is_band, segmented, _visibility(mask, blocks), start, descending)
 
 
-def query_runs(mask: Mask, blocks: Blocks, segmented: bool) -> Runs:
-    """Return which runs of query blocks a kernel has to visit that computes key blocks by `query_schedule`."""
+def query_runs(mask: Mask, blocks: Blocks, segmented: bool, descending: bool = False) -> Runs:
+    """Return which runs of query blocks a kernel has to visit that computes key blocks by `query_schedule`.
+
+    `descending` must be that of the schedule and of the kernel's visits.
+    """
     some, every = _visibility(mask, blocks)
-    return _runs(mask.is_band, segmented, (some.T, every.T), 0, False)
+    return _runs(mask.is_band, segmented, (some.T, every.T), 0, descending)
 
 
 def _runs(

@@ -16,6 +16,7 @@ from pallas_kernels.attention.tiles import (
     possible_tiles,
     query_lists,
     query_runs,
+    query_schedule,
     visible_block_pairs,
     visible_tiles,
     visit_bounds,
@@ -107,6 +108,16 @@ def test_a_layout_is_a_hashable_pattern():
     assert Layout.from_pattern(~PATTERN, 5) != LAYOUT
 
 
+def runs_of(schedule, start, descending):
+    """Which runs any row of a schedule has, one row after the other."""
+    found = np.zeros(3, bool)
+    for row in np.asarray(schedule[-1])[0]:
+        bounds = visit_bounds(*row, descending=descending) if len(schedule) == 1 else (row[1], 0, row[0])
+        total, whole, end_whole = bounds
+        found |= np.diff(np.maximum([0, whole, end_whole, total], min(start, total))) > 0
+    return tuple(found)
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("start", "descending"), [(0, False), (1, True)])
 def test_runs_are_those_of_some_block(mask, start, descending):
@@ -115,15 +126,10 @@ def test_runs_are_those_of_some_block(mask, start, descending):
             continue
         for sizes in ((4, 3), (8, 5), (16, 16)):
             blocks = Blocks(length, key_length, *sizes)
-            found = np.zeros(3, bool)
-            schedule = key_schedule(mask, blocks, None, descending)
-            for row in np.asarray(schedule[-1])[0]:
-                total, whole, end_whole = (
-                    visit_bounds(*row, descending=descending) if len(schedule) == 1 else (row[1], 0, row[0])
-                )
-                skipped = min(start, total)
-                found |= np.diff(np.maximum([0, whole, end_whole, total], skipped)) > 0
-            assert key_runs(mask, blocks, False, start, descending) == tuple(found)
+            keys = key_schedule(mask, blocks, None, descending)
+            assert key_runs(mask, blocks, False, start, descending) == runs_of(keys, start, descending)
+            queries = query_schedule(mask, blocks, None, descending)
+            assert query_runs(mask, blocks, False, descending) == runs_of(queries, 0, descending)
 
 
 def test_common_masks_leave_few_runs():
