@@ -9,8 +9,9 @@ should not pay, and a release of jax that lacks one can still import the kernels
 """
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -33,6 +34,7 @@ pl: Any = _LazyModule("jax.experimental.pallas")
 plgpu: Any = _LazyModule("jax.experimental.pallas.mosaic_gpu")
 _mosaic: Any = _LazyModule("jax.experimental.mosaic.gpu")
 _utils: Any = _LazyModule("jax.experimental.mosaic.gpu.utils")
+_constraints: Any = _LazyModule("jax.experimental.mosaic.gpu.constraints")
 _mlir: Any = _LazyModule("jax._src.lib.mlir")
 
 ScratchType: TypeAlias = Any
@@ -67,6 +69,54 @@ class Ref(Protocol):
     def __getitem__(self, index: Any, /) -> jax.Array: ...
 
     def __setitem__(self, index: Any, value: Any, /) -> None: ...
+
+
+@functools.cache
+def speed_up_lowering() -> None:
+    """Let jax 0.11 lower Mosaic kernels in less time, to the same code, in this process; nothing on other releases.
+
+    - To list the values of a kernel that must have equal layouts, jax sorts them by their text, and prints the
+      operation of each for it. The order has no meaning; here they stay in the order of their first appearance.
+    - It parses the layout of an operation each time that it meets it. A kernel has few layouts, which are kept here.
+    """
+    if jax.__version_info__[:2] != (0, 11):
+        return
+    for name, function, replacement in (
+        ("constraints", "compute_transitively_equal_vars", lambda _: _equal_variables),
+        ("layouts", "from_layout_attr", _keep_by_text),
+    ):
+        module = importlib.import_module(f"jax.experimental.mosaic.gpu.{name}")
+        original = getattr(module, function, None)
+        if original is not None:
+            setattr(module, function, functools.wraps(original)(replacement(original)))
+
+
+def _keep_by_text(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `parse`, whose result depends on the text of its argument alone, with its results kept."""
+    known: dict[str, Any] = {}
+
+    def parse_once(attribute: Any) -> Any:
+        text = str(attribute)
+        if text not in known:
+            known[text] = parse(attribute)
+        return known[text]
+
+    return parse_once
+
+
+def _equal_variables(system: Any) -> dict[Any, list[Any]]:
+    """Map each variable of a constraint system to all others that chains of `Equals` make equal to it."""
+    groups: dict[Any, list[Any]] = {}
+    for constraint in system.constraints:
+        if not isinstance(constraint, _constraints.Equals):
+            continue
+        sides = constraint.lhs, constraint.rhs
+        if all(isinstance(side, _constraints.Variable) for side in sides):
+            one, other = (groups.setdefault(side, [side]) for side in sides)
+            if one is not other:
+                one.extend(other)
+                groups.update(dict.fromkeys(other, one))
+    return {variable: [other for other in group if other != variable] for variable, group in groups.items()}
 
 
 def fence_before_async_reads() -> None:

@@ -11,6 +11,7 @@ ELSEWHERE = ("recovery", "fields", "compression", "cache_formats", "web")
 PARTS_OF_A_START = (
     "imports", "devices and model", "lowering", "compilation", "report", "state", "data", "first step",
 )  # fmt: skip
+PARTS_OF_A_FIRST_CALL = ("tracing", "MLIR", "layouts", "XLA", "ptxas")
 PARTS_OF_A_STEP = ("matmuls", "attention", "fusions", "copies", "collectives", "idle")
 
 PREFACE = """\
@@ -79,6 +80,12 @@ Rates that the device reaches; the rows of `limit` are the steps that follow fro
 rate of its dtype, attention at its best rate, nothing else taking time. Rows with SM MHz and W were measured under
 load. GB/s of collectives are bus bandwidth as NCCL's tests define it. `update ms` is the time to read and write
 weights, gradients and moments once at the speed of a copy; the limit does not include it.
+""",
+    "first_call": """\
+CPU seconds until the first call of causal attention with a new shape is compiled. `tracing`, `MLIR` and
+`layouts` (the inference of register layouts) are jax's, in Python, and remain where a process finds the compiled
+program in jax's cache; `XLA` and `ptxas` are the compiler's. `separate loops` is the code before whole and cut tiles
+shared a loop.
 """,
     "fp8": """\
 A work is one weight; its rows are the products of one step on one device. `alone` is a product of operands that are in
@@ -187,6 +194,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     **{f"{name} ms": _number(name, "{:.1f}") for name in PARTS_OF_A_STEP},
     "start to first step s": _number("seconds", "{:.1f}"),
     **{f"{name} s": _number(name, "{:.1f}") for name in PARTS_OF_A_START},
+    "CPU s": _number("first_call_cpu_seconds", "{:.2f}"),
+    **{f"{name} CPU s": _number(name, "{:.2f}") for name in PARTS_OF_A_FIRST_CALL},
     "compile s": _number("compile_seconds", "{:.0f}"),
     "FP8 matmuls": _fp8_matmuls,
     "efficiency": _number("efficiency", "{:.1f} %", 100),

@@ -9,8 +9,8 @@ Per microbatch and device, with n tokens of which t devices share a layer:
 - elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
   (read weight, gradient and state, write weight and state), and the gaps between kernels;
 - communication: see `jaxstack.plan.communication`; transfers beside computation count by what they add to the step;
-- bubble: (p - 1)/m of the layers' work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al. 2021),
-  (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
+- bubble: (p - 1)/m of the layers' work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al.
+  2021), (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
 
 The parts add up to the time of the step.
 """

@@ -25,6 +25,7 @@ from pallas_kernels.attention import mosaic_scores as scoring
 from pallas_kernels.attention.mosaic_config import KernelConfig, read_visits
 from pallas_kernels.attention.mosaic_residuals import Inputs, Place, Residuals, Weighed
 from pallas_kernels.attention.request import Segments
+from pallas_kernels.attention.tiles import query_runs
 from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.wgmma import ROWS, Accumulator
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
@@ -165,7 +166,8 @@ def _key_body(
     # Each block of queries for all query heads of the key head, from the last block on: programs that run at the same
     # time then read the same queries at about the same time, from the L2 cache.
     group = inputs.q.shape[2] // lax.axis_size("head")
-    visits = read_visits(schedule, batch, block, descending=True).repeat(group)
+    runs = query_runs(config.options.mask, config.blocks, ids is not None, descending=True)
+    visits = read_visits(schedule, batch, block, runs, descending=True).repeat(group)
     place = Place(batch, head, block * config.key_block, visits)
     pipeline.specialize(
         warpgroup,

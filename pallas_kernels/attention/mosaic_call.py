@@ -18,7 +18,7 @@ from pallas_kernels.attention.mosaic_scores import LOG2E
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta
-from pallas_kernels.attention.tiles import Blocks, key_schedule, query_schedule
+from pallas_kernels.attention.tiles import key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
 from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.target import multiprocessors
@@ -55,10 +55,6 @@ class AttentionPlan:
             programs=2 if self.interpret else multiprocessors(),
             interpret=self.interpret,
         )
-
-    def blocks(self, config: KernelConfig) -> Blocks:
-        """Return the sequence lengths and one kernel's block sizes, which determine the tiles that it visits."""
-        return Blocks(self.length, self.key_length, config.query_block, config.key_block)
 
 
 def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
@@ -98,7 +94,7 @@ def _attend(
     # With segments the work of a block is not known while tracing.
     alternates = segments is None and alternation_helps(config, q.shape[0] * q.shape[2])
     config = dataclasses.replace(config, turns=tiling.forward_turns, alternates=alternates)
-    schedule = key_schedule(plan.options.mask, plan.blocks(config), segments)
+    schedule = key_schedule(plan.options.mask, config.blocks, segments, descending=True)
     out, lse = forward(
         config,
         _at_least(q, ROWS),
@@ -159,7 +155,7 @@ def gradients(
 
     def key_arguments(queries: int, stages: int) -> tuple[KernelConfig, tuple]:
         config = plan.config(queries, 128, stages)
-        schedule = query_schedule(mask, plan.blocks(config), segments)
+        schedule = query_schedule(mask, config.blocks, segments, descending=True)
         return config, (padded(config), schedule, _pad_segments(segments, config))
 
     tiling = plan.tiling
@@ -178,7 +174,7 @@ def gradients(
         d_q = (sums[...].sum(axis=0) * plan.options.scale).astype(q.dtype)
     else:
         config = plan.config(128, tiling.query_keys, tiling.query_stages)
-        schedule = key_schedule(mask, plan.blocks(config), segments)
+        schedule = key_schedule(mask, config.blocks, segments)
         d_q = query_gradient(config, padded(config), schedule, _pad_segments(segments, config))
         config, arrays = key_arguments(tiling.key_queries, tiling.key_stages)
         launches = (("d_k", "d_v"),) if tiling.key_value_together else (("d_k",), ("d_v",))

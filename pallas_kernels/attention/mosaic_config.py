@@ -1,6 +1,7 @@
 """Compile-time configuration of the Hopper attention kernels, and their loop over score tiles not fully masked."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -10,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.attention.request import Options
+from pallas_kernels.attention.tiles import Blocks, Runs, visit_bounds
 from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.pipeline import Ring
 from pallas_kernels.mosaic_api import Index, Ref, ScratchType, plgpu
@@ -48,6 +50,11 @@ class KernelConfig:
     turns: bool = False
     head_parts: int = 1
     alternates: bool = False
+
+    @property
+    def blocks(self) -> Blocks:
+        """Sequence lengths and block sizes, which determine the tiles that the kernel visits."""
+        return Blocks(self.length, self.key_length, self.query_block, self.key_block)
 
     @property
     def ring(self) -> Ring:
@@ -103,41 +110,47 @@ class Visits(NamedTuple):
         whole: First tile that needs no mask.
         end_whole: End of the tiles that need no mask.
         tile: Returns the number of the block of the other side that a visit is for.
+        runs: Which of the runs before, of and after the whole tiles any block has, beyond the `start` given to `fold`.
     """
 
     total: Index
     whole: Index
     end_whole: Index
     tile: Callable[[Index], Index]
+    runs: Runs
 
     def repeat(self, times: int) -> "Visits":
         """Return visits that come to each tile `times` times in a row."""
         tile = lambda count: self.tile(lax.div(count, jnp.int32(times)))  # noqa: E731
-        return Visits(self.total * times, self.whole * times, self.end_whole * times, tile)
+        return Visits(self.total * times, self.whole * times, self.end_whole * times, tile, self.runs)
 
     def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
-        """Loop over the tiles from `start` on with state = step(needs_mask, index, state); return the last state."""
-        whole, end_whole = jnp.maximum(self.whole, start), jnp.maximum(self.end_whole, start)
-        state = lax.fori_loop(start, whole, functools.partial(step, True), state)
-        state = lax.fori_loop(whole, end_whole, functools.partial(step, False), state)
-        return lax.fori_loop(end_whole, self.total, functools.partial(step, True), state)
+        """Loop over the tiles from `start` on with state = step(needs_mask, index, state); return the last state.
+
+        Each run has a loop of its own, so that `needs_mask` is known while tracing.
+        """
+        edges = start, jnp.maximum(self.whole, start), jnp.maximum(self.end_whole, start), self.total
+        for masked, exists, (first, end) in zip((True, False, True), self.runs, itertools.pairwise(edges), strict=True):
+            if exists:
+                state = lax.fori_loop(first, end, functools.partial(step, masked), state)
+        return state
 
 
-def read_visits(schedule: tuple[Ref, ...], batch: Index, block: Index, descending: bool = False) -> Visits:
+def read_visits(schedule: tuple[Ref, ...], batch: Index, block: Index, runs: Runs, descending: bool = False) -> Visits:
     """Return the tiles that a block of queries or keys visits, read from precomputed lists in global memory.
 
     Args:
         schedule: `tiles.key_schedule` or `tiles.query_schedule`, in global memory.
         batch: Index of the sequence.
         block: Index of the block.
+        runs: `tiles.key_runs` or `tiles.query_runs`.
         descending: True to visit a run of tiles from its last to its first.
     """
     table = schedule[0]
     row = batch if table.shape[0] > 1 else 0
     if len(schedule) == 2:
         counts = schedule[1]
-        return Visits(counts[row, block, 1], 0, counts[row, block, 0], lambda count: table[row, block, count])
+        return Visits(counts[row, block, 1], 0, counts[row, block, 0], lambda count: table[row, block, count], runs)
     first, first_whole, end_whole, end = (table[row, block, index] for index in range(4))
-    if descending:
-        return Visits(end - first, end - end_whole, end - first_whole, lambda count: end - 1 - count)
-    return Visits(end - first, first_whole - first, end_whole - first, lambda count: first + count)
+    total, whole, end_whole = visit_bounds(first, first_whole, end_whole, end, descending)
+    return Visits(total, whole, end_whole, lambda count: end - 1 - count if descending else first + count, runs)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention import mosaic_scores as scoring
 from pallas_kernels.attention.mosaic_config import KernelConfig, Visits, read_visits
 from pallas_kernels.attention.request import Segments
+from pallas_kernels.attention.tiles import key_runs
 from pallas_kernels.hopper import pipeline, scheduler, wgmma
 from pallas_kernels.hopper.pipeline import Ring
 from pallas_kernels.hopper.wgmma import ROWS, Accumulator
@@ -175,12 +176,14 @@ def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item
     batches, length, heads, _ = inputs.q.shape
     blocks = pl.cdiv(length, config.query_block)
     total = heads * batches * blocks
+    # The first tile is computed before the others.
+    runs = key_runs(config.options.mask, config.blocks, inputs.ids is not None, start=1, descending=True)
 
     def step(number: Index, index: Index, before: jax.Array) -> jax.Array:
         # The last blocks of queries have the most causal work: they come first.
         block = blocks - 1 - lax.div(index, heads * batches)
         batch = lax.rem(lax.div(index, heads), batches)
-        visits = read_visits(inputs.schedule, batch, block, descending=True)
+        visits = read_visits(inputs.schedule, batch, block, runs, descending=True)
         visit(_Item(number, before, batch, lax.rem(index, heads), block, visits))
         return before + visits.total
 

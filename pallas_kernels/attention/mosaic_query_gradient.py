@@ -16,6 +16,7 @@ from pallas_kernels.attention import mosaic_scores as scoring
 from pallas_kernels.attention.mosaic_config import KernelConfig, read_visits
 from pallas_kernels.attention.mosaic_residuals import Inputs, Place, Residuals, Weighed
 from pallas_kernels.attention.request import Segments
+from pallas_kernels.attention.tiles import key_runs
 from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.wgmma import ROWS, Accumulator
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
@@ -87,7 +88,8 @@ def _query_body(
     inputs, buffers = Inputs(*inputs), _QueryBuffers(*scratch)
     warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     block = lax.axis_size("block") - 1 - lax.axis_index("block")
-    place = Place(batch, head, block * config.query_block, read_visits(schedule, batch, block))
+    runs = key_runs(config.options.mask, config.blocks, ids is not None)
+    place = Place(batch, head, block * config.query_block, read_visits(schedule, batch, block, runs))
     pipeline.specialize(
         warpgroup,
         config.warpgroups,

@@ -6,7 +6,7 @@ end of the keys goes through it, and skipped if nothing is visible.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,13 @@ import numpy as np
 
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.request import Segments
+from pallas_kernels.mosaic_api import Index
 
 _FAR = 2**62
 
 Visible = np.ndarray | jax.Array
 """Booleans of tiles: known while tracing (numpy), or computed from segments (jax)."""
+Bound = TypeVar("Bound", np.ndarray, Index)
 
 
 class Blocks(NamedTuple):
@@ -30,6 +32,22 @@ class Blocks(NamedTuple):
     key_block: int
 
 
+class Runs(NamedTuple):
+    """Which of the three runs of tiles, that a kernel visits one after the other, any block's row or column has.
+
+    A kernel needs no code for the others, which halves its compilation for common masks.
+
+    Attributes:
+        before: Cut tiles before the whole ones.
+        whole: Tiles that need no mask.
+        after: Cut tiles after the whole ones.
+    """
+
+    before: bool
+    whole: bool
+    after: bool
+
+
 def visible_block_pairs(
     mask: Mask, length: int, key_length: int, query_block: int, key_block: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -38,24 +56,25 @@ def visible_block_pairs(
     return np.argwhere(every).astype(np.int32), np.argwhere(some & ~every).astype(np.int32)
 
 
-def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
+def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None, descending: bool = False) -> jax.Array:
     """Return the contiguous range of key blocks that each query block sees, for causal masks and sliding windows.
 
     The result is int32 [B or 1, query blocks, 4]. The four numbers are (first, first whole, end of the whole, end):
     blocks in [first whole, end of the whole) need no mask, the others of [first, end) do. With segments the range
     spans all blocks that share a segment number with the query block, which for documents in order is exactly those
-    that are visible.
+    that are visible. Without a whole block, all cut ones are in the run that is visited first: that from first to first
+    whole, or, if blocks are visited in `descending` order, that from the end of the whole to the end.
     """
-    return _ranges(*visible_tiles(mask, blocks, segments))
+    return jnp.asarray(_ranges(*visible_tiles(mask, blocks, segments), descending), jnp.int32)
 
 
-def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
+def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None, descending: bool = False) -> jax.Array:
     """Return the contiguous range of query blocks that see each key block, for causal masks and sliding windows.
 
     The result is int32 [B or 1, key blocks, 4], whose four numbers are as in `key_ranges`.
     """
     some, every = visible_tiles(mask, blocks, segments)
-    return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2))
+    return jnp.asarray(_ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), descending), jnp.int32)
 
 
 def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
@@ -81,20 +100,71 @@ def query_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) ->
     return _lists(some.swapaxes(-1, -2), every.swapaxes(-1, -2), int(most))
 
 
-def key_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
+def key_schedule(
+    mask: Mask, blocks: Blocks, segments: Segments | None, descending: bool = False
+) -> tuple[jax.Array, ...]:
     """Return the key blocks that each query block sees, as ranges if the mask makes them contiguous, else as lists.
 
-    The result is (`key_ranges`,) or that of `key_lists`.
+    The result is (`key_ranges`,) or that of `key_lists`; the order of visits concerns ranges only.
     """
-    return (key_ranges(mask, blocks, segments),) if mask.is_band else key_lists(mask, blocks, segments)
+    return (key_ranges(mask, blocks, segments, descending),) if mask.is_band else key_lists(mask, blocks, segments)
 
 
-def query_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
+def query_schedule(
+    mask: Mask, blocks: Blocks, segments: Segments | None, descending: bool = False
+) -> tuple[jax.Array, ...]:
     """Return the query blocks that see each key block, as ranges if the mask makes them contiguous, else as lists.
 
-    The result is (`query_ranges`,) or that of `query_lists`.
+    The result is (`query_ranges`,) or that of `query_lists`; the order of visits concerns ranges only.
     """
-    return (query_ranges(mask, blocks, segments),) if mask.is_band else query_lists(mask, blocks, segments)
+    return (query_ranges(mask, blocks, segments, descending),) if mask.is_band else query_lists(mask, blocks, segments)
+
+
+def visit_bounds(first: Bound, first_whole: Bound, end_whole: Bound, end: Bound, descending: bool) -> tuple[Bound, ...]:
+    """Convert a range of `key_ranges` or `query_ranges` to the numbers of its visits, in ascending or descending order.
+
+    Returns:
+        The number of visits, the first one of a whole tile, and the end of those.
+    """
+    if descending:
+        return end - first, end - end_whole, end - first_whole
+    return end - first, first_whole - first, end_whole - first
+
+
+def key_runs(mask: Mask, blocks: Blocks, segmented: bool, start: int = 0, descending: bool = False) -> Runs:
+    """Return which runs of key blocks a kernel has to visit that computes query blocks by `key_schedule`.
+
+    Args:
+        mask: Mask of the attention.
+        blocks: Lengths and block sizes.
+        segmented: True if there are segments, which are not known while tracing: any tile may then be cut or skipped.
+        start: Number of visits of each block that come before the runs.
+        descending: True if contiguous blocks are visited from the last to the first; as in the schedule and the kernel.
+    """
+    return _runs(mask.is_band, segmented, _visibility(mask, blocks), start, descending)
+
+
+def query_runs(mask: Mask, blocks: Blocks, segmented: bool, descending: bool = False) -> Runs:
+    """Return which runs of query blocks a kernel has to visit that computes key blocks by `query_schedule`.
+
+    `descending` must be that of the schedule and of the kernel's visits.
+    """
+    some, every = _visibility(mask, blocks)
+    return _runs(mask.is_band, segmented, (some.T, every.T), 0, descending)
+
+
+def _runs(
+    contiguous: bool, segmented: bool, visible: tuple[np.ndarray, np.ndarray], start: int, descending: bool
+) -> Runs:
+    if segmented:
+        return Runs(before=contiguous, whole=True, after=True)
+    some, every = visible
+    if contiguous:
+        total, whole, end_whole = visit_bounds(*_ranges(some, every, descending).T, descending=descending)
+    else:
+        total, whole, end_whole = some.sum(axis=1), np.zeros(len(some), int), every.sum(axis=1)
+    bounds = np.maximum([0 * total, whole, end_whole, total], np.minimum(total, start))
+    return Runs(*map(bool, (np.diff(bounds, axis=0) > 0).any(axis=1)))
 
 
 def possible_tiles(mask: Mask, blocks: Blocks, segmented: bool) -> np.ndarray:
@@ -222,8 +292,8 @@ def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     return ids.min(axis=-1), ids.max(axis=-1)
 
 
-def _ranges(some: Visible, every: Visible) -> jax.Array:
-    """Convert boolean tile visibility to ranges of visible tiles, int32 [B or 1, rows, 4], as in `key_ranges`."""
+def _ranges(some: Visible, every: Visible, descending: bool = False) -> Visible:
+    """Convert boolean tile visibility to ranges of visible tiles, [..., rows, 4], as in `key_ranges`."""
     xp = np if isinstance(some, np.ndarray) else jnp
     count = some.shape[-1]
     columns = xp.arange(count)
@@ -235,4 +305,7 @@ def _ranges(some: Visible, every: Visible) -> jax.Array:
     broken = ~every & (columns >= first_whole[..., None])
     end_whole = xp.minimum(xp.where(broken, columns, count).min(axis=-1), end)
     end_whole = xp.maximum(end_whole, first_whole)
-    return jnp.asarray(xp.stack([first, first_whole, end_whole, end], axis=-1), jnp.int32)
+    if descending:
+        no_whole = first_whole == end_whole
+        first_whole, end_whole = (xp.where(no_whole, first, edge) for edge in (first_whole, end_whole))
+    return xp.stack([first, first_whole, end_whole, end], axis=-1)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
+from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu, speed_up_lowering
 
 _CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 """Registers of each thread of a consumer, by the number of consumers; a multiprocessor has 64 Ki registers."""
@@ -44,6 +44,8 @@ def launch(
         interpret: True to interpret the kernel on a CPU, with detection of races.
         parameters: Further arguments of `plgpu.kernel`.
     """
+    if not interpret:
+        speed_up_lowering()
     if programs is not None:
         parameters |= {"grid": (programs,), "grid_names": ("program",)}
     return plgpu.kernel(

@@ -11,10 +11,15 @@ from pallas_kernels.attention.request import Segments
 from pallas_kernels.attention.tiles import (
     Blocks,
     key_lists,
+    key_runs,
+    key_schedule,
     possible_tiles,
     query_lists,
+    query_runs,
+    query_schedule,
     visible_block_pairs,
     visible_tiles,
+    visit_bounds,
 )
 
 PATTERN = np.random.default_rng(0).random((4, 4)) < 0.4
@@ -101,3 +106,36 @@ def test_a_layout_is_a_hashable_pattern():
     assert again == LAYOUT and hash(again) == hash(LAYOUT)
     np.testing.assert_array_equal(again.pattern, PATTERN)
     assert Layout.from_pattern(~PATTERN, 5) != LAYOUT
+
+
+def runs_of(schedule, start, descending):
+    """Which runs any row of a schedule has, one row after the other."""
+    found = np.zeros(3, bool)
+    for row in np.asarray(schedule[-1])[0]:
+        bounds = visit_bounds(*row, descending=descending) if len(schedule) == 1 else (row[1], 0, row[0])
+        total, whole, end_whole = bounds
+        found |= np.diff(np.maximum([0, whole, end_whole, total], min(start, total))) > 0
+    return tuple(found)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("start", "descending"), [(0, False), (1, True)])
+def test_runs_are_those_of_some_block(mask, start, descending):
+    for length, key_length in LENGTHS:
+        if mask.layout is not None and length > key_length:
+            continue
+        for sizes in ((4, 3), (8, 5), (16, 16)):
+            blocks = Blocks(length, key_length, *sizes)
+            keys = key_schedule(mask, blocks, None, descending)
+            assert key_runs(mask, blocks, False, start, descending) == runs_of(keys, start, descending)
+            queries = query_schedule(mask, blocks, None, descending)
+            assert query_runs(mask, blocks, False, descending) == runs_of(queries, 0, descending)
+
+
+def test_common_masks_leave_few_runs():
+    blocks = Blocks(1000, 1000, 128, 128)
+    assert key_runs(Mask(), blocks, False, start=1, descending=True) == (False, True, False)
+    assert key_runs(Mask(causal=False), blocks, False, start=1, descending=True) == (False, True, False)
+    assert query_runs(Mask(), blocks, False) == (True, True, False)
+    assert key_runs(Mask(), blocks, True) == (True, True, True)
+    assert key_runs(Mask(global_tokens=3, window=9), blocks, True) == (False, True, True)
