@@ -7,6 +7,7 @@ from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.mosaic_config import KernelConfig, Visits
 from pallas_kernels.attention.mosaic_forward import _hides_tiles
 from pallas_kernels.attention.request import Options
+from pallas_kernels.attention.tiles import Runs
 
 
 def config(length, queries=128, keys=128, causal=True, warpgroups=2, key_length=None):
@@ -50,6 +51,6 @@ def test_tiles_are_passed_over_only_where_some_show_nothing_to_a_warpgroup(given
 
 
 def test_repeated_visits_come_to_each_tile_once_for_each_head():
-    visits = Visits(3, 1, 2, lambda index: 10 - index).repeat(2)
+    visits = Visits(3, 1, 2, lambda index: 10 - index, Runs(True, True, True)).repeat(2)
     assert [int(visits.tile(index)) for index in range(visits.total)] == [10, 10, 9, 9, 8, 8]
-    assert (visits.whole, visits.end_whole) == (2, 4)
+    assert (visits.whole, visits.end_whole, visits.runs) == (2, 4, Runs(True, True, True))
