@@ -3,13 +3,13 @@
     python benchmarks/ablation.py
     python benchmarks/ablation.py --quick    # 30 steps instead of 100
     python benchmarks/ablation.py --steps 400 --timeout 600    # losses that say more; float32 takes most of the time
-    python benchmarks/ablation.py --eighth   # a quarter of the layers for 160 steps: the same in about three minutes
+    python benchmarks/ablation.py --eighth   # 2 instead of 8 layers, for 160 steps
     python benchmarks/ablation.py --tiny     # tiny sizes on simulated CPU devices
 
 The first 8 of the 16 layers of llama3-1b, with a vocabulary of 32,768 (620 million parameters), train on Python's
 standard library. Each row adds one technique to the row before it; all see the same batches in the same order, with
-the same optimizer (AdamW, float32 weights and moments, clipping). `--eighth` takes the first 2 layers, smaller batches
-and a rate that falls, and leaves out the rows that so few layers do not show.
+the same optimizer (AdamW, float32 weights and moments, clipping). `--eighth` trains the first 2 layers, an eighth of
+the model's, on smaller batches with a cosine schedule, and leaves out the techniques that need more layers.
 
 The first row is a plain JAX program: one jitted step, layers in a Python loop, no rematerialisation, attention and
 loss from XLA's operations, all logits at once. It has two of our optimisations, as it would not fit otherwise: its
@@ -19,7 +19,7 @@ rows trade speed for memory and compile time.
 `final_loss` is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first
 row's time by this row's, where both are of one run. `loss_ratio_tf32` and `speedup_tf32` compare with the row of TF32
 matmuls in the same way: what a plain program gains by one setting of jax is not ours. `joules_per_token` is of all but
-the first steps, by the driver's energy counter, which moves every 0.1 s; `dollars_per_billion_tokens` follows from
+the first steps, by the driver's energy counter, which is updated every 0.1 s; `dollars_per_billion_tokens` follows from
 `--price`. Each row runs in a process of its own and is appended to benchmarks/results/ablation.jsonl at once. With
 `--eighth` all processes start at the same time, and each compiles and trains when its turn comes. A row that is to run
 in FP8 and does not fails.
@@ -56,8 +56,8 @@ PLAIN = (
     "model.scan_layers=false",
 )  # fmt: skip
 EIGHTH = ("model.num_layers=2", "train.global_batch_size=4", "schedule.name=cosine", "optimizer.learning_rate=6.0e-4")
-NOT_OF_TWO_LAYERS = ("FP8 matmuls", "scanned layers", "full rematerialisation")
-"""The first of them keeps the first and the last layer in bfloat16."""
+LEFT_OUT_OF_EIGHTH = ("FP8 matmuls", "scanned layers", "full rematerialisation")
+"""Techniques whose effect two layers do not show: `FP8 matmuls` keeps the first and the last layer in bfloat16."""
 EVERY = 4
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "float32, nothing else": PLAIN,
@@ -76,7 +76,7 @@ COLUMNS = (
     "dollars_per_billion_tokens", "peak_memory_bytes", "final_loss", "loss_ratio", "loss_ratio_tf32", "compile_seconds",
 )  # fmt: skip
 READY = "ready to compile"
-"""What a worker prints when its trainer is built."""
+"""Line that a worker process prints when its trainer is built."""
 BASELINES = {"": "float32, nothing else", "_tf32": "TF32 matmuls"}
 """Suffix of `speedup` and `loss_ratio` -> the row that they compare with."""
 
@@ -107,7 +107,7 @@ def compare(row: dict[str, Any], baselines: dict[str, dict[str, Any]]) -> None:
 
 
 def measure(variant: str, overrides: list[str], in_turn: bool = False) -> dict[str, Any]:
-    """The row of one variant, in this process; `in_turn`: the parent process says when to begin (see `Turn`)."""
+    """Measure one variant in this process and return its row; `in_turn`: wait for the parent process (see `Worker`)."""
     import jax
 
     from jaxstack.observe.memory import peak_memory_bytes
@@ -155,12 +155,12 @@ def measure(variant: str, overrides: list[str], in_turn: bool = False) -> dict[s
     }  # fmt: skip
 
 
-class Turn:
+class Worker:
     """A worker process that is started at once, prepares its trainer, and measures when `run` is called.
 
     Args:
         variant: Name of the row.
-        arguments: Of Python.
+        arguments: Arguments of the Python interpreter.
     """
 
     def __init__(self, variant: str, arguments: list[str]) -> None:
@@ -178,7 +178,7 @@ class Turn:
             pass
 
     def run(self, timeout: float) -> dict[str, Any] | None:
-        """Let the process measure; return its row, or None if it fails, which is printed."""
+        """Let the process measure; return its row, or print why it failed and return None."""
         try:
             out, _ = self._process.communicate("\n", timeout)
         except subprocess.TimeoutExpired:
@@ -203,15 +203,16 @@ def measured_rows(
         variants: Names of `TECHNIQUES`.
         arguments: Overrides of the configuration.
         timeout: Seconds that a row may take.
-        in_turn: Start all processes at the same time, which must fit into the GPU's memory together.
+        in_turn: Start all processes at the same time, to measure one after the other; together they must fit into the
+            GPU's memory.
     """
-    worker = [__file__, "--in-turn", "--worker"] if in_turn else [__file__, "--worker"]
-    turns = [Turn(variant, [*worker, variant, *arguments]) for variant in variants] if in_turn else []
-    for turn in turns:
-        turn.wait_until_ready()
+    command = [__file__, "--in-turn", "--worker"] if in_turn else [__file__, "--worker"]
+    workers = [Worker(variant, [*command, variant, *arguments]) for variant in variants] if in_turn else []
+    for worker in workers:
+        worker.wait_until_ready()
     for number, variant in enumerate(variants):
-        command = [*worker, variant, *arguments]
-        row = turns[number].run(timeout) if in_turn else run_process(variant, command, timeout)
+        whole = [*command, variant, *arguments]
+        row = workers[number].run(timeout) if in_turn else run_process(variant, whole, timeout)
         if row:
             yield variant, row
 
@@ -220,8 +221,8 @@ def main() -> None:
     """Measures every technique in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="30 steps of 8 x 2048 tokens instead of 100")
-    parser.add_argument("--steps", type=positive(int), help="number of steps; default: 100, of an eighth 160")
-    parser.add_argument("--eighth", action="store_true", help="2 layers and 4 x 2048 tokens a step, rate by a cosine")
+    parser.add_argument("--steps", type=positive(int), help="number of steps; default: 100; with --eighth: 160")
+    parser.add_argument("--eighth", action="store_true", help="2 layers, 4 x 2048 tokens a step, cosine schedule")
     parser.add_argument("--price", type=positive(float), default=3.0, help="dollars for an hour of one GPU (3)")
     parser.add_argument("--only", nargs="+", choices=TECHNIQUES, metavar="TECHNIQUE",
         help=f"rows to measure, of: {', '.join(TECHNIQUES)}")  # fmt: skip
@@ -241,7 +242,7 @@ def main() -> None:
         "schedule.name=constant", "optimizer.learning_rate=3.0e-4", *(EIGHTH if args.eighth else ()),
         *(TINY if args.tiny else ()), f"train.steps={steps}", f"schedule.warmup_steps={steps // 4}",
     ]  # fmt: skip
-    chosen = [name for name in TECHNIQUES if not (args.eighth and name in NOT_OF_TWO_LAYERS)]
+    chosen = [name for name in TECHNIQUES if not (args.eighth and name in LEFT_OUT_OF_EIGHTH)]
     share, rows_of_batch = ("an eighth", 4) if args.eighth else ("half", 8)
     work = f"{share} of llama3-1b, {steps} steps of {rows_of_batch} x 2048 tokens of real text"
     work = "tiny llama" if args.tiny else work

@@ -359,9 +359,11 @@ def main() -> int:
     parser.add_argument("--works", default="", help="shapes whose name contains this")
     parser.add_argument("--skip-checks", action="store_true", help="no comparison with float32 first")
     parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="draw this number of shapes instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawn shapes")
-    parser.add_argument("--processes", type=int, help="that compile drawn shapes side by side; default: one per core")
-    parser.add_argument("--places", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn shapes")
+    parser.add_argument(
+        "--processes", type=int, help="number of processes that compile drawn shapes; default: one per core"
+    )
+    parser.add_argument("--indices", default="", help=argparse.SUPPRESS)
     parser.add_argument("--torch-rows", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.torch_rows:
@@ -377,7 +379,7 @@ def main() -> int:
     if arguments.random:
         from benchmarks.attention_random import run_random
 
-        run_random(arguments.random, arguments.seed, arguments.processes, arguments.places)
+        run_random(arguments.random, arguments.seed, arguments.processes, arguments.indices)
         return 0
     failed = set() if arguments.skip_checks else check_errors(arguments.only)
     for work in WORKS:

@@ -1,8 +1,8 @@
-"""Attention of shapes drawn at random, ours and cuDNN's: called by `python benchmarks/attention.py --random 20`.
+"""Attention on random shapes, with our kernels and cuDNN's; run by `python benchmarks/attention.py --random 20`.
 
-Nobody tuned block sizes for these shapes. Programs are compiled side by side, in processes of their own. Only when all
-are compiled are the shapes measured, one after the other: compilers would delay the launches, and other work on the GPU
-the kernels. Within a shape the two implementations take turns.
+Block sizes were not tuned for these shapes. Several processes compile the programs at the same time. When all are
+compiled, the shapes are measured one after the other: compilers would delay the launches of kernels, and other work on
+the GPU the kernels themselves. Within a shape the two implementations take turns.
 """
 
 import contextlib
@@ -64,8 +64,8 @@ def draw_works(count: int, seed: int) -> list[Work]:
     return works
 
 
-def programs(work: Work) -> dict[str, dict[str, Callable]]:
-    """Compile forward, and forward and backward, of ours and of cuDNN's; a string instead says why there is none."""
+def compile_programs(work: Work) -> dict[str, dict[str, Callable]]:
+    """Compile the forward, and forward and backward, of our kernels and cuDNN's; a string says why that failed."""
     import jax
     import jax.numpy as jnp
 
@@ -97,7 +97,7 @@ def _gradients(attention: Callable, q: Any, k: Any, v: Any, d_out: Any) -> Any:
 
 
 def time_programs(compiled: dict[str, Any]) -> dict[str, Any]:
-    """Measure the programs of one shape, made by `programs`.
+    """Measure the programs of one shape, made by `compile_programs`.
 
     Returns:
         Seconds as {"ours": {"forward": s, "both": s}, "cudnn": ...}, or a string that says why there are none; and
@@ -113,7 +113,7 @@ def time_programs(compiled: dict[str, Any]) -> dict[str, Any]:
         found["difference"] = max(map(_relative_difference, results["ours"], results["cudnn"]))
     del results
     for turn in range(TURNS):
-        # What runs first, and after which kernels, affects clocks: the order changes from turn to turn.
+        # The order of the implementations affects the GPU's clock, so it alternates.
         for name in list(runs)[:: -1 if turn % 2 else 1]:
             for part, run in runs[name].items():
                 taken = median_seconds(run, jax.block_until_ready, block_seconds=0.02)
@@ -130,18 +130,18 @@ def _relative_difference(x: Any, y: Any) -> float:
     return float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
 
 
-def serve_places(works: list[Work], places: list[int], requests: Iterable[str]) -> None:
-    """Compile the shapes at these places of the list, then measure each when asked: what a child process does.
+def serve_requests(works: list[Work], indices: list[int], requests: Iterable[str]) -> None:
+    """Compile shapes, then measure each when it is requested: the work of a child process.
 
     Args:
         works: Drawn shapes.
-        places: Places in `works` that this process is responsible for.
-        requests: Lines with one of the places each; a JSON line answers each of them on standard output.
+        indices: Indices in `works` of the shapes that this process is responsible for.
+        requests: Lines with one of the indices each; a line of JSON on standard output answers each.
     """
-    compiled = {place: programs(works[place]) for place in places}
+    compiled = {index: compile_programs(works[index]) for index in indices}
     print(COMPILED, flush=True)
-    for place in map(int, requests):
-        print(json.dumps(time_programs(compiled.pop(place))), flush=True)
+    for index in map(int, requests):
+        print(json.dumps(time_programs(compiled.pop(index))), flush=True)
 
 
 class Child:
@@ -149,12 +149,12 @@ class Child:
 
     Args:
         arguments: Command line of this benchmark.
-        places: Places of its shapes in the list of drawn shapes.
+        indices: Indices of its shapes in the list of drawn shapes.
     """
 
-    def __init__(self, arguments: list[str], places: list[int]) -> None:
+    def __init__(self, arguments: list[str], indices: list[int]) -> None:
         script = str(Path(__file__).with_name("attention.py"))
-        command = [sys.executable, script, *arguments, "--places", ",".join(map(str, places))]
+        command = [sys.executable, script, *arguments, "--indices", ",".join(map(str, indices))]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
@@ -165,10 +165,10 @@ class Child:
         while (line := self._line()) and line.strip() != COMPILED:
             pass
 
-    def measure(self, place: int) -> dict[str, Any]:
+    def measure(self, index: int) -> dict[str, Any]:
         """Return what `time_programs` returns for one shape, or the last line of the process's errors."""
         with contextlib.suppress(BrokenPipeError):
-            print(place, file=self._process.stdin, flush=True)
+            print(index, file=self._process.stdin, flush=True)
         line = self._line()
         while line and not line.startswith("{"):
             line = self._line()
@@ -197,8 +197,8 @@ def measure_random(count: int, seed: int, processes: int) -> Iterator[tuple[Work
     try:
         for child in children:
             child.wait_until_compiled()
-        for place, work in enumerate(draw_works(count, seed)):
-            result = children[place % processes].measure(place)
+        for index, work in enumerate(draw_works(count, seed)):
+            result = children[index % processes].measure(index)
             print(f"{work}: {result}", flush=True)
             yield work, result
     finally:
@@ -226,10 +226,10 @@ def row_of(work: Work, result: dict[str, Any], seed: int, device: str) -> dict[s
     return row
 
 
-def run_random(count: int, seed: int, processes: int | None, places: str) -> None:
-    """Measure shapes drawn with `seed`, print a table and append its rows; with `places`, only those of a child."""
-    if places:
-        serve_places(draw_works(count, seed), [int(place) for place in places.split(",")], sys.stdin)
+def run_random(count: int, seed: int, processes: int | None, indices: str) -> None:
+    """Measure shapes drawn with `seed`, print a table and append its rows; with `indices`, only those of a child."""
+    if indices:
+        serve_requests(draw_works(count, seed), [int(index) for index in indices.split(",")], sys.stdin)
         return
     import jax
 

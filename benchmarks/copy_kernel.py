@@ -15,17 +15,20 @@ COLUMNS = 256
 
 @dataclasses.dataclass(frozen=True)
 class CopyTiles:
-    """How the kernel divides its work. Each program has up to `2 * ahead` tiles of `rows` KiB in shared memory."""
+    """Division of the copy into tiles and programs.
+
+    Each program has up to `2 * ahead` tiles of `rows` KiB in shared memory.
+    """
 
     rows: int = 32
     """Rows of a tile, of 1 KiB each and contiguous in memory."""
     ahead: int = 3
     """Tiles that are read at a time; as many are written meanwhile."""
-    each: int | None = None
+    per_program: int | None = None
     """Neighbouring tiles that a program copies. The hardware starts a program wherever one has ended, which keeps all
-    multiprocessors busy although some reach the memory more slowly. None: `programs` programs copy every tile."""
+    multiprocessors busy although some reach the memory more slowly. None: `programs` programs share all tiles."""
     programs: int = 132
-    """Programs without `each`; 132 is one for each multiprocessor of an H100 or H200."""
+    """Number of programs if `per_program` is None; 132 is one for each multiprocessor of an H100 or H200."""
 
 
 def copy(x: jax.Array, *, tiles: CopyTiles | None = None, interpret: bool = False) -> jax.Array:
@@ -44,15 +47,19 @@ def copy(x: jax.Array, *, tiles: CopyTiles | None = None, interpret: bool = Fals
     if x.ndim != 1 or x.size % tile or x.dtype != jnp.float32:
         raise ValueError(f"the copy takes float32 [n] with n a multiple of {tile}; got {x.dtype} {list(x.shape)}.")
     count = x.size // tile
-    slots = min(2 * cut.ahead, cut.each or count)
-    programs = min(cut.programs, count) if cut.each is None else pl.cdiv(count, cut.each)
+    slots = min(2 * cut.ahead, cut.per_program or count)
+    programs = min(cut.programs, count) if cut.per_program is None else pl.cdiv(count, cut.per_program)
 
     def body(source: Any, target: Any, slot_tiles: Any, arrived: Any) -> None:
         program = lax.axis_index("program")
-        if cut.each is None:
+        if cut.per_program is None:
             first, stride, mine = program, programs, (count - program + programs - 1) // programs
         else:
-            first, stride, mine = program * cut.each, 1, jnp.minimum(cut.each, count - program * cut.each)
+            first, stride, mine = (
+                program * cut.per_program,
+                1,
+                jnp.minimum(cut.per_program, count - program * cut.per_program),
+            )
 
         def rows(step: Any) -> Any:
             return pl.ds((first + step * stride) * cut.rows, cut.rows)

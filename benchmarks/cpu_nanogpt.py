@@ -1,7 +1,7 @@
 """Training steps on a CPU at the shape of nanoGPT's CPU example, ours and PyTorch's in turn.
 
     python benchmarks/cpu_nanogpt.py --rounds 5
-    python benchmarks/cpu_nanogpt.py --cores 1    # as benchmarks/cpu_matmuls.py measures the products alone
+    python benchmarks/cpu_nanogpt.py --cores 1    # to compare with the products alone of benchmarks/cpu_matmuls.py
 
 4 layers, 4 heads, 128 wide, block 64, batch 12, vocabulary 65, float32, no biases, AdamW, clipping at 1. Every
 measurement runs in a process of its own, one after the other, so that neither's threads disturb the other. PyTorch runs
@@ -100,7 +100,7 @@ IMPLEMENTATIONS = {
 
 
 def run_worker(implementation: str, cores: int | None) -> dict:
-    """One measurement in a process of its own, on so many cores (None: all)."""
+    """Measure in a process of its own, on `cores` cores (None: all); return its result."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     command = [sys.executable, __file__, "--worker", implementation, *([f"--cores={cores}"] if cores else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -11,7 +11,7 @@ batches at a time, so that it needs half a step per batch on average:
     bursts            the storage serves nothing for six steps, then eight batches at a time for the next six
     one stalled file  as latency; and the reads of one file of 64 all hang for ten steps
     decoding          no delay, but half a step of pure Python per batch, which holds the interpreter's lock
-    heavy decoding    a step and a half of it, more than one interpreter can do; needs three or more cores
+    heavy decoding    one and a half steps of pure Python per batch, too much for one interpreter; needs 3 or more cores
 
 Each is read by one thread four batches ahead, by the default number of threads, and by two and four processes. Steps
 are a jitted chain of matmuls of about --step-ms; the unit above is their median with batches in memory.

@@ -64,8 +64,9 @@ SUSTAINED_SECONDS = 0.4
 """Length of each of five blocks of calls; a GPU at its power limit lowers its clock within less."""
 COPY_BYTES = 2**31
 COPIES = (
-    CopyTiles(rows=64, ahead=1), CopyTiles(rows=64, ahead=1, each=1), CopyTiles(rows=32, ahead=1, each=1),
-    CopyTiles(rows=16, ahead=1, each=1), CopyTiles(rows=32, ahead=1, each=8), CopyTiles(rows=16, ahead=1, each=8),
+    CopyTiles(rows=64, ahead=1), CopyTiles(rows=64, ahead=1, per_program=1), CopyTiles(rows=32, ahead=1, per_program=1),
+    CopyTiles(rows=16, ahead=1, per_program=1), CopyTiles(rows=32, ahead=1, per_program=8),
+    CopyTiles(rows=16, ahead=1, per_program=8),
 )  # fmt: skip
 """Ways to divide the copy; which one is fastest depends on the memory."""
 PEAK_BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
@@ -134,7 +135,9 @@ class Device:
         x = jnp.arange(size // 4, dtype=jnp.float32)
         works: list[tuple[str, str | None, Callable[[jax.Array], jax.Array]]] = [("xla", None, jnp.negative)]
         if unsupported_target(current_target(), interpret=False) is None:
-            works += [("jaxstack mosaic", _named(tiles), functools.partial(copy, tiles=tiles)) for tiles in COPIES]
+            works += [
+                ("jaxstack mosaic", _variant_name(tiles), functools.partial(copy, tiles=tiles)) for tiles in COPIES
+            ]
         for name, variant, function in works:
             if function is not jnp.negative and not jnp.array_equal(jax.jit(function)(x), x):
                 raise SystemExit(f"copy by {name}, {variant}: the copy differs from the array")
@@ -220,8 +223,8 @@ class Device:
         return [load_config(None, overrides) for overrides in WORKS.values()]
 
 
-def _named(tiles: CopyTiles) -> str:
-    programs = f"{tiles.programs} programs" if tiles.each is None else f"programs of {tiles.each} tiles"
+def _variant_name(tiles: CopyTiles) -> str:
+    programs = f"{tiles.programs} programs" if tiles.per_program is None else f"programs of {tiles.per_program} tiles"
     return f"{programs}, {tiles.ahead} tiles of {tiles.rows} KiB ahead"
 
 

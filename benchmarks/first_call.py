@@ -2,15 +2,16 @@
 
     python benchmarks/first_call.py
     python benchmarks/first_call.py "2 x 8192, heads 16/16 x 64" --starts 5
-    python benchmarks/first_call.py --label "one loop for all tiles"        # a name for what is compared
+    python benchmarks/first_call.py --label "one loop for all tiles"        # added to the name of the variant
     python benchmarks/first_call.py --tiny        # a short sequence, one start; rows go to tiny/
 
-Needs no GPU: without one, the programs are compiled for an H200 ahead of time. Every start is a process of its own that
-has imported everything before it begins to count. Of several starts the one with the least CPU time is kept, as other
-work on the machine only ever adds time. `tracing` and `lowering` are jax's, in Python; `layouts` is the part of the
-lowering that chooses the register layouts of Mosaic kernels; `XLA` is what the process itself spends in the compiler,
-`ptxas` what the assembler does in processes of its own. `second start` has jax's cache of compiled programs, which
-the start before it filled; only on a GPU. Rows are appended to benchmarks/results/first_call.jsonl.
+Needs no GPU: without one, the programs are compiled for an H200 ahead of time, and `device` ends in "absent". Every
+start is a process of its own that has imported everything before it begins to count. Of several starts the one with the
+least CPU time is kept, as other work on the machine only adds time. `tracing` and `MLIR` (the lowering) are jax's, in
+Python; `layouts` is the part of the lowering that chooses the register layouts of Mosaic kernels; `XLA` is what the
+process itself spends in the compiler, `ptxas` what the assembler does in processes of its own. Rows with `second
+start`, measured only on a GPU, use jax's cache of compiled programs, which the start before filled. Rows are appended
+to benchmarks/results/first_call.jsonl.
 """
 
 import argparse
@@ -60,8 +61,8 @@ class Clock:
         return passed[0], passed[1], passed[2]
 
 
-def count_layouts() -> list[float]:
-    """Return a list that jax's inference of the register layouts of each kernel will append its CPU seconds to."""
+def time_layout_inference() -> list[float]:
+    """Let jax's inference of register layouts append the CPU seconds for each kernel to a list; return that list."""
     from jax.experimental.mosaic.gpu import layout_inference
 
     seconds: list[float] = []
@@ -102,7 +103,7 @@ def first_call(work: str, backward: bool) -> dict[str, Any]:
 
     q, k = array(heads), array(kv_heads)
     function, arguments = (attend_and_differentiate, (q, k, k, q)) if backward else (attend, (q, k, k))
-    layouts = count_layouts()
+    layouts = time_layout_inference()
     with lowering_platform("cuda"):
         small = jax.ShapeDtypeStruct((1, 128, 1, head_dim), jnp.bfloat16)
         jax.eval_shape(attend_and_differentiate, *[small] * 4)  # imports what is imported at the first use

@@ -121,7 +121,7 @@ def trace_layout(layout: str, args: argparse.Namespace, environment: Mapping[str
 
 
 def main() -> None:
-    """Trace every layout with and without overlap; both rows are appended as soon as they are there."""
+    """Trace every layout with and without overlap; its rows are appended as soon as both are measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=list(SERIAL), choices=SERIAL, help="layouts to trace")
     parser.add_argument("--devices", type=positive(int), default=2, help="number of GPUs, the first that are visible")

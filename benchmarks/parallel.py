@@ -90,7 +90,7 @@ def run_step(args: argparse.Namespace, work: str, variant: str, overrides: list[
 
 
 def measure_each(args: argparse.Namespace, work: str, steps: dict[str, tuple[list[str], int]]) -> Iterator[Row | None]:
-    """Yield a row of each step (variant -> overrides and number of devices), in turn or with `--together`."""
+    """Yield a row of each step (variant -> overrides and number of devices); with `--together` all compile at once."""
     calls = [functools.partial(measure, args, work, name, *step) for name, step in steps.items()]
     if args.together:
         yield from (row for _, row in run_together(calls))

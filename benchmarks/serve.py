@@ -13,9 +13,9 @@ prefix: prompts of which 90 % is common, with and without the prefix cache: seco
 time to the first token of single ones. throughput: all requests at once, with the share of the optimum C / (2 P) tokens
 of prompts and answers per second (NanoFlow, Zhu et al. 2024, arXiv:2408.12757): C is the peak FLOP/s of the devices
 (--peak, by default the data sheet's for bfloat16), P the parameters that multiply each token (without the input
-embedding; of experts those that a token uses). Its rows have the tokens/s while all slots decode, the duration of
-each kind of program, the share of it in which the host waited for the device, and the time in which nothing was
-dispatched; further rows have the device time of single programs, by kind of kernel.
+embedding; of experts those that a token uses). Its row has the tokens/s while all slots decode, the mean duration of
+each kind of program, the share of these durations in which the host waited for the device, and the share of the run
+in which nothing was dispatched; further rows have the device time of single programs, by kind of kernel.
 All are greedy, through the library's API, after warm-up. `start_seconds` is the time that the engine takes to start; it
 compiles what is not in JAX's persistent compilation cache. Rows are appended to benchmarks/results/serve.jsonl.
 """
@@ -75,7 +75,7 @@ def start_engine(decoder: Decoder, config: EngineConfig, shapes: Sequence[ChunkS
     began = time.perf_counter()
     engine = Engine(decoder, config, warm_up=False)
     if missing := set(shapes) - set(engine.scheduler.shapes):
-        raise ConfigError(f"--shapes {missing} are none of the engine's: {engine.scheduler.shapes}.")
+        raise ConfigError(f"--shapes: the engine has no shapes {missing}; it has {engine.scheduler.shapes}.")
     engine.scheduler.shapes = tuple(shapes) or engine.scheduler.shapes
     engine.warm_up()
     return engine, time.perf_counter() - began
@@ -240,7 +240,7 @@ def steady_speed(engine: Engine, handles: Sequence[Handle]) -> float | None:
 
 
 def throughput(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Tokens/s where all requests, of the whole given lengths, are there from the start; then the programs' times."""
+    """Yield the row of a run in which all requests are there from the start, then rows of single programs."""
     prompts = np.random.default_rng(4).integers(0, decoder.config.vocab_size, (args.requests, args.prompt)).tolist()
     engine, start = start_engine(decoder, config, args.shapes)
     with engine:
@@ -341,7 +341,7 @@ def main() -> int:
             if "seconds_per_token" in row:
                 row["tokens_per_second_per_device"] = 1 / row.pop("seconds_per_token") / decoder.rules.mesh.size
             rows.append({**common, **row})
-            if not args.no_rows:  # at once, as what follows may fail
+            if not args.no_rows:  # at once, as a later measurement may fail
                 append_rows("serve", rows[-1:])
     shown = ("work", "variant", "milliseconds", "tokens_per_second_per_device", "times_sequential", "times_alone")
     first = ("first_token_milliseconds", "first_token_times_without")

@@ -25,7 +25,7 @@ def program_rows(engine: Engine, lengths: tuple[int, int], kernels: Path | None 
     On a GPU a row also has the milliseconds of the kernels by kind, from a trace by jax's profiler.
 
     Args:
-      engine: the engine, which has run requests, so that it is known which shapes of chunks they need.
+      engine: the engine; the requests that it has run determine which shape of chunks is timed.
       lengths: least and largest number of tokens of the sequences that are decoded.
       kernels: folder for a file with each kernel's time, or None.
 
@@ -75,7 +75,7 @@ def time_program(
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
             call()
-        # The name of an operation holds that of its layer, such as attention. Only a kernel's own name tells its kind.
+        # Names of operations contain that of their layer, such as attention, so only kernels' own names are classified.
         events = [(*event[:3], {}) for event in device_events(Path(directory))]
     found, each = summarise(events, CALLS)
     if kernels is not None:

@@ -1,9 +1,9 @@
-"""Turns for measurements whose processes compile at the same time: each measures only when no other one is busy.
+"""Lets processes compile at the same time and measure one after the other, by means of a lock on a file.
 
-Compiling a train step takes far longer than measuring it, and one process uses few of the host's cores. While a process
-compiles it holds a shared lock on the file that `BENCHMARK_TURNS` names, and while it measures an exclusive one. So the
-first measurement starts when all processes have compiled, and the others follow one by one. XLA times kernels while it
-compiles, beside the kernels that other processes time: it may choose some that are slightly slower.
+Compiling a train step takes far longer than measuring it, and one process uses few of the host's cores. A process holds
+a shared lock on the file that `BENCHMARK_TURNS` names while it compiles, and an exclusive one while it measures. So the
+first measurement starts when all processes have compiled, and the others follow one by one. XLA's autotuning times
+kernels during compilation, here while other processes use the GPU too: it may choose kernels that are slightly slower.
 """
 
 import fcntl
@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 VARIABLE = "BENCHMARK_TURNS"
-SMALL_START = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """Environment of processes that share GPUs: memory is taken as it is needed."""
 
 
 class Turn:
-    """This process's turn: it holds the shared lock from the start until `measure`."""
+    """Lock of this process: shared from the start, while it compiles; exclusive once `wait` has returned."""
 
     def __init__(self) -> None:
         path = os.environ.get(VARIABLE)
@@ -42,12 +42,12 @@ class Turn:
 
 @contextmanager
 def turns() -> Iterator[dict[str, str]]:
-    """Yield the environment variables of processes that take turns, with a lock file of their own if there is none."""
+    """Yield the environment variables of processes that take turns, with a new lock file if there is none yet."""
     if known := os.environ.get(VARIABLE):
-        yield {VARIABLE: known, **SMALL_START}
+        yield {VARIABLE: known, **SHARED_GPU}
         return
     with tempfile.NamedTemporaryFile(prefix="turns-") as file:
-        yield {VARIABLE: file.name, **SMALL_START}
+        yield {VARIABLE: file.name, **SHARED_GPU}
 
 
 def run_together(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:

@@ -287,7 +287,7 @@ def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
 
 
 def _decay_notes(tree: Tree) -> list[str]:
-    """Return a note if the learning rate of an optimizer that averages its iterates instead decays all the same."""
+    """Return a note if the schedule decays although the optimizer, schedule-free AdamW, needs no decay."""
     names = {}
     for section in ("optimizer", "schedule"):
         keys = tree.get(section)

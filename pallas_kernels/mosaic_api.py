@@ -73,17 +73,17 @@ class Ref(Protocol):
 
 @functools.cache
 def speed_up_lowering() -> None:
-    """Let jax 0.11 lower Mosaic kernels in less time, to the same code, in this process; nothing on other releases.
+    """Let jax 0.11 lower Mosaic kernels to the same code in less time, in this process; other releases are not changed.
 
-    - To list the values of a kernel that must have equal layouts, jax sorts them by their text, and prints the
-      operation of each for it. The order has no meaning; here they stay in the order of their first appearance.
-    - It parses the layout of an operation each time that it meets it. A kernel has few layouts, which are kept here.
+    - jax sorts the values of a kernel that must have equal layouts by their text, for which it prints the operation of
+      each. The order has no meaning; here they stay in the order of their first appearance.
+    - jax parses the layout of an operation each time. A kernel has few different layouts; here the results are cached.
     """
     if jax.__version_info__[:2] != (0, 11):
         return
     for name, function, replacement in (
         ("constraints", "compute_transitively_equal_vars", lambda _: _equal_variables),
-        ("layouts", "from_layout_attr", _keep_by_text),
+        ("layouts", "from_layout_attr", _cached_by_text),
     ):
         module = importlib.import_module(f"jax.experimental.mosaic.gpu.{name}")
         original = getattr(module, function, None)
@@ -91,8 +91,8 @@ def speed_up_lowering() -> None:
             setattr(module, function, functools.wraps(original)(replacement(original)))
 
 
-def _keep_by_text(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `parse`, whose result depends on the text of its argument alone, with its results kept."""
+def _cached_by_text(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `parse` with a cache of its results, which must depend on the text of the argument alone."""
     known: dict[str, Any] = {}
 
     def parse_once(attribute: Any) -> Any:

@@ -15,7 +15,7 @@ from scripts.result_rows import RATE, RESULTS, ROOT, Row, read_rows
 
 PAGE = ROOT / "docs" / "parallelism.md"
 WEAK, STRONG = "tokens a device", "tokens in all"
-"""What the names of works say where tokens grow with the devices, and where they do not."""
+"""Parts of the names of works in which the tokens grow with the number of devices, and in which they do not."""
 GOALS = {"hidden": 0.80, "efficiency": 0.97}
 """Value of a row -> its goal: communication of `tensor` that is hidden; weak scaling of `data` and `fsdp`."""
 
@@ -80,7 +80,7 @@ def overlap_table(rows: Iterable[Row]) -> str:
 
 
 def step_table(rows: Iterable[Row]) -> str:
-    """Return whole steps of `tensor`, and of weak and strong scaling, relative to the one compared with."""
+    """Return whole steps of `tensor`, and of weak and strong scaling, relative to a baseline."""
     lines = []
     for work, found in group_by_work(rows).items():
         if " tensor" in work:
@@ -99,7 +99,7 @@ def step_table(rows: Iterable[Row]) -> str:
 
 
 def clocks(rows: Iterable[Row]) -> str:
-    """Return what the clocks say about the loss of weak scaling: a lower clock, or waiting at a higher one."""
+    """Return, for weak scaling, how much longer a step takes than on one GPU, and how much its clock differs."""
     sentences, used = [], []
     for found in (rows for work, rows in group_by_work(rows).items() if WEAK in work):
         single = next((row for row in found if row["devices"] == 1), None)

@@ -35,8 +35,8 @@ EXAMPLES = {
     "70b": (["model.preset=llama3-70b", "train.global_batch_size=1024"], "64 x 8 h200"),
 }
 """Example -> (configuration, cluster); sequences of 8192 tokens."""
-FORMULAS_CHANGED = "2026-11-24"
-"""Day of the last change of formulas or calibration: forecasts that rows stored from then on were blind."""
+BLIND_SINCE = "2026-11-24"
+"""First day of the rows whose stored forecasts are a blind test: no formula had been changed because of them."""
 PARTS = {"matmul": "matmul", "attention": "attention", "elementwise": "elementwise",
          "exposed_communication": "communication", "bubble": "bubble"}  # fmt: skip
 
@@ -104,17 +104,17 @@ def calibrates(row: dict[str, Any]) -> bool:
 
 @functools.cache
 def load_sources() -> dict[str, list[str]]:
-    """Return what each value of the calibration was fitted to."""
+    """Return the names of the rows to which each value of the calibration was fitted."""
     return json.loads(FILE.read_text(encoding="utf-8"))["sources"]
 
 
 def was_forecast_first(row: dict[str, Any]) -> bool:
-    """Return True if a row's own forecast is from before its measurement and the formulas have not changed since."""
-    return "predicted_milliseconds" in row and row["date"] >= FORMULAS_CHANGED
+    """Return True if a row stores a forecast that was made before its measurement, with the formulas of that time."""
+    return "predicted_milliseconds" in row and row["date"] >= BLIND_SINCE
 
 
 def measured(rows: Iterable[dict[str, Any]], stored: bool = False) -> str:
-    """Return predicted beside measured steps.
+    """Return a table of predicted and measured step times.
 
     Args:
       rows: of `benchmarks/results`.
@@ -136,7 +136,7 @@ def measured(rows: Iterable[dict[str, Any]], stored: bool = False) -> str:
 
 
 def other_steps() -> list[dict[str, Any]]:
-    """Return the rows of whole steps that calibrate nothing: parallel layouts, and works newer than the calibration."""
+    """Return the rows of whole steps to which the calibration was not fitted: parallel layouts, and newer works."""
     newer = [row for row in usual_rows("train_step") if not calibrates(row)]
     # The single device is a row of both weak and strong scaling.
     parallel = [row for row in usual_rows("parallel") if row["devices"] > 1]

@@ -47,7 +47,7 @@ def read_runs(work: str) -> list[Row]:
 def read_studies() -> dict[tuple[str, int], dict[str, Row]]:
     """Return (run, seed) -> sampler -> row of benchmarks/tune_search.py, of the runs that stored every trial's best.
 
-    The runs without had seeds by which the settings of the samplers were chosen.
+    Older runs are left out: the samplers' settings were chosen on their seeds.
     """
     studies: dict[tuple[str, int], dict[str, Row]] = {}
     for row in (row for row in read_all(RESULTS / "tune_search.jsonl") if "bests" in row):
@@ -138,15 +138,15 @@ def samplers(studies: Mapping[tuple[str, int], Mapping[str, Row]]) -> str:
     """Return the comparison of samplers in words and as a table."""
     if not studies:
         return "Not measured yet; `python benchmarks/tune_search.py` measures it."
-    compared = [sampler for sampler in SAMPLERS[:-1] if _with(sampler, studies)]
+    compared = [sampler for sampler in SAMPLERS[:-1] if _studies_with(sampler, studies)]
     lines = [
-        *(_against_random(sampler, _with(sampler, studies)) for sampler in compared),
+        *(_against_random(sampler, _studies_with(sampler, studies)) for sampler in compared),
         "",
         f"| sampler, mean of the best loss | {' | '.join(f'after {count} trials' for count in COUNTS)} |",
         "|---|" + "---|" * len(COUNTS),
     ]
     for sampler in compared:
-        same = _with(sampler, studies)
+        same = _studies_with(sampler, studies)
         for name in (sampler, "random"):
             means = [mean(study[name][f"loss_at_{count}"] for study in same) for count in COUNTS]
             label = f"`{name}`" + f", at the {len(same)} seeds of `{sampler}`" * (name == "random")
@@ -156,7 +156,7 @@ def samplers(studies: Mapping[tuple[str, int], Mapping[str, Row]]) -> str:
     return "\n".join([*lines, "", source(rows), "", drawn])
 
 
-def _with(sampler: str, studies: Mapping[tuple[str, int], Mapping[str, Row]]) -> list[Mapping[str, Row]]:
+def _studies_with(sampler: str, studies: Mapping[tuple[str, int], Mapping[str, Row]]) -> list[Mapping[str, Row]]:
     """Return the studies of a run and seed that a sampler took part in."""
     return [study for study in studies.values() if sampler in study]
 
@@ -185,7 +185,9 @@ def make_pictures() -> dict[str, str]:
     drawn: dict[str, str] = {}
     studies = read_studies()
     if studies:
-        curves = {name: _mean_bests([study[name] for study in _with("tpe", studies)]) for name in ("tpe", "random")}
+        curves = {
+            name: _mean_bests([study[name] for study in _studies_with("tpe", studies)]) for name in ("tpe", "random")
+        }
         drawn["study.svg"] = draw(
             [Panel(f"Best held-out loss so far, mean of {len(studies)} studies", "trials", curves)], "Studies"
         )

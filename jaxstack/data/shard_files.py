@@ -36,8 +36,8 @@ class ShardFiles(Protocol):
 class LocalFiles:
     """Shard files of a local directory; the most recently used ones stay open.
 
-    Reads with pread instead of a memory map: a file that is cut off while in use then gives an error, not SIGBUS. A
-    read takes a few microseconds, and through TensorStore's `file` driver about twenty times as long.
+    Reads with pread instead of a memory map: a file that is cut off while in use then gives an error, not SIGBUS. The
+    overhead of TensorStore's `file` driver for each read is large compared with a row of a few KB.
     """
 
     def __init__(self, folder: Path):

@@ -17,8 +17,8 @@ from jaxstack.tree_rules import map_by_path
 AnyKind = TypeVar("AnyKind", bound=Optimizer)
 
 _NORM_POWERS: Mapping[Role, float] = {"input": 0.5, "hidden": 0.0, "output": -0.5, "final_gain": -0.5}
-"""Role -> p of the factor (width / base width)^p that makes the norm of a gradient in muP independent of the width: one
-element is of order 1/width in embeddings, and of order 1 in the head, whose initial weights shrink by 1/width."""
+"""Role -> p of the factor (width / base width)^p that makes the norm of a gradient in muP independent of the width: its
+elements are of order 1/width in embeddings, and of order 1 in the head, whose initial weights shrink by 1/width."""
 
 
 def check_mup_support(optimizer: Optimizer) -> None:

@@ -27,7 +27,7 @@ _ONE_DEVICE = (
     *("parallel.zero=0", "parallel.sequence=false", "parallel.context_method=auto", "train.gradient_accumulation=1"),
     *(f"parallel.{name}=null" for name in ("microbatches", "pipeline_schedule", "pipeline_virtual_stages")),
 )
-"""Overrides that give the layout of one device."""
+"""Overrides that select the layout of a single device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
 
 
 def load_search_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
-    """Read the configuration of a layout search: its own layout, which the search replaces, need not be possible.
+    """Load the configuration of a layout search. Its own layout, which the search replaces, may be impossible.
 
     Raises:
       ConfigError: the file or another value is wrong.

@@ -180,7 +180,7 @@ def _rows(
 def _without_values(message: str) -> str:
     """Return an error message with its values removed, so that violations of one rule are counted together."""
     rule = re.split(r"[;.:] |, because", message)[0]
-    # Factors stay: `2 x context` is part of a rule, `4 / 2 rows` are values.
+    # `2 x context` is part of a rule and stays; numbers such as `4 / 2 rows` are values.
     return re.sub(r"\s*\([^)]*\)|\s+-?\d+(?:\s*/\s*-?\d+)?\b(?! x )", "", rule).strip()
 
 

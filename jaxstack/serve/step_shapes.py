@@ -1,4 +1,4 @@
-"""The shapes of the serving engine's steps: which are compiled, how long they take, and which one suits the prompts."""
+"""Shapes of the serving engine's steps: those to compile, their durations, and the choice for waiting prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -72,10 +72,10 @@ def decode_batch_sizes(slots: int) -> tuple[int, ...]:
 
 
 def choose_shape(shapes: Sequence[ChunkShape], left: Sequence[int]) -> ChunkShape:
-    """Return the chunk shape that computes most prompt tokens, of those the one with the least padding.
+    """Return the chunk shape that computes the most prompt tokens, and among equals that with least padding.
 
-    Several rows of the largest width are chosen only if padding is less than half of them: the same tokens take no
-    longer one row at a time then.
+    A shape of several rows of the largest width is chosen only if less than half of it is padding: otherwise computing
+    the same tokens one row at a time takes no longer.
 
     Args:
       shapes: compiled shapes to choose from.

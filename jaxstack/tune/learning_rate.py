@@ -78,7 +78,8 @@ class LearningRateResult:
     Attributes:
       rates: learning rate of each step that was taken, float64 [steps].
       losses: training loss of each step, float64 [steps].
-      averages: losses, at most the first step's, averaged over the steps before and after each, float64 [steps].
+      averages: losses, limited to that of the first step and averaged over the steps before and after each, float64
+        [steps].
       steepest: learning rate at which the average falls fastest over the logarithm of the rate.
       tenth_of_minimum: a tenth of the learning rate with the smallest average.
       page: the written HTML page; None: none was written.
@@ -142,7 +143,7 @@ def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] |
     """
     kept = diverged_at(average(np.asarray(losses, np.float64)))
     found, kept_losses = np.asarray(rates, np.float64)[:kept], np.asarray(losses, np.float64)[:kept]
-    # Losses above the first are as bad as it: a steep rise would otherwise reach far into the average before it.
+    # Losses are limited to the first one: a steep rise would otherwise distort the averages of the steps before it.
     averages = smooth(np.minimum(kept_losses, kept_losses[:1])) if kept else kept_losses
     lowest = int(np.argmin(averages)) if kept else 0
     if kept < 3 or lowest == 0:

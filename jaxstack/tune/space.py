@@ -23,7 +23,7 @@ _OF_THE_STUDY = ("run.name", "run.dir", "run.init_from", "run.branch_from", "run
 """Keys that a study sets itself, or that must be the same for all trials."""
 _RANGE_KEYS = ("low", "high", "log", "step")
 _MISSING = object()
-"""What a look-up returns for a key that a configuration does not have."""
+"""Result of a look-up of a key that a configuration does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SearchSpace:
         return _with_values(self.tree, values, self.origin)
 
     def used(self, values: Values) -> dict[str, Any]:
-        """Return those of a trial's values that its configuration has; all, if they do not fit together."""
+        """Return the values of a trial whose keys its configuration has; all if that configuration is invalid."""
         try:
             config = self.configuration(values)
         except ConfigError:

@@ -1,6 +1,6 @@
-"""Even shares of work for the programs of the Hopper attention kernels, found by simulation while tracing.
+"""Load balancing for the programs of the Hopper attention kernels, by simulation while tracing.
 
-Under a causal mask, blocks differ in work: the program with the most of it decides on the time.
+Under a causal mask blocks differ in work, and the program with the most work determines the kernel's time.
 """
 
 import heapq
@@ -12,17 +12,18 @@ from pallas_kernels.attention.tiles import Blocks, visible_tiles
 from pallas_kernels.hopper.wgmma import ROWS
 
 _START_TILES = 3
-"""Time in which a program loads its keys and stores its results, in tiles of 64 queries by 128 keys."""
+"""Time in which a program loads its keys and stores its results, in units of a tile of 64 queries by 128 keys."""
 _COPIED_BYTES = 106_000
-"""Bytes for each element of a head that an H200 copies in the time of such a tile, on all multiprocessors.
+"""Bytes that an H200 copies in the time of such a tile, divided by the head dim.
 
-Both times are proportional to the head dim: 5 products at 3 TFLOP/s of a multiprocessor, and copies at 4 TB/s.
+The time of a tile is proportional to the head dim: 5 products at 3 TFLOP/s per multiprocessor. Copies run at 4 TB/s.
 """
 
 
 _START_VISITS = 0.7
-"""Time in which the forward loads a block of queries and stores its results, in visits of a block of keys."""
+"""Time in which the forward loads a block of queries and stores its results, in units of a visit of a key block."""
 _LEAST_GAIN = 1.01
+"""Ratio of simulated times from which alternating rounds are used."""
 
 
 def alternation_helps(config: KernelConfig, sequences: int) -> bool:
@@ -47,8 +48,8 @@ def alternation_helps(config: KernelConfig, sequences: int) -> bool:
 def choose_head_parts(config: KernelConfig, num_heads: int, k_shape: tuple[int, ...]) -> int:
     """Choose among how many programs to divide the query heads of each key head in the fused backward.
 
-    With few key heads there are few programs, and at the end most multiprocessors wait for the last ones. The work of
-    more programs is more even, but their float32 results must be summed.
+    With few key heads there are few programs, and at the end most multiprocessors wait for the last ones. More
+    programs share the work more evenly, but their float32 results must be summed.
 
     Args:
         config: Static description of the kernel.

@@ -64,7 +64,9 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
 
 
 def _at_least(x: jax.Array, block: int) -> jax.Array:
-    """Pad the second dim of x to one block, the least that TMA copies; beyond a longer array it reads zeros.
+    """Pad the second dim of x to one block, the least that TMA copies.
+
+    Longer arrays are returned unchanged: TMA reads zeros beyond their end.
 
     TMA copies with one dim (log-sum-exp, segment ids) do not stop at the end of an array: those are padded to whole
     blocks, which costs little.

@@ -110,7 +110,7 @@ class Visits(NamedTuple):
         whole: First tile that needs no mask.
         end_whole: End of the tiles that need no mask.
         tile: Returns the number of the block of the other side that a visit is for.
-        runs: Which of the runs before, of and after the whole tiles any block has, beyond the `start` given to `fold`.
+        runs: Runs of tiles that any block has, without the first `start` visits that `fold` leaves out.
     """
 
     total: Index
@@ -120,7 +120,7 @@ class Visits(NamedTuple):
     runs: Runs
 
     def repeat(self, times: int) -> "Visits":
-        """Return visits that come to each tile `times` times in a row."""
+        """Return visits in which each tile is visited `times` times in a row."""
         tile = lambda count: self.tile(lax.div(count, jnp.int32(times)))  # noqa: E731
         return Visits(self.total * times, self.whole * times, self.end_whole * times, tile, self.runs)
 

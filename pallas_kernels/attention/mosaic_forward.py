@@ -285,7 +285,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
         wgmma.zeros(ROWS, config.key_block).astype(q.dtype),
     )
     start: Index = 0
-    if not config.turns and _hides_tiles(config):  # With turns the warpgroups must take equally many.
+    if not config.turns and _hides_tiles(config):  # With turns all warpgroups must visit equally many tiles.
         start = _hidden_tiles(config, rows)
         lax.fori_loop(0, start, functools.partial(_pass_tile, config, buffers, item), None)
     end = start + jnp.minimum(item.visits.total - start, 1)
@@ -298,7 +298,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
 def _hides_tiles(config: KernelConfig) -> bool:
     """Return whether any block of queries may visit a tile that shows nothing to one of its warpgroups.
 
-    Without such tiles there is no loop that passes over them.
+    Otherwise the kernel has no loop that skips such tiles.
     """
     if pl.cdiv(config.length, ROWS) % config.warpgroups:
         return True

@@ -1,4 +1,4 @@
-"""What the backward kernels of attention for Hopper share: their inputs, and the work of one program."""
+"""Types that the backward kernels of attention for Hopper share: their inputs, and the work of one program."""
 
 from typing import NamedTuple
 

@@ -33,9 +33,9 @@ class Blocks(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Which of the three runs of tiles, that a kernel visits one after the other, any block's row or column has.
+    """Booleans of the three runs of tiles that a kernel visits one after the other: True if any block has such tiles.
 
-    A kernel needs no code for the others, which halves its compilation for common masks.
+    A kernel has no code for the other runs, and so compiles in less time. A cut tile is one that is visible in part.
 
     Attributes:
         before: Cut tiles before the whole ones.

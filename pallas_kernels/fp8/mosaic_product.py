@@ -27,6 +27,7 @@ from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 BLOCK = 128
 CONSUMERS = 2
 HALF_ROWS = CONSUMERS * ROWS
+"""Rows of a tile that all computing warpgroups compute at a time, see `ScaledProduct.halves`."""
 _STAGES = {1: 5, 2: 3}
 """Stages that fit into shared memory next to the result, by `ScaledProduct.halves`."""
 _STORE_COLUMNS = 64

@@ -23,7 +23,7 @@ _TILINGS = {
 }
 """Block sizes by the number of inputs of the activation, the first whose columns divide F.
 
-In turns the gradient of the activation takes no time of the tensor cores.
+With `turns` the tensor cores multiply for one warpgroup while the other computes the activation's gradient.
 """
 _FEWEST_TILES = 132
 """Fewest tiles for which the kernel is chosen: with fewer the plain product is as fast."""
@@ -55,7 +55,7 @@ def lower_priority_reason(request: ActivatedMatmulRequest) -> str | None:
 
 
 def _tiling(inputs: int, width: int) -> ProductTiling:
-    """Return the block sizes for an activation of so many inputs and F = width, which they need not divide."""
+    """Return the block sizes for an activation with `inputs` inputs and F = width; no block need divide F."""
     choices = _TILINGS[inputs]
     return next((tiling for tiling in choices if width % tiling.columns == 0), choices[-1])
 

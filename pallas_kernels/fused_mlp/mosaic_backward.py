@@ -143,7 +143,7 @@ def _load_pieces(product: TiledProduct, arrays: _Arrays, buffers: _Buffers, numb
 
 
 def _drain_pieces(product: TiledProduct, buffers: _Buffers, slots: int, tiles: Index) -> None:
-    """Wait in the warp that loads pieces until every warpgroup that had a tile has stored its last gradients."""
+    """Wait, in the warp that loads pieces, until every warpgroup that computed a tile has stored its last gradients."""
     for warpgroup in range(CONSUMERS):
 
         def wait(warpgroup: int = warpgroup) -> None:

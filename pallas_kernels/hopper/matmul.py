@@ -1,7 +1,7 @@
 """A tiled matmul for Hopper kernels that process the result in registers before they store it.
 
 A tile of the result is 128 x 256 (or narrower): two consumer warpgroups compute 64 rows each, the producer loads the
-operands of both. Where much is done to the result, they compute whole tiles in turn instead (`ProductTiling.turns`), so
+operands of both. Where processing the result takes long, they compute whole tiles in turn (`ProductTiling.turns`), so
 that the tensor cores work for one while the other finishes its tile. One program stays on each multiprocessor and
 computes one tile after the other; the producer runs ahead of the consumers, across tiles. A kernel calls `load_tile` in
 its producer and `multiply_tile` in its consumers, with the same tiles in the same order (`scheduler`).
@@ -113,7 +113,7 @@ class TiledProduct:
     def first_barrier(self, number: Index) -> Index:
         """Return the first of the ring's barriers at which the operands of tile `number` arrive.
 
-        A warpgroup has to wait for each phase of a barrier: in turns each has barriers of its own.
+        A warpgroup has to wait for each phase of a barrier, so with `ProductTiling.turns` each has barriers of its own.
         """
         return lax.rem(number, CONSUMERS) * self.tiling.stages if self.tiling.turns else 0
 
@@ -156,7 +156,8 @@ def _visit_part(sizes: list[int], place: Index, visit: Callable[[int, Index], No
 class ProductBuffers(NamedTuple):
     """Shared memory of a tiled matmul: operands in flight with their barriers, and pieces of the result.
 
-    The dims of `result` are consumer, slot, row, column. Of `full` each consumer has its own part in turns.
+    The dims of `result` are consumer, slot, row, column.
+    With `ProductTiling.turns` each consumer has its own part of `full`.
     """
 
     left: Ref
@@ -227,7 +228,7 @@ def multiply_tile(
 ) -> None:
     """Compute this warpgroup's part of output tile `number`, and pass it to `finish`: float32 [own_rows, columns].
 
-    In turns that is the whole tile or nothing.
+    With `ProductTiling.turns` that is the whole tile or nothing.
     """
     warpgroup, rows, turns = lax.axis_index("warpgroup"), product.own_rows, product.tiling.turns
     own = pl.ds(0 if turns else warpgroup * rows, rows)

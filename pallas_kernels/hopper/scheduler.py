@@ -97,9 +97,9 @@ def deal(
         programs: Number of programs of the kernel's `program` axis.
         visit: Called with the item's number within this program, its index, and the state.
         state: State before the first item.
-        alternate: True to deal every second round in the reverse order of programs. Where items come in the order of
-            falling work, each program then gets about the same work; otherwise the first one gets the most of every
-            round.
+        alternate: True to deal every second round in the reverse order of programs. If items are sorted by decreasing
+            work, each program then gets about the same work, whereas in the same order the first one would get the
+            most in every round.
 
     Returns:
         How many items this program has, and the state after the last.

@@ -20,11 +20,12 @@ _LEAST_CAPABILITY = (8, 0)
 _MOST_ROWS = 64
 """Pairs of a new token and a query head per key head: rows of one tile."""
 _MOST_RANGES = 64
+"""Largest number of ranges that the keys of a sequence are divided into."""
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs that run at a time: their registers and shared memory leave no room for a fifth one on an H200."""
 _FEW_BLOCK_ELEMENTS, _MANY_BLOCK_ELEMENTS = 8192, 16384
-"""Elements of the keys of one step of the loop, which then has 64 to 128 keys: the fastest on an H200 if few programs
-run and if there are many more than can run at a time."""
+"""Elements of the keys of one step of the loop, which then has 64 to 128 keys: for few programs, and for at least
+twice as many as can run at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> Paged
     batch, new_tokens, num_heads, head_dim = request.q.shape
     page_size, key_heads = request.page_size, request.key_heads
     table_width = request.page_table.shape[1]
-    # A few programs more than run at a time would take twice as long as those.
+    # A few programs more than can run at a time would double the time.
     most, pairs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(), batch * key_heads
     elements = _MANY_BLOCK_ELEMENTS if pairs >= 2 * most else _FEW_BLOCK_ELEMENTS
     plan = PagedAttentionPlan(

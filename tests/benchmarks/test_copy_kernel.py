@@ -19,7 +19,12 @@ TILE = SMALL.rows * COLUMNS
 @pytest.mark.longer
 @pytest.mark.parametrize(
     "tiles, cut",
-    [(2 * (2 * SMALL.ahead + 2) + 1, SMALL), (7, CopyTiles(ahead=1, each=3)), (1, SMALL), (3, CopyTiles(each=1))],
+    [
+        (2 * (2 * SMALL.ahead + 2) + 1, SMALL),
+        (7, CopyTiles(ahead=1, per_program=3)),
+        (1, SMALL),
+        (3, CopyTiles(per_program=1)),
+    ],
     ids=str,
 )
 def test_every_element_is_copied(tiles, cut):

@@ -115,10 +115,10 @@ def test_workers_that_start_together_measure_when_their_turn_comes(capsys):
     answer = f"print({ablation.READY!r}, flush=True); input(); "
     row = json.dumps({"tokens_per_second_per_device": 7.0})
     turns = [
-        ablation.Turn("works", ["-c", answer + f"print('''{row}''')"]),
-        ablation.Turn("fails", ["-c", answer + "raise SystemExit('out of memory')"]),
-        ablation.Turn("ends at once", ["-c", "raise SystemExit('no such device')"]),
-        ablation.Turn("hangs", ["-c", answer + "import time; time.sleep(60)"]),
+        ablation.Worker("works", ["-c", answer + f"print('''{row}''')"]),
+        ablation.Worker("fails", ["-c", answer + "raise SystemExit('out of memory')"]),
+        ablation.Worker("ends at once", ["-c", "raise SystemExit('no such device')"]),
+        ablation.Worker("hangs", ["-c", answer + "import time; time.sleep(60)"]),
     ]
     for turn in turns:
         turn.wait_until_ready()

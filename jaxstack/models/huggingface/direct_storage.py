@@ -1,6 +1,6 @@
 """Reads tensors of safetensors files straight into GPU memory, by NVIDIA's GPUDirect Storage (package kvikio).
 
-Without the kernel module nvidia-fs kvikio reads through host memory, as the usual way does, so it is not used then.
+Without the kernel module nvidia-fs, kvikio reads through host memory and has no advantage, so it is not used.
 """
 
 import importlib
@@ -20,7 +20,7 @@ _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
 class ByteReader(Protocol):
-    """Interface of what reads bytes of a file into the memory of a device."""
+    """Function that reads bytes of a file into the memory of a device."""
 
     def __call__(self, path: Path, offset: int, count: int, device: Device) -> jax.Array:
         """Return `count` bytes of the file from `offset` on, as uint8 [count] on the device."""
