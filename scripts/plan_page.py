@@ -35,8 +35,8 @@ EXAMPLES = {
     "70b": (["model.preset=llama3-70b", "train.global_batch_size=1024"], "64 x 8 h200"),
 }
 """Example -> (configuration, cluster); sequences of 8192 tokens."""
-FORMULAS_CHANGED = "2026-11-24"
-"""Day of the last change of formulas or calibration: forecasts that rows stored from then on were blind."""
+BLIND_SINCE = "2026-11-24"
+"""First day of rows that no formula had been changed for when `benchmarks/planner.py` stored their forecasts."""
 PARTS = {"matmul": "matmul", "attention": "attention", "elementwise": "elementwise",
          "exposed_communication": "communication", "bubble": "bubble"}  # fmt: skip
 
@@ -106,11 +106,6 @@ def calibrates(row: dict[str, Any]) -> bool:
 def load_sources() -> dict[str, list[str]]:
     """Return what each value of the calibration was fitted to."""
     return json.loads(FILE.read_text(encoding="utf-8"))["sources"]
-
-
-def was_forecast_first(row: dict[str, Any]) -> bool:
-    """Return True if a row's own forecast is from before its measurement and the formulas have not changed since."""
-    return "predicted_milliseconds" in row and row["date"] >= FORMULAS_CHANGED
 
 
 def measured(rows: Iterable[dict[str, Any]], stored: bool = False) -> str:
@@ -184,8 +179,8 @@ def compiled() -> str:
 MAKERS: dict[str, Callable[[], str]] = {
     **{f"example {name}": lambda name=name: example(name) for name in EXAMPLES},
     "measured": lambda: measured(filter(calibrates, usual_rows("train_step"))),
-    "blind": lambda: measured(filter(was_forecast_first, usual_rows("planner")), stored=True),
-    "independent": lambda: measured(row for row in usual_rows("planner") if not was_forecast_first(row)),
+    "blind": lambda: measured((row for row in usual_rows("planner") if row["date"] >= BLIND_SINCE), stored=True),
+    "independent": lambda: measured(usual_rows("planner")),
     "other steps": lambda: measured(other_steps()),
     "choices": choices,
     "compiled": compiled,

@@ -9,8 +9,8 @@ Per microbatch and device, with n tokens of which t devices share a layer:
 - elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
   (read weight, gradient and state, write weight and state), and the gaps between kernels;
 - communication: see `jaxstack.plan.communication`; transfers beside computation count by what they add to the step;
-- bubble: (p - 1)/m of the layers' work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al. 2021),
-  (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
+- bubble: (p - 1)/m of the layers' work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et
+  al. 2021), (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
 
 The parts add up to the time of the step.
 """
@@ -24,6 +24,7 @@ from jaxstack.plan.communication import CollectiveModel, Group, combined_group, 
 from jaxstack.plan.efficiency import Efficiency
 from jaxstack.plan.layouts import Floats, LayoutTable
 from jaxstack.plan.memory import (
+    gathers_weights,
     layers_of_stage,
     microbatch_tokens_per_device,
     saved_values_per_token,
@@ -111,8 +112,10 @@ class StepModel:
         matmul = np.maximum(matmul, weights * 2 * (2 + min(self.trained, 1) + again) / self._memory_rate)
         attention = self.attention_flops / shape.layers * rows / tensor / self._attention_rate(layouts)
         attention = attention * (1 + _FORWARD_SHARE * attention_again)
-        # All policies but `none` repeat the forward part of the elementwise operations.
-        repeated = np.where(layouts.remat_in("none"), 0, 1 / 3)
+        # All policies repeat the forward part of the elementwise operations; `none` does only in a scan whose backward
+        # pass gathers the weights again (`saved_values_per_token` counts what that saves).
+        kept = layouts.remat_in("none") & ~(gathers_weights(layouts) & self.scanned)
+        repeated = np.where(kept, 0, 1 / 3)
         moved = self._layer_bytes(layouts) * rows * (1 + repeated)
         elementwise = moved / (self.cluster.memory_bandwidth * self.efficiency.elementwise)
         casts = 6 * weights * 2 / self._memory_rate
