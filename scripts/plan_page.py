@@ -35,6 +35,8 @@ EXAMPLES = {
     "70b": (["model.preset=llama3-70b", "train.global_batch_size=1024"], "64 x 8 h200"),
 }
 """Example -> (configuration, cluster); sequences of 8192 tokens."""
+MEASURED = {"1b": ("llama3-1b bf16", "unrolled")}
+"""Example -> work and variant of the row that measured its first layout."""
 BLIND_SINCE = "2026-11-24"
 """First day of rows that no formula had been changed for when `benchmarks/planner.py` stored their forecasts."""
 PARTS = {"matmul": "matmul", "attention": "attention", "elementwise": "elementwise",
@@ -67,6 +69,10 @@ def example(name: str) -> str:
         f"{counts} {budget.tokens / 1e9:,.0f} billion tokens (20 per parameter) with the first: "
         f"{budget.days:,.1f} days, {budget.gpu_hours:,.0f} GPU-hours,{cost} {budget.kilowatt_hours / 1000:,.1f} MWh."
     )
+    measured = [row for row in usual_rows("train_step") if (row["work"], row.get("variant")) == MEASURED.get(name)]
+    for row in measured:
+        speed = f"{row['tokens_per_second_per_device']:,.0f} tokens/s/GPU"
+        line += f" Measured with the first: {row['milliseconds']:,.0f} ms, {speed} (commit {row['commit'][:7]})."
     return f"{table(titles, rows)}\n\n{line}"
 
 
