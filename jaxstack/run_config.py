@@ -124,7 +124,15 @@ class RunConfig(Component):
     def _noise_problem(self) -> str | None:
         if not self.observe.noise_scale:
             return None
-        return noise_problem(self.train.gradient_accumulation, self.parallel.degrees)
+        problem = noise_problem(self.train.gradient_accumulation, self.parallel.degrees)
+        smaller = 2 ** len(self.train.batch_ramp.double_at_tokens) if self.train.batch_ramp else 1
+        if problem or self.train.gradient_accumulation > smaller:
+            return problem
+        return (
+            "observe.noise_scale compares microbatches with the whole batch, but the smallest batch of "
+            f"train.batch_ramp is a single one with train.gradient_accumulation={self.train.gradient_accumulation}; "
+            f"set it to {2 * smaller}, or observe.noise_scale=false."
+        )
 
     def _transfer_problem(self) -> str | None:
         remat, scanned, stages = self.model.remat, self.model.scan_layers, self.parallel.pipeline

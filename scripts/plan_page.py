@@ -35,6 +35,8 @@ EXAMPLES = {
     "70b": (["model.preset=llama3-70b", "train.global_batch_size=1024"], "64 x 8 h200"),
 }
 """Example -> (configuration, cluster); sequences of 8192 tokens."""
+MEASURED = {"1b": ("llama3-1b bf16", "unrolled")}
+"""Example -> work and variant of the row that measured its first layout."""
 BLIND_SINCE = "2026-11-24"
 """First day of the rows whose stored forecasts are a blind test: no formula had been changed because of them."""
 PARTS = {"matmul": "matmul", "attention": "attention", "elementwise": "elementwise",
@@ -67,6 +69,10 @@ def example(name: str) -> str:
         f"{counts} {budget.tokens / 1e9:,.0f} billion tokens (20 per parameter) with the first: "
         f"{budget.days:,.1f} days, {budget.gpu_hours:,.0f} GPU-hours,{cost} {budget.kilowatt_hours / 1000:,.1f} MWh."
     )
+    measured = [row for row in usual_rows("train_step") if (row["work"], row.get("variant")) == MEASURED.get(name)]
+    for row in measured:
+        speed = f"{row['tokens_per_second_per_device']:,.0f} tokens/s/GPU"
+        line += f" Measured with the first: {row['milliseconds']:,.0f} ms, {speed} (commit {row['commit'][:7]})."
     return f"{table(titles, rows)}\n\n{line}"
 
 
@@ -106,11 +112,6 @@ def calibrates(row: dict[str, Any]) -> bool:
 def load_sources() -> dict[str, list[str]]:
     """Return the names of the rows to which each value of the calibration was fitted."""
     return json.loads(FILE.read_text(encoding="utf-8"))["sources"]
-
-
-def was_forecast_first(row: dict[str, Any]) -> bool:
-    """Return True if a row stores a forecast that was made before its measurement, with the formulas of that time."""
-    return "predicted_milliseconds" in row and row["date"] >= BLIND_SINCE
 
 
 def measured(rows: Iterable[dict[str, Any]], stored: bool = False) -> str:
@@ -184,8 +185,8 @@ def compiled() -> str:
 MAKERS: dict[str, Callable[[], str]] = {
     **{f"example {name}": lambda name=name: example(name) for name in EXAMPLES},
     "measured": lambda: measured(filter(calibrates, usual_rows("train_step"))),
-    "blind": lambda: measured(filter(was_forecast_first, usual_rows("planner")), stored=True),
-    "independent": lambda: measured(row for row in usual_rows("planner") if not was_forecast_first(row)),
+    "blind": lambda: measured((row for row in usual_rows("planner") if row["date"] >= BLIND_SINCE), stored=True),
+    "independent": lambda: measured(usual_rows("planner")),
     "other steps": lambda: measured(other_steps()),
     "choices": choices,
     "compiled": compiled,

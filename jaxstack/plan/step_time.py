@@ -24,6 +24,7 @@ from jaxstack.plan.communication import CollectiveModel, Group, combined_group, 
 from jaxstack.plan.efficiency import Efficiency
 from jaxstack.plan.layouts import Floats, LayoutTable
 from jaxstack.plan.memory import (
+    gathers_weights,
     layers_of_stage,
     microbatch_tokens_per_device,
     saved_values_per_token,
@@ -111,8 +112,10 @@ class StepModel:
         matmul = np.maximum(matmul, weights * 2 * (2 + min(self.trained, 1) + again) / self._memory_rate)
         attention = self.attention_flops / shape.layers * rows / tensor / self._attention_rate(layouts)
         attention = attention * (1 + _FORWARD_SHARE * attention_again)
-        # All policies but `none` repeat the forward part of the elementwise operations.
-        repeated = np.where(layouts.remat_in("none"), 0, 1 / 3)
+        # All policies repeat the forward part of the elementwise operations; `none` does only in a scan whose backward
+        # pass gathers the weights again (`saved_values_per_token` counts what that saves).
+        kept = layouts.remat_in("none") & ~(gathers_weights(layouts) & self.scanned)
+        repeated = np.where(kept, 0, 1 / 3)
         moved = self._layer_bytes(layouts) * rows * (1 + repeated)
         elementwise = moved / (self.cluster.memory_bandwidth * self.efficiency.elementwise)
         casts = 6 * weights * 2 / self._memory_rate

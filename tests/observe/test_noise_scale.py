@@ -56,3 +56,10 @@ def test_a_configuration_without_microbatches_is_refused():
         load_config(None, ["observe.noise_scale=true"])
     config = load_config(None, ["observe.noise_scale=true", "train.gradient_accumulation=2"])
     assert config.observe.noise_scale and not ObserveConfig().noise_scale
+
+
+def test_a_ramp_whose_smallest_batch_is_one_microbatch_is_refused():
+    ramp = ["observe.noise_scale=true", "train.global_batch_size=8", "train.batch_ramp.double_at_tokens=[1000,4000]"]
+    with pytest.raises(Exception, match="smallest batch of train.batch_ramp .* set it to 8, or"):
+        load_config(None, [*ramp, "train.gradient_accumulation=4"])
+    assert load_config(None, [*ramp, "train.gradient_accumulation=8"]).observe.noise_scale

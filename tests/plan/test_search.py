@@ -133,6 +133,11 @@ def test_forecasts_scale_as_they_should():
     assert seconds("8 x 1 h200", "parallel.fsdp=8")["exposed_communication"] > 3 * one["exposed_communication"]
     none = seconds("8 h200", "parallel.fsdp=8", "model.remat=none")
     assert none["matmul"] < 0.9 * one["matmul"]
+    # A scan that gathers weights again in the backward pass repeats elementwise operations under `none` too.
+    dots = ("8 h200", "parallel.fsdp=8", "model.remat=save_dots")
+    assert none["elementwise"] == pytest.approx(seconds(*dots)["elementwise"])
+    unrolled = seconds("8 h200", "parallel.fsdp=8", "model.remat=none", "model.scan_layers=false")
+    assert unrolled["elementwise"] < 0.9 * seconds(*dots, "model.scan_layers=false")["elementwise"]
     pipeline = seconds("8 h200", "parallel.pipeline=8", "parallel.microbatches=32")
     # Only layers are in the bubble: the head has slots of its own, in which all stages wait.
     layers = seconds("8 h200", "parallel.pipeline=8", "parallel.microbatches=32", "model.vocab_size=256")
