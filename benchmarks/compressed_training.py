@@ -7,7 +7,7 @@
 All methods start from one trained model, the quickstart's, and take the same number of further steps on the same text.
 `float32` takes these steps without compression; compression after training starts from its weights. Parts:
 
-    qat       integers of `--bits`: rounding, GPTQ, and training with rounded weights
+    qat       integers of `--bits`: rounding, GPTQ, and training with rounded weights, from the model or from its GPTQ
     sparse    half of the weights zero: pruning after training, and training that keeps the zeros of a pruned start
     cluster   8 values a matrix: k-means after training, and training with clusters
     low_rank  the singular value decomposition at the ranks that training found, and that training
@@ -172,6 +172,9 @@ def qat_rows(study: Study, seeds: int, group_size: int) -> Iterator[Row]:
                 study.record(variant, method.__name__.lower(), found)
             module, stored = study.train(seed, study.start, QatRule(path=DENSE, bits=bits, group_size=group_size))
             study.record(variant, "qat", module.export(stored))
+            start = study.compress(study.start, Gptq(path=".", bits=bits, group_size=group_size))
+            module, stored = study.train(seed, start, QatRule(path=DENSE, bits=bits, group_size=group_size))
+            study.record(variant, "gptq, then qat", module.export(stored))
     yield from study.rows()
 
 
