@@ -18,7 +18,9 @@ def without_order(result: Any) -> Any:
     return {key: set(others) for key, others in result.items()} if isinstance(result, dict) else result
 
 
-@pytest.mark.skipif(jax.__version_info__[:2] != (0, 11), reason="our Hopper kernels need jax 0.11; only its functions are replaced")
+@pytest.mark.skipif(
+    jax.__version_info__[:2] != (0, 11), reason="our Hopper kernels need jax 0.11, whose functions these are"
+)
 def test_functions_replaced_in_jax_agree_with_the_original_ones(monkeypatch):
     speed_up_lowering()
     calls = collections.Counter()
