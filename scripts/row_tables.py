@@ -84,8 +84,8 @@ weights, gradients and moments once at the speed of a copy; the limit does not i
     "first_call": """\
 CPU seconds until the first call of causal attention with a new shape is compiled. `tracing`, `MLIR` and
 `layouts` (the inference of register layouts) are jax's, in Python, and remain where a process finds the compiled
-program in jax's cache; `XLA` and `ptxas` are the compiler's. `separate loops` is the code before whole and cut tiles
-shared a loop.
+program in jax's cache; `XLA` and `ptxas` are the compiler's. `separate loops` is an older version, whose kernels
+had loops for all kinds of tiles, also those that the mask does not have.
 """,
     "fp8": """\
 A work is one weight; its rows are the products of one step on one device. `alone` is a product of operands that are in
