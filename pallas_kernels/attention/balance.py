@@ -8,7 +8,7 @@ import heapq
 import numpy as np
 
 from pallas_kernels.attention.mosaic_config import KernelConfig
-from pallas_kernels.attention.tiles import Blocks, visible_tiles
+from pallas_kernels.attention.tiles import visible_tiles
 from pallas_kernels.hopper.wgmma import ROWS
 
 _START_TILES = 3
@@ -18,8 +18,6 @@ _COPIED_BYTES = 106_000
 
 The time of a tile is proportional to the head dim: 5 products at 3 TFLOP/s per multiprocessor. Copies run at 4 TB/s.
 """
-
-
 _START_VISITS = 0.7
 """Time in which the forward loads a block of queries and stores its results, in units of a visit of a key block."""
 _LEAST_GAIN = 1.01
@@ -36,8 +34,7 @@ def alternation_helps(config: KernelConfig, sequences: int) -> bool:
     Returns:
         True if the simulated time falls by more than 1 %.
     """
-    blocks = Blocks(config.length, config.key_length, config.query_block, config.key_block)
-    some, _ = visible_tiles(config.options.mask, blocks, None)
+    some, _ = visible_tiles(config.options.mask, config.blocks, None)
     costs = np.repeat(np.asarray(some[0]).sum(axis=1)[::-1] + _START_VISITS, sequences)
     rounds = np.pad(costs, (0, -costs.size % config.programs)).reshape(-1, config.programs)
     in_turn = rounds.sum(axis=0).max()
@@ -64,8 +61,7 @@ def choose_head_parts(config: KernelConfig, num_heads: int, k_shape: tuple[int, 
     group = num_heads // kv_heads
     if group == 1:
         return 1
-    blocks = Blocks(config.length, config.key_length, config.query_block, config.key_block)
-    some, _ = visible_tiles(config.options.mask, blocks, None)
+    some, _ = visible_tiles(config.options.mask, config.blocks, None)
     visits = np.asarray(some[0]).sum(axis=0)
     tiles_in_a_visit = config.query_block / ROWS
 
