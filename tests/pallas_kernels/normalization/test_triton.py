@@ -76,6 +76,7 @@ def test_compiled_for_hopper_one_kernel_reads_and_writes_whole_arrays():
 
 
 @needs_triton
+@pytest.mark.quick
 def test_other_arrays_are_for_xla():
     assert "triton_kernel_call" not in compiled(64)
     assert "triton_kernel_call" not in compiled(4096, jnp.float32)
