@@ -75,7 +75,7 @@ class DeletionCheck:
         return True
 
     def has_right_sizes(self, path: Path, step: int) -> bool:
-        """Return True if a checkpoint's files have the sizes in its manifest; their contents are not read."""
+        """Return True if a checkpoint's files have the sizes recorded in it; their contents are not read."""
         return self._passes(path, step, False)
 
     def _passes(self, path: Path, step: int, hashes: bool) -> bool:
