@@ -119,8 +119,17 @@ def measure_long(args: argparse.Namespace) -> Iterator[Row | None]:
     return measure_each(args, name, steps)
 
 
+SCALING = {
+    "1 device": (),
+    "data": ("parallel.data={}",),
+    "data, zero 1": ("parallel.data={}", "parallel.zero=1"),
+    "fsdp": ("parallel.fsdp={}",),
+}
+"""Layout of weak and strong scaling -> its overrides, with a place for the number of devices; one device has none."""
+
+
 def measure_scaling(args: argparse.Namespace, work: str, rows: Callable[[int], int]) -> Iterator[Row | None]:
-    """One work on one device and on all, with the batch or the state sharded.
+    """One work on one device and on all, with the batch, the optimizer's state or all state sharded.
 
     Args:
         args: the command's arguments.
@@ -128,14 +137,11 @@ def measure_scaling(args: argparse.Namespace, work: str, rows: Callable[[int], i
         rows: number of devices -> sequences of a step.
     """
     single, steps = WORKS["llama3-1b bf16"], {}
-    for variant, axis, devices in (
-        ("1 device", "data", 1),
-        ("data", "data", args.devices),
-        ("fsdp", "fsdp", args.devices),
-    ):
+    for variant, layout in SCALING.items():
         if not args.variants or variant in args.variants:
-            sizes = [f"train.global_batch_size={rows(devices)}", f"parallel.{axis}={devices}", *VARIANTS["unrolled"]]
-            steps[variant] = ([*single, *sizes], devices)
+            devices = args.devices if layout else 1
+            sizes = [f"train.global_batch_size={rows(devices)}", *(key.format(devices) for key in layout)]
+            steps[variant] = ([*single, *sizes, *VARIANTS["unrolled"]], devices)
     if "1 device" not in steps:
         yield from measure_each(args, work, steps)
         return
@@ -211,7 +217,7 @@ def main() -> None:
         parser.error(f"needs two or more GPUs, found {args.devices}; or --tiny, on simulated CPU devices")
     known = {
         "tensor": list(VARIANTS), "context": list(context_variants(args.devices)), "long": list(LONG),
-        **dict.fromkeys(("weak", "strong"), ["1 device", "data", "fsdp"]),
+        **dict.fromkeys(("weak", "strong"), list(SCALING)),
     }  # fmt: skip
     if args.variants:
         wrong = [v for v in args.variants if len(args.only) != 1 or v not in known.get(args.only[0], [])]

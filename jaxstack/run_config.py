@@ -38,8 +38,7 @@ from jaxstack.models.pretrained import fill_in_model_and_tokenizer
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.noise_scale import noise_problem
 from jaxstack.optim.mup import check_mup_support
-from jaxstack.optim.optimizers import AdamW, AnyOptimizer
-from jaxstack.optim.optimizers.schedule_free_adamw import ScheduleFreeAdamW
+from jaxstack.optim.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
@@ -200,7 +199,7 @@ class RunConfig(Component):
             "observe.noise_scale": self.observe.noise_scale,
             "compression.rules": bool(self.compression.rules),
             "distill.teacher": self.distill.teacher is not None,
-            "optimizer.name=schedule_free_adamw": isinstance(self.optimizer, ScheduleFreeAdamW),
+            f"optimizer.name={_name_of(type(self.optimizer))}": self.optimizer.averages_parameters,
         }
         found = [name for name, given in excluded.items() if given]
         if found:
@@ -294,15 +293,21 @@ def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
     return [f"schedule.warmup_steps is {shorter} instead of {warmup}, because train.steps={steps}"]
 
 
+def _name_of(component: type[Component]) -> str:
+    """Return the `name` that chooses the component in a configuration."""
+    return component.model_fields["name"].default
+
+
 def _decay_notes(tree: Tree) -> list[str]:
-    """Return a note if the schedule decays although the optimizer, schedule-free AdamW, needs no decay."""
+    """Return a note if the schedule decays although the optimizer averages parameters, and so needs no decay."""
     names = {}
     for section in ("optimizer", "schedule"):
         keys = tree.get(section)
         names[section] = keys.get("name") if isinstance(keys, dict) else None
-    if names["optimizer"] != "schedule_free_adamw" or names["schedule"] == "constant":
+    averaging = [_name_of(o) for o in OPTIMIZERS if o.averages_parameters]
+    if names["optimizer"] not in averaging or names["schedule"] == "constant":
         return []
-    return ["schedule_free_adamw needs no decay of the learning rate: schedule.name=constant suits it"]
+    return [f"{names['optimizer']} needs no decay of the learning rate: schedule.name=constant suits it"]
 
 
 def config_from_tree(

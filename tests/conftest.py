@@ -10,12 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import shapes
 from tests.marks import SLOW_MARKS, mark_slow_tests
 from tests.skips import TIME_IS_OVER, SkipReasons
 
 pytest_plugins = ["pytester"]
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 DEFAULT_SELECTION = "not gpu and not slow"
 """The marks expression that pyproject.toml gives to every run of the tests."""

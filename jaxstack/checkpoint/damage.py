@@ -69,20 +69,19 @@ class DeletionCheck:
           trusted: this process has just written it, so that it need not be read.
         """
         seen = manifest.signature(path)
-        if not trusted and (seen is None or self._verified.get(step) != seen):
-            try:
-                manifest.check(path, step)
-            except manifest.Damaged as damage:
-                self._report(f"checkpoint {path} is damaged and does not count towards checkpoint.keep: {damage}")
-                return False
+        if not trusted and (seen is None or self._verified.get(step) != seen) and not self._passes(path, step, True):
+            return False
         self._verified[step] = seen
         return True
 
+    def has_right_sizes(self, path: Path, step: int) -> bool:
+        """Return True if a checkpoint's files have the sizes recorded in it; their contents are not read."""
+        return self._passes(path, step, False)
 
-def has_right_sizes(path: Path, step: int) -> bool:
-    """Return True if a checkpoint's files have the sizes recorded in checkpoint.json; their contents are not read."""
-    try:
-        manifest.check(path, step, hashes=False)
-    except manifest.Damaged:
-        return False
-    return True
+    def _passes(self, path: Path, step: int, hashes: bool) -> bool:
+        try:
+            manifest.check(path, step, hashes=hashes)
+        except manifest.Damaged as damage:
+            self._report(f"checkpoint {path} is damaged and does not count towards checkpoint.keep: {damage}")
+            return False
+        return True

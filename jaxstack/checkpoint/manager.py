@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import SaveJob, commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.checkpoint.damage import DamageFinder, DeletionCheck, has_right_sizes
+from jaxstack.checkpoint.damage import DamageFinder, DeletionCheck
 from jaxstack.checkpoint.layout import check_layout, initialize_missing_leaves, orbax_target, restored_leaf
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
@@ -322,10 +322,10 @@ class CheckpointManager:
 
     def _delete_old(self, committed: int) -> None:
         try:
-            good = [step for step in self.all_steps() if has_right_sizes(self._path(step), step)]
+            check = self._deletion_check
+            good = [step for step in self.all_steps() if check.has_right_sizes(self._path(step), step)]
             doomed: tuple[int, ...] = ()
-            intact = self._deletion_check.is_intact
-            verified = lambda step: intact(self._path(step), step, trusted=step == committed)  # noqa: E731
+            verified = lambda step: check.is_intact(self._path(step), step, trusted=step == committed)  # noqa: E731
             while doomed := steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
                 damaged = [step for step in good if step not in doomed and not verified(step)]
                 if not damaged:

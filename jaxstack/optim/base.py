@@ -82,6 +82,8 @@ class Optimizer(Component):
     """Role of a parameter -> p of the factor (width / base width)^p of its learning rate in muP; None: not known."""
     scales_with_gradient: ClassVar[bool] = False
     """True if gradients that are twice as large make updates twice as large, as in SGD."""
+    averages_parameters: ClassVar[bool] = False
+    """True if the trained parameters are averages over steps, so that the learning rate needs no decay."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak of the schedule."""

@@ -264,9 +264,11 @@ def test_damaged_ones_do_not_count_as_kept(two, open_manager):
     assert {1, 3} <= set(manager.all_steps())
 
 
-def test_a_damaged_checkpoint_does_not_count_towards_keep(two, open_manager, warnings):
+@pytest.mark.parametrize("name", ["the largest", "checkpoint.json", "SHA256SUMS"])
+def test_a_damaged_checkpoint_does_not_count_towards_keep(name, two, open_manager, warnings):
     """The newest is damaged without a change of size: the intact one before it stays for it."""
-    victim = max(files_of(two / "2"), key=lambda path: path.stat().st_size)
+    largest = max(files_of(two / "2"), key=lambda path: path.stat().st_size)
+    victim = largest if name == "the largest" else two / "2" / name
     content = bytearray(victim.read_bytes())
     content[0] ^= 1
     victim.write_bytes(content)

@@ -72,6 +72,7 @@ def fill(disk):
     (disk / "filler").write_bytes(bytes(free - 1_000_000))
 
 
+@pytest.mark.quick
 def test_said_once_space_reclaimed_and_the_next_save_works(small_disk, capfd):
     told = []
     manager = CheckpointManager(small_disk / "checkpoints", CheckpointConfig(keep=1), report=told.append)

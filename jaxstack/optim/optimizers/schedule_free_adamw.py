@@ -1,6 +1,6 @@
 """The schedule-free AdamW optimizer, which averages iterates instead of decaying the learning rate."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ class ScheduleFreeAdamW(Optimizer):
     evaluates its gradient at (1 - b1) z + b1 x. Use `schedule.name: constant` with a warm-up. State: two float32 per
     weight.
     """
+
+    averages_parameters: ClassVar[bool] = True
 
     name: Literal["schedule_free_adamw"] = "schedule_free_adamw"
     learning_rate: float = Field(default=1e-3, gt=0)

@@ -40,7 +40,7 @@ def interpret(name: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", [pytest.param("contiguous", marks=pytest.mark.quick), *list(CASES)[1:]])
+@pytest.mark.parametrize("name", CASES)
 def test_the_kernel_gives_what_loops_give(name):
     done = run_interpreted(__spec__.name, name)
     assert done.returncode == 0, done.stderr[-3000:]

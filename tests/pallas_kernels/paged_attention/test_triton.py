@@ -60,7 +60,7 @@ def interpret(name: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", [pytest.param("grouped", marks=pytest.mark.quick), *list(CASES)[1:]])
+@pytest.mark.parametrize("name", CASES)
 def test_the_kernels_give_what_xla_gives(name):
     done = run_interpreted(__spec__.name, name)
     assert done.returncode == 0, done.stderr[-3000:]
