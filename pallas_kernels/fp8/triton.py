@@ -33,7 +33,7 @@ from pallas_kernels.triton_support import triton_call
 
 _LEAST_CAPABILITY = (8, 9)
 _WARPS = 16
-_BLOCKWISE_TUNING = {1: (8, 1, 0), 2: (16, 1, 0), 3: (16, 2, 1)}
+_BLOCKWISE_TUNING = {1: (8, 1, 0), 2: (16, 1, 0), 3: (16, 3, 1)}
 """Warps per program, stages, and programs on a multiprocessor (0: one per tile), by number of input arrays."""
 _TILE_COLUMNS_TOGETHER = 8
 """Columns of tiles that are taken together, so that what is written of an array and of its transpose lies close by."""
