@@ -8,8 +8,9 @@
 
 A work is one weight: x [rows, D] times [D, outputs]. "forward" quantizes both and multiplies; "forward and backward"
 also quantizes the incoming gradient and computes both gradients. "FP8 matmul alone" is what the forward would take
-were its operands in FP8 already, "FP8 weight gradient alone" (blockwise) the same product with scales for 128 values of
-both operands. Rows are appended to benchmarks/results/fp8.jsonl.
+were its operands in FP8 already, "FP8 weight gradient alone" (blockwise) the same product with scales as a weight's
+gradient has: for 128 x 128 values of the left operand, and for 128 values of the right one. Rows are appended to
+benchmarks/results/fp8.jsonl.
 """
 
 import argparse
@@ -111,11 +112,15 @@ def products_alone(recipe: str, arrays: tuple[jax.Array, ...]) -> dict[str, tupl
         return {"FP8 matmul alone": (product, quantize(x, E4M3), quantize(w.T, E4M3))}
     if recipe != "blockwise" or jax.default_backend() != "gpu":
         return {}
-    scaled = functools.partial(mosaic.product, dtype=jnp.bfloat16)
     left, whole = jax.jit(blockwise.quantize_rows)(x), jax.jit(blockwise.quantize_weight)(w)
+    blocks, turned = jax.jit(blockwise.quantize_weight)(x.T), jax.jit(blockwise.quantize_rows)(w.T)
+
+    def scaled(a: Quantized, b: Quantized) -> jax.Array:
+        return mosaic.product([(a, b)], jnp.bfloat16)
+
     return {
         "FP8 matmul alone": (scaled, left, Quantized(whole.values.T, whole.inverse_scale)),
-        "FP8 weight gradient alone": (scaled, left, jax.jit(blockwise.quantize_rows)(w.T)),
+        "FP8 weight gradient alone": (scaled, Quantized(blocks.values.T, blocks.inverse_scale), turned),
     }
 
 

@@ -39,15 +39,15 @@ BLOCK = 128
 class Operations(NamedTuple):
     """Quantization and matmul functions of one backend of blockwise FP8; every array is two-dimensional."""
 
-    quantize_both: Callable[[Source, Sequence[jax.Array]], list[tuple[Quantized, Quantized]]]
-    """Quantize each x [M, K] that the source computes from the arrays.
+    quantize_both: Callable[[Source, Sequence[jax.Array], bool], list[tuple[Quantized, Quantized]]]
+    """Quantize each x [M, K] that the source computes from the arrays, and its transpose [K, M].
 
-    Returns (x by groups of its rows, its transpose [K, M] by groups of its rows).
+    x has a scale per 128 values of a row; so has the transpose, or one per 128 x 128 if the last argument is True.
     """
     quantize_weight: Callable[[jax.Array], tuple[Quantized, jax.Array]]
     """Return weight [K, N] as `quantize_weight` does, and the transpose of its FP8 values."""
-    product: Callable[[Quantized, Quantized, Any], jax.Array]
-    """Return a @ b.T [M, N] for a [M, K], b [N, K] and the dtype of the result."""
+    product: Callable[[Sequence[tuple[Quantized, Quantized]], Any], jax.Array]
+    """Return the sum of a @ b.T [M, N] over pairs (a [M, K], b [N, K]), in the dtype given."""
 
 
 def quantize_rows(x: jax.Array) -> Quantized:
@@ -62,9 +62,22 @@ def quantize_rows(x: jax.Array) -> Quantized:
     return Quantized(_resized(values, rows, width), 1.0 / scale.T)
 
 
-def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Return (x, x.T), both in E4M3 with a scale per 128 values of a row, for each x [M, K] that `source` computes."""
-    return [(quantize_rows(x), quantize_rows(x.T)) for x in source.compute(*arrays)]
+def quantize_both(source: Source, arrays: Sequence[jax.Array], shared: bool) -> list[tuple[Quantized, Quantized]]:
+    """Return (x, x.T) in E4M3 for each x [M, K] that `source` computes, x with a scale per 128 values of a row.
+
+    Args:
+        source: function from the arrays to the operands.
+        arrays: inputs of the source, of which the first is [M, K].
+        shared: True if 128 x 128 values of x.T share a scale, False if it has one per 128 values of its rows too.
+    """
+    return [(quantize_rows(x), _quantize_transposed(x, shared)) for x in source.compute(*arrays)]
+
+
+def _quantize_transposed(x: jax.Array, shared: bool) -> Quantized:
+    if not shared:
+        return quantize_rows(x.T)
+    values, inverse = quantize_weight(x)
+    return Quantized(values.T, inverse)
 
 
 def quantize_weight(weight: jax.Array) -> Quantized:
@@ -86,10 +99,14 @@ def quantize_weight_both(weight: jax.Array) -> tuple[Quantized, jax.Array]:
     return found, found.values.T
 
 
-def multiply_dequantized(a: Quantized, b: Quantized, dtype: DTypeLike) -> jax.Array:
-    """Dequantize blockwise FP8 operands and multiply them, a [M, K] @ b [N, K].T, summed in float32."""
-    left, right = _dequantize(a, dtype), _dequantize(b, dtype)
-    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+def multiply_dequantized(pairs: Sequence[tuple[Quantized, Quantized]], dtype: DTypeLike) -> jax.Array:
+    """Dequantize blockwise FP8 operands, and sum their products a [M, K] @ b [N, K].T in float32."""
+    contracted, wide = (((1,), (1,)), ((), ())), dtype if len(pairs) == 1 else jnp.float32
+    products = [
+        lax.dot_general(_dequantize(a, dtype), _dequantize(b, dtype), contracted, preferred_element_type=wide)
+        for a, b in pairs
+    ]
+    return functools.reduce(jnp.add, products).astype(dtype)
 
 
 def _dequantize(x: Quantized, dtype: DTypeLike) -> jax.Array:
@@ -172,7 +189,7 @@ def _forward(
     given: QuantizedWeights,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
-    ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs))
+    ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs), True)
     return _products(operations, options.output, by_rows, given), (
         name_for_remat(transposed),
         as_bytes([w for w, _ in given]),
@@ -183,7 +200,7 @@ def _backward(
     operations: Operations, options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
     transposed_x, weights = from_bytes(saved)
-    both = [operations.quantize_both(IDENTITY, (gradient,))[0] for gradient in gradients]
+    both = [operations.quantize_both(IDENTITY, (gradient,), False)[0] for gradient in gradients]
     d_x, d_weights = _gradients(operations, options, transposed_x, weights, both)
     return d_x, options.no_norm_input_gradients, d_weights, (None,) * len(weights)
 
@@ -212,9 +229,9 @@ def _mlp_forward(
     given: QuantizedWeights,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
-    ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs))
+    ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs), True)
     wide = _products(operations, options.dtype, by_rows, given[:2])
-    ((hidden, transposed_hidden),) = operations.quantize_both(SWIGLU, wide)
+    ((hidden, transposed_hidden),) = operations.quantize_both(SWIGLU, wide, True)
     outs = _products(operations, options.output, hidden, given[2:])
     return outs, (
         name_for_remat(transposed),
@@ -228,9 +245,9 @@ def _mlp_backward(
     operations: Operations, options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
     transposed_x, wide, transposed_hidden, weights = from_bytes(saved)
-    quantized_d_out = operations.quantize_both(IDENTITY, gradients)
+    quantized_d_out = operations.quantize_both(IDENTITY, gradients, False)
     d_hidden, d_down = _gradients(operations, options, transposed_hidden, weights[2:], quantized_d_out)
-    quantized_d_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden))
+    quantized_d_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden), False)
     d_x, d_first = _gradients(operations, options, transposed_x, weights[:2], quantized_d_wide)
     return d_x, options.no_norm_input_gradients, (*d_first, *d_down), (None,) * len(weights)
 
@@ -239,7 +256,8 @@ _swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _products(operations: Operations, dtype: str, x: Quantized, given: QuantizedWeights) -> tuple[jax.Array, ...]:
-    return tuple(operations.product(x, Quantized(transposed, w.inverse_scale), dtype) for w, transposed in given)
+    pairs = [(x, Quantized(transposed, weight.inverse_scale)) for weight, transposed in given]
+    return tuple(operations.product([pair], dtype) for pair in pairs)
 
 
 def _gradients(
@@ -250,13 +268,12 @@ def _gradients(
     gradients: Sequence[tuple[Quantized, Quantized]],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the gradients (d_x, d_weights) of a blockwise FP8 matmul, from the quantized gradients of its results."""
-    d_x = [
-        operations.product(by_rows, Quantized(weight.values, weight.inverse_scale.T), options.dtype)
+    pairs = [
+        (by_rows, Quantized(weight.values, weight.inverse_scale.T))
         for (by_rows, _), weight in zip(gradients, weights, strict=True)
     ]
-    d_weights = tuple(operations.product(transposed_x, transposed, options.dtype) for _, transposed in gradients)
-    total = functools.reduce(jnp.add, [d.astype(jnp.float32) for d in d_x]) if len(d_x) > 1 else d_x[0]
-    return total.astype(options.dtype), d_weights
+    d_weights = tuple(operations.product([(transposed_x, d_out)], options.dtype) for _, d_out in gradients)
+    return operations.product(pairs, options.dtype), d_weights
 
 
 XLA = Operations(quantize_both, quantize_weight_both, multiply_dequantized)

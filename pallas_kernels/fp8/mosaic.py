@@ -1,5 +1,7 @@
 """Mosaic GPU backend of blockwise FP8 matmuls on Hopper: which calls its kernel supports, and its launch."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -28,24 +30,31 @@ def unsupported_reason(target: Target, dtypes: tuple[DTypeLike, ...], sizes: lis
     return None
 
 
-def product(a: Quantized, b: Quantized, dtype: DTypeLike) -> jax.Array:
-    """Multiply block-scaled FP8 matrices, a [M, K] with the transpose of b [N, K]; the result has `dtype`."""
-    (rows, width), columns = a.values.shape, b.values.shape[0]
-    columns_scaled = b.inverse_scale.shape[1] == columns
-    programs, half = 2 if INTERPRET else multiprocessors(), mosaic_product.HALF_ROWS
+def product(pairs: Sequence[tuple[Quantized, Quantized]], dtype: DTypeLike) -> jax.Array:
+    """Sum products of block-scaled FP8 matrices, each a [M, K] with the transpose of b [N, K]; the result has `dtype`.
+
+    Scales of 128 x 128 values must be those of b in all pairs, or of the a of a single pair.
+    """
+    (a, b), transposed = pairs[0], False
+    if a.inverse_scale.shape[1] != len(a.values):
+        # The kernel's left operand has a scale per row: it computes the transpose of the result.
+        (pairs, transposed), (a, b) = ([(b, a)], True), (b, a)
+    (rows, columns), programs = (len(a.values), len(b.values)), 2 if INTERPRET else multiprocessors()
     # Where tall tiles would leave half of the multiprocessors idle, tiles of half the height take half the time.
+    half = mosaic_product.HALF_ROWS
     tall = rows % (2 * half) == 0 and rows // half * (columns // BLOCK) > programs
     spec = mosaic_product.ScaledProduct(
         rows,
         columns,
-        width,
+        tuple(a.values.shape[1] for a, _ in pairs),
         halves=2 if tall else 1,
-        columns_scaled=columns_scaled,
+        columns_scaled=b.inverse_scale.shape[1] == columns,
+        transposed=transposed,
         output=jnp.dtype(dtype).name,
         programs=programs,
         interpret=INTERPRET,
     )
-    return mosaic_product.product(spec, a, b)
+    return mosaic_product.product(spec, *pairs)
 
 
 MOSAIC = Operations(triton.quantize_both, triton.quantize_weight, product)

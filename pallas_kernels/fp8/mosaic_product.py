@@ -8,6 +8,8 @@ few rows of tiles at a time, so that what they read stays in the L2 cache.
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,14 +38,15 @@ _TILE_ROWS_TOGETHER = 8
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """Compile-time constants of one block-scaled FP8 product: a [rows, width] @ b [columns, width].T.
+    """Compile-time constants of a sum of block-scaled FP8 products, each a [rows, width] @ b [columns, width].T.
 
     Attributes:
-        rows: Rows of a.
-        columns: Rows of b, the columns of the result.
-        width: Dim that is summed.
+        rows: Rows of each a.
+        columns: Rows of each b, the columns of the result.
+        widths: Dim that is summed, of each product.
         halves: 128-row parts of the tile that are computed one after the other, 64 rows by each warpgroup.
         columns_scaled: True if every row of b has its own scales, False if every 128 rows share them.
+        transposed: True to store the transpose of the result, [columns, rows].
         output: Name of the dtype of the result.
         programs: Programs that run at a time.
         interpret: True to interpret the kernel on a CPU.
@@ -51,9 +54,10 @@ class ScaledProduct:
 
     rows: int
     columns: int
-    width: int
+    widths: tuple[int, ...]
     halves: int
     columns_scaled: bool
+    transposed: bool
     output: str
     programs: int
     interpret: bool = False
@@ -61,7 +65,7 @@ class ScaledProduct:
     @property
     def steps(self) -> int:
         """Number of steps of 128 values in a program's loop over the contracted dim."""
-        return self.width // BLOCK
+        return sum(self.widths) // BLOCK
 
     @property
     def tile_rows(self) -> int:
@@ -81,10 +85,12 @@ class ScaledProduct:
 
 
 class _Inputs(NamedTuple):
-    a: Ref
-    b: Ref
-    a_scale: Ref
-    b_scale: Ref
+    """Operands and scales in global memory, an array for each product; one of `b_scale` if blocks share scales."""
+
+    a: tuple[Ref, ...]
+    b: tuple[Ref, ...]
+    a_scale: tuple[Ref, ...]
+    b_scale: tuple[Ref, ...]
 
 
 class _Buffers(NamedTuple):
@@ -103,26 +109,28 @@ class _Buffers(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def product(spec: ScaledProduct, a: Quantized, b: Quantized) -> Float[Array, "M N"]:
-    """Multiply FP8 a [M, K] with b [N, K] transposed; scales are [K / 128, M] and [K / 128, N (or N / 128)].
+def product(spec: ScaledProduct, *pairs: tuple[Quantized, Quantized]) -> Float[Array, "M N"]:
+    """Sum the products of each FP8 a [M, K] with its b [N, K] transposed; the result may be stored transposed.
 
-    It is jitted, so that a train step traces and lowers each shape once and not once a layer.
+    Scales are [K / 128, M] and [K / 128, N (or N / 128)]. It is jitted, so that a train step traces and lowers each
+    shape once and not once a layer.
     """
-    stages = spec.ring.stages
-    out_shape = (CONSUMERS, spec.halves, BLOCK // _STORE_COLUMNS, ROWS, _STORE_COLUMNS)
+    stages, count = spec.ring.stages, len(pairs)
+    part = (BLOCK, ROWS) if spec.transposed else (ROWS, _STORE_COLUMNS)
+    shape = (spec.columns, spec.rows) if spec.transposed else (spec.rows, spec.columns)
     kernel = pipeline.launch(
         "fp8_block_product",
         functools.partial(_body, spec),
         consumers=CONSUMERS,
         programs=spec.order.programs,
         interpret=spec.interpret,
-        out_type=jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.output),
+        out_type=jax.ShapeDtypeStruct(shape, spec.output),
         scratch_types=_Buffers(
             a=wgmma.tiled_smem((stages, spec.halves, HALF_ROWS, BLOCK), E4M3),
             b=wgmma.tiled_smem((stages, BLOCK, BLOCK), E4M3),
             a_scale=plgpu.SMEM((stages, spec.halves, HALF_ROWS), jnp.float32),
             b_scale=plgpu.SMEM((stages, BLOCK), jnp.float32) if spec.columns_scaled else None,
-            out=wgmma.tiled_smem(out_shape, spec.output),
+            out=wgmma.tiled_smem((CONSUMERS, spec.halves, ROWS * BLOCK // math.prod(part), *part), spec.output),
             full=tuple(
                 plgpu.Barrier(num_arrivals=2 + of_b, num_barriers=stages)
                 for of_b in (1 + spec.columns_scaled, 0)[: spec.halves]
@@ -131,15 +139,22 @@ def product(spec: ScaledProduct, a: Quantized, b: Quantized) -> Float[Array, "M 
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
+    arrays = [[a.values for a, _ in pairs], [b.values for _, b in pairs], [a.inverse_scale for a, _ in pairs]]
+    scales = [b.inverse_scale for _, b in pairs]
+    scales = scales if spec.columns_scaled or count == 1 else [jnp.concatenate(scales)]
     # Without the barrier XLA computes a result that a scan stacks twice: once more, right into the stacked array.
-    return lax.optimization_barrier(kernel(a.values, b.values, a.inverse_scale, b.inverse_scale))
+    return lax.optimization_barrier(kernel(*itertools.chain(*arrays, scales)))
 
 
-def _body(spec: ScaledProduct, a: Ref, b: Ref, a_scale: Ref, b_scale: Ref, out: Ref, *scratch: Any) -> None:
-    inputs, buffers = _Inputs(a, b, a_scale, b_scale), _Buffers(*scratch)
+def _body(spec: ScaledProduct, *refs: Any) -> None:
+    count = len(spec.widths)
+    a, b, a_scale = (refs[start : start + count] for start in range(0, 3 * count, count))
+    scales = count if spec.columns_scaled else 1
+    (*b_scale, out), scratch = refs[3 * count : 3 * count + scales + 1], refs[3 * count + scales + 1 :]
+    inputs, buffers = _Inputs(a, b, a_scale, tuple(b_scale)), _Buffers(*scratch)
 
     def consume() -> None:
-        compute = functools.partial(_compute, spec, b_scale, out, buffers)
+        compute = functools.partial(_compute, spec, b_scale[0], out, buffers)
         scheduler.follow_tiles(spec.order, None, lambda number, tile, _: compute(number, tile))
         plgpu.wait_smem_to_gmem(0)
 
@@ -160,18 +175,33 @@ def _load(spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, number: Index
     """Load both operands of a tile and their scales, step by step, into the ring of shared-memory buffers."""
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
-        full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
         acquire(buffers.empty)
-        columns = pl.ds(tile.column * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(inputs.b.at[columns, along], buffers.b.at[slot], full[0])
-        if buffers.b_scale is not None:
-            plgpu.copy_gmem_to_smem(inputs.b_scale.at[index, columns], buffers.b_scale.at[slot], full[0])
-        for half in range(spec.halves):
-            rows = pl.ds(tile.row * spec.tile_rows + half * HALF_ROWS, HALF_ROWS)
-            plgpu.copy_gmem_to_smem(inputs.a.at[rows, along], buffers.a.at[slot, half], full[half])
-            plgpu.copy_gmem_to_smem(inputs.a_scale.at[index, rows], buffers.a_scale.at[slot, half], full[half])
+        first = 0
+        for place, width in enumerate(spec.widths):
+            last = first + width // BLOCK
+            copy = functools.partial(_copy, spec, inputs, buffers, tile, slot, place)
+            if len(spec.widths) == 1:
+                copy(index)
+            else:
+                pl.when((index >= first) & (index < last))(functools.partial(copy, index - first))
+            first = last
 
     spec.ring.produce(number * spec.steps, spec.steps, load)
+
+
+def _copy(
+    spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, tile: Tile, slot: Index, place: int, index: Index
+) -> None:
+    """Start the copies of the `index`-th block of the operands of the product at `place` to the buffers of a slot."""
+    full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
+    columns = pl.ds(tile.column * BLOCK, BLOCK)
+    plgpu.copy_gmem_to_smem(inputs.b[place].at[columns, along], buffers.b.at[slot], full[0])
+    if buffers.b_scale is not None:
+        plgpu.copy_gmem_to_smem(inputs.b_scale[place].at[index, columns], buffers.b_scale.at[slot], full[0])
+    for half in range(spec.halves):
+        rows = pl.ds(tile.row * spec.tile_rows + half * HALF_ROWS, HALF_ROWS)
+        plgpu.copy_gmem_to_smem(inputs.a[place].at[rows, along], buffers.a.at[slot, half], full[half])
+        plgpu.copy_gmem_to_smem(inputs.a_scale[place].at[index, rows], buffers.a_scale.at[slot, half], full[half])
 
 
 def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, number: Index, tile: Tile) -> None:
@@ -211,7 +241,8 @@ def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, num
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for half, part in enumerate(rounded):
         first = tile.row * spec.tile_rows + half * HALF_ROWS + warpgroup * ROWS
-        _store(out, buffers.out.at[warpgroup, half], part, first, tile.column)
+        store = _store_transposed if spec.transposed else _store
+        store(out, buffers.out.at[warpgroup, half], part, first, tile.column)
 
 
 def _store(out: Ref, buffer: Ref, part: jax.Array, first: Index, column: Index) -> None:
@@ -222,3 +253,10 @@ def _store(out: Ref, buffer: Ref, part: jax.Array, first: Index, column: Index) 
         plgpu.commit_smem()
         columns = pl.ds(column * BLOCK + start, _STORE_COLUMNS)
         plgpu.copy_smem_to_gmem(buffer.at[index], out.at[pl.ds(first, ROWS), columns])
+
+
+def _store_transposed(out: Ref, buffer: Ref, part: jax.Array, first: Index, column: Index) -> None:
+    """Copy the transpose of 64 rows of a result tile through shared memory to 64 columns of the stored result."""
+    buffer.at[0].transpose((1, 0))[...] = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer.at[0], out.at[pl.ds(column * BLOCK, BLOCK), pl.ds(first, ROWS)])

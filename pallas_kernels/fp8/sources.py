@@ -22,27 +22,25 @@ class Source(NamedTuple):
     tiles_kernel: str | None
     """Name of the kernel with a scale per tile, if there is one."""
     blocks_kernel: str
-    """Name of the kernel with a scale per 128 values, along rows and along columns."""
+    """Name of the kernel in `triton_quantize_blocks`, with scales of 128 values."""
     width: int
-    """Columns of a tile: as many as fit into registers."""
+    """Columns of a tile of the first two kernels: as many as fit into registers."""
 
 
 IDENTITY = Source(lambda x: (x,), "cast_kernel", None, "quantize_kernel", 128)
-SWIGLU = Source(
-    lambda gate, up: (swiglu(gate, up),), "swiglu_kernel", "swiglu_tiles_kernel", "swiglu_blocks_kernel", 64
-)
+SWIGLU = Source(lambda gate, up: (swiglu(gate, up),), "swiglu_kernel", "swiglu_tiles_kernel", "swiglu_kernel", 64)
 SWIGLU_GRADIENTS = Source(
     swiglu_gradients,
     "swiglu_gradients_kernel",
     "swiglu_gradients_tiles_kernel",
-    "swiglu_gradients_blocks_kernel",
+    "swiglu_gradients_kernel",
     64,
 )
 NORM = Source(
     lambda x, inverse_rms, gain: ((x.astype(jnp.float32) * inverse_rms[..., None] * gain).astype(x.dtype),),
     "norm_kernel",
     "norm_tiles_kernel",
-    "norm_blocks_kernel",
+    "norm_kernel",
     128,
 )
 

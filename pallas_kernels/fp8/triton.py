@@ -7,6 +7,7 @@ bandwidth.
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,13 +28,15 @@ from pallas_kernels.fp8.formats import (
 from pallas_kernels.fp8.sources import Source
 from pallas_kernels.fp8.state import AmaxHistory
 from pallas_kernels.fp8.state import state_gradient as plain_state_gradient
-from pallas_kernels.target import automatic_axes, current_target
+from pallas_kernels.target import automatic_axes, current_target, multiprocessors
 from pallas_kernels.triton_support import triton_call
 
 _LEAST_CAPABILITY = (8, 9)
 _WARPS = 16
-_BLOCKWISE_WARPS = {1: 8, 2: 16, 3: 16}
-"""Warps per program, by number of input arrays."""
+_BLOCKWISE_TUNING = {1: (8, 1, 0), 2: (16, 1, 0), 3: (16, 3, 1)}
+"""Warps per program, stages, and programs on a multiprocessor (0: one per tile), by number of input arrays."""
+_TILE_COLUMNS_TOGETHER = 8
+"""Columns of tiles that are taken together, so that what is written of an array and of its transpose lies close by."""
 _TILE_WARPS = 8
 """Warps per program of the kernels with a scale per tile.
 
@@ -84,6 +87,43 @@ class QuantizePlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlocksPlan:
+    """Compile-time constants of a Triton kernel of blockwise FP8.
+
+    Attributes:
+        rows, columns: shape of the array.
+        shared: True if the 128 x 128 values of a tile of the transpose share a scale, False for one per 128 values.
+        programs: number of programs, which take the tiles in turn.
+        stages: tiles of a program that are loaded or computed at a time.
+        together: columns of tiles that are taken together, a divisor of their number.
+        limit: largest number of the format.
+    """
+
+    rows: int
+    columns: int
+    shared: bool
+    programs: int
+    stages: int
+    together: int = 1
+    limit: float = largest(E4M3)
+
+    @property
+    def row_tiles(self) -> int:
+        """Number of tiles along the rows."""
+        return self.rows // BLOCK
+
+    @property
+    def column_tiles(self) -> int:
+        """Number of tiles along the columns."""
+        return self.columns // BLOCK
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles of 128 x 128 values."""
+        return self.row_tiles * self.column_tiles
+
+
+@dataclasses.dataclass(frozen=True)
 class MaximaPlan:
     """Compile-time constants of the kernel that gathers a step's largest magnitudes for delayed scaling.
 
@@ -116,20 +156,22 @@ class QuantizedWithTranspose(NamedTuple):
     """Maxima of |x| over parts of x, float32 [parts]."""
 
 
-def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Quantize each array x that `source` computes, and its transpose, with a scale per 128 values of a row."""
+def quantize_both(source: Source, arrays: Sequence[jax.Array], shared: bool) -> list[tuple[Quantized, Quantized]]:
+    """Quantize each array x that `source` computes, and its transpose, as `blockwise.quantize_both` does."""
     if not kernel_applies(arrays[0]):
-        return blockwise.quantize_both(source, arrays)
+        return blockwise.quantize_both(source, arrays, shared)
+    warps, stages, parallel = _BLOCKWISE_TUNING[sum(x.ndim == 2 for x in arrays)]
     rows, columns = shape = arrays[0].shape
-    plan, count = QuantizePlan(rows, columns, limit=largest(E4M3)), len(jax.eval_shape(source.compute, *arrays))
+    tiles, together = rows // BLOCK * (columns // BLOCK), math.gcd(_TILE_COLUMNS_TOGETHER, columns // BLOCK)
+    plan = BlocksPlan(rows, columns, shared, min(parallel * multiprocessors() or tiles, tiles), stages, together)
     shapes: tuple[tuple[tuple[int, ...], DTypeLike], ...] = (
         (shape, E4M3),
         ((columns // BLOCK, rows), jnp.float32),
         (shape[::-1], E4M3),
-        ((rows // BLOCK, columns), jnp.float32),
+        ((rows // BLOCK, columns // BLOCK if shared else columns), jnp.float32),
     )
-    warps = _BLOCKWISE_WARPS[len(arrays)]
-    results = iter(_launch(source.blocks_kernel, plan, shapes * count, *arrays, warps=warps))
+    shapes *= len(jax.eval_shape(source.compute, *arrays))
+    results = iter(launch(source.blocks_kernel, plan, shapes, *arrays, warps=warps, stages=stages))
     found = [Quantized(values, inverse) for values, inverse in zip(results, results, strict=True)]
     return list(zip(found[::2], found[1::2], strict=True))
 
@@ -145,7 +187,7 @@ def quantize_weight(weight: jax.Array) -> tuple[Quantized, jax.Array]:
     plan = QuantizePlan(rows, columns, limit=largest(E4M3))
     blocks = (rows // BLOCK, columns // BLOCK)
     shapes = ((weight.shape, E4M3), (weight.shape[::-1], E4M3), (blocks, jnp.float32))
-    values, transposed, inverse = _launch("weight_kernel", plan, shapes, weight)
+    values, transposed, inverse = launch("weight_kernel", plan, shapes, weight)
     return Quantized(values, inverse), transposed
 
 
@@ -170,7 +212,7 @@ def cast_both(
     ]
     plan, shape = _plan(source, arrays[0], dtype, given), arrays[0].shape
     shapes = ((shape, dtype), (shape[::-1], dtype), ((plan.programs,), jnp.float32), ((), jnp.float32))
-    results = _launch(source.kernel, plan, shapes * len(expected), *arrays, *histories)
+    results = launch(source.kernel, plan, shapes * len(expected), *arrays, *histories)
     return [_both(*results[start : start + 4]) for start in range(0, len(results), 4)]
 
 
@@ -196,12 +238,12 @@ def _cast_by_tiles(
     Reading the FP8 tiles again moves fewer bytes than computing the operands twice.
     """
     shape, plan = arrays[0].shape, _plan(source, arrays[0], dtype, ())
-    tiles = _launch(kernel, plan, ((shape, dtype), ((plan.programs,), jnp.float32)) * count, *arrays, warps=_TILE_WARPS)
+    tiles = launch(kernel, plan, ((shape, dtype), ((plan.programs,), jnp.float32)) * count, *arrays, warps=_TILE_WARPS)
     found = []
     for x, maxima in zip(tiles[::2], tiles[1::2], strict=True):
         shapes = ((shape, dtype), (shape[::-1], dtype), ((), jnp.float32))
         history = maxima.max().reshape(1)
-        values, transposed, inverse = _launch("recast_kernel", plan, shapes, x, maxima, history, warps=_TILE_WARPS)
+        values, transposed, inverse = launch("recast_kernel", plan, shapes, x, maxima, history, warps=_TILE_WARPS)
         found.append(_both(values, transposed, history, inverse))
     return found
 
@@ -229,7 +271,7 @@ def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
         return plain_state_gradient(state, maxima)
     inputs, weights, gradients = maxima
     plan = MaximaPlan(inputs.size, weights.size, gradients.size, state.shape[-1])
-    (found,) = _launch("maxima_kernel", plan, ((state.shape, jnp.float32),), *maxima)
+    (found,) = launch("maxima_kernel", plan, ((state.shape, jnp.float32),), *maxima)
     return found
 
 
@@ -245,25 +287,26 @@ def _kernels_available() -> bool:
     return installed and capability is not None and capability >= _LEAST_CAPABILITY and not automatic_axes()
 
 
-def _launch(
+def launch(
     kernel: str,
-    plan: QuantizePlan | MaximaPlan,
+    plan: QuantizePlan | BlocksPlan | MaximaPlan,
     shapes: Sequence[tuple[tuple[int, ...], DTypeLike]],
     *arrays: jax.Array,
     warps: int = _WARPS,
+    stages: int = 1,
 ) -> tuple[jax.Array, ...]:
     """Run a quantization kernel, given by name, on arrays; `shapes` are the (shape, dtype) of its results."""
-    from pallas_kernels.fp8 import triton_quantize
+    from pallas_kernels.fp8 import triton_quantize, triton_quantize_blocks
 
     major, minor = current_target().compute_capability or _LEAST_CAPABILITY
     return triton_call(
         *arrays,
-        kernel=getattr(triton_quantize, kernel),
+        kernel=getattr(triton_quantize_blocks if isinstance(plan, BlocksPlan) else triton_quantize, kernel),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes),
         grid=(plan.programs,),
         name=f"fp8_{kernel}",
         num_warps=warps,
-        num_stages=1,
+        num_stages=stages,
         compute_capability=10 * major + minor,
         plan=plan,
     )

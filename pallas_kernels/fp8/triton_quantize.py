@@ -1,4 +1,4 @@
-"""Triton kernels that quantize a tile and its transpose to FP8 in one pass, with one scale or one per 128 values.
+"""Triton kernels that quantize a tile and its transpose to FP8 in one pass, with one scale for the array or for a tile.
 
 They also quantize RMSNorm, SwiGLU and the gradients of SwiGLU, computed from other arrays in the same pass.
 """
@@ -24,36 +24,6 @@ def group_scale(amax, limit: tl.constexpr):
     power: tl.constexpr = 254 + (15 if limit > 448 else 8)
     scale = (tl.minimum(power - exponent, 227) << 23).to(tl.float32, bitcast=True)
     return tl.where(amax > 0, tl.where(amax < float("inf"), scale, 0.0), 1.0)
-
-
-@triton.jit
-def quantize_kernel(x, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
-    """Quantize one tile of x [rows, columns], and its transpose, with a scale per 128 values of a row.
-
-    Writes values [rows, columns], transposed_values [columns, rows] and scales [tiles, rows or columns].
-    """
-    rows, columns = tile_indices(plan)
-    block = tl.load(x + rows * plan.columns + columns)
-    quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
-
-
-@triton.jit
-def quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan: tl.constexpr):
-    """Store a 128 x 128 tile quantized with a scale per row, and its transpose quantized with a scale per tile column.
-
-    Multiplied by a power of two the tile is exact in two bytes, in which it is transposed faster.
-    """
-    size = tl.abs(block.to(tl.float32))
-    tile = tl.program_id(0)
-    scale = group_scale(tl.max(size, axis=1)[:, None], plan.limit)
-    rounded = (block.to(tl.float32) * scale).to(values.dtype.element_ty)
-    tl.store(values + rows * plan.columns + columns, rounded)
-    tl.store(inverse + tile % plan.column_tiles * plan.rows + rows, 1.0 / scale)
-
-    scale = group_scale(tl.max(size, axis=0)[None, :], plan.limit)
-    rounded = tl.trans((block.to(tl.float32) * scale).to(tl.bfloat16)).to(tl.float32).to(values.dtype.element_ty)
-    tl.store(transposed_values + tl.trans(columns) * plan.rows + tl.trans(rows), rounded)
-    tl.store(transposed_inverse + tile // plan.column_tiles * plan.columns + columns, 1.0 / scale)
 
 
 @triton.jit
@@ -151,26 +121,6 @@ def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
 
 
 @triton.jit
-def swiglu_blocks_kernel(gate, up, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
-    """Quantize a tile of silu(gate) * up, and its transpose, with a scale per 128 values of a row."""
-    rows, columns = tile_indices(plan)
-    block = swiglu_of(gate, up, rows, columns, plan)
-    quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
-
-
-@triton.jit
-def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
-    gate, up, d_out, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse,
-    up_values, up_inverse, up_transposed, up_transposed_inverse, plan: tl.constexpr,
-):  # fmt: skip
-    """Quantize a tile of the gradients of SwiGLU's gate and up, and its transpose, with a scale per 128 values."""
-    rows, columns = tile_indices(plan)
-    d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
-    quantize_both(d_gate, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse, rows, columns, plan)
-    quantize_both(d_up, up_values, up_inverse, up_transposed, up_transposed_inverse, rows, columns, plan)
-
-
-@triton.jit
 def weight_kernel(x, values, transposed, inverse, plan: tl.constexpr):
     """Quantize a weight [rows, columns], and its transpose, with one scale per tile of 128 x 128 values."""
     rows, columns = tile_indices(plan)
@@ -244,16 +194,6 @@ def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
     rows, columns = tile_indices(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
     store_own_scale(block, values, maxima, rows, columns, plan)
-
-
-@triton.jit
-def norm_blocks_kernel(
-    x, inverse_rms, gain, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr,
-):  # fmt: skip
-    """Quantize a tile of RMSNorm's output x * inverse_rms * gain, and its transpose, with a scale per 128 values."""
-    rows, columns = tile_indices(plan)
-    block = norm_of(x, inverse_rms, gain, rows, columns, plan)
-    quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 
 
 @triton.jit

@@ -30,8 +30,25 @@ def test_the_kernel_multiplies_as_the_plain_form(monkeypatch, rows, width, colum
     else:
         values, inverse_scale = quantize_weight(weight)
         b = Quantized(values.T, inverse_scale)
-    found = np.asarray(mosaic.product(a, b, jnp.bfloat16), np.float32)
-    wanted = np.asarray(multiply_dequantized(a, b, jnp.float32))
+    _assert_as_plain([(a, b)])
+    if not columns_scaled:
+        _assert_as_plain([(b, a)])
+
+
+def test_products_are_summed_in_one_kernel(monkeypatch):
+    """Products of different depths, as those of the gradients of q, k and v."""
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    pairs = []
+    for number, width in enumerate((256, 128, 384)):
+        keys = jax.random.split(jax.random.key(number))
+        values, inverse_scale = quantize_weight(2.0**number * jax.random.normal(keys[1], (width, 128)))
+        pairs.append((quantize_rows(jax.random.normal(keys[0], (256, width))), Quantized(values.T, inverse_scale)))
+    _assert_as_plain(pairs)
+
+
+def _assert_as_plain(pairs):
+    found = np.asarray(mosaic.product(pairs, jnp.bfloat16), np.float32)
+    wanted = np.asarray(multiply_dequantized(pairs, jnp.float32))
     np.testing.assert_allclose(found, wanted, rtol=2.0**-8, atol=1e-3 * np.abs(wanted).max())
 
 
