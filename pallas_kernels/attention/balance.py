@@ -63,7 +63,7 @@ def choose_head_parts(config: KernelConfig, num_heads: int, k_shape: tuple[int, 
         return 1
     some, _ = visible_tiles(config.options.mask, config.blocks, None)
     visits = np.asarray(some[0]).sum(axis=0)
-    tiles_in_a_visit = config.query_block / ROWS
+    tiles_in_a_visit = config.query_block * config.key_block / (ROWS * 128)
 
     def tiles(parts: int) -> float:
         costs = np.repeat(visits * (group // parts) * tiles_in_a_visit + _START_TILES, kv_heads * parts)

@@ -15,6 +15,7 @@ from pallas_kernels.attention.mosaic_forward import forward
 from pallas_kernels.attention.mosaic_query_gradient import query_gradient
 from pallas_kernels.attention.mosaic_residuals import NO_KEY, Residuals
 from pallas_kernels.attention.mosaic_scores import LOG2E
+from pallas_kernels.attention.mosaic_wide_backward import all_gradients
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta
@@ -155,14 +156,14 @@ def gradients(
 
     mask = plan.options.mask
 
-    def key_arguments(queries: int, stages: int) -> tuple[KernelConfig, tuple]:
-        config = plan.config(queries, 128, stages)
+    def key_arguments(queries: int, stages: int, keys: int = 128) -> tuple[KernelConfig, tuple]:
+        config = plan.config(queries, keys, stages)
         schedule = query_schedule(mask, config.blocks, segments, descending=True)
         return config, (padded(config), schedule, _pad_segments(segments, config))
 
     tiling = plan.tiling
     if tiling.fused_queries:
-        config, arrays = key_arguments(tiling.fused_queries, tiling.fused_stages)
+        config, arrays = key_arguments(tiling.fused_queries, tiling.fused_stages, tiling.fused_keys)
         if segments is None:
             config = dataclasses.replace(config, head_parts=choose_head_parts(config, q.shape[2], k.shape))
         copies = copies_of_query_gradient(config)
@@ -170,7 +171,8 @@ def gradients(
         zero, lse = lax.optimization_barrier((jnp.float32(0), arrays[0].lse))
         arrays = (arrays[0]._replace(lse=lse), *arrays[1:])
         sums = jax.new_ref(jnp.broadcast_to(zero, (copies, *arrays[0].q.shape)))
-        d_k, d_v = key_value_gradient(config, *arrays, d_q=sums)
+        kernel = key_value_gradient if tiling.fused_keys > ROWS else all_gradients
+        d_k, d_v = kernel(config, *arrays, d_q=sums)
         if config.head_parts > 1:
             d_k, d_v = (parts.sum(axis=0).astype(k.dtype) for parts in (d_k, d_v))
         d_q = (sums[...].sum(axis=0) * plan.options.scale).astype(q.dtype)

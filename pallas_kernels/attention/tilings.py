@@ -33,7 +33,10 @@ class Tiling:
         forward_turns: True if its warpgroups give the tensor cores work in turn (FlashAttention-3's ping-pong).
         fused_queries: Queries of a tile of the kernel that computes all gradients, with two computing warpgroups; 0 to
             use the other backward kernels, where the fused one has too few registers.
-        fused_stages: Its tiles in flight.
+        fused_keys: Keys of a program of that kernel: 128, of which each warpgroup has 64, or 64 that both share, each with
+            half of the head dim, where registers have no room for more (`mosaic_wide_backward`; its blocks of queries
+            are always 64).
+        fused_stages: Its tiles in flight; 2 with shared keys.
         query_keys: Keys of a tile of the dQ kernel, which has two computing warpgroups.
         query_stages: Its tiles in flight.
         key_queries: Queries of a tile of the dK and dV kernel, which has two computing warpgroups.
@@ -46,6 +49,7 @@ class Tiling:
     forward_stages: int = _block(2, 3, 4)
     forward_turns: bool = _block(False, True)
     fused_queries: int = _block(64, 128, 0)
+    fused_keys: int = _block(128, 64)
     fused_stages: int = _block(2, 1, 3)
     query_keys: int = _block(64, 32, 128)
     query_stages: int = _block(2, 3, 4)

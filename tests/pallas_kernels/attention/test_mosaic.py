@@ -130,6 +130,17 @@ def test_error_of_the_kernels_of_wide_heads(monkeypatch, capfd):
 
 
 @needs_mosaic
+@pytest.mark.parametrize(("name", "parts"), [("segments_window", 1), ("causal_grouped", 2)])
+def test_error_of_the_backward_whose_warpgroups_share_the_keys(name, parts, monkeypatch, capfd):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(fused_queries=64, fused_keys=64))
+    monkeypatch.setattr(mosaic_call, "choose_head_parts", lambda *_: parts)
+    check(CASES[name], "mosaic")
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
+@needs_mosaic
 @pytest.mark.parametrize("scale", [192**-0.5, 0.1, 1.0, 3.7, 1e-6, 0.0, -0.3])
 @pytest.mark.parametrize("soft_cap", [None, 7.0])
 def test_the_score_of_masked_entries_times_its_factor_is_exact(scale, soft_cap):
