@@ -262,9 +262,10 @@ def _columns(buffers: _Buffers) -> Any:
     return pl.ds(lax.axis_index("warpgroup") * columns, columns)
 
 
-def _queries() -> Any:
-    """Return the slice of a tile's queries whose scores this warpgroup computes."""
-    return pl.ds(lax.axis_index("warpgroup") * _HALF, _HALF)
+def _queries(own: bool = True) -> Any:
+    """Return the slice of a tile's queries whose scores this warpgroup computes, or the other one."""
+    warpgroup = lax.axis_index("warpgroup")
+    return pl.ds((warpgroup if own else 1 - warpgroup) * _HALF, _HALF)
 
 
 def _start_scores(buffers: _Buffers, slot: Index, scores: Accumulator) -> None:
@@ -300,58 +301,72 @@ def _weigh(
     return scoring.mask_tile(config, weights, 0.0, first_query, visited.first_key, pair, keys_are_rows=True), capped
 
 
-def _exchange(config: KernelConfig, buffers: _Buffers, visited: _Visited, products: jax.Array) -> None:
-    """Compute this warpgroup's softmax weights and score gradients of a tile, and wait for the other warpgroup's.
+def _differentiate(
+    config: KernelConfig,
+    buffers: _Buffers,
+    visited: _Visited,
+    products: jax.Array,
+    sums: tuple[Accumulator, Accumulator],
+    d_weights: Accumulator,
+) -> None:
+    """Compute this warpgroup's softmax weights and score gradients of a tile, and pass them to the other warpgroup.
+
+    Their products for dV and dK (`sums`) start at once, with operands in registers.
 
     Each tile uses the buffers of the last but one: by the time at which a warpgroup computes the next tile, the other
     one has exchanged the last tile, and so has read those of the tile before.
     """
-    turn, queries = lax.rem(visited.count, 2), _queries()
-
-    def differentiate(d_weights: Accumulator) -> None:
-        plgpu.barrier_wait(buffers.d_out_full)
-        d_weights.add(buffers.v, buffers.d_out.at[0, queries].transpose((1, 0)))
-        weights, capped = _weigh(config, buffers, visited, products)
-        buffers.weights.at[turn, :, queries][...] = weights.astype(buffers.weights.dtype)
-        # The compiler moves nothing past the loop of a wait, and would otherwise wait for the product first.
-        plgpu.barrier_wait(buffers.delta_full)
-        delta = wgmma.load_columns(buffers.delta.at[0, queries])
-        delta = wgmma.broadcast_column_values(delta, weights)
-        gradient = scoring.score_gradient(weights, d_weights.load(), delta, capped)
-        buffers.gradients.at[turn, :, queries][...] = gradient.astype(buffers.gradients.dtype)
-
-    wgmma.accumulate(differentiate, (KEYS, _HALF), interpret=config.interpret)
+    (sums_v, sums_k), turn, queries, columns = sums, lax.rem(visited.count, 2), _queries(), _columns(buffers)
+    plgpu.barrier_wait(buffers.d_out_full)
+    d_weights.add(buffers.v, buffers.d_out.at[0, queries].transpose((1, 0)))
+    weights, capped = _weigh(config, buffers, visited, products)
+    left = weights.astype(buffers.weights.dtype)
+    sums_v.add(left, buffers.d_out.at[0, queries, columns])
+    buffers.weights.at[turn, :, queries][...] = left
+    # The compiler moves nothing past the loop of a wait, and would otherwise wait for the product first.
+    plgpu.barrier_wait(buffers.delta_full)
+    delta = wgmma.broadcast_column_values(wgmma.load_columns(buffers.delta.at[0, queries]), weights)
+    gradient = scoring.score_gradient(weights, d_weights.load(pending=1), delta, capped)
+    left = gradient.astype(buffers.gradients.dtype)
+    sums_k.add(left, buffers.q.at[visited.slot, queries, columns])
+    buffers.gradients.at[turn, :, queries][...] = left
     plgpu.commit_smem()
     plgpu.barrier_arrive(buffers.exchanged)
-    plgpu.barrier_wait(buffers.exchanged)
 
 
 def _visit(config: KernelConfig, buffers: _Buffers, state: _State, visited: _Visited, d_q: Ref) -> _State:
-    """Add a block of queries' contribution to dK, dV and dQ, and start on the next block's scores."""
-    _exchange(config, buffers, visited, state.products)
-    turn, columns = lax.rem(visited.count, 2), _columns(buffers)
+    """Add a block of queries' contribution to dK, dV and dQ, and compute the next block's scores."""
+    turn, columns, others = lax.rem(visited.count, 2), _columns(buffers), _queries(own=False)
     weights, gradients = buffers.weights.at[turn], buffers.gradients.at[turn]
     following = config.ring.slot(visited.count + 1)
 
-    def multiply(sums_v: Accumulator, sums_k: Accumulator, part: Accumulator) -> _State:
-        sums_v.add(weights, buffers.d_out.at[0, :, columns])
+    def finish(part: Accumulator, scores: Accumulator) -> jax.Array:
+        _start_scores(buffers, following, scores)
+        if not config.interpret:
+            plgpu.wgmma_wait(3)
+        _d_out_ring(config).release(0, buffers.d_out_empty)
+        _add_columns(config, buffers, d_q, part.load(pending=2))
+        return scores.load()
+
+    def exchanged(sums_v: Accumulator, sums_k: Accumulator, part: Accumulator) -> jax.Array:
+        sums_v.add(weights.at[:, others], buffers.d_out.at[0, others, columns])
         part.add(gradients.transpose((1, 0)), buffers.k.at[:, columns])
-        sums_k.add(gradients, buffers.q.at[visited.slot, :, columns])
+        sums_k.add(gradients.at[:, others], buffers.q.at[visited.slot, others, columns])
         plgpu.barrier_wait(buffers.q_full.at[following])
+        return wgmma.accumulate(functools.partial(finish, part), (KEYS, _HALF), interpret=config.interpret)
 
-        def finish(scores: Accumulator) -> jax.Array:
-            _start_scores(buffers, following, scores)
-            if not config.interpret:
-                plgpu.wgmma_wait(3)
-            _d_out_ring(config).release(0, buffers.d_out_empty)
-            _add_columns(config, buffers, d_q, part.load(pending=2))
-            return scores.load()
-
-        products = wgmma.accumulate(finish, (KEYS, _HALF), interpret=config.interpret)
+    def multiply(sums_v: Accumulator, sums_k: Accumulator) -> _State:
+        start = functools.partial(_differentiate, config, buffers, visited, state.products, (sums_v, sums_k))
+        wgmma.accumulate(start, (KEYS, _HALF), interpret=config.interpret)
+        plgpu.barrier_wait(buffers.exchanged)
+        if not config.interpret:
+            plgpu.wgmma_wait(0)
+        shape = KEYS, buffers.k.shape[-1] // _GROUPS
+        finish_sums = functools.partial(exchanged, sums_v, sums_k)
+        products = wgmma.accumulate(finish_sums, shape, interpret=config.interpret)
         return _State(products, sums_k.load(), sums_v.load())
 
-    shape = KEYS, buffers.k.shape[-1] // _GROUPS
-    state = wgmma.accumulate(multiply, state.d_v, state.d_k, shape, interpret=config.interpret)
+    state = wgmma.accumulate(multiply, state.d_v, state.d_k, interpret=config.interpret)
     config.ring.release(visited.slot, buffers.q_empty)
     return state
 
