@@ -21,7 +21,7 @@ from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
-from pallas_kernels.hopper.wgmma import ROWS
+from pallas_kernels.hopper.wgmma import ROWS, TILE_ROWS
 from pallas_kernels.target import multiprocessors
 
 
@@ -64,15 +64,15 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
     return jnp.pad(x, widths) if missing else x
 
 
-def _at_least(x: jax.Array, block: int) -> jax.Array:
-    """Pad the second dim of x to one block, the least that TMA copies.
+def _for_tma(x: jax.Array, block: int) -> jax.Array:
+    """Pad the second dim of x to one block, the least that TMA copies, or else to a multiple of the rows of a tile.
 
-    Longer arrays are returned unchanged: TMA reads zeros beyond their end.
+    Whole blocks are not needed: TMA reads zeros beyond the end of longer arrays, and so most are returned unchanged.
 
     TMA copies with one dim (log-sum-exp, segment ids) do not stop at the end of an array: those are padded to whole
     blocks, which costs little.
     """
-    return _pad(x, block) if x.shape[1] < block else x
+    return _pad(x, block if x.shape[1] < block else TILE_ROWS)
 
 
 def _pad_segments(segments: Segments | None, config: KernelConfig) -> Segments | None:
@@ -100,9 +100,9 @@ def _attend(
     schedule = key_schedule(plan.options.mask, config.blocks, segments, descending=True)
     out, lse = forward(
         config,
-        _at_least(q, ROWS),
-        _at_least(k, config.key_block),
-        _at_least(v, config.key_block),
+        _for_tma(q, ROWS),
+        _for_tma(k, config.key_block),
+        _for_tma(v, config.key_block),
         schedule,
         _pad_segments(segments, config),
     )
@@ -146,10 +146,10 @@ def gradients(
     def padded(config: KernelConfig) -> Residuals:
         rows = config.query_block
         return Residuals(
-            _at_least(q, rows),
-            _at_least(k, config.key_block),
-            _at_least(v, config.key_block),
-            _at_least(d_out.astype(q.dtype), rows),
+            _for_tma(q, rows),
+            _for_tma(k, config.key_block),
+            _for_tma(v, config.key_block),
+            _for_tma(d_out.astype(q.dtype), rows),
             jnp.pad(lse, ((0, 0), (0, 0), (0, -plan.length % rows)), constant_values=NO_KEY),
             _pad(delta, rows, 2),
         )
