@@ -275,7 +275,7 @@ def _start_scores(buffers: _Buffers, slot: Index, scores: Accumulator) -> None:
 class _Visited(NamedTuple):
     """The tile whose contribution to the gradients is computed: its number, and where its queries and keys begin."""
 
-    count: Index
+    number: Index
     slot: Index
     first_query: Index
     first_key: Index
@@ -316,7 +316,7 @@ def _differentiate(
     Each tile uses the buffers of the last but one: by the time at which a warpgroup computes the next tile, the other
     one has exchanged the last tile, and so has read those of the tile before.
     """
-    (sums_v, sums_k), turn, queries, columns = sums, lax.rem(visited.count, 2), _queries(), _columns(buffers)
+    (sums_v, sums_k), turn, queries, columns = sums, lax.rem(visited.number, 2), _queries(), _columns(buffers)
     plgpu.barrier_wait(buffers.d_out_full)
     d_weights.add(buffers.v, buffers.d_out.at[0, queries].transpose((1, 0)))
     weights, capped = _weigh(config, buffers, visited, products)
@@ -336,9 +336,9 @@ def _differentiate(
 
 def _visit(config: KernelConfig, buffers: _Buffers, state: _State, visited: _Visited, d_q: Ref) -> _State:
     """Add a block of queries' contribution to dK, dV and dQ, and compute the next block's scores."""
-    turn, columns, others = lax.rem(visited.count, 2), _columns(buffers), _queries(own=False)
+    turn, columns, others = lax.rem(visited.number, 2), _columns(buffers), _queries(own=False)
     weights, gradients = buffers.weights.at[turn], buffers.gradients.at[turn]
-    following = config.ring.slot(visited.count + 1)
+    following = config.ring.slot(visited.number + 1)
 
     def finish(part: Accumulator, scores: Accumulator) -> jax.Array:
         _start_scores(buffers, following, scores)

@@ -33,9 +33,8 @@ class Tiling:
         forward_turns: True if its warpgroups give the tensor cores work in turn (FlashAttention-3's ping-pong).
         fused_queries: Queries of a tile of the kernel that computes all gradients, with two computing warpgroups; 0 to
             use the other backward kernels, where the fused one has too few registers.
-        fused_keys: Keys of a program of that kernel: 128, of which each warpgroup has 64, or 64 that both share, each with
-            half of the head dim, where registers have no room for more (`mosaic_wide_backward`; its blocks of queries
-            are always 64).
+        fused_keys: Keys of its programs: 128, of which each warpgroup has 64, or 64 that both share, each with
+            half of the head dim (`mosaic_wide_backward`, for wide heads; tiles of 64 queries only).
         fused_stages: Its tiles in flight; 2 with shared keys.
         query_keys: Keys of a tile of the dQ kernel, which has two computing warpgroups.
         query_stages: Its tiles in flight.

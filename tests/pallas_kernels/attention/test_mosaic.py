@@ -68,7 +68,8 @@ def test_error_of_warpgroups_beyond_the_queries(monkeypatch):
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("length", "packed", "given"), [(320, False, 320), (328, False, 328), (320, True, 320), (40, False, 64), (323, False, 328)]
+    ("length", "packed", "given"),
+    [(320, False, 320), (328, False, 328), (320, True, 320), (40, False, 64), (323, False, 328)],
 )
 def test_queries_are_not_copied_to_whole_blocks(length, packed, given, monkeypatch):
     """Only segment ids are: copies with one dim would go beyond a sequence's end."""
