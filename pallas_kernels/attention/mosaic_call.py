@@ -57,6 +57,12 @@ class AttentionPlan:
             interpret=self.interpret,
         )
 
+    def forward_config(self) -> KernelConfig:
+        """Return the compile-time configuration of the forward kernel, with blocks dealt in turn."""
+        tiling = self.tiling
+        groups = tiling.forward_warpgroups
+        return self.config(ROWS * groups, tiling.forward_keys, tiling.forward_stages, groups)
+
 
 def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
     missing = -x.shape[dim] % block
@@ -90,13 +96,10 @@ def _attend(
     plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention on inputs padded to whole blocks: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
-    tiling = plan.tiling
-    config = plan.config(
-        64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
-    )
+    config = plan.forward_config()
     # With segments the work of a block is not known while tracing.
     alternates = segments is None and alternation_helps(config, q.shape[0] * q.shape[2])
-    config = dataclasses.replace(config, turns=tiling.forward_turns, alternates=alternates)
+    config = dataclasses.replace(config, alternates=alternates)
     schedule = key_schedule(plan.options.mask, config.blocks, segments, descending=True)
     out, lse = forward(
         config,
