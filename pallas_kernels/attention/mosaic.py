@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import cudnn, mosaic_call
+from pallas_kernels.attention.balance import fewer_warpgroups_help
 from pallas_kernels.attention.request import AttentionRequest
 from pallas_kernels.attention.tilings import Tiling, choose_tiling, mask_kind
 from pallas_kernels.hopper.target import unsupported_target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _LARGEST_BLOCK = 128
+_FEWER_WARPGROUPS = {"forward_warpgroups": 2, "forward_keys": 128, "forward_stages": 4}
+"""The fastest forward with two computing warpgroups at head dim 64."""
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
 
@@ -40,10 +43,11 @@ def _unsupported_mask(request: AttentionRequest) -> str | None:
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Return why cuDNN is preferred for this call (it is faster at head dim 256 without a window), or None."""
-    if request.head_dim != 256 or request.options.mask.window is not None or cudnn.unsupported_reason(request):
+    """Return why cuDNN is preferred for this call (its causal backward is faster at head dim 256), or None."""
+    mask = request.options.mask
+    if request.head_dim != 256 or not mask.causal or mask.window is not None or cudnn.unsupported_reason(request):
         return None
-    return f"cuDNN was measured faster at head dim {request.head_dim} without a window"
+    return f"cuDNN was measured faster at head dim {request.head_dim} under a causal mask without a window"
 
 
 def attend_deterministic(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
@@ -81,8 +85,13 @@ def _plan(request: AttentionRequest, tiling: Tiling | None) -> mosaic_call.Atten
 def _tiling(request: AttentionRequest) -> Tiling:
     mask = request.options.mask
     tiling = choose_tiling(request.head_dim, mask_kind(mask, request.segments is not None), request.key_length)
-    if mask.layout is None:
+    if mask.layout is not None:
+        # `_unsupported_mask` makes sure that no border goes through a tile.
+        keys = tiling.forward_keys if _LARGEST_BLOCK % tiling.forward_keys == 0 else 64
+        return dataclasses.replace(tiling, forward_warpgroups=2, forward_keys=keys)
+    # With segments the work of a block is not known while tracing.
+    if tiling.forward_warpgroups == 2 or request.head_dim > 64 or request.segments is not None:
         return tiling
-    # `_unsupported_mask` makes sure that no border goes through a tile.
-    keys = tiling.forward_keys if _LARGEST_BLOCK % tiling.forward_keys == 0 else 64
-    return dataclasses.replace(tiling, forward_warpgroups=2, forward_keys=keys)
+    fewer = dataclasses.replace(tiling, **_FEWER_WARPGROUPS)
+    three, two = (_plan(request, each).forward_config() for each in (tiling, fewer))
+    return fewer if fewer_warpgroups_help(three, two, request.q.shape[0] * request.q.shape[2]) else tiling

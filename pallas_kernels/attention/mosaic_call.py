@@ -15,12 +15,13 @@ from pallas_kernels.attention.mosaic_forward import forward
 from pallas_kernels.attention.mosaic_query_gradient import query_gradient
 from pallas_kernels.attention.mosaic_residuals import NO_KEY, Residuals
 from pallas_kernels.attention.mosaic_scores import LOG2E
+from pallas_kernels.attention.mosaic_wide_backward import all_gradients
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
-from pallas_kernels.hopper.wgmma import ROWS
+from pallas_kernels.hopper.wgmma import ROWS, TILE_ROWS
 from pallas_kernels.target import multiprocessors
 
 
@@ -56,6 +57,12 @@ class AttentionPlan:
             interpret=self.interpret,
         )
 
+    def forward_config(self) -> KernelConfig:
+        """Return the compile-time configuration of the forward kernel, with blocks dealt in turn."""
+        tiling = self.tiling
+        groups = tiling.forward_warpgroups
+        return self.config(ROWS * groups, tiling.forward_keys, tiling.forward_stages, groups)
+
 
 def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
     missing = -x.shape[dim] % block
@@ -63,15 +70,15 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
     return jnp.pad(x, widths) if missing else x
 
 
-def _at_least(x: jax.Array, block: int) -> jax.Array:
-    """Pad the second dim of x to one block, the least that TMA copies.
+def _for_tma(x: jax.Array, block: int) -> jax.Array:
+    """Pad the second dim of x to one block, the least that TMA copies, or else to a multiple of the rows of a tile.
 
-    Longer arrays are returned unchanged: TMA reads zeros beyond their end.
+    Whole blocks are not needed: TMA reads zeros beyond the end of longer arrays, and so most are returned unchanged.
 
     TMA copies with one dim (log-sum-exp, segment ids) do not stop at the end of an array: those are padded to whole
     blocks, which costs little.
     """
-    return _pad(x, block) if x.shape[1] < block else x
+    return _pad(x, block if x.shape[1] < block else TILE_ROWS)
 
 
 def _pad_segments(segments: Segments | None, config: KernelConfig) -> Segments | None:
@@ -89,19 +96,16 @@ def _attend(
     plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention on inputs padded to whole blocks: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
-    tiling = plan.tiling
-    config = plan.config(
-        64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
-    )
+    config = plan.forward_config()
     # With segments the work of a block is not known while tracing.
     alternates = segments is None and alternation_helps(config, q.shape[0] * q.shape[2])
-    config = dataclasses.replace(config, turns=tiling.forward_turns, alternates=alternates)
+    config = dataclasses.replace(config, alternates=alternates)
     schedule = key_schedule(plan.options.mask, config.blocks, segments, descending=True)
     out, lse = forward(
         config,
-        _at_least(q, ROWS),
-        _at_least(k, config.key_block),
-        _at_least(v, config.key_block),
+        _for_tma(q, ROWS),
+        _for_tma(k, config.key_block),
+        _for_tma(v, config.key_block),
         schedule,
         _pad_segments(segments, config),
     )
@@ -145,24 +149,24 @@ def gradients(
     def padded(config: KernelConfig) -> Residuals:
         rows = config.query_block
         return Residuals(
-            _at_least(q, rows),
-            _at_least(k, config.key_block),
-            _at_least(v, config.key_block),
-            _at_least(d_out.astype(q.dtype), rows),
+            _for_tma(q, rows),
+            _for_tma(k, config.key_block),
+            _for_tma(v, config.key_block),
+            _for_tma(d_out.astype(q.dtype), rows),
             jnp.pad(lse, ((0, 0), (0, 0), (0, -plan.length % rows)), constant_values=NO_KEY),
             _pad(delta, rows, 2),
         )
 
     mask = plan.options.mask
 
-    def key_arguments(queries: int, stages: int) -> tuple[KernelConfig, tuple]:
-        config = plan.config(queries, 128, stages)
+    def key_arguments(queries: int, stages: int, keys: int = 128) -> tuple[KernelConfig, tuple]:
+        config = plan.config(queries, keys, stages)
         schedule = query_schedule(mask, config.blocks, segments, descending=True)
         return config, (padded(config), schedule, _pad_segments(segments, config))
 
     tiling = plan.tiling
     if tiling.fused_queries:
-        config, arrays = key_arguments(tiling.fused_queries, tiling.fused_stages)
+        config, arrays = key_arguments(tiling.fused_queries, tiling.fused_stages, tiling.fused_keys)
         if segments is None:
             config = dataclasses.replace(config, head_parts=choose_head_parts(config, q.shape[2], k.shape))
         copies = copies_of_query_gradient(config)
@@ -170,7 +174,8 @@ def gradients(
         zero, lse = lax.optimization_barrier((jnp.float32(0), arrays[0].lse))
         arrays = (arrays[0]._replace(lse=lse), *arrays[1:])
         sums = jax.new_ref(jnp.broadcast_to(zero, (copies, *arrays[0].q.shape)))
-        d_k, d_v = key_value_gradient(config, *arrays, d_q=sums)
+        kernel = key_value_gradient if tiling.fused_keys > ROWS else all_gradients
+        d_k, d_v = kernel(config, *arrays, d_q=sums)
         if config.head_parts > 1:
             d_k, d_v = (parts.sum(axis=0).astype(k.dtype) for parts in (d_k, d_v))
         d_q = (sums[...].sum(axis=0) * plan.options.scale).astype(q.dtype)

@@ -33,7 +33,6 @@ class KernelConfig:
         warpgroups: Consumer warpgroups; one more loads.
         programs: Programs that run at a time, one on each multiprocessor.
         interpret: True to interpret the kernel on a CPU.
-        turns: True if the forward's warpgroups give the tensor cores work in turn.
         head_parts: Programs among which the fused backward divides the query heads of a key head.
         alternates: True if every second round of the forward's query blocks goes to the programs in reverse order.
     """
@@ -47,7 +46,6 @@ class KernelConfig:
     warpgroups: int = 2
     programs: int = 132
     interpret: bool = False
-    turns: bool = False
     head_parts: int = 1
     alternates: bool = False
 

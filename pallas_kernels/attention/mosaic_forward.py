@@ -68,7 +68,6 @@ class _Buffers(NamedTuple):
     q_empty: Ref
     k_empty: Ref
     v_empty: Ref
-    turn: Ref | None
 
 
 class _Item(NamedTuple):
@@ -145,30 +144,24 @@ def _scratch(config: KernelConfig, q: jax.Array, packed: bool) -> _Buffers:
         q_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=query_stages),
         k_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        turn=plgpu.Barrier(num_barriers=groups) if config.turns else None,
     )
 
 
 def _body(config: KernelConfig, inputs: _Inputs, out: Ref, lse: Ref, *scratch: Ref) -> None:
     buffers = _Buffers(*scratch)
 
-    warpgroup = lax.axis_index("warpgroup")
-
     def consume() -> None:
-        _pass_turn(buffers, warpgroup, warpgroup == config.warpgroups - 1)
         compute = functools.partial(_compute, config, _Outputs(out, lse), buffers)
         items, _ = _for_each_item(config, inputs, compute)
         _free_queries(buffers, items)
         plgpu.wait_smem_to_gmem(0)
-        # No barrier may be left in a phase that nobody has waited for.
-        _wait_turn(buffers, warpgroup, warpgroup == 0)
 
     def produce() -> None:
         items, tiles = _for_each_item(config, inputs, functools.partial(_load, config, inputs, buffers))
         _query_ring(buffers).drain(items, buffers.q_empty)
         config.ring.drain(tiles, buffers.k_empty, buffers.v_empty)
 
-    pipeline.specialize(warpgroup, config.warpgroups, consume, produce)
+    pipeline.specialize(lax.axis_index("warpgroup"), config.warpgroups, consume, produce)
 
 
 def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item], None]) -> tuple[Index, Index]:
@@ -214,20 +207,6 @@ def _load(config: KernelConfig, inputs: _Inputs, buffers: _Buffers, item: _Item)
         plgpu.copy_gmem_to_smem(inputs.v.at[part], buffers.v.at[slot], buffers.v_full.at[slot])
 
     config.ring.produce(item.before, item.visits.total, load)
-
-
-def _wait_turn(buffers: _Buffers, warpgroup: Index, when: bool | jax.Array = True) -> None:
-    """Wait for this warpgroup's turn to use the tensor cores, while the other warpgroups compute their softmax."""
-    if buffers.turn is not None:
-        turn = buffers.turn.at[warpgroup]
-        pl.when(when)(lambda: plgpu.barrier_wait(turn))
-
-
-def _pass_turn(buffers: _Buffers, warpgroup: Index, when: bool | jax.Array = True) -> None:
-    """Give the turn to use the tensor cores to the next warpgroup."""
-    if buffers.turn is not None:
-        turns, groups = buffers.turn, buffers.q.shape[1]
-        pl.when(when)(lambda: plgpu.barrier_arrive(turns.at[lax.rem(warpgroup + 1, groups)]))
 
 
 def _free_queries(buffers: _Buffers, number: Index) -> None:
@@ -285,7 +264,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
         wgmma.zeros(ROWS, config.key_block).astype(q.dtype),
     )
     start: Index = 0
-    if not config.turns and _hides_tiles(config):  # With turns all warpgroups must visit equally many tiles.
+    if _hides_tiles(config):
         start = _hidden_tiles(config, rows)
         lax.fori_loop(0, start, functools.partial(_pass_tile, config, buffers, item), None)
     end = start + jnp.minimum(item.visits.total - start, 1)
@@ -386,9 +365,7 @@ def _attend_tile(
     """Compute a tile's softmax while the tensor cores multiply the weights and values of the tile before."""
     count = rows.item.before + index
     slot, slot_before = config.ring.slot(count), config.ring.slot(count - 1)
-    warpgroup = lax.axis_index("warpgroup")
     plgpu.barrier_wait(buffers.k_full.at[slot])
-    _wait_turn(buffers, warpgroup)
 
     def softmax(products: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         scores = _scores(config, products)
@@ -404,7 +381,6 @@ def _attend_tile(
     def multiply(scores: Accumulator, sums: Accumulator) -> tuple[tuple[jax.Array, ...], jax.Array]:
         scores.add(rows.q, buffers.k.at[slot].transpose((1, 0)))
         sums.add(state.weights, buffers.v.at[slot_before])
-        _pass_turn(buffers, warpgroup)
         result = softmax(scores.load(pending=1))
         return result, sums.load()
 

@@ -27,13 +27,16 @@ class Tiling:
     A computing warpgroup has 64 rows: of queries, or of keys in dK and dV.
 
     Attributes:
-        forward_warpgroups: Computing warpgroups of the forward.
+        forward_warpgroups: Computing warpgroups of the forward; at head dim 64 a call without segments has 2 in place
+            of 3 where that makes it faster (`balance.fewer_warpgroups_help`).
         forward_keys: Keys of a tile of the forward.
         forward_stages: Tiles of the forward in flight from global memory.
-        forward_turns: True if its warpgroups give the tensor cores work in turn (FlashAttention-3's ping-pong).
         fused_queries: Queries of a tile of the kernel that computes all gradients, with two computing warpgroups; 0 to
-            use the other backward kernels, where the fused one has too few registers.
-        fused_stages: Its tiles in flight.
+            use the other backward kernels, where the fused one has too few registers, too little shared memory (shared
+            keys at head dim 256 with segment ids) or is slower.
+        fused_keys: Keys of its programs: 128, of which each warpgroup has 64, or 64 that both share, each with
+            half of the head dim (`mosaic_wide_backward`, for wide heads; tiles of 64 queries only).
+        fused_stages: Its tiles in flight; 2 with shared keys.
         query_keys: Keys of a tile of the dQ kernel, which has two computing warpgroups.
         query_stages: Its tiles in flight.
         key_queries: Queries of a tile of the dK and dV kernel, which has two computing warpgroups.
@@ -44,8 +47,8 @@ class Tiling:
     forward_warpgroups: int = _block(2, 3)
     forward_keys: int = _block(128, 64, 192, 256)
     forward_stages: int = _block(2, 3, 4)
-    forward_turns: bool = _block(False, True)
     fused_queries: int = _block(64, 128, 0)
+    fused_keys: int = _block(128, 64)
     fused_stages: int = _block(2, 1, 3)
     query_keys: int = _block(64, 32, 128)
     query_stages: int = _block(2, 3, 4)

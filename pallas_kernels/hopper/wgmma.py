@@ -18,6 +18,8 @@ from pallas_kernels.mosaic_api import Ref, ScratchType, pl, plgpu
 
 ROWS = 64
 """Rows of the result of one wgmma: each warpgroup owns this many rows of a tile."""
+TILE_ROWS = 8
+"""Rows of a tile of `tiled_smem`: arrays in global memory that TMA copies to and from it have a multiple of these."""
 
 Result = TypeVar("Result")
 First = TypeVar("First")
@@ -33,7 +35,7 @@ def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, largest_swizzle: int = 
     """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = min(plgpu.find_swizzle(shape[-1] * itemsize * 8), largest_swizzle)
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    transforms = (plgpu.TilingTransform((TILE_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

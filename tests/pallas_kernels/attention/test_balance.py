@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.attention.balance import alternation_helps, choose_head_parts
+from pallas_kernels.attention.balance import alternation_helps, choose_head_parts, fewer_warpgroups_help
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.mosaic_config import KernelConfig, Visits
 from pallas_kernels.attention.mosaic_forward import _hides_tiles
@@ -22,6 +22,26 @@ def config(length, queries=128, keys=128, causal=True, warpgroups=2, key_length=
 def test_blocks_are_dealt_in_alternating_order_only_where_that_saves_time(length, sequences, causal, helps):
     """2048 tokens of 128 heads end after an almost full round whatever the order."""
     assert alternation_helps(config(length, causal=causal), sequences) is helps
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "causal", "helps"),
+    [
+        (8, 2048, 24, True, False),
+        (9, 1768, 24, True, True),
+        (4, 4096, 16, True, False),
+        (4, 4096, 16, False, False),
+        (3, 3000, 16, True, False),
+        (1, 8192, 16, True, False),
+        (16, 1024, 16, True, True),
+        (4, 2048, 16, True, True),
+        (64, 1024, 12, True, True),
+    ],
+)
+def test_two_warpgroups_compute_the_forward_where_that_was_measured_faster(batch, length, heads, causal, helps):
+    """Head dim 64 on an H200."""
+    three = config(length, queries=192, causal=causal, warpgroups=3)
+    assert fewer_warpgroups_help(three, config(length, causal=causal), batch * heads) is helps
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ CALLS = {
     "head_dim_104": (shapes(4096, head_dim=104), {}, ("cudnn",)),
     "head_dim_100": (shapes(4096, head_dim=100), {}, ("triton", "xla")),
     "head_dim_256": (shapes(4096, head_dim=256), {}, ("cudnn",)),
+    "head_dim_256_full": (shapes(4096, head_dim=256), {"causal": False}, ("mosaic",)),
     "head_dim_256_window": (shapes(4096, head_dim=256), {"window": 512}, ("mosaic",)),
     "float16": (shapes(4096, jnp.float16), {}, FUSED[:2]),
     "float32": (shapes(4096, jnp.float32), {}, ("xla",)),
@@ -113,6 +114,18 @@ def test_lowers_under_jit_and_grad():
     forward = lowered_kernels(total, Q, K, V)
     both = lowered_kernels(jax.grad(total, argnums=(0, 1, 2)), Q, K, V)
     assert forward == 1 and both > forward
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("packed", "kernels"), [(False, 2), (True, 4)])
+def test_the_backward_of_wide_heads_fits_in_shared_memory(packed, kernels):
+    """One kernel computes all gradients; with segment ids it would not fit, and dQ, dK and dV have one each."""
+    ids = jnp.zeros((2, 256), jnp.int32) if packed else None
+
+    def total(q, k, v):
+        return flash_attention(q, k, v, segment_ids=ids, implementation="mosaic").astype(jnp.float32).sum()
+
+    assert lowered_kernels(jax.grad(total, argnums=(0, 1, 2)), *shapes(256, head_dim=256)) == kernels
 
 
 @needs_mosaic

@@ -63,12 +63,14 @@ def test_error_of_warpgroups_beyond_the_queries(monkeypatch):
     """A tile of 192 queries: one of its warpgroups has some, the others' rows would be those of the next sequence."""
     monkeypatch.setattr(mosaic, "INTERPRET", True)
     monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(forward_warpgroups=3, forward_keys=64))
+    monkeypatch.setattr(mosaic, "fewer_warpgroups_help", lambda *_: False)
     check(Case(batch=2, length=64, key_length=64, heads=2, kv_heads=1, head_dim=64), "mosaic")
 
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("length", "packed", "given"), [(320, False, 320), (328, False, 328), (320, True, 320), (40, False, 64)]
+    ("length", "packed", "given"),
+    [(320, False, 320), (328, False, 328), (320, True, 320), (40, False, 64), (323, False, 328)],
 )
 def test_queries_are_not_copied_to_whole_blocks(length, packed, given, monkeypatch):
     """Only segment ids are: copies with one dim would go beyond a sequence's end."""
@@ -80,6 +82,7 @@ def test_queries_are_not_copied_to_whole_blocks(length, packed, given, monkeypat
 
     monkeypatch.setattr(mosaic_call, "forward", forward)
     monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(forward_warpgroups=3))
+    monkeypatch.setattr(mosaic, "fewer_warpgroups_help", lambda *_: False)
     x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.bfloat16)
     ids = jnp.zeros((1, length), jnp.int32) if packed else None
     with lowering_platform("cuda"):
@@ -106,18 +109,6 @@ def test_query_heads_are_divided_into_equal_parts_only(monkeypatch):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("name", ["causal_grouped", "segments_window"])
-def test_error_of_warpgroups_that_take_turns(name, monkeypatch, capfd):
-    monkeypatch.setattr(mosaic, "INTERPRET", True)
-    monkeypatch.setattr(
-        mosaic, "choose_tiling", lambda *_: Tiling(forward_warpgroups=3, forward_keys=64, forward_turns=True)
-    )
-    check(CASES[name], "mosaic")
-    captured = capfd.readouterr()
-    assert "RACE" not in captured.out + captured.err
-
-
-@needs_mosaic
 def test_error_of_the_kernels_of_wide_heads(monkeypatch, capfd):
     """Their small key blocks, one buffer of queries, and a kernel each for dQ, dK and dV, at a head dim of 64."""
     wide = {"forward_keys": 64, "fused_queries": 0, "query_keys": 32, "key_queries": 32, "key_value_together": False}
@@ -125,6 +116,17 @@ def test_error_of_the_kernels_of_wide_heads(monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(**wide))
     monkeypatch.setattr("pallas_kernels.attention.mosaic_forward._TILE_BYTES", 0)
     check(dataclasses.replace(CASES["segments_window"], heads=2), "mosaic")
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("name", "parts"), [("segments_window", 1), ("causal_grouped", 2)])
+def test_error_of_the_backward_whose_warpgroups_share_the_keys(name, parts, monkeypatch, capfd):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(fused_queries=64, fused_keys=64))
+    monkeypatch.setattr(mosaic_call, "choose_head_parts", lambda *_: parts)
+    check(CASES[name], "mosaic")
     captured = capfd.readouterr()
     assert "RACE" not in captured.out + captured.err
 

@@ -59,13 +59,21 @@ def test_the_nearest_wider_head_dim(shipped):
     assert [keys(h) for h in (32, 64, 80, 128, 192, 256, 300)] == [1, 1, 2, 2, 3, 3, 128]
 
 
-def test_short_causal_sequences_have_smaller_query_blocks(monkeypatch, tmp_path):
-    """At head dim 64: blocks of 192 queries would compute a third more at 1,024 tokens than those of 128."""
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "queries"),
+    [
+        (192, "causal", 64),
+        (192, "full", 0),
+        (256, "causal", 64),
+        (256, "full", 64),
+        (256, "windowed", 0),
+        (256, "packed", 0),
+    ],
+)
+def test_wide_heads_have_one_backward_kernel_where_it_was_faster(head_dim, mask, queries, monkeypatch, tmp_path):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    chosen = [choose_tiling(64, "causal", n, "NVIDIA H200").forward_warpgroups for n in (512, 1024, 2048, 4096, 65536)]
-    assert chosen == [2, 2, 2, 2, 3]
-    assert choose_tiling(64, "full", 1024, "NVIDIA H200").forward_warpgroups == 3
+    assert choose_tiling(head_dim, mask, 4096, "NVIDIA H200").fused_queries == queries
 
 
 def test_device_then_mask_then_length(shipped):
