@@ -5,6 +5,7 @@ backward's kernel the sums for the bias's gradient.
 """
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +81,8 @@ def multiply(request: ActivatedMatmulRequest) -> jax.Array:
     if isinstance(source, BiasedProduct) and in_kernel is not None and source.x.shape[-1] % DEPTH == 0:
         rows = source.x.reshape(-1, source.x.shape[-1])
         source = source._replace(x=rows, bias=source.bias.astype(jnp.float32))
-        return _multiply_product(request.activation, source, request.weight).reshape(
-            *request.shape[:-1], request.weight.shape[1]
-        )
+        out = cast(jax.Array, _multiply_product(request.activation, source, request.weight))
+        return out.reshape((*request.shape[:-1], request.weight.shape[1]))
     return _multiply(request.activation, request.compute_inputs(), request.weight)
 
 
