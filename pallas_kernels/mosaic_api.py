@@ -36,6 +36,8 @@ _mosaic: Any = _LazyModule("jax.experimental.mosaic.gpu")
 _utils: Any = _LazyModule("jax.experimental.mosaic.gpu.utils")
 _constraints: Any = _LazyModule("jax.experimental.mosaic.gpu.constraints")
 _mlir: Any = _LazyModule("jax._src.lib.mlir")
+_arith: Any = _LazyModule("jaxlib.mlir.dialects.arith")
+_vector: Any = _LazyModule("jaxlib.mlir.dialects.vector")
 
 ScratchType: TypeAlias = Any
 """Argument `scratch_types` of `plgpu.kernel`: `plgpu.SMEM`, `plgpu.Barrier`, or a tree of them."""
@@ -153,6 +155,74 @@ def fetch_and_increment(counter: Ref) -> jax.Array:
         return _mosaic.FragmentedArray.splat(value, (), is_signed=True)
 
     return take(counter)
+
+
+WARPS = 4
+"""Warps of a warpgroup; each holds 16 of the 64 rows of an accumulator."""
+
+
+def store_warp_column_sums(value: jax.Array, target: Ref, interpret: bool) -> None:
+    """Store the column sums of the 16 rows of an accumulator that each warp holds.
+
+    Pallas' own sums over rows pass through shared memory that all warpgroups of a program have in common, so that two
+    warpgroups may not sum at the same time. Here each warp sums what it holds by shuffles.
+
+    Args:
+        value: float32 [64, 64] in the register layout of an accumulator.
+        target: float32 [4, 64] in global memory, one row for each warp.
+        interpret: True if the kernel is interpreted on a CPU.
+    """
+    if interpret:
+        target[...] = value.reshape(WARPS, -1, value.shape[1]).sum(axis=1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def store(_: Any, array: Any, ref: Any) -> None:
+        (row_stride, _), _ = _mlir.ir.MemRefType(ref.type).get_strides_and_offset()
+        _utils.inline_ptx(
+            "{.reg .b32 lane, warp; .reg .b64 offset, address; and.b32 lane, $1, 31; shr.u32 warp, $1, 5;"
+            " and.b32 warp, warp, 3; shl.b32 lane, lane, 3;"
+            f" mad.lo.u32 lane, warp, {4 * row_stride}, lane; cvt.u64.u32 offset, lane; add.u64 address, $0, offset;"
+            " st.global.v2.f32 [address], {$2, $3};}",
+            _utils.memref_ptr(ref),
+            _utils.thread_idx(),
+            *_sum_over_lanes(_own_column_sums(array)),
+            has_side_effects=True,
+        )
+
+    store(value, target)
+
+
+def _own_column_sums(array: Any) -> list[Any]:
+    """Return this thread's sums over its rows of an accumulator [64, 64], of columns 8 j + 2 (lane % 4) + {0, 1}.
+
+    Those of the two columns of j = 0, then of j = 1, up to j = 7. A thread holds such pairs of columns in rows r and
+    r + 8.
+    """
+    registers = array.registers.reshape(8, 2)
+    return [
+        _arith.addf(*(_vector.extract(register, [], [column]) for register in registers[j]))
+        for j in range(8)
+        for column in range(2)
+    ]
+
+
+def _sum_over_lanes(values: list[Any]) -> list[Any]:
+    """Add up over the eight lanes with the same lane % 4; return the two sums of j = lane / 4, columns 2 lane + {0, 1}.
+
+    In each of three exchanges a lane passes on the half of the sums that it does not keep.
+    """
+    integer = _mlir.ir.IntegerType.get_signless(32)
+    lane = _arith.remui(_utils.thread_idx(), _utils.c(32, integer))
+    for distance in (16, 8, 4):
+        bit = _arith.andi(lane, _utils.c(distance, integer))
+        upper = _arith.cmpi(_arith.CmpIPredicate.ne, bit, _utils.c(0, integer))
+        half = len(values) // 2
+        pairs = list(zip(values[:half], values[half:], strict=True))
+        kept = [_arith.select(upper, high, low) for low, high in pairs]
+        passed = [_arith.select(upper, low, high) for low, high in pairs]
+        values = [_arith.addf(k, _utils.shfl_bfly(p, distance)) for k, p in zip(kept, passed, strict=True)]
+    return values
 
 
 def cudnn_problem() -> str | None:

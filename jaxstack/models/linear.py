@@ -20,7 +20,15 @@ from jaxstack.parallel import gather_project, gather_project_scatter, project_sc
 from jaxstack.parallel.rules import KEEP_FLOAT32
 from jaxstack.parallel.sharding_context import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
-from pallas_kernels import NormalisedInput, PackedWeight, QuantizedWeight, activated_matmul, packed_matmul, swiglu
+from pallas_kernels import (
+    BiasedProduct,
+    NormalisedInput,
+    PackedWeight,
+    QuantizedWeight,
+    activated_matmul,
+    packed_matmul,
+    swiglu,
+)
 from pallas_kernels.target import current_target
 from pallas_kernels.weight_only.packed import concatenate_outputs
 
@@ -177,6 +185,10 @@ def apply_mlp(
     matmul = last.dot_general
     if activation is swiglu and isinstance(matmul, Fp8Matmul) and _is_fp8_mlp(matmul, first_layers, last):
         return last.add_bias(_apply_fp8_mlp(x, (*first_layers, last), matmul))
+    bias = first_layers[0].bias
+    if fused_name is not None and bias is not None and len(first_layers) == 1 and not is_sharded() and reason is None:
+        product = BiasedProduct(save_for_backward(whole), kernels[0], bias[...])
+        return last.add_bias(activated_matmul(product, kernels[-1], fused_name))
     inner = [shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *first_layers)]
     if fused_name is None or is_sharded() or _not_fusable_reason((last,)) is not None:
         return last(activation(*inner))

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxstack.parallel import gathers_shards, save_all_but_gathered
-from pallas_kernels import save_attention
+from pallas_kernels import save_activated_product, save_attention
 
 LAYER_INPUT = "block_input"
 """Name by which policies recognize the input of a layer."""
@@ -28,11 +28,16 @@ def _offload_inputs_save_attention(primitive: Any, *arguments: Any, **parameters
     return save_attention(primitive, *arguments, **parameters) or _offload_inputs(primitive, *arguments, **parameters)
 
 
+def _save_dots(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
+    dots = _policies.dots_with_no_batch_dims_saveable
+    return dots(primitive, *arguments, **parameters) or save_activated_product(primitive, *arguments, **parameters)
+
+
 POLICIES: dict[str, Callable[..., Any]] = {
     "none": save_all_but_gathered,
     "full": _policies.nothing_saveable,
     "save_attention": save_attention,
-    "save_dots": _policies.save_from_both_policies(_policies.dots_with_no_batch_dims_saveable, save_attention),
+    "save_dots": _policies.save_from_both_policies(_save_dots, save_attention),
     "offload": _offload_inputs,
     "save_attention_offload": _offload_inputs_save_attention,
 }

@@ -24,11 +24,18 @@ class Activation(NamedTuple):
         inputs: number of inputs.
         forward: the activation.
         gradient: its gradient.
+        in_kernel: the activation written for a kernel; None: no kernel computes it.
     """
 
     inputs: int
     forward: Callable[..., jax.Array]
     gradient: Callable[[Arrays, jax.Array], Arrays]
+    in_kernel: Callable[[jax.Array], jax.Array] | None = None
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    half = 0.5 * x
+    return half + half * jnp.tanh(x * (_SLOPE + _CUBE * (x * x)))
 
 
 def _gelu_gradient(inputs: Arrays, d_hidden: jax.Array) -> Arrays:
@@ -47,7 +54,7 @@ def _swiglu_gradient(inputs: Arrays, d_hidden: jax.Array) -> Arrays:
 
 
 ACTIVATIONS = {
-    "gelu_tanh": Activation(1, lambda x: jax.nn.gelu(x, approximate=True), _gelu_gradient),
+    "gelu_tanh": Activation(1, lambda x: jax.nn.gelu(x, approximate=True), _gelu_gradient, _gelu),
     "swiglu": Activation(2, swiglu, _swiglu_gradient),
 }
 """GELU with tanh (Hendrycks and Gimpel, arXiv:1606.08415), and SwiGLU of gate and up (Shazeer, arXiv:2002.05202)."""

@@ -6,12 +6,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.fused_mlp import mosaic, xla
-from pallas_kernels.fused_mlp.request import make_request
+from pallas_kernels.fused_mlp.request import BiasedProduct, make_request
 
 BACKENDS = (
     Backend(
         "mosaic",
-        "the backward's matmul computes the activation's gradient",
+        "matmuls compute the activation of a given product, and its gradient",
         mosaic.unsupported_reason,
         mosaic.multiply,
         mosaic.lower_priority_reason,
@@ -22,7 +22,7 @@ BACKENDS = (
 
 
 def activated_matmul(
-    inputs: Sequence[Float[Array, "*rows F"]],
+    inputs: Sequence[Float[Array, "*rows F"]] | BiasedProduct,
     weight: Float[Array, "F D"],
     activation: str,
     *,
@@ -30,8 +30,10 @@ def activated_matmul(
 ) -> Float[Array, "*rows D"]:
     """Compute activation(*inputs) @ weight, differentiable in the inputs and the weight.
 
+    With a product as the input the whole feed-forward is computed, activation(x @ first_weight + bias) @ weight.
+
     Args:
-        inputs: arrays [..., F], as many as the activation takes.
+        inputs: arrays [..., F], as many as the activation takes, or one `BiasedProduct` for an activation of one input.
         weight: [F, D] in the dtype of the inputs.
         activation: "gelu_tanh" (one input; Hendrycks and Gimpel, arXiv:1606.08415) or "swiglu" (gate and up; Shazeer,
             arXiv:2002.05202).

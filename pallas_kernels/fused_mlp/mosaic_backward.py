@@ -1,7 +1,8 @@
 """Hopper kernel of the fused MLP's backward pass: the activation inputs' gradients, computed from d_out @ weight.T.
 
 d_hidden = d_out @ weight.T stays in registers: each piece of a tile meets the inputs of the activation there, which TMA
-has brought to shared memory meanwhile, and their gradients leave from the same place.
+has brought to shared memory meanwhile, and their gradients leave from the same place. On request the kernel also sums
+the gradients over rows, for the gradient of a bias, while they are in registers.
 """
 
 import functools
@@ -17,7 +18,7 @@ from pallas_kernels.hopper import matmul, pipeline, scheduler
 from pallas_kernels.hopper.matmul import CONSUMERS, TILE_ROWS, TiledProduct
 from pallas_kernels.hopper.scheduler import Tile
 from pallas_kernels.hopper.wgmma import ROWS, tiled_smem
-from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
+from pallas_kernels.mosaic_api import WARPS, Index, Ref, pl, plgpu, store_warp_column_sums
 
 PIECE = 64
 """Columns whose gradients are computed at a time."""
@@ -41,6 +42,7 @@ class _Arrays(NamedTuple):
     weight: Ref
     inputs: tuple[Ref, ...]
     outs: tuple[Ref, ...]
+    sums: tuple[Ref, ...]
 
 
 def _slots(product: TiledProduct, inputs: int) -> int:
@@ -52,7 +54,7 @@ def _slots(product: TiledProduct, inputs: int) -> int:
 def _pieces(product: TiledProduct) -> list[tuple[int, int]]:
     """Return the first row and column of each piece within the part of a tile that one warpgroup computes."""
     rows, columns = range(0, product.own_rows, ROWS), range(0, product.tiling.columns, PIECE)
-    return [(row, column) for row in rows for column in columns]
+    return [(row, column) for column in columns for row in rows]
 
 
 def gradients(
@@ -61,7 +63,8 @@ def gradients(
     d_out: Float[Array, "T D"],
     weight: Float[Array, "F D"],
     inputs: tuple[Float[Array, "T F"], ...],
-) -> tuple[Float[Array, "T F"], ...]:
+    with_sums: bool = False,
+) -> tuple[tuple[Float[Array, "T F"], ...], tuple[Float[Array, "R F"], ...]]:
     """Compute the gradients of an activation's inputs, gradient(inputs, d_out @ weight.T), in one kernel.
 
     They are computed in float32 and rounded to the dtype of the inputs.
@@ -72,12 +75,18 @@ def gradients(
         d_out: Gradient of the matmul's result, [T, D].
         weight: The matmul's weight, [F, D].
         inputs: Inputs of the activation, each [T, F].
+        with_sums: True to sum the gradients over rows as well.
+
+    Returns:
+        The gradients, and for each with `with_sums` its float32 sums over the rows that one warp computes: the sum over
+        all T rows is that of the R rows of this array.
     """
     count, slots = len(inputs), _slots(product, len(inputs))
+    sums = jax.ShapeDtypeStruct((product.rows // product.own_rows * WARPS, weight.shape[0]), jnp.float32)
     kernel = product.kernel(
         "activation_gradient",
-        functools.partial(_body, product, gradient, count),
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs),
+        functools.partial(_body, product, gradient, count, with_sums),
+        out_type=(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs), *(sums,) * (count * with_sums)),
         scratch_types=_Buffers(
             operands=matmul.product_scratch(product, d_out.dtype)._replace(result=None),
             pieces=tiled_smem((CONSUMERS, slots, count, ROWS, PIECE), d_out.dtype),
@@ -86,14 +95,22 @@ def gradients(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return tuple(kernel(d_out, weight, *inputs))
+    found = tuple(kernel(d_out, weight, *inputs))
+    return found[:count], found[count:]
 
 
 def _body(
-    product: TiledProduct, gradient: ActivationGradient, count: int, d_out: Ref, weight: Ref, *references: Any
+    product: TiledProduct,
+    gradient: ActivationGradient,
+    count: int,
+    with_sums: bool,
+    d_out: Ref,
+    weight: Ref,
+    *references: Any,
 ) -> None:
-    arrays = _Arrays(d_out, weight, references[:count], references[count : 2 * count])
-    buffers = _Buffers(*references[2 * count :])
+    first_buffer = (3 if with_sums else 2) * count
+    inputs, outs, sums = (references[i * count : min((i + 1) * count, first_buffer)] for i in range(3))
+    arrays, buffers = _Arrays(d_out, weight, inputs, outs, sums), _Buffers(*references[first_buffer:])
 
     def consume() -> None:
         compute = functools.partial(_compute, product, gradient, arrays, buffers)
@@ -169,19 +186,35 @@ def _compute(
         plgpu.wait_smem_to_gmem(later * count, wait_read_only=True)
         plgpu.barrier_arrive(buffers.free.at[warpgroup * slots + piece % slots])
 
+    def parts_of(piece: int) -> list[Ref]:
+        return [buffers.pieces.at[warpgroup, piece % slots, index] for index in range(count)]
+
+    def values_of(piece: int) -> tuple[jax.Array, ...]:
+        return tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in parts_of(piece))
+
+    def store_sums(totals: tuple[jax.Array, ...], column: Index) -> None:
+        first, columns = lax.div(product.first_own_row(tile), product.own_rows) * WARPS, pl.ds(column, PIECE)
+        for total, sums in zip(totals, arrays.sums, strict=True):
+            store_warp_column_sums(total, sums.at[pl.ds(first, WARPS), columns], product.interpret)
+
     def finish(d_hidden: jax.Array) -> None:
         for piece, (row, column) in enumerate(pieces):
             plgpu.barrier_wait(buffers.loaded.at[warpgroup * slots + piece % slots])
-            parts = [buffers.pieces.at[warpgroup, piece % slots, index] for index in range(count)]
-            values = tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in parts)
+            parts, values = parts_of(piece), values_of(piece)
             d_inputs = gradient(values, d_hidden[row : row + ROWS, column : column + PIECE])
             for part, value in zip(parts, d_inputs, strict=True):
                 part[...] = value.astype(part.dtype)
+            last = row + ROWS == product.own_rows
+            if arrays.sums and last and row > 0:
+                # The gradients of the rows above are still in shared memory; in registers there is no room for them.
+                d_inputs = tuple(map(jnp.add, d_inputs, values_of(piece - 1)))
             plgpu.commit_smem()
             first_column = tile.column * product.tiling.columns + column
             place = pl.ds(product.first_own_row(tile) + row, ROWS), pl.ds(first_column, PIECE)
             for part, out in zip(parts, arrays.outs, strict=True):
                 plgpu.copy_smem_to_gmem(part, out.at[place])
+            if arrays.sums and last:
+                store_sums(d_inputs, first_column)
             if piece > 0:
                 release(piece - 1, 1)
         release(len(pieces) - 1, 0)

@@ -19,6 +19,6 @@ def multiply(request: ActivatedMatmulRequest) -> Float[Array, "*rows D"]:
     activation = ACTIVATIONS[request.activation].forward
     # A GPU recomputes the activation faster than it reads it from memory.
     activation = activation if request.target.platform == "cpu" else jax.checkpoint(activation)
-    hidden = activation(*request.inputs)
+    hidden = activation(*request.compute_inputs())
     width, columns = request.weight.shape
     return jnp.dot(hidden.reshape(-1, width), request.weight).reshape(*hidden.shape[:-1], columns)

@@ -57,9 +57,9 @@ def load_rows(ref: Ref, optimized: bool = True) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=optimized)
 
 
-def load_columns(ref: Ref) -> jax.Array:
+def load_columns(ref: Ref, optimized: bool = True) -> jax.Array:
     """Load a vector [columns] from memory, in the register layout of one value for each column of an accumulator."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=optimized)
 
 
 def broadcast_row_values(values: jax.Array, like: jax.Array) -> jax.Array:

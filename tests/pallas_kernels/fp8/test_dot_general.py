@@ -392,6 +392,7 @@ def test_under_vmap_scan_and_checkpoint():
         np.testing.assert_allclose(batched[index], fp8_dot_general(x[index], w[index], PLAIN), rtol=1e-6, atol=1e-6)
 
 
+@longer
 def test_a_coarser_scale_of_the_input_leaves_the_error_of_weight_gradients_as_it_is():
     """A scale per 128 x 128 values beside one per 128: FP8 values keep their precision over 15 powers of two, also
     beside channels 300 times as large, but for the smallest ones.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import activated_matmul, lowering_platform, record_choices
+from pallas_kernels import BiasedProduct, activated_matmul, lowering_platform, record_choices
 from pallas_kernels.fused_mlp import mosaic, mosaic_backward
 from pallas_kernels.fused_mlp.activations import ACTIVATIONS
 from tests.hopper import compile_for_hopper
@@ -42,12 +42,40 @@ def test_gradient_is_that_of_the_forward(name):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+def with_product(arrays, depth=192):
+    """Arguments as those of `results`, with the input computed from [..., depth] with a bias."""
+    (like,), weight, d_out = arrays
+    keys = jax.random.split(jax.random.key(1), 3)
+    x = jax.random.normal(keys[0], (*like.shape[:-1], depth), like.dtype)
+    first = jax.random.normal(keys[1], (depth, like.shape[-1]), like.dtype) / 8
+    return BiasedProduct(x, first, jax.random.normal(keys[2], like.shape[-1:])), weight, d_out
+
+
+def test_kernel_form_is_the_activation():
+    x = jnp.linspace(-8, 8, 1001)
+    for activation in ACTIVATIONS.values():
+        if activation.in_kernel is not None:
+            np.testing.assert_allclose(activation.in_kernel(x), activation.forward(x), rtol=1e-5, atol=1e-6)
+
+
 @needs_mosaic
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
-    arrays = operands(name)
+    check_errors(name, operands(name), capfd)
+
+
+@needs_mosaic
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", [192, 256])
+def test_error_of_the_product_with_bias_and_no_race(width, monkeypatch, capfd):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    check_errors("gelu_tanh", with_product(operands("gelu_tanh", width=width)), capfd)
+
+
+def check_errors(name, arrays, capfd):
+    """Error at most twice the plain version's, of the result and of all gradients, and no race reported."""
     wide = results(name, *jax.tree.map(lambda x: x.astype(jnp.float32), arrays), "xla")
     plain, ours = (results(name, *arrays, implementation) for implementation in ("xla", "mosaic"))
     errors, allowed = (largest(x - y for x, y in zip(found, wide, strict=True)) for found in (ours, plain))
@@ -62,14 +90,29 @@ def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, ca
 def test_compiled_for_hopper_without_spills_and_without_the_gradient_of_hidden(name, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     shapes = jax.eval_shape(lambda: operands(name, rows=8192, width=1024))
+    check_compiled(name, shapes, capfd, most_passes=1)
+
+
+@needs_mosaic
+def test_product_with_bias_compiled_for_hopper_without_passes_over_hidden(monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    shapes = jax.eval_shape(lambda: with_product(operands("gelu_tanh", rows=8192, width=1536)))
+    text = check_compiled("gelu_tanh", shapes, capfd, most_passes=0, width=1536)
+    assert "kInput" in text  # The sums of the partial sums for the bias.
+    assert not any("bf16[8192,1536]" in line for line in text.splitlines() if "reduce(" in line)
+
+
+def check_compiled(name, shapes, capfd, most_passes, width=1024):
+    """No spills, and at most this many elementwise passes that write the hidden values; return the program's text."""
     with lowering_platform("cuda"), record_choices() as choices:
         text = compile_for_hopper(lambda *arrays: results(name, *arrays, None), *shapes).as_text()
     assert [choice.backend for choice in choices] == ["mosaic"]
     report = "".join(capfd.readouterr())
     assert "0 bytes spill stores" in report and " bytes spill stores" not in report.replace("0 bytes spill stores", "")
     # The hidden values and their gradients: the forward's pass writes the first, the kernel the others.
-    passes = [line for line in text.splitlines() if "ROOT" not in line and "= bf16[8192,1024]" in line]
-    assert sum(" fusion(" in line for line in passes) <= 1
+    passes = [line for line in text.splitlines() if "ROOT" not in line and f"= bf16[8192,{width}]" in line]
+    assert sum(" fusion(" in line for line in passes) <= most_passes
+    return text
 
 
 @needs_mosaic
@@ -97,3 +140,19 @@ def test_few_pieces_are_in_shared_memory_of_many_inputs():
 def test_broken_rules(name, count, width, message):
     with pytest.raises(ValueError, match=message):
         activated_matmul([jnp.ones((4, width))] * count, jnp.ones((8, 4)), name)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("swiglu", {}, "with one input"),
+        ("gelu_tanh", {"x": jnp.ones((4, 3))}, "as many rows"),
+        ("gelu_tanh", {"bias": jnp.ones(7)}, "must fit"),
+        ("gelu_tanh", {"weight": jnp.ones((2, 8), jnp.bfloat16)}, "one dtype"),
+    ],
+)
+def test_broken_rules_of_a_product(name, change, message):
+    product = BiasedProduct(jnp.ones((4, 2)), jnp.ones((2, 8)), jnp.ones(8))
+    with pytest.raises(ValueError, match=message):
+        activated_matmul(product._replace(**change), jnp.ones((8, 4)), name)
