@@ -41,7 +41,7 @@ from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
 
 GREEDY = Sampling(temperature=0.0)
-COLUMNS = ("variant", "at_once", "tokens_per_second_per_device", "times_without", "acceptance", "tokens_per_step",
+COLUMNS = ("variant", "tokens_per_second_per_device", "times_without", "acceptance", "tokens_per_step",
            "same_text", "start_seconds")  # fmt: skip
 
 
@@ -131,7 +131,8 @@ def measure_all(args: argparse.Namespace, write: Callable[[dict[str, Any]], None
                 base = plain.setdefault(at_once, found)
                 same = [one == other for one, other in zip(found.answers, base.answers, strict=True)]
                 rows.append({
-                    "work": f"{work} {run.decoder.module.dtype}", "implementation": "jaxstack", "variant": name,
+                    "work": f"{work} {run.decoder.module.dtype}", "implementation": "jaxstack",
+                    "variant": f"{name}, {len(prompts) if at_once else 1} at once", "drafts": name,
                     "at_once": len(prompts) if at_once else 1, "device": jax.devices()[0].device_kind, "devices": 1,
                     "tokens_per_second_per_device": 1 / found.seconds, "times_without": base.seconds / found.seconds,
                     "acceptance": found.acceptance, "same_text": sum(same) / len(same), "start_seconds": start,
