@@ -5,7 +5,7 @@
 
 A checkpoint with random weights is written in Hugging Face's format, and text is generated with --resident layers of it
 in memory at a time (TPI-LLM, Li et al. 2024, arXiv:2410.00531) and with the whole model, each in a process of its own.
-`peak_live_bytes` is the largest sum of the bytes of JAX's arrays (a thread looks every millisecond), `bound_bytes` the
+`peak_live_bytes` is the largest sum of the bytes of JAX's arrays (taken when a layer has been read), `bound_bytes` the
 sum of the window, the cache and the input of a layer, `resident_megabytes` the growth of the process's peak resident
 set from before the weights are read, which has the programs, their temporary arrays and the pages of files too. `less`
 is the share of the whole model's live bytes that is saved. Rows are appended to benchmarks/results/layer_window.jsonl.
@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -45,22 +44,21 @@ VOCABULARY = 4096
 COLUMNS = ("variant", "peak_live_bytes", "bound_bytes", "less", "resident_megabytes", "milliseconds", "same_text")
 
 
-class LiveBytes(threading.Thread):
-    """Thread that records the largest sum of the bytes of all JAX arrays, until `stop`."""
+class MeasuredWindow(WindowDecoder):
+    """A `WindowDecoder` that records the live bytes whenever a layer has been read into memory."""
 
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.most, self._stopped = 0, threading.Event()
+    most = 0
+    """Largest number of bytes of all JAX arrays so far."""
 
-    def run(self) -> None:
-        while not self._stopped.wait(0.001):
-            self.most = max(self.most, sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted()))
+    def _read(self, path: str) -> Any:
+        weights = super()._read(path)
+        self.most = max(self.most, live_bytes())
+        return weights
 
-    def stop(self) -> int:
-        """End the thread; return the largest sum that it has seen."""
-        self._stopped.set()
-        self.join()
-        return self.most
+
+def live_bytes() -> int:
+    """Return the bytes of all JAX arrays of this process."""
+    return sum(x.nbytes for x in jax.live_arrays())
 
 
 def write_checkpoint(args: argparse.Namespace, directory: Path) -> int:
@@ -81,7 +79,7 @@ def open_decoder(directory: Path, resident: int | None) -> Decoder:
     rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
     if resident is not None:
-        return WindowDecoder(module, ModelParts(directory, config), non_params, rules, resident=resident)
+        return MeasuredWindow(module, ModelParts(directory, config), non_params, rules, resident=resident)
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     return Decoder(module, read_parameters(directory, config, shardings), non_params, rules)
 
@@ -91,18 +89,18 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     prompt, count = args.prompt, args.tokens
     ids = np.random.default_rng(0).integers(0, VOCABULARY, prompt).tolist()
     jax.block_until_ready(jax.numpy.zeros(1))
-    before, watch = peak_memory_bytes(), LiveBytes()
-    watch.start()
+    before = peak_memory_bytes()
     decoder = open_decoder(directory, args.resident)
     steps = decoder.generate([ids], count, Sampling(temperature=0.0))
     tokens = [int(next(steps)[0]) for _ in range(2)]  # compiles the prefill and the step
     began = time.perf_counter()
+    live = live_bytes()
     tokens += [int(token[0]) for token in steps]
     seconds = (time.perf_counter() - began) / (count - 2)
-    live, peak = watch.stop(), peak_memory_bytes()
+    live, peak = decoder.most if isinstance(decoder, MeasuredWindow) else live, peak_memory_bytes()
     found = {"tokens": tokens, "milliseconds": 1e3 * seconds, "peak_live_bytes": live,
              "resident_megabytes": (peak - before) / 1e6, "device": jax.devices()[0].device_kind}  # fmt: skip
-    if isinstance(decoder, WindowDecoder):
+    if isinstance(decoder, MeasuredWindow):
         cache = decoder.cache_bytes([prompt], count)
         rows = (
             decoder.padded_length(prompt) * decoder.config.hidden_size * jax.numpy.dtype(decoder.module.dtype).itemsize
