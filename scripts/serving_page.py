@@ -87,12 +87,13 @@ def engine() -> str:
 def optimum() -> str:
     """Return the share of the optimum in the newest run of each work, and what limits a decoding step of llama3-8b."""
     rows = [row for row in read_all(RESULTS / "serve.jsonl") if _THROUGHPUT.fullmatch(row["work"])]
-    wholes = {row["work"]: row for row in rows if "share_of_optimum" in row}
+    # A work names its slots too; of those with the same prompts and answers the newest counts.
+    wholes = {_THROUGHPUT.fullmatch(row["work"]).groups(): row  # pyright: ignore[reportOptionalMemberAccess]
+              for row in rows if "share_of_optimum" in row}  # fmt: skip
     gemms = [row for row in read_all(RESULTS / "device.jsonl") if row["work"].startswith("gemm bf16")]
     lines = []
-    for work, row in wholes.items():
+    for (name, prompt, tokens), row in wholes.items():
         sustained = max(gemm["tflops_per_device"] for gemm in gemms if gemm["device"] == row["device"])
-        name, prompt, tokens = _THROUGHPUT.fullmatch(work).groups()  # pyright: ignore[reportOptionalMemberAccess]
         share = row["share_of_optimum"] * row["peak_tflops"] / sustained
         speed = row[RATE] * (int(prompt) + int(tokens)) / int(tokens)
         lines.append([f"{name}, {prompt} + {tokens}", f"{speed:,.0f}", f"{row['share_of_optimum']:.0%}", f"{share:.0%}",
@@ -142,11 +143,21 @@ def host_gather() -> str:
     rows, lines = read_rows(RESULTS / "host_gather.jsonl"), list[list[str]]()
     for work in dict.fromkeys(row["work"] for row in rows):
         ways = {row["implementation"]: row for row in rows if row["work"] == work}
-        times = [f"{ways[name]['milliseconds']:.2f}" if name in ways else "" for name in ("kernel", "torch", "numpy")]
+        names = ("kernel", "call", "torch", "numpy")
+        times = [f"{ways[name]['milliseconds']:.2f}" if name in ways else "" for name in names]
         kernel = ways["kernel"]
         lines.append([work.removeprefix("host gather "), *times, f"{kernel['gigabytes_per_second']:.1f}",
                       f"{kernel['speedup']:.2f}", kernel["commit"][:7]])  # fmt: skip
-    titles = ["rows", "GPU, ms", "PyTorch, ms", "NumPy, ms", "GB/s of the GPU", "times the faster", "commit"]
+    titles = [
+        "rows",
+        "GPU, ms",
+        "any call, ms",
+        "PyTorch, ms",
+        "NumPy, ms",
+        "GB/s of the GPU",
+        "times the faster",
+        "commit",
+    ]
     shown = f"{rows[0]['device']}, {rows[0]['cpu_cores']} CPU cores"
     return f"{table(titles, lines)}\n\n{shown}."
 
@@ -159,7 +170,8 @@ def speculation() -> str:
     run, lines = [row for row in rows if row["run"] == rows[-1]["run"]], list[list[str]]()
     for row in sorted(run, key=lambda row: row["at_once"]):
         steps, accepted = row["tokens_per_step"], row["acceptance"]
-        lines.append([row["drafts"], str(row["at_once"]), f"{row[RATE]:,.0f}", f"{row['times_without']:.2f}",
+        name = row.get("drafts", row["variant"])
+        lines.append([name, str(row["at_once"]), f"{row[RATE]:,.0f}", f"{row['times_without']:.2f}",
                       "" if accepted is None else f"{accepted:.0%}", "" if steps is None else f"{steps:.2f}",
                       f"{row['same_text']:.0%}"])  # fmt: skip
     titles = ["drafts by", "requests at once", "tokens/s", "times without", "accepted", "tokens per step",

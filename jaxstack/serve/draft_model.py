@@ -155,13 +155,14 @@ class DraftPrograms:
         drafted = jnp.zeros((len(rows), self.width), jnp.int32).at[lines, first].set(newest, mode="drop")
         guessed = jnp.zeros((*drafted.shape, vocabulary), jnp.float32)
         with logical_axis_rules(self.model.rules):
+            # The numbers of iterations are constants, so that the host does not wait for a condition after each.
             if recent is None:  # the last draft is run too, for its keys and values
-                return jax.lax.fori_loop(0, rows[:, Column.COUNT].max(), advance, (drafted, guessed, pages))
+                return jax.lax.fori_loop(0, self.width, advance, (drafted, guessed, pages))
             again = rows.at[:, Column.START].add(1 - recent.counts).at[:, Column.COUNT].set(recent.counts)
             model = self.model.module.merge(params, non_params)
             logits, pages = decode_rows(model, again, jnp.asarray(recent.tokens), pages)
             made = keep(jnp.int32(0), logits, pages, drafted, guessed)
-            return jax.lax.fori_loop(1, rows[:, Column.COUNT].max() - 1, advance, made)
+            return jax.lax.fori_loop(1, self.width - 1, advance, made)
 
     def _fill_step(
         self,
