@@ -6,11 +6,12 @@
 
 kernel: `host_gather`, which reads pinned memory. numpy: all CPU cores take rows (a thread each), and `jax.device_put`
 copies them. torch: `index_select` into pinned memory and an asynchronous copy, if PyTorch is installed. xla, with
---xla: `table[ids]` in `jax.jit` with the table in pinned_host memory. The ids are random, others in every call; all
-ways are measured in turns of several calls, and a row has the median. The first call of a turn is reported by itself
-(`first_milliseconds`): threads of the way before, such as those of OpenMP, which wait for more work for some
-milliseconds, may still occupy the cores. Rows are appended to benchmarks/results/host_gather.jsonl:
-milliseconds, GB/s of gathered rows, and `speedup` over the faster of numpy and torch.
+--xla: `table[ids]` in `jax.jit` with the table in pinned_host memory. call: one is added to the ids and nothing is
+gathered, which shows what any call takes. The ids are random, others in every call; all ways are measured in turns of
+several calls, and a row has the median. The first call of a turn is reported by itself (`first_milliseconds`): threads
+of the way before, such as those of OpenMP, which wait for more work for some milliseconds, may still occupy the cores.
+Rows are appended to benchmarks/results/host_gather.jsonl: milliseconds, GB/s of gathered rows, and `speedup` over the
+faster of numpy and torch.
 """
 
 import argparse
@@ -48,6 +49,12 @@ def kernel_way(table: HostTable) -> Callable[[Ids], Any]:
     """The GPU reads the rows."""
     gather = jax.jit(lambda ids: host_gather(table, ids))
     return lambda ids: gather(ids).block_until_ready()
+
+
+def call_way() -> Callable[[Ids], Any]:
+    """The ids are copied to the device and changed there: what any call takes that waits for its result."""
+    change = jax.jit(lambda ids: ids + 1)
+    return lambda ids: change(ids).block_until_ready()
 
 
 def numpy_way(table: HostTable) -> Callable[[Ids], Any]:
@@ -150,17 +157,20 @@ def measure_width(width: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.xla:
         ways["xla"] = xla_way(table)
     check(ways, table)
+    ways["call"] = call_way()
     rows = []
     for count in args.ids:
         seconds = measure(ways, args.rows, count, args.turns)
         fastest = min(seconds[name].call for name in ("numpy", "torch") if name in seconds)
         for name, (found, first) in seconds.items():
-            rows.append({
+            row = {
                 "work": f"host gather {count} of {args.rows} rows [{width}] float32", "implementation": name,
                 "device": jax.devices()[0].device_kind, "devices": 1, "milliseconds": 1e3 * found,
-                "gigabytes_per_second": count * width * 4 / found / 1e9, "speedup": fastest / found,
                 "first_milliseconds": 1e3 * first, "cpu_cores": WORKERS, "pinned": table.pinned,
-            })  # fmt: skip
+            }  # fmt: skip
+            if name != "call":
+                row |= {"gigabytes_per_second": count * width * 4 / found / 1e9, "speedup": fastest / found}
+            rows.append(row)
     return rows
 
 

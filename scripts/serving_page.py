@@ -1,7 +1,8 @@
-"""Makes the tables of docs/serving-speed.md from the rows of four benchmarks in benchmarks/results.
+"""Makes the tables of docs/serving-speed.md from the rows of six benchmarks in benchmarks/results.
 
 python benchmarks/generate.py --batch 1 16 64 --peers torch
 python benchmarks/paged_attention.py && python benchmarks/host_gather.py
+python benchmarks/speculation.py --run runs/target --draft runs/draft && python benchmarks/layer_window.py
 python benchmarks/serve.py && python scripts/serving_page.py
 """
 
@@ -12,8 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from jaxstack.models import count_parameters
+from jaxstack.models.preset import preset_config
 from scripts.page_parts import fill_page
-from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
+from scripts.result_rows import RATE, RESULTS, ROOT, Row, read_all, read_rows
 
 PAGE = ROOT / "docs" / "serving-speed.md"
 _OVERVIEW = "its documentation, performance overview"
@@ -26,6 +29,9 @@ PUBLISHED = (
     ("8B in int8, one text at a time", "one A100", "gpt-fast", "137.6", "its README"),
 )
 """Published figures as their sources report them: work, machine, engine, tokens/s, source."""
+_READ_SPEED = 4.3e12
+"""Bytes/s at which the memory of an H200 was measured to be read."""
+_THROUGHPUT = re.compile(r"serve (\S+) throughput prompt (\d+) tokens (\d+) .*")
 _DECODING = re.compile(r"generate (\S+) batch (\d+) prompt (\d+) \w+: steps")
 
 
@@ -79,19 +85,48 @@ def engine() -> str:
 
 
 def optimum() -> str:
-    """Return what limits the throughput of llama3-8b, from the newest run that timed the engine's programs."""
-    rows = [row for row in read_all(RESULTS / "serve.jsonl") if row["work"].startswith("serve llama3-8b throughput")]
+    """Return the share of the optimum in the newest run of each work, and what limits a decoding step of llama3-8b."""
+    rows = [row for row in read_all(RESULTS / "serve.jsonl") if _THROUGHPUT.fullmatch(row["work"])]
+    # A work names its slots too; of those with the same prompts and answers the newest counts.
+    wholes = {_THROUGHPUT.fullmatch(row["work"]).groups(): row  # pyright: ignore[reportOptionalMemberAccess]
+              for row in rows if "share_of_optimum" in row}  # fmt: skip
+    gemms = [row for row in read_all(RESULTS / "device.jsonl") if row["work"].startswith("gemm bf16")]
+    lines = []
+    for (name, prompt, tokens), row in wholes.items():
+        sustained = max(gemm["tflops_per_device"] for gemm in gemms if gemm["device"] == row["device"])
+        share = row["share_of_optimum"] * row["peak_tflops"] / sustained
+        speed = row[RATE] * (int(prompt) + int(tokens)) / int(tokens)
+        lines.append([f"{name}, {prompt} + {tokens}", f"{speed:,.0f}", f"{row['share_of_optimum']:.0%}", f"{share:.0%}",
+                      f"{share_in_turn(name, int(prompt), int(tokens), 1e12 * sustained):.0%}",
+                      row["commit"][:7]])  # fmt: skip
+    titles = ["model, prompt + answer", "tokens/s, prompts included", "of the optimum at the data sheet's peak",
+              "at the matmul rate of the GPU", "matmuls and cache in turn", "commit"]  # fmt: skip
     newest = [row["run"] for row in rows if row["variant"].startswith("program: decode of empty")][-1]
     run = {row["variant"].split(",")[0]: row for row in rows if row["run"] == newest}
-    whole = next(row for row in run.values() if "share_of_optimum" in row)
     decode, empty = (run[f"program: decode{words}"]["milliseconds"] for words in ("", " of empty sequences"))
     return (
-        f"The optimum counts multiplications only, and llama3-8b reached {whole['share_of_optimum']:.0%} of it. "
-        f"Most of the difference is the cache: a decoding step took {decode:.1f} ms, but {empty:.1f} ms without keys "
-        f"and values to read, and XLA runs the kernels of one GPU one after the other, so that these "
-        f"{decode - empty:.1f} ms of reading are not hidden behind matmuls, as they are in NanoFlow.\n\n"
-        f"{provenance(whole)}"
+        f"{table(titles, lines)}\n\nA decoding step of {run['program: decode']['work'].split()[1]} took "
+        f"{decode:.1f} ms, but {empty:.1f} ms without keys and values to read.\n\n"
+        f"{provenance(run['program: decode'])}"
     )
+
+
+def share_in_turn(name: str, prompt: int, tokens: int, flops: float) -> float:
+    """Return the share of the optimum that is possible if matmuls and reading of the cache never overlap.
+
+    Args:
+      name: preset of the model, in bfloat16.
+      prompt, tokens: tokens of each prompt and of each answer.
+      flops: FLOP/s of the matmuls, for this share and for the optimum.
+    """
+    model = preset_config(name)
+    assert model.vocab_size is not None
+    weights, heads = count_parameters(model).matmul, model.num_kv_heads or model.num_heads
+    # The optimum multiplies each token with all matrices, but prompts need no logits.
+    computed = 2 * (weights * (prompt + tokens) - prompt * model.vocab_size * model.hidden_size)
+    width = model.head_dim or model.hidden_size // model.num_heads
+    cache = 2 * 2 * model.num_layers * heads * width * tokens * (prompt + tokens / 2)
+    return 2 * weights * (prompt + tokens) / (computed + cache / _READ_SPEED * flops)
 
 
 def paged_attention() -> str:
@@ -108,13 +143,55 @@ def host_gather() -> str:
     rows, lines = read_rows(RESULTS / "host_gather.jsonl"), list[list[str]]()
     for work in dict.fromkeys(row["work"] for row in rows):
         ways = {row["implementation"]: row for row in rows if row["work"] == work}
-        times = [f"{ways[name]['milliseconds']:.2f}" if name in ways else "" for name in ("kernel", "torch", "numpy")]
+        names = ("kernel", "call", "torch", "numpy")
+        times = [f"{ways[name]['milliseconds']:.2f}" if name in ways else "" for name in names]
         kernel = ways["kernel"]
         lines.append([work.removeprefix("host gather "), *times, f"{kernel['gigabytes_per_second']:.1f}",
                       f"{kernel['speedup']:.2f}", kernel["commit"][:7]])  # fmt: skip
-    titles = ["rows", "GPU, ms", "PyTorch, ms", "NumPy, ms", "GB/s of the GPU", "times the faster", "commit"]
+    titles = [
+        "rows",
+        "GPU, ms",
+        "any call, ms",
+        "PyTorch, ms",
+        "NumPy, ms",
+        "GB/s of the GPU",
+        "times the faster",
+        "commit",
+    ]
     shown = f"{rows[0]['device']}, {rows[0]['cpu_cores']} CPU cores"
     return f"{table(titles, lines)}\n\n{shown}."
+
+
+def speculation() -> str:
+    """Return the speed and acceptance of speculative decoding, from the newest run."""
+    rows = read_all(RESULTS / "speculation.jsonl")
+    if not rows:
+        return "Not measured yet."
+    run, lines = [row for row in rows if row["run"] == rows[-1]["run"]], list[list[str]]()
+    for row in sorted(run, key=lambda row: row["at_once"]):
+        steps, accepted = row["tokens_per_step"], row["acceptance"]
+        name = row.get("drafts", row["variant"])
+        lines.append([name, str(row["at_once"]), f"{row[RATE]:,.0f}", f"{row['times_without']:.2f}",
+                      "" if accepted is None else f"{accepted:.0%}", "" if steps is None else f"{steps:.2f}",
+                      f"{row['same_text']:.0%}"])  # fmt: skip
+    titles = ["drafts by", "requests at once", "tokens/s", "times without", "accepted", "tokens per step",
+              "answers that are equal"]  # fmt: skip
+    return f"{table(titles, lines)}\n\n{run[0]['work']}. {provenance(run[0])}"
+
+
+def layer_window() -> str:
+    """Return the memory and speed of generation with a few layers in memory, beside the whole model."""
+    rows = read_rows(RESULTS / "layer_window.jsonl")
+    newest = max(rows, key=lambda row: row["date"])["run"]
+    run, lines = [row for row in rows if row["run"] == newest], list[list[str]]()
+    for row in run:
+        bound = row.get("bound_bytes")
+        lines.append([row["variant"], f"{row['peak_live_bytes'] / 1e6:,.1f}", f"{bound / 1e6:,.1f}" if bound else "",
+                      f"{row['less']:.1%}" if bound else "", f"{row['resident_megabytes']:,.0f}",
+                      f"{row['milliseconds']:,.0f}", "yes" if row["same_text"] else "no"])  # fmt: skip
+    titles = ["layers in memory", "live arrays at most, MB", "window, cache and input of a layer, MB", "less",
+              "growth of the process, MB", "ms per token", "same text"]  # fmt: skip
+    return f"{table(titles, lines)}\n\n{run[0]['work']}. {run[0]['cpu_cores']} cores; {provenance(run[0])}"
 
 
 def published() -> str:
@@ -127,6 +204,8 @@ MAKERS: dict[str, Callable[[], str]] = {
     "paged attention": paged_attention,
     "engine": engine,
     "optimum": optimum,
+    "speculation": speculation,
+    "layer window": layer_window,
     "host gather": host_gather,
     "published": published,
 }

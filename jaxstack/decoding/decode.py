@@ -203,7 +203,7 @@ class Decoder(ModelOnMesh):
         seeds = _seed_rows(seed, len(prompts))
         rows = self._row_count(len(prompts))
         tokens, lengths = _pad(prompts, rows, self.padded_length(max(map(len, prompts))))
-        capacity = tokens.shape[1] + -(-max_tokens // _BLOCK) * _BLOCK
+        capacity = _capacity(tokens.shape[1], max_tokens)
         self._check_cache(rows, capacity, tokens.shape[1])
         parts = self._dispatch(tokens, lengths, np.resize(seeds, rows), capacity, max_tokens, sampling)
         ended, stops = np.zeros(len(prompts), bool), np.asarray(sorted(stop_tokens), np.int32)
@@ -267,6 +267,11 @@ class Decoder(ModelOnMesh):
                 f"the prompt ({longest} tokens) and {max_tokens} new tokens exceed the model's "
                 f"max_position_embeddings ({limit}); at most {limit - longest} new tokens fit."
             )
+
+    def cache_bytes(self, lengths: Sequence[int], max_tokens: int) -> int:
+        """Return the bytes of the KV cache that `generate` allocates for prompts of these lengths, on all devices."""
+        filled = self.padded_length(max(lengths))
+        return self._cache_bytes(self._row_count(len(lengths)), _capacity(filled, max_tokens))
 
     def _check_cache(self, rows: int, capacity: int, filled: int) -> None:
         """Check that a KV cache for `capacity` tokens per row fits the devices' memory.
@@ -369,6 +374,11 @@ def _read_ahead(parts: Iterator[jax.Array]) -> Iterator[Int[np.ndarray, " B"]]:
         ahead = next(parts, None)
         yield from np.atleast_2d(np.asarray(current))
         current = ahead
+
+
+def _capacity(filled: int, max_tokens: int) -> int:
+    """Return the tokens per row that a KV cache holds: those of padded prompts, and the new ones in whole blocks."""
+    return filled + -(-max_tokens // _BLOCK) * _BLOCK
 
 
 def _seed_rows(seed: int | Sequence[int], rows: int) -> UInt32[np.ndarray, " B"]:

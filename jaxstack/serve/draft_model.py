@@ -155,13 +155,14 @@ class DraftPrograms:
         drafted = jnp.zeros((len(rows), self.width), jnp.int32).at[lines, first].set(newest, mode="drop")
         guessed = jnp.zeros((*drafted.shape, vocabulary), jnp.float32)
         with logical_axis_rules(self.model.rules):
+            # The numbers of iterations are constants, so that the host does not wait for a condition after each.
             if recent is None:  # the last draft is run too, for its keys and values
-                return jax.lax.fori_loop(0, rows[:, Column.COUNT].max(), advance, (drafted, guessed, pages))
+                return jax.lax.fori_loop(0, self.width, advance, (drafted, guessed, pages))
             again = rows.at[:, Column.START].add(1 - recent.counts).at[:, Column.COUNT].set(recent.counts)
             model = self.model.module.merge(params, non_params)
             logits, pages = decode_rows(model, again, jnp.asarray(recent.tokens), pages)
             made = keep(jnp.int32(0), logits, pages, drafted, guessed)
-            return jax.lax.fori_loop(1, rows[:, Column.COUNT].max() - 1, advance, made)
+            return jax.lax.fori_loop(1, self.width - 1, advance, made)
 
     def _fill_step(
         self,
@@ -233,10 +234,14 @@ def accept_drafts(
     """
     lines, width, vocabulary = logits.shape
     offset = jnp.arange(width) - (width - counts[:, None])
+    draft, is_draft = jnp.roll(drafted, -1, axis=1), (offset >= 0) & (jnp.arange(width) < width - 1)
+    if mode == "greedy":  # p and q are 0 or 1: no random number matters
+        likeliest = jnp.argmax(logits, -1).astype(jnp.int32)
+        accepted = is_draft & (draft == likeliest)
+        return likeliest, _count_accepted(accepted, is_draft, offset)
     each = RowSampling(*(jnp.repeat(x, width) for x in sampling))
     each = each._replace(number=each.number + jnp.maximum(offset, 0).ravel())
     p, q = (probabilities(x.reshape(-1, vocabulary), each, mode) for x in (logits, guessed))
-    draft, is_draft = jnp.roll(drafted, -1, axis=1), (offset >= 0) & (jnp.arange(width) < width - 1)
     take = lambda x: jnp.take_along_axis(x, draft.reshape(-1, 1), axis=1)[:, 0]  # noqa: E731
     chance = uniform(each._replace(number=each.number + _ACCEPT))
     accepted: Bool[Array, "R D"] = is_draft & (chance * take(q) < take(p)).reshape(lines, width)
@@ -244,8 +249,15 @@ def accept_drafts(
     left = jnp.where(left.sum(-1, keepdims=True) > 0, left, p)  # p = q up to rounding
     likely = each._replace(temperature=jnp.ones_like(each.temperature))
     replacement = sample_rows(jnp.log(left), likely, "free").reshape(lines, width)
+    return jnp.where(accepted, draft, replacement), _count_accepted(accepted, is_draft, offset)
+
+
+def _count_accepted(
+    accepted: Bool[Array, "R D"], is_draft: Bool[Array, "R D"], offset: Int[Array, "R D"]
+) -> Int[Array, " R"]:
+    """Return the number of accepted drafts of each row before its first rejected one."""
     before = jnp.cumprod(jnp.where(offset >= 0, accepted, True), axis=1)
-    return jnp.where(accepted, draft, replacement), (before * is_draft).sum(1)
+    return (before * is_draft).sum(1)
 
 
 def _resize(logits: Float[Array, "R W"], vocabulary: int) -> Float[Array, "R V"]:

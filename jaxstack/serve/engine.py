@@ -207,7 +207,9 @@ class Engine:
         self._take_messages()
         runner = self._runner
         self.scheduler.decode_steps = runner.most_steps
-        plan = self.scheduler.plan(runner.busy)
+        # Rows with drafts wait for their tokens; planned one by one they would stay in different steps.
+        together = bool(self.config.draft_tokens) and runner.busy
+        plan = None if together else self.scheduler.plan(runner.busy)
         if plan is not None:
             runner.dispatch(plan)
             self.stats.steps += plan.steps

@@ -34,6 +34,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"], None),
 }
 """Fields of other servers that are not supported here, with the values that are accepted: those that do nothing."""
+_NEUTRAL_IN_MESSAGES = ("refusal", "tool_calls", "function_call", "audio", "annotations", "tool_call_id")
+"""Fields of the messages of an answer, which clients send back in the next request; only empty ones are accepted."""
 _IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
 """Fields that are accepted and ignored, because they do not change the answer."""
 
@@ -223,6 +225,22 @@ class Message(Component):
     """The text of the message, or parts of it."""
     name: str | None = None
     """Passed to the chat template."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, fields: object) -> object:
+        if not isinstance(fields, Mapping):
+            raise ValueError("a message must be a JSON object")
+        for name in _NEUTRAL_IN_MESSAGES:
+            if fields.get(name) not in (None, "", [], {}):
+                raise ValueError(f"{name} is not supported in messages; leave it out")
+        return {name: value for name, value in fields.items() if name not in _NEUTRAL_IN_MESSAGES}
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content is required in a message of the role {self.role!r}")
+        return self
 
     @property
     def as_template_input(self) -> dict[str, str]:

@@ -270,8 +270,8 @@ def test_data_parallelism_gives_the_same_text_from_several_copies(decoder):
 
 
 @pytest.mark.exhaustive
-def test_random_arrivals_are_three_times_as_fast_as_one_after_another_without_compilation(decoder):
-    """64 requests on 16 slots, against `Decoder.generate` for one at a time; the fastest of up to five runs of each."""
+def test_random_arrivals_are_five_times_as_fast_as_one_after_another_without_compilation(decoder):
+    """64 requests on 16 slots, against `Decoder.generate` for one at a time; the fastest of up to ten runs of each."""
     random = np.random.default_rng(0)
     asked = list(zip(prompts(random.integers(1, 40, 64)), random.integers(10, 40, 64).tolist(), strict=True))
     waits = random.exponential(0.0005, 64)
@@ -279,21 +279,22 @@ def test_random_arrivals_are_three_times_as_fast_as_one_after_another_without_co
     one_by_one = [expected(decoder, prompt, count) for prompt, count in asked]  # compiles
     with Engine(decoder, config) as engine:
         compiled, sequential, together = engine.programs.compiled, [], []
-        while not together or (min(sequential) < 3 * min(together) and len(together) < 5):
+        while not together or (min(sequential) < 5 * min(together) and len(together) < 10):
             start = time.perf_counter()
             assert [expected(decoder, prompt, count) for prompt, count in asked] == one_by_one
             sequential.append(time.perf_counter() - start)
-            start, handles = time.perf_counter(), []
+            start, handles, steps = time.perf_counter(), [], engine.stats.steps
             for (prompt, count), wait in zip(asked, waits, strict=True):
                 time.sleep(wait)
                 handles.append(engine.submit(prompt, count, GREEDY))
             assert [handle.result() for handle in handles] == one_by_one
             together.append(time.perf_counter() - start)
+            assert engine.stats.steps - steps <= sum(count for _, count in asked) / 5
         for sampling in SAMPLINGS:
             engine.submit([1, 2, 3], 4, sampling, constraint=EvenOnly(9)).result()
         assert engine.programs.compiled == compiled
     print(f"sequential {min(sequential):.3f} s, together {min(together):.3f} s")
-    assert min(sequential) >= 3 * min(together)
+    assert min(sequential) >= 5 * min(together)
 
 
 @pytest.mark.exhaustive

@@ -90,6 +90,18 @@ def test_messages_may_have_parts_of_text_and_nothing_else():
             build_component(ChatRequest, {"messages": wrong}, "the request")
 
 
+def test_a_message_of_an_answer_can_be_sent_back():
+    """As `messages.append(response.choices[0].message)` does with OpenAI's client."""
+    answer = Envelope("m", chat=True).whole([("b", "stop")], {})["choices"][0]["message"]
+    question = {"role": "user", "content": "a"}
+    body = build_component(ChatRequest, {"messages": [question, {**answer, "tool_calls": None}, question]}, "it")
+    assert body.messages[1].as_template_input == {"role": "assistant", "content": "b"}
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    for wrong, message in ((calls, "tool_calls is not supported"), ({"role": "user"}, "content is required")):
+        with pytest.raises(ConfigError, match=message):
+            build_component(ChatRequest, {"messages": [question, wrong]}, "it")
+
+
 def test_an_answer_has_one_id_in_all_of_its_pieces():
     envelope = Envelope("m", chat=True)
     first, piece = envelope.first(0), envelope.piece(0, "text", None)

@@ -273,3 +273,14 @@ def test_many_waiting_prompts_start_in_one_step_if_they_fill_more_than_half_of_i
     assert shapes == [(1, 16, 1), (1, 16, 1), (4, 16, 4)]
     with pytest.raises(ValueError, match=r"step_tokens \(32\) must be at least engine.chunk \(64\)"):
         EngineConfig(chunk=64, step_tokens=32)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_requests_with_drafts_are_decoded_in_the_same_steps(make_engine, draft):
+    """Each step gives every running request a token at least, though their prompts were computed in different steps."""
+    engine = make_engine(EngineConfig(slots=4, pages=40, page_size=4, chunk=16, draft_tokens=3), draft)
+    handles = [engine.submit([number] * (16 - number), 12) for number in range(3)]
+    while engine.step():
+        pass
+    assert all(handle.count == 12 for handle in handles)
+    assert engine.stats.programs["decode"] <= 12
