@@ -2,7 +2,6 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from pallas_kernels.weight_only.rounding_grid import Grid
 Parts = tuple[jax.Array, ...]
 """The arrays that store one array: each has its leading dims, and a last dim of its own."""
 _SCALE_BITS = 16
-"""Of a bfloat16."""
+"""Bits of a scale, which is a bfloat16."""
 
 
 class Codec(ABC):
@@ -76,32 +75,31 @@ class IntegerCodec(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Int8Codec(Codec):
-    """Stores values in exactly 8 bits each, the bfloat16 scale of a vector included.
+    """Stores values as 8-bit integers that contain the bfloat16 scale of their vector: exactly 8 bits a value.
 
-    The scale is the vector's largest magnitude / 127.5. Its 16 bits are the lowest bits of the vector's first 16
-    integers, which have 7 bits for themselves and so twice the rounding error of the others.
+    The 16 bits of the scale are the lowest bits of the vector's first 16 integers. These have 7 bits left for their
+    values, and so twice the rounding error of the others.
     """
-
-    grid: ClassVar[Grid] = Grid(8)
 
     def encode(self, x: Float[Array, "*dims H"]) -> Parts:
         rows = x.reshape(-1, x.shape[-1])
-        scales = self.grid.scales(rows)
+        scales = Grid(8).scales(rows)
         bits = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.uint16)
-        taken = ((bits >> jnp.arange(_SCALE_BITS, dtype=jnp.uint16)) & 1).astype(jnp.int8)
-        halves = Grid(7).quantize(rows[:, :_SCALE_BITS], 2 * scales)
-        q = jnp.concatenate([2 * halves + taken, self.grid.quantize(rows[:, _SCALE_BITS:], scales)], axis=-1)
-        return (q.reshape(x.shape),)
+        scale_bits = ((bits >> jnp.arange(_SCALE_BITS, dtype=jnp.uint16)) & 1).astype(jnp.int8)
+        first = Grid(7).quantize(rows[:, :_SCALE_BITS], 2 * scales)
+        rest = Grid(8).quantize(rows[:, _SCALE_BITS:], scales)
+        return (jnp.concatenate([2 * first + scale_bits, rest], axis=-1).reshape(x.shape),)
 
     def decode(self, parts: Parts) -> Float[Array, "*dims H"]:
         q = parts[0]
-        taken = (q[..., :_SCALE_BITS] & 1).astype(jnp.uint16) << jnp.arange(_SCALE_BITS, dtype=jnp.uint16)
-        scales = jax.lax.bitcast_convert_type(taken.sum(-1, keepdims=True, dtype=jnp.uint16), jnp.bfloat16)
+        scale_bits = (q[..., :_SCALE_BITS] & 1).astype(jnp.uint16) << jnp.arange(_SCALE_BITS, dtype=jnp.uint16)
+        bits = scale_bits.sum(-1, keepdims=True, dtype=jnp.uint16)
+        scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
         values = jnp.where(jnp.arange(q.shape[-1]) < _SCALE_BITS, q & -2, q)
-        return values.astype(jnp.float32) * scales.astype(jnp.float32)
+        return values.astype(jnp.float32) * scales
 
     def unsupported_reason(self, width: int) -> str | None:
-        return None if width >= _SCALE_BITS else f"a scale in {_SCALE_BITS} bits does not fit into {width} values"
+        return None if width >= _SCALE_BITS else f"a scale of {_SCALE_BITS} bits does not fit into {width} values"
 
 
 @dataclasses.dataclass(frozen=True)

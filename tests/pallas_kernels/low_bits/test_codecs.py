@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.low_bits.codecs import BlockFloatCodec, Fp8Codec, Int8Codec, IntegerCodec, pack_nibbles, unpack_nibbles
+from pallas_kernels.low_bits.codecs import (
+    BlockFloatCodec,
+    Fp8Codec,
+    Int8Codec,
+    IntegerCodec,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from pallas_kernels.low_bits.encoded import (
     Encoded,
     decode,
