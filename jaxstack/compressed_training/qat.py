@@ -157,10 +157,10 @@ def round_with_scales(
     """Round weights to an integer grid with given scales; differentiable in both (LSQ, arXiv:1902.08153).
 
     The gradient passes rounding unchanged, of the weights to integers and of the scales to bfloat16, but not clipping:
-    a clipped weight has none.
+    a clipped weight has none. Where a scale is 0, as in the rows that pad a pipeline's stages, so are the weights.
     """
     scales = _straight_through(scales, scales.astype(jnp.bfloat16).astype(jnp.float32))[..., None]
-    steps = jnp.clip(w.reshape(*scales.shape[:-1], -1) / scales, *grid.limits)
+    steps = jnp.clip(w.reshape(*scales.shape[:-1], -1) / jnp.where(scales == 0, 1, scales), *grid.limits)
     return (_straight_through(steps, jnp.round(steps)) * scales).reshape(w.shape)
 
 
