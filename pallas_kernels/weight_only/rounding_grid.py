@@ -4,6 +4,7 @@ Weights are matrices [out, in], as compressed-tensors stores them; a group is a 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ class Grid:
         low, high = self.limits
         largest = jnp.max(jnp.abs(grouped), axis=-1)
 
-        def keep_better(best: tuple[jax.Array, jax.Array], position: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        def keep_better(best: tuple[jax.Array, jax.Array], position: jax.Array) -> tuple[Any, None]:
             scales = _storable_scales(largest / position)
             spread = scales[..., None]
             rounded = jnp.clip(jnp.round(grouped / spread), low, high) * spread

@@ -92,6 +92,7 @@ _PRODUCT_16 = tl.constexpr(_product_assembly(2))
 _OPERANDS_8 = tl.constexpr(constraints(4, "f", (24, "r")))
 _OPERANDS_16 = tl.constexpr(constraints(8, "f", (40, "r")))
 
+
 @triton.jit
 def _thread(plan: tl.constexpr):
     """Return the warp, the place of 8, and the place of 4 of each thread, [threads, 1], and the places 0 to 3."""

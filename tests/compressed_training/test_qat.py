@@ -1,5 +1,7 @@
 """Quantization-aware training of one matrix: values of the export's grid, the straight-through gradient, errors."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +53,7 @@ def test_learned_scales_start_on_the_grid_of_gptq_and_have_the_gradient_of_lsq()
     stored = LEARNED.store(layout.from_matrices(start), layout)
     np.testing.assert_array_equal(LEARNED.use(stored, layout, None), start.T)
     w, scales = jnp.asarray([[0.1, 0.26, -0.74, 2.0]]), jnp.asarray([[0.25]])
-    of_w, of_scales = jax.grad(lambda *args: round_with_scales(*args, Grid(3)).sum(), (0, 1))(w, scales)
+    of_w, of_scales = jax.grad(lambda w, s: round_with_scales(w, s, Grid(3)).sum(), (0, 1))(w, scales)
     np.testing.assert_array_equal(of_w, [[1, 1, 1, 0]])  # 2.0 is clipped to 3 steps
     np.testing.assert_allclose(of_scales, [[(0 - 0.4) + (1 - 1.04) + (-3 + 2.96) + 3]], atol=1e-5)
     halved = LEARNED.keep(stored, {**stored, "scale": stored["scale"] - 1})
@@ -71,11 +73,11 @@ def test_the_export_of_learned_scales_is_what_rtn_with_fitted_scales_writes():
                                   LEARNED.compress(W, train=False))  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [Rtn, QatRule])
-def test_integer_products_need_scales_of_the_largest_weights(make):
-    scales = "learned" if make is QatRule else "fitted"
-    with pytest.raises(ValueError, match="need `scales: largest`"):
-        make(path=".", bits=8, group_size=None, activations="int8", scales=scales)
+def test_integer_products_need_scales_of_the_largest_weights():
+    w8a8: Any = {"path": ".", "bits": 8, "group_size": None, "activations": "int8"}
+    for make in (lambda: QatRule(**w8a8, scales="learned"), lambda: Rtn(**w8a8, scales="fitted")):
+        with pytest.raises(ValueError, match="need `scales: largest`"):
+            make()
 
 
 @pytest.mark.longer
