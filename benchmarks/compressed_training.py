@@ -7,7 +7,8 @@
 All methods start from one trained model, the quickstart's, and take the same number of further steps on the same text.
 `float32` takes these steps without compression; compression after training starts from its weights. Parts:
 
-    qat       integers of `--bits`: rounding, GPTQ, and training with rounded weights, from the model or from its GPTQ
+    qat       integers of `--bits`: rounding and GPTQ of the model before and after further training, and training with
+              rounded weights and learned scales from the model's GPTQ, on the text alone or with the model as teacher
     sparse    half of the weights zero: pruning after training, and training that keeps the zeros of a pruned start
     cluster   8 values a matrix: k-means after training, and training with clusters
     low_rank  the singular value decomposition at the ranks that training found, and that training
@@ -15,7 +16,8 @@ All methods start from one trained model, the quickstart's, and take the same nu
     sizes     memory of eDKM's clustering, and bytes of a clustered LLaMA 7B; nothing is trained
 
 `loss` is the held-out loss in nats, the mean over `--seeds` (other text, and other initial weights of students);
-`rise` is that loss minus the one of `float32`. Rows are appended to benchmarks/results/compressed_training.jsonl.
+`rise` is that loss minus the one of `float32`, in the part `qat` minus the one of the start. Rows are appended to
+benchmarks/results/compressed_training.jsonl.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import functools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,6 @@ import jax.numpy as jnp
 
 from benchmarks.arguments import positive
 from benchmarks.compression_methods import (
-    EVAL_TOKENS,
     QUICKSTART,
     TINY,
     Trained,
@@ -56,21 +57,22 @@ from jaxstack.compressed_training.cluster import (
     start_centroids,
     stored_bytes,
 )
-from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.compressed_training.distill import DistillConfig, distillation_loss, empty_model, with_teacher
 from jaxstack.compressed_training.low_rank import LowRankRule
 from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.qat import QatRule
-from jaxstack.functional.compressed import CompressedModule
+from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
-from jaxstack.run.build import make_trainer
+from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 from pallas_kernels import PackedWeight
 
 SCRIPT = "compressed_training"
 DENSE = "attention|mlp"
+EVAL_TOKENS = 2**17
+"""Held-out tokens that a loss is measured on."""
 COLUMNS = ("work", "variant", "implementation", "loss", "rise", "device")
 
 Row = dict[str, Any]
@@ -101,19 +103,48 @@ class Study:
         """Text that GPTQ and SparseGPT are calibrated on."""
         return calibration_batches(self.base.data, self.args.sequences)
 
-    def train(self, seed: int, start: Dict, *rules: WeightRule) -> tuple[FunctionalModule, Dict]:
-        """Take further steps from `start`; return the module, and what its train state stores."""
+    def train(
+        self, seed: int, start: Dict, *rules: WeightRule, distill: DistillConfig | None = None
+    ) -> tuple[FunctionalModule, Dict]:
+        """Take further steps from `start`; return the module, and what its train state stores.
+
+        Args:
+          seed: which part of the text the steps see.
+          start: the parameters to start from.
+          rules: methods of compressed training.
+          distill: trains with the base as teacher; None: on the text alone.
+        """
         config, args = self.base.config, self.args
         changes = {
             "train": config.train.model_copy(update={"steps": args.steps}),
             "optimizer": config.optimizer.model_copy(update={"learning_rate": args.learning_rate}),
             "schedule": config.schedule.model_copy(update={"warmup_steps": min(20, args.steps - 1)}),
-            "compression": CompressionConfig(rules=rules),
         }
-        trainer = make_trainer(config.model_copy(update=changes), self.base.data, jax.devices()[:1])
+        trainer = self.make_trainer(config.model_copy(update=changes), rules, distill)
         trainer.start_from(jax.tree.map(jnp.array, start))
         take_steps(trainer, self.base.steps + seed * args.steps)
         return trainer.module, trainer.state.params
+
+    def make_trainer(self, config: RunConfig, rules: Sequence[WeightRule], distill: DistillConfig | None) -> Trainer:
+        """Return a trainer on the base's text, with rules, and with the base as teacher if `distill` is given."""
+        make, loss = lambda rngs: Transformer(config.model, rngs), language_model_loss
+        if distill is not None:
+            teacher = self.base.config.model
+            make = lambda rngs: with_teacher(Transformer(config.model, rngs), empty_model(teacher, jnp.float32))  # noqa: E731
+            loss = functools.partial(distillation_loss, settings=distill)
+        trainer = Trainer(
+            compress_in_training(make, rules),
+            loss,
+            self.base.data,
+            optimizer=config.optimizer,
+            schedule=config.schedule,
+            mesh=self.base.trainer.rules,
+            train=config.train,
+            seed=config.run.seed,
+        )
+        if distill is not None:
+            trainer.set_teacher(jax.tree.map(jnp.array, self.start))
+        return trainer
 
     @functools.cache  # noqa: B019 (one study in a process)
     def plain(self, seed: int) -> Dict:
@@ -148,7 +179,7 @@ class Study:
                 "work": f"quickstart, {self.base.steps} + {args.steps} steps", "variant": variant,
                 "implementation": name, "loss": statistics.mean(values), "rise": statistics.mean(values) - base,
                 "losses": values, "steps": args.steps, "learning_rate": args.learning_rate,
-                "base_steps": self.base.steps,
+                "base_steps": self.base.steps, "eval_tokens": EVAL_TOKENS,
             }  # fmt: skip
 
 
@@ -161,21 +192,26 @@ def take_steps(trainer: Trainer, start: int) -> None:
 
 
 def qat_rows(study: Study, seeds: int, group_size: int) -> Iterator[Row]:
-    """Yield the rows of quantization-aware training."""
+    """Yield the rows of quantization-aware training, which starts from the base rounded by GPTQ."""
+    study.record("uncompressed", "start", study.start)
+    starts: dict[tuple[int, str], Dict] = {}
+    variants = {bits: f"int{bits}, groups of {group_size}" for bits in study.args.bits}
+    methods = {bits: [m(path=".", bits=bits, group_size=group_size) for m in (Rtn, Gptq)] for bits in variants}
+    for bits, variant in variants.items():
+        for method in methods[bits]:
+            starts[bits, method.method] = study.compress(study.start, method)
+            study.record(variant, f"{method.method} of the start", starts[bits, method.method])
     for seed in range(seeds):
         plain = study.plain(seed)
         study.record("uncompressed", "float32", plain)
-        for bits in study.args.bits:
-            variant = f"int{bits}, groups of {group_size}"
-            for method in (Rtn, Gptq):
-                found = study.compress(plain, method(path=".", bits=bits, group_size=group_size))
-                study.record(variant, method.__name__.lower(), found)
-            module, stored = study.train(seed, study.start, QatRule(path=DENSE, bits=bits, group_size=group_size))
-            study.record(variant, "qat", module.export(stored))
-            start = study.compress(study.start, Gptq(path=".", bits=bits, group_size=group_size))
-            module, stored = study.train(seed, start, QatRule(path=DENSE, bits=bits, group_size=group_size))
-            study.record(variant, "gptq, then qat", module.export(stored))
-    yield from study.rows()
+        for bits, variant in variants.items():
+            for method in methods[bits]:
+                study.record(variant, method.method, study.compress(plain, method))
+            rule = QatRule(path=DENSE, bits=bits, group_size=group_size, scales="learned")
+            for name, distill in (("qat", None), ("qat with a teacher", DistillConfig(alpha=1.0, temperature=1.0))):
+                module, stored = study.train(seed, starts[bits, "gptq"], rule, distill=distill)
+                study.record(variant, name, module.export(stored))
+    yield from study.rows("start")
 
 
 def sparse_rows(study: Study, seeds: int) -> Iterator[Row]:
@@ -252,24 +288,12 @@ def train_student(study: Study, settings: DistillConfig | None, seed: int) -> fl
         "num_layers": -(-teacher.num_layers // 2),
         "intermediate_size": teacher.feed_forward_size // 2,
     }
-    model = teacher.model_copy(update=changes)
-    student = lambda rngs: Transformer(model, rngs)  # noqa: E731
-    make, loss = student, language_model_loss
-    if settings is not None:
-        make = lambda rngs: with_teacher(student(rngs), empty_model(teacher, jnp.float32))  # noqa: E731
-        loss = functools.partial(distillation_loss, settings=settings)
-    trainer = Trainer(
-        make,
-        loss,
-        study.base.data,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        mesh=study.base.trainer.rules,
-        train=config.train.model_copy(update={"steps": study.args.student_steps}),
-        seed=seed,
-    )
-    if settings is not None:
-        trainer.set_teacher(jax.tree.map(jnp.array, study.start))
+    changed = {
+        "model": teacher.model_copy(update=changes),
+        "train": config.train.model_copy(update={"steps": study.args.student_steps}),
+        "run": config.run.model_copy(update={"seed": seed}),
+    }
+    trainer = study.make_trainer(config.model_copy(update=changed), (), settings)
     take_steps(trainer, seed * study.args.student_steps)
     values = trainer.evaluate(EVAL_TOKENS)
     assert values is not None

@@ -16,10 +16,14 @@ from scripts.result_rows import RESULTS, ROOT, Row, read_all
 PAGE = ROOT / "docs" / "compression_training.md"
 ROWS = RESULTS / "compressed_training.jsonl"
 NAMES = {
+    "start": "no further training",
     "float32": "further training alone",
+    "rtn of the start": "rounding, no further training",
+    "gptq of the start": "GPTQ, no further training",
     "rtn": "further training, then rounding",
     "gptq": "further training, then GPTQ",
-    "qat": "training with rounded weights",
+    "qat": "GPTQ, then training with rounded weights on the text",
+    "qat with a teacher": "GPTQ, then training with rounded weights and the model as teacher",
     "magnitude": "further training, then magnitude pruning",
     "sparsegpt": "further training, then SparseGPT",
     "magnitude, then trained with its zeros": "magnitude pruning, then training with its zeros",
@@ -47,7 +51,7 @@ def table(part: str, rows: Iterable[Row]) -> str:
         kept = f", penalty {row['penalty']} ({row['kept']:.0%} of the values left)" if "kept" in row else ""
         cells = (row["variant"] + kept, NAMES[row["implementation"]], f"{row['loss']:.4f}", f"{row['rise']:+.4f}")
         lines.append(f"| {' | '.join(cells)} |")
-    first, seeds = rows[0], len(rows[0]["losses"])
+    first, seeds = rows[0], max(len(row["losses"]) for row in rows)
     of_seeds = f"mean of {seeds} repetitions, " if seeds > 1 else ""
     commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
     about = f"{first['work']}; {of_seeds}{first['date'][:10]}, commit {commits}, {first['device']}."

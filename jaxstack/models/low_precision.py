@@ -65,8 +65,8 @@ def with_kv_cache(model: Transformer, name: str) -> Transformer:
     problem = cache_format.unsupported_reason(config.width_per_head)
     if problem:
         raise ConfigError(
-            f"precision.kv_cache {name} cannot store heads of {config.width_per_head} channels: {problem}; int8 and "
-            "fp8 store heads of any width."
+            f"precision.kv_cache {name} cannot store heads of {config.width_per_head} channels: {problem}; int8 "
+            "stores heads of 16 or more channels, fp8 of any number."
         )
     for layer in model.decoder.layers:
         layer.attention.heads = dataclasses.replace(layer.attention.heads, cache_format=cache_format)

@@ -36,8 +36,9 @@ class PrecisionConfig(Component):
     """Number of past steps whose largest magnitudes delayed scaling uses."""
     kv_cache: Literal["none", "int8", "fp8", "int4", "k8v4", "bfp12"] = "none"
     """Format of the cache of keys and values in generation, evaluation and serving. none: the compute dtype; int8: one
-    scale for each head and token; fp8: e4m3; int4: one scale for 32 values; k8v4: keys as in int8, values as in int4;
-    bfp12: block floating point, keys in 4 bits with sorted channels, values in 8. Training does not use it."""
+    scale for each head and token, 8 bits a value in all; fp8: e4m3; int4: one scale for 32 values; k8v4: keys as in
+    int8, values as in int4; bfp12: block floating point, keys in 4 bits with sorted channels, values in 8. Training
+    does not use it."""
     fp8_rules: tuple[Fp8Rule, ...] = ()
     """Rules that precede the default. The default: the projections of attention and MLP run in FP8, except in the first
     and the last layer unless these are stacked with others; `{path: _proj, fp8: true}` includes these."""

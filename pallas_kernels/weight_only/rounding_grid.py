@@ -4,7 +4,9 @@ Weights are matrices [out, in], as compressed-tensors stores them; a group is a 
 """
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -52,8 +54,30 @@ class Grid:
         """
         grouped = w.astype(jnp.float32).reshape(w.shape[0], self.groups(w.shape[1]), -1)
         low, high = self.limits
-        largest = jnp.max(jnp.abs(grouped), axis=-1) / ((high - low) / 2)
-        return jnp.where(largest > 0, largest, 1.0).astype(jnp.bfloat16).astype(jnp.float32)
+        return _storable_scales(jnp.max(jnp.abs(grouped), axis=-1) / ((high - low) / 2))
+
+    def fitted_scales(self, w: Float[Array, "*stack out in"]) -> Float[Array, "*stack out groups"]:
+        """Return float32 scales [*stack, out, groups] with the smallest squared error of rounding; 1 if all are 0.
+
+        They are searched among the scales that put a group's largest magnitude at an integer of the grid, and 32 from
+        the grid's largest integer to about twice as far, which clip the largest weights. A matrix whose values are on
+        a grid of this kind already, such as one rounded by GPTQ, is thus represented exactly.
+        """
+        grouped = w.astype(jnp.float32).reshape(*w.shape[:-1], self.groups(w.shape[-1]), -1)
+        low, high = self.limits
+        largest = jnp.max(jnp.abs(grouped), axis=-1)
+
+        def keep_better(best: tuple[jax.Array, jax.Array], position: jax.Array) -> tuple[Any, None]:
+            scales = _storable_scales(largest / position)
+            spread = scales[..., None]
+            rounded = jnp.clip(jnp.round(grouped / spread), low, high) * spread
+            error = jnp.sum(jnp.square(rounded - grouped), axis=-1)
+            better = error < best[1]
+            return (jnp.where(better, scales, best[0]), jnp.where(better, error, best[1])), None
+
+        positions = jnp.concatenate([jnp.arange(1, 1 - low), jnp.linspace(high, -2 * low, 32)])
+        worst = (jnp.ones_like(largest), jnp.full_like(largest, jnp.inf))
+        return jax.lax.scan(keep_better, worst, positions.astype(jnp.float32))[0][0]
 
     def quantize(self, w: Float[Array, "out in"], scales: Float[Array, "out groups"]) -> Int[Array, "out in"]:
         """Return w / scale as int8, rounded to the nearest integer of the grid."""
@@ -69,3 +93,8 @@ class Grid:
         """Round w to the nearest values of the grid (RTN): quantize it with its own scales, dequantize to float32."""
         scales = self.scales(w)
         return self.dequantize(self.quantize(w, scales), scales)
+
+
+def _storable_scales(scales: jax.Array) -> jax.Array:
+    """Return positive scales rounded to bfloat16, and 1 in place of 0, in float32."""
+    return jnp.where(scales > 0, scales, 1.0).astype(jnp.bfloat16).astype(jnp.float32)

@@ -104,6 +104,23 @@ def test_weights_that_training_rounded_are_rounded_once(trained):
         assert measured is not None and measured.loss == pytest.approx(report.loss_after.loss, rel=1e-6)
 
 
+@pytest.mark.longer
+def test_learned_scales_are_packed_exactly(tmp_path):
+    """A run that learns scales has the loss of its compressed model; scales of the largest weights have another."""
+    rule = "{path: ^decoder, method: qat, bits: 3, group_size: 16, scales: learned}"
+    run = make_run(tmp_path, f"compression.rules=[{rule}]", "model.scan_layers=true", "model.num_layers=2")
+    text = TextOptions([str(tmp_path / "text.txt")])
+    measured = evaluate(run, text=text).text
+    losses = {}
+    for scales in ("fitted", "largest"):
+        recipe = Recipe(layers=(Rtn(path="^decoder/", bits=3, group_size=16, scales=scales),), store="float32")
+        report = compress(run, recipe, tmp_path / scales, CompressOptions(text=text, layer_tokens=0))
+        assert report.loss_before is not None and report.loss_after is not None and measured is not None
+        assert report.loss_before.loss == pytest.approx(measured.loss, rel=1e-6)
+        losses[scales] = report.loss_after.loss
+    assert losses["fitted"] == pytest.approx(measured.loss, rel=1e-6) != losses["largest"]
+
+
 def test_a_run_with_rounded_inputs_computes_what_its_compressed_model_does(tmp_path):
     """Training's evaluation, the run's decoder and the decoder of recipe w8a8 multiply the same integers."""
     rule = "{path: ^decoder, method: qat, bits: 8, group_size: null, activations: int8}"

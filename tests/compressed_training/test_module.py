@@ -29,7 +29,7 @@ from tests.small_runs import batch_at, run_steps, small_config
 
 RULES = (
     "compression.rules=[{path: mlp, method: low_rank}, "
-    "{path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8}, "
+    "{path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8, scales: learned}, "
     "{path: attention/(v|o)_proj, method: qat, bits: 8, group_size: null, activations: int8}, "
     "{path: embedding, method: cluster, bits: 4}]"
 )
@@ -109,7 +109,10 @@ def test_masks_hold_for_an_optimizer_that_moves_every_weight():
 ROUNDED_INPUTS = QatRule(path="first", bits=8, group_size=None, activations="int8")
 
 
-@pytest.mark.parametrize("first", [LowRankRule(path="first", rank=3), ROUNDED_INPUTS])
+LEARNED_SCALES = QatRule(path="first", bits=3, group_size=4, scales="learned")
+
+
+@pytest.mark.parametrize("first", [LowRankRule(path="first", rank=3), ROUNDED_INPUTS, LEARNED_SCALES])
 def test_a_stopped_run_goes_on_exactly(first, tmp_path):
     start = Small(nnx.Rngs(0))
     start.second.kernel[...] = jnp.where(jnp.arange(8)[:, None] % 2 == 0, 0.0, start.second.kernel[...])

@@ -30,7 +30,7 @@ from tests.small_runs import batch_at, metrics_of_steps, small_config
 RULES: list[WeightRule] = [
     LowRankRule(path="up_proj", penalty=0.1, threshold=0.05),
     QatRule(path="attention/(q|k)_proj", bits=3, group_size=4),
-    QatRule(path="gate_proj", group_size=None),
+    QatRule(path="gate_proj", group_size=None, scales="learned"),
     MaskRule(path="attention/(v|o)_proj"),
 ]
 

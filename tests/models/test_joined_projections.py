@@ -42,7 +42,7 @@ WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_wind
 UPDATES = {
     "every_key": ({}, None, True),
     "windows": ({**WINDOWS, "rope_local_base_freq": 100.0}, None, True),
-    "int8_cache": ({}, "int8", False),
+    "int8_cache": ({"head_dim": 16}, "int8", False),
     "learned_positions": ({"positions": "learned", "max_position_embeddings": 40}, None, False),
     "head_norms": ({"qk_norm": True}, None, False),
 }

@@ -1,13 +1,14 @@
 """Rounding to nearest: integers with a scale for each output or for each group of inputs."""
 
-from typing import Literal
+from typing import Literal, Self
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxstack.compress.methods.base import Compressed, InputStatistics
 from jaxstack.compress.methods.rounding_base import RoundingMethod
-from pallas_kernels.weight_only.packed import pack_nearest
+from pallas_kernels.weight_only.packed import pack_integers, pack_nearest
 
 
 class Rtn(RoundingMethod):
@@ -19,6 +20,19 @@ class Rtn(RoundingMethod):
     group_size: int | None = Field(default=None, ge=1)
     """Number of inputs that share a scale. Default: one scale for each output."""
 
+    scales: Literal["largest", "fitted"] = "largest"
+    """largest: from the largest weight of a group. fitted: those with the smallest squared error, which are exactly
+    the learned scales of a run that trained with `method: qat, scales: learned` on the same grid."""
+
+    @model_validator(mode="after")
+    def _check_scales(self) -> Self:
+        if self.scales == "fitted" and self.rounds_inputs:
+            raise ValueError("activations int8 need `scales: largest`.")
+        return self
+
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
+        if self.scales == "fitted":
+            scales = self.grid.fitted_scales(w)
+            return pack_integers(self.grid, self.grid.quantize(w, scales), scales.astype(jnp.bfloat16))
         return pack_nearest(self.grid, w, round_inputs=self.rounds_inputs)

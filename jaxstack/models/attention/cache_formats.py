@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxstack.parallel import shard
-from pallas_kernels.low_bits.codecs import BlockFloatCodec, Codec, Fp8Codec, IntegerCodec
+from pallas_kernels.low_bits.codecs import BlockFloatCodec, Codec, Fp8Codec, Int8Codec, IntegerCodec
 from pallas_kernels.low_bits.encoded import Encoded, Stored, round_trip
 from pallas_kernels.weight_only.rounding_grid import Grid
 
@@ -38,10 +38,10 @@ _BLOCK = 32
 """Values that share a scale or an exponent where a value has 4 bits."""
 
 CACHE_FORMATS: dict[str, CacheFormat] = {
-    "int8": CacheFormat(IntegerCodec(Grid(8)), IntegerCodec(Grid(8))),
+    "int8": CacheFormat(Int8Codec(), Int8Codec()),
     "fp8": CacheFormat(Fp8Codec(), Fp8Codec()),
     "int4": CacheFormat(IntegerCodec(Grid(4, _BLOCK)), IntegerCodec(Grid(4, _BLOCK))),
-    "k8v4": CacheFormat(IntegerCodec(Grid(8)), IntegerCodec(Grid(4, _BLOCK))),
+    "k8v4": CacheFormat(Int8Codec(), IntegerCodec(Grid(4, _BLOCK))),
     "bfp12": CacheFormat(BlockFloatCodec(4, _BLOCK), BlockFloatCodec(8, _BLOCK), sorts_channels=True),
 }
 """Formats by the name that `precision.kv_cache` has for them. bfp12 (4-bit integers, 8-bit exponents, sorted channels)

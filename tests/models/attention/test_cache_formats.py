@@ -89,11 +89,9 @@ def test_packed_tokens_over_pages_give_the_logits_of_the_forward_with_rounded_ke
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"), [("int8", 8.125), ("fp8", 8), ("int4", 4.5), ("k8v4", 6.3125), ("bfp12", 6.25)]
-)
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("fp8", 8), ("int4", 4.5), ("k8v4", 6.25), ("bfp12", 6.25)])
 def test_bytes_of_a_cache(name, bits):
-    """Bits of a value, of which bfloat16 has 16: int8 with a scale for 128 values just exceeds half of it."""
+    """Bits of a value, of which bfloat16 has 16: int8 takes exactly half of it, scales included."""
     config = ModelConfig(**{**BASE, "head_dim": 128, "scan_layers": False})
     made = jax.eval_shape(lambda: with_kv_cache(Transformer(config, nnx.Rngs(0)), name).make_cache(3, 64))
     layer = made.layers[0]
@@ -134,8 +132,10 @@ def test_what_has_no_cache_of_this_format_is_refused():
     linear = {"attention": LinearAttention(), "scan_layers": False}
     with pytest.raises(ConfigError, match="needs attention.name softmax, longformer or block_sparse.*found linear"):
         jax.eval_shape(lambda: make_model("int8", **linear).make_cache(1, 8))
-    with pytest.raises(ConfigError, match="heads of 8 channels.*blocks of 32.*int8 and fp8"):
+    with pytest.raises(ConfigError, match="heads of 8 channels.*blocks of 32.*fp8"):
         jax.eval_shape(lambda: make_model("bfp12", head_dim=8).make_cache(1, 8))
+    with pytest.raises(ConfigError, match="heads of 8 channels.*scale of 16 bits does not fit into 8 values.*fp8"):
+        jax.eval_shape(lambda: make_model("int8", head_dim=8).make_cache(1, 8))
     spec = make_model("fp8").decoder.layers[0].attention.heads
     assert dataclasses.replace(spec, cache_format=None) == make_model("none").decoder.layers[0].attention.heads
 

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.low_bits.codecs import BlockFloatCodec, Fp8Codec, IntegerCodec, pack_nibbles, unpack_nibbles
+from pallas_kernels.low_bits.codecs import (
+    BlockFloatCodec,
+    Fp8Codec,
+    Int8Codec,
+    IntegerCodec,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from pallas_kernels.low_bits.encoded import (
     Encoded,
     decode,
@@ -49,9 +56,24 @@ def test_fp8_saturates_at_448():
     np.testing.assert_array_equal(round_trip(x, Fp8Codec()), [[[448.0, -448.0, 448.0, 2.0**-9]]])
 
 
+def test_integers_that_hold_their_scale_err_by_at_most_a_step():
+    """Half a step; a whole one for the first 16 values, and for the largest magnitudes, which are clipped."""
+    x = jax.random.normal(jax.random.key(0), (7, 3, 48)) * 10.0 ** jnp.arange(-3, 4)[:, None, None]
+    codec = Int8Codec()
+    (stored,) = codec.encode(x)
+    assert stored.shape == x.shape and stored.dtype == jnp.int8
+    steps = np.asarray(jnp.abs(x).max(-1, keepdims=True) / 127.5).astype(jnp.bfloat16).astype(np.float32)
+    error = np.abs(np.asarray(codec.decode((stored,)) - x)) / steps
+    clipped = np.abs(np.asarray(x)) > 126 * steps
+    assert (error <= np.where(clipped, 2, np.where(np.arange(48) < 16, 1, 0.5)) + 1e-3).all()
+    assert error[..., 16:][~clipped[..., 16:]].mean() < 0.26
+    np.testing.assert_array_equal(codec.decode((jnp.zeros((2, 16), jnp.int8),)), np.zeros((2, 16)))
+
+
 @pytest.mark.parametrize(
     ("codec", "bits"),
     [
+        (Int8Codec(), 8),
         (IntegerCodec(Grid(8)), 8 + 16 / 128),
         (IntegerCodec(Grid(4, 32)), 4.5),
         (Fp8Codec(), 8),

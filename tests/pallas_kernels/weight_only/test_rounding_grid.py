@@ -33,3 +33,14 @@ def test_what_is_no_grid_is_refused():
         Grid(9)
     with pytest.raises(ValueError, match="divisor of 100"):
         Grid(4, 64).scales(jnp.ones((2, 100)))
+
+
+def test_fitted_scales_err_less_and_keep_values_of_any_such_grid():
+    w, grid = jax.random.normal(jax.random.key(0), (2, 6, 32)), Grid(3, 8)
+    scales = grid.fitted_scales(w)
+    rounded = jnp.stack([grid.dequantize(grid.quantize(x, s), s) for x, s in zip(w, scales, strict=True)])
+    assert jnp.square(rounded - w).mean() < 0.8 * jnp.square(jax.vmap(grid.round)(w) - w).mean()
+    again = grid.fitted_scales(rounded)
+    kept = jnp.stack([grid.dequantize(grid.quantize(x, s), s) for x, s in zip(rounded, again, strict=True)])
+    np.testing.assert_array_equal(kept, rounded)
+    np.testing.assert_array_equal(grid.fitted_scales(jnp.zeros((1, 16))), np.ones((1, 2)))
