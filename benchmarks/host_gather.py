@@ -6,12 +6,12 @@
 
 kernel: `host_gather`, which reads pinned memory. numpy: all CPU cores take rows (a thread each), and `jax.device_put`
 copies them. torch: `index_select` into pinned memory and an asynchronous copy, if PyTorch is installed. xla, with
---xla: `table[ids]` in `jax.jit` with the table in pinned_host memory. call: one is added to the ids and nothing is
-gathered, which shows what any call takes. The ids are random, others in every call; all ways are measured in turns of
-several calls, and a row has the median. The first call of a turn is reported by itself (`first_milliseconds`): threads
-of the way before, such as those of OpenMP, which wait for more work for some milliseconds, may still occupy the cores.
-Rows are appended to benchmarks/results/host_gather.jsonl: milliseconds, GB/s of gathered rows, and `speedup` over the
-faster of numpy and torch.
+--xla: `table[ids]` in `jax.jit` with the table in pinned_host memory. call: nothing is gathered, but one is added to
+the ids, which shows how long any call takes. The ids are random, others in every call; all ways are measured in turns
+of several calls, and a row has the median. The first call of a turn is reported by itself (`first_milliseconds`):
+threads of the way before, such as those of OpenMP, which wait for more work for some milliseconds, may still occupy the
+cores. Rows are appended to benchmarks/results/host_gather.jsonl: milliseconds, GB/s of gathered rows, and `speedup`
+over the faster of numpy and torch.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def kernel_way(table: HostTable) -> Callable[[Ids], Any]:
 
 
 def call_way() -> Callable[[Ids], Any]:
-    """The ids are copied to the device and changed there: what any call takes that waits for its result."""
+    """Nothing is gathered: the ids are copied to the device and changed there, as a measure of any call's own time."""
     change = jax.jit(lambda ids: ids + 1)
     return lambda ids: change(ids).block_until_ready()
 

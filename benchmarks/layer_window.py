@@ -47,12 +47,12 @@ COLUMNS = ("variant", "peak_live_bytes", "bound_bytes", "less", "resident_megaby
 class MeasuredWindow(WindowDecoder):
     """A `WindowDecoder` that records the live bytes whenever a layer has been read into memory."""
 
-    most = 0
+    peak_live_bytes = 0
     """Largest number of bytes of all JAX arrays so far."""
 
     def _read(self, path: str) -> Any:
         weights = super()._read(path)
-        self.most = max(self.most, live_bytes())
+        self.peak_live_bytes = max(self.peak_live_bytes, live_bytes())
         return weights
 
 
@@ -97,22 +97,23 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     live = live_bytes()
     tokens += [int(token[0]) for token in steps]
     seconds = (time.perf_counter() - began) / (count - 2)
-    live, peak = decoder.most if isinstance(decoder, MeasuredWindow) else live, peak_memory_bytes()
+    peak = peak_memory_bytes()
+    if isinstance(decoder, MeasuredWindow):
+        live = decoder.peak_live_bytes
     found = {"tokens": tokens, "milliseconds": 1e3 * seconds, "peak_live_bytes": live,
              "resident_megabytes": (peak - before) / 1e6, "device": jax.devices()[0].device_kind}  # fmt: skip
     if isinstance(decoder, MeasuredWindow):
         cache = decoder.cache_bytes([prompt], count)
-        rows = (
-            decoder.padded_length(prompt) * decoder.config.hidden_size * jax.numpy.dtype(decoder.module.dtype).itemsize
-        )
-        found |= {"window_bytes": decoder.window_bytes, "cache_bytes": cache, "layer_input_bytes": rows,
-                  "bound_bytes": decoder.window_bytes + cache + rows}  # fmt: skip
+        itemsize = jax.numpy.dtype(decoder.module.dtype).itemsize
+        layer_input = decoder.padded_length(prompt) * decoder.config.hidden_size * itemsize
+        found |= {"window_bytes": decoder.window_bytes, "cache_bytes": cache, "layer_input_bytes": layer_input,
+                  "bound_bytes": decoder.window_bytes + cache + layer_input}  # fmt: skip
         decoder.unload()
     return found
 
 
 def run_in_process(directory: Path, args: argparse.Namespace, *words: str) -> Any:
-    """Return what this script prints in a process of its own, whose peak memory is its own too."""
+    """Return what this script prints in a process of its own, so that its peak memory is that of one variant."""
     sizes = ("layers", "hidden", "prompt", "tokens")
     command = [sys.executable, __file__, "--child", str(directory), *words]
     command += [word for name in sizes for word in (f"--{name}", str(getattr(args, name)))]
@@ -132,12 +133,11 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        write = args.write
-        print(json.dumps(write_checkpoint(args, args.child) if write else measure(args.child, args)))
+        print(json.dumps(write_checkpoint(args, args.child) if args.write else measure(args.child, args)))
         return 0
     if not args.no_rows:
         require_commit("layer_window")
-    resident = args.resident or 2
+    resident = args.resident or 2  # No default of the argument: a child without it has the whole model in memory.
     with tempfile.TemporaryDirectory() as directory:
         parameters = run_in_process(Path(directory), args, "--write")
         found = {

@@ -196,8 +196,8 @@ def store_warp_column_sums(value: jax.Array, target: Ref, interpret: bool) -> No
 def _own_column_sums(array: Any) -> list[Any]:
     """Return this thread's sums over its rows of an accumulator [64, 64], of columns 8 j + 2 (lane % 4) + {0, 1}.
 
-    Those of the two columns of j = 0, then of j = 1, up to j = 7. A thread holds such pairs of columns in rows r and
-    r + 8.
+    A thread holds these pairs of columns, for j from 0 to 7, in two rows, r and r + 8. The sums are in the order of the
+    columns.
     """
     registers = array.registers.reshape(8, 2)
     return [
@@ -208,9 +208,9 @@ def _own_column_sums(array: Any) -> list[Any]:
 
 
 def _sum_over_lanes(values: list[Any]) -> list[Any]:
-    """Add up over the eight lanes with the same lane % 4; return the two sums of j = lane / 4, columns 2 lane + {0, 1}.
+    """Add up the sums of the eight lanes with the same lane % 4; return those of columns 2 lane and 2 lane + 1.
 
-    In each of three exchanges a lane passes on the half of the sums that it does not keep.
+    In each of three exchanges a lane keeps half of its sums and passes on the other half.
     """
     integer = _mlir.ir.IntegerType.get_signless(32)
     lane = _arith.remui(_utils.thread_idx(), _utils.c(32, integer))

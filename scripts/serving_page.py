@@ -100,13 +100,15 @@ def optimum() -> str:
                       f"{share_in_turn(name, int(prompt), int(tokens), 1e12 * sustained):.0%}",
                       row["commit"][:7]])  # fmt: skip
     titles = ["model, prompt + answer", "tokens/s, prompts included", "of the optimum at the data sheet's peak",
-              "at the matmul rate of the GPU", "matmuls and cache in turn", "commit"]  # fmt: skip
+              "of the optimum at the measured matmul rate", "largest share without overlap",
+              "commit"]  # fmt: skip
     newest = [row["run"] for row in rows if row["variant"].startswith("program: decode of empty")][-1]
     run = {row["variant"].split(",")[0]: row for row in rows if row["run"] == newest}
     decode, empty = (run[f"program: decode{words}"]["milliseconds"] for words in ("", " of empty sequences"))
     return (
         f"{table(titles, lines)}\n\nA decoding step of {run['program: decode']['work'].split()[1]} took "
-        f"{decode:.1f} ms, but {empty:.1f} ms without keys and values to read.\n\n"
+        f"{decode:.1f} ms, but {empty:.1f} ms without keys and values to read. For the largest share without overlap "
+        f"the cache is read at {_READ_SPEED / 1e12:.1f} TB/s.\n\n"
         f"{provenance(run['program: decode'])}"
     )
 
@@ -122,7 +124,8 @@ def share_in_turn(name: str, prompt: int, tokens: int, flops: float) -> float:
     model = preset_config(name)
     assert model.vocab_size is not None
     weights, heads = count_parameters(model).matmul, model.num_kv_heads or model.num_heads
-    # The optimum multiplies each token with all matrices, but prompts need no logits.
+    # The optimum multiplies each token with all matrices, but prompts need no logits. Each token of an answer reads the
+    # keys and values, of two bytes each, of all tokens before it.
     computed = 2 * (weights * (prompt + tokens) - prompt * model.vocab_size * model.hidden_size)
     width = model.head_dim or model.hidden_size // model.num_heads
     cache = 2 * 2 * model.num_layers * heads * width * tokens * (prompt + tokens / 2)
@@ -165,18 +168,19 @@ def host_gather() -> str:
 def speculation() -> str:
     """Return the speed and acceptance of speculative decoding, from the newest run."""
     rows = read_all(RESULTS / "speculation.jsonl")
-    if not rows:
-        return "Not measured yet."
     run, lines = [row for row in rows if row["run"] == rows[-1]["run"]], list[list[str]]()
     for row in sorted(run, key=lambda row: row["at_once"]):
         steps, accepted = row["tokens_per_step"], row["acceptance"]
-        name = row.get("drafts", row["variant"])
+        name = row.get("drafts", row["variant"])  # The variant of later rows names the number of requests too.
         lines.append([name, str(row["at_once"]), f"{row[RATE]:,.0f}", f"{row['times_without']:.2f}",
                       "" if accepted is None else f"{accepted:.0%}", "" if steps is None else f"{steps:.2f}",
                       f"{row['same_text']:.0%}"])  # fmt: skip
-    titles = ["drafts by", "requests at once", "tokens/s", "times without", "accepted", "tokens per step",
-              "answers that are equal"]  # fmt: skip
-    return f"{table(titles, lines)}\n\n{run[0]['work']}. {provenance(run[0])}"
+    titles = ["drafts by", "requests at once", "tokens/s", "times the speed without", "drafts accepted",
+              "tokens per step", "equal answers"]  # fmt: skip
+    _, model, _, draft, _, prompt, _, tokens, dtype = run[0]["work"].split()
+    about = f"Parameters in matmuls: {model}, of the draft model {draft}; {dtype}; "
+    about += f"prompts of {prompt} tokens, answers of {tokens}"
+    return f"{table(titles, lines)}\n\n{about}. {provenance(run[0])}"
 
 
 def layer_window() -> str:
@@ -189,9 +193,11 @@ def layer_window() -> str:
         lines.append([row["variant"], f"{row['peak_live_bytes'] / 1e6:,.1f}", f"{bound / 1e6:,.1f}" if bound else "",
                       f"{row['less']:.1%}" if bound else "", f"{row['resident_megabytes']:,.0f}",
                       f"{row['milliseconds']:,.0f}", "yes" if row["same_text"] else "no"])  # fmt: skip
-    titles = ["layers in memory", "live arrays at most, MB", "window, cache and input of a layer, MB", "less",
+    titles = ["layers in memory", "live arrays at most, MB", "these layers, cache and input of a layer, MB", "saved",
               "growth of the process, MB", "ms per token", "same text"]  # fmt: skip
-    return f"{table(titles, lines)}\n\n{run[0]['work']}. {run[0]['cpu_cores']} cores; {provenance(run[0])}"
+    _, _, parameters, _, layers, _, _, prompt, dtype = run[0]["work"].split()
+    about = f"{parameters} parameters in {layers} layers, prompt of {prompt} tokens, {dtype}"
+    return f"{table(titles, lines)}\n\n{about}. {run[0]['cpu_cores']} cores; {provenance(run[0])}"
 
 
 def published() -> str:

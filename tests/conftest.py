@@ -18,7 +18,7 @@ from tests.skips import TIME_IS_OVER, SkipReasons
 
 pytest_plugins = ["pytester"]
 
-# How long an example takes says how busy the machine is.
+# The time of an example depends on how busy the machine is, so that a slow one is no failure.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 

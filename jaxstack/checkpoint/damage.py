@@ -69,16 +69,18 @@ class DeletionCheck:
           trusted: this process has just written it, so that it need not be read.
         """
         seen = manifest.signature(path)
-        if not trusted and (seen is None or self._verified.get(step) != seen) and not self._passes(path, step, True):
+        known = trusted or (seen is not None and self._verified.get(step) == seen)
+        if not known and not self._passes(path, step, hashes=True):
             return False
         self._verified[step] = seen
         return True
 
     def has_right_sizes(self, path: Path, step: int) -> bool:
         """Return True if a checkpoint's files have the sizes recorded in it; their contents are not read."""
-        return self._passes(path, step, False)
+        return self._passes(path, step, hashes=False)
 
-    def _passes(self, path: Path, step: int, hashes: bool) -> bool:
+    def _passes(self, path: Path, step: int, *, hashes: bool) -> bool:
+        """Return True if a checkpoint passes the check of its sizes, or of its hashes too; report what is damaged."""
         try:
             manifest.check(path, step, hashes=hashes)
         except manifest.Damaged as damage:

@@ -37,8 +37,8 @@ class QatRule(WeightRule):
 
     scales: Literal["largest", "learned"] = "largest"
     """largest: each step computes the scale of a group from its largest weight. learned: scales are parameters that are
-    trained with the weights; they start where the squared error of rounding is smallest, so that a model that GPTQ has
-    rounded to the same grid starts as it is."""
+    trained with the weights. They start where the squared error of rounding is smallest, so that training starts
+    exactly at the values of a model that GPTQ has rounded to the same grid."""
 
     activations: Literal["int8"] | None = None
     """int8: the inputs of the layers are rounded too, to int8 with a scale for each token, and multiplied as integers
@@ -128,7 +128,7 @@ class QatRule(WeightRule):
         return self.use(stored, layout, None) if self.learns_scales else super().export(stored, layout)
 
     def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
-        """Return the dense weight; with learned scales the rounded one, which only these scales represent."""
+        """Return the dense weight; with learned scales the rounded one, because it has no place for the scales."""
         return self.export(stored, layout) if self.learns_scales else stored
 
     def keep(self, old: Stored, new: Stored) -> Stored:
@@ -156,8 +156,9 @@ def round_with_scales(
 ) -> Float[Array, "*stack out in"]:
     """Round weights to an integer grid with given scales; differentiable in both (LSQ, arXiv:1902.08153).
 
-    The gradient passes rounding unchanged, of the weights to integers and of the scales to bfloat16, but not clipping:
-    a clipped weight has none. Where a scale is 0, as in the rows that pad a pipeline's stages, so are the weights.
+    The gradient passes the rounding of weights to integers and of scales to bfloat16 unchanged. It does not pass
+    clipping: that of a clipped weight is 0. Where a scale is 0, as in the rows that pad a pipeline's stages, so are the
+    weights.
     """
     scales = _straight_through(scales, scales.astype(jnp.bfloat16).astype(jnp.float32))[..., None]
     steps = jnp.clip(w.reshape(*scales.shape[:-1], -1) / jnp.where(scales == 0, 1, scales), *grid.limits)

@@ -185,6 +185,7 @@ def apply_mlp(
     matmul = last.dot_general
     if activation is swiglu and isinstance(matmul, Fp8Matmul) and _is_fp8_mlp(matmul, first_layers, last):
         return last.add_bias(_apply_fp8_mlp(x, (*first_layers, last), matmul))
+    # A kernel computes the first layer, its bias and the activation together.
     bias = first_layers[0].bias
     if fused_name is not None and bias is not None and len(first_layers) == 1 and not is_sharded() and reason is None:
         product = BiasedProduct(save_for_backward(whole), kernels[0], bias[...])

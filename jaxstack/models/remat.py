@@ -28,10 +28,7 @@ def _offload_inputs_save_attention(primitive: Any, *arguments: Any, **parameters
     return save_attention(primitive, *arguments, **parameters) or _offload_inputs(primitive, *arguments, **parameters)
 
 
-def _save_dots(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
-    dots = _policies.dots_with_no_batch_dims_saveable
-    return dots(primitive, *arguments, **parameters) or save_activated_product(primitive, *arguments, **parameters)
-
+_save_dots = _policies.save_from_both_policies(_policies.dots_with_no_batch_dims_saveable, save_activated_product)
 
 POLICIES: dict[str, Callable[..., Any]] = {
     "none": save_all_but_gathered,

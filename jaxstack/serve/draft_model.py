@@ -155,7 +155,7 @@ class DraftPrograms:
         drafted = jnp.zeros((len(rows), self.width), jnp.int32).at[lines, first].set(newest, mode="drop")
         guessed = jnp.zeros((*drafted.shape, vocabulary), jnp.float32)
         with logical_axis_rules(self.model.rules):
-            # The numbers of iterations are constants, so that the host does not wait for a condition after each.
+            # The number of iterations is a constant, so that the host need not read a condition after each of them.
             if recent is None:  # the last draft is run too, for its keys and values
                 return jax.lax.fori_loop(0, self.width, advance, (drafted, guessed, pages))
             again = rows.at[:, Column.START].add(1 - recent.counts).at[:, Column.COUNT].set(recent.counts)
@@ -235,7 +235,7 @@ def accept_drafts(
     lines, width, vocabulary = logits.shape
     offset = jnp.arange(width) - (width - counts[:, None])
     draft, is_draft = jnp.roll(drafted, -1, axis=1), (offset >= 0) & (jnp.arange(width) < width - 1)
-    if mode == "greedy":  # p and q are 0 or 1: no random number matters
+    if mode == "greedy":  # all probabilities are 0 or 1, so that no random number is needed
         likeliest = jnp.argmax(logits, -1).astype(jnp.int32)
         accepted = is_draft & (draft == likeliest)
         return likeliest, _count_accepted(accepted, is_draft, offset)

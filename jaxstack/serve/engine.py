@@ -207,9 +207,10 @@ class Engine:
         self._take_messages()
         runner = self._runner
         self.scheduler.decode_steps = runner.most_steps
-        # Rows with drafts wait for their tokens; planned one by one they would stay in different steps.
-        together = bool(self.config.draft_tokens) and runner.busy
-        plan = None if together else self.scheduler.plan(runner.busy)
+        # A request with drafts can be planned again only when its tokens have been read. Unless all tokens in flight
+        # are awaited, requests that started in different steps are never decoded in the same one.
+        waits = bool(self.config.draft_tokens) and runner.busy
+        plan = None if waits else self.scheduler.plan(runner.busy)
         if plan is not None:
             runner.dispatch(plan)
             self.stats.steps += plan.steps

@@ -48,8 +48,8 @@ def alternation_helps(config: KernelConfig, sequences: int) -> bool:
 def fewer_warpgroups_help(config: KernelConfig, fewer: KernelConfig, sequences: int) -> bool:
     """Return whether the forward ends earlier with two computing warpgroups than with three.
 
-    Three have more work for the tensor cores at a time. But their blocks of 192 queries see more hidden keys, and there
-    are fewer of them to divide among the multiprocessors.
+    Three give the tensor cores more work at a time. But their blocks of 192 queries contain more masked scores, and
+    there are fewer blocks to divide among the multiprocessors.
 
     Args:
         config: Static description of the forward kernel with three computing warpgroups.
@@ -66,9 +66,9 @@ def fewer_warpgroups_help(config: KernelConfig, fewer: KernelConfig, sequences: 
 
 @functools.lru_cache(maxsize=256)
 def _forward_times(config: KernelConfig, sequences: int) -> tuple[float, float]:
-    """Return the simulated times of the forward, in visits of a key block, if rounds are in turn and if they alternate.
+    """Return the forward's simulated times, in visits of a key block: without alternating rounds, and with them.
 
-    The programs deal out blocks of queries from the last to the first.
+    Blocks of queries are dealt out to the programs from the last to the first.
     """
     some, _ = visible_tiles(config.options.mask, config.blocks, None)
     costs = np.repeat(np.asarray(some[0]).sum(axis=1)[::-1] + _START_VISITS, sequences)

@@ -71,9 +71,9 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
 
 
 def _for_tma(x: jax.Array, block: int) -> jax.Array:
-    """Pad the second dim of x to one block, the least that TMA copies, or else to a multiple of the rows of a tile.
+    """Pad the second dim of x to at least one block, the least that TMA copies, and to a multiple of `TILE_ROWS`.
 
-    Whole blocks are not needed: TMA reads zeros beyond the end of longer arrays, and so most are returned unchanged.
+    Whole blocks are not needed: beyond the end of an array TMA reads zeros. So most arrays are returned unchanged.
 
     TMA copies with one dim (log-sum-exp, segment ids) do not stop at the end of an array: those are padded to whole
     blocks, which costs little.

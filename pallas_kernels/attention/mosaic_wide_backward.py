@@ -1,17 +1,17 @@
 """Backward kernel of attention for Hopper that computes all gradients for wide heads, such as head dim 256.
 
-Registers have no room for dK and dV of 64 keys in each of two warpgroups. Here both warpgroups share 64 keys:
+At such head dims a warpgroup's registers have no room for dK and dV of 64 keys. So here two warpgroups share 64 keys:
 
 - scores and their gradients: each computes those of half of a tile's queries, over the whole head dim;
 - dK, dV and dQ: each computes half of the columns, for all keys (or queries) of the tile.
 
-So the softmax weights and score gradients of a tile pass through shared memory, where both read them as left operands.
+The softmax weights and score gradients of a tile pass through shared memory, where both read them as left operands.
 dK and dV stay in registers until all tiles are visited; dQ is added to a float32 array in global memory, as in
 `mosaic_backward` (FlashAttention-3, Shah et al., arXiv:2407.08608): five products for each tile, where separate kernels
 need eight. The order of the sums of dQ depends on timing, so its last bit may differ from run to run.
 
 While the tensor cores compute a tile's gradients, they are also given the next tile's scores. The queries of that tile
-must have been loaded by then, and so they have two buffers, d_out has one.
+must have been loaded by then, and so queries have two buffers, while d_out has one.
 """
 
 import functools
@@ -104,7 +104,8 @@ def all_gradients(
         raise ValueError(f"{parts} parts of the query heads must divide a key head's share of {residuals.q.shape[2]}")
     packed, stages = segments is not None, config.stages
     columns = head_dim // _GROUPS
-    slices = min(columns, _HALF)  # One form for all operands, of which products take slices this narrow.
+    # All operands have one layout in shared memory, with a swizzle no wider than the narrowest slice in a product.
+    slices = min(columns, _HALF)
     own_tile = config.tiled_smem((KEYS, head_dim), dtype, slices)
     exchange = config.tiled_smem((2, KEYS, QUERIES), dtype, slices)
     scratch = _Buffers(
@@ -178,8 +179,8 @@ def _d_out_ring(config: KernelConfig) -> Ring:
 def _load(config: KernelConfig, inputs: Inputs, ids: Segments | None, buffers: _Buffers, place: Place) -> None:
     """Load the program's keys and values, then the blocks of queries that see them, for every query head of the group.
 
-    There is one load of queries more than tiles, as the scores of the next tile are computed whether there is one or
-    not.
+    Queries are loaded once more than there are tiles, because the scores of the next tile are computed even after the
+    last one.
     """
     group, visits = _group(inputs), place.visits
     keys = place.batch, pl.ds(place.first, KEYS), lax.div(place.head, config.head_parts)
@@ -343,12 +344,13 @@ def _visit(config: KernelConfig, buffers: _Buffers, state: _State, visited: _Vis
     def finish(part: Accumulator, scores: Accumulator) -> jax.Array:
         _start_scores(buffers, following, scores)
         if not config.interpret:
+            # Wait for the first of the four products in flight, the last one that reads d_out.
             plgpu.wgmma_wait(3)
         _d_out_ring(config).release(0, buffers.d_out_empty)
         _add_columns(config, buffers, d_q, part.load(pending=2))
         return scores.load()
 
-    def exchanged(sums_v: Accumulator, sums_k: Accumulator, part: Accumulator) -> jax.Array:
+    def use_exchanged(sums_v: Accumulator, sums_k: Accumulator, part: Accumulator) -> jax.Array:
         sums_v.add(weights.at[:, others], buffers.d_out.at[0, others, columns])
         part.add(gradients.transpose((1, 0)), buffers.k.at[:, columns])
         sums_k.add(gradients.at[:, others], buffers.q.at[visited.slot, others, columns])
@@ -362,8 +364,8 @@ def _visit(config: KernelConfig, buffers: _Buffers, state: _State, visited: _Vis
         if not config.interpret:
             plgpu.wgmma_wait(0)
         shape = KEYS, buffers.k.shape[-1] // _GROUPS
-        finish_sums = functools.partial(exchanged, sums_v, sums_k)
-        products = wgmma.accumulate(finish_sums, shape, interpret=config.interpret)
+        use = functools.partial(use_exchanged, sums_v, sums_k)
+        products = wgmma.accumulate(use, shape, interpret=config.interpret)
         return _State(products, sums_k.load(), sums_v.load())
 
     state = wgmma.accumulate(multiply, state.d_v, state.d_k, interpret=config.interpret)
@@ -371,8 +373,8 @@ def _visit(config: KernelConfig, buffers: _Buffers, state: _State, visited: _Vis
     return state
 
 
-def _pieces(buffers: _Buffers, values: jax.Array, write: Callable[[Ref, Any], None]) -> None:
-    """Store float32 values [64, H / 2] by write(buffer, columns), in pieces that two buffers hold by turn."""
+def _store_pieces(buffers: _Buffers, values: jax.Array, write: Callable[[Ref, Any], None]) -> None:
+    """Store float32 values [64, H / 2] by write(buffer, columns), in pieces that two buffers hold in turn."""
     columns = values.shape[1]
     for number, first in enumerate(range(0, columns, _STAGED)):
         staging = buffers.d_q.at[lax.axis_index("warpgroup"), number % 2]
@@ -387,7 +389,7 @@ def _pieces(buffers: _Buffers, values: jax.Array, write: Callable[[Ref, Any], No
 def _add_columns(config: KernelConfig, buffers: _Buffers, d_q: Ref, values: jax.Array) -> None:
     """Add this warpgroup's columns of a tile's dQ to `d_q` [queries, H] in global memory."""
     reduction = None if config.interpret else "add"
-    _pieces(
+    _store_pieces(
         buffers,
         values,
         lambda staging, columns: plgpu.copy_smem_to_gmem(staging, d_q.at[:, columns], reduction_op=reduction),
@@ -406,7 +408,7 @@ def _store(
     if config.head_parts > 1:
         target = lax.rem(place.head, config.head_parts), *part
         for ref, value in zip(outputs, values, strict=True):
-            _pieces(
+            _store_pieces(
                 buffers,
                 value,
                 lambda staging, columns, to=ref.at[target]: plgpu.copy_smem_to_gmem(staging, to.at[:, columns]),

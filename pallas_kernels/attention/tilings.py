@@ -32,8 +32,8 @@ class Tiling:
         forward_keys: Keys of a tile of the forward.
         forward_stages: Tiles of the forward in flight from global memory.
         fused_queries: Queries of a tile of the kernel that computes all gradients, with two computing warpgroups; 0 to
-            use the other backward kernels, where the fused one has too few registers, too little shared memory (shared
-            keys at head dim 256 with segment ids) or is slower.
+            use the other backward kernels, where the fused one is slower or does not fit into registers or shared
+            memory (at head dim 256 with segment ids).
         fused_keys: Keys of its programs: 128, of which each warpgroup has 64, or 64 that both share, each with
             half of the head dim (`mosaic_wide_backward`, for wide heads; tiles of 64 queries only).
         fused_stages: Its tiles in flight; 2 with shared keys.

@@ -35,11 +35,14 @@ def product(pairs: Sequence[tuple[Quantized, Quantized]], dtype: DTypeLike) -> j
 
     Scales of 128 x 128 values must be those of b in all pairs, or of the a of a single pair.
     """
-    (a, b), transposed = pairs[0], False
-    if a.inverse_scale.shape[1] != len(a.values):
-        # The kernel's left operand has a scale per row: it computes the transpose of the result.
-        (pairs, transposed), (a, b) = ([(b, a)], True), (b, a)
-    (rows, columns), programs = (len(a.values), len(b.values)), 2 if INTERPRET else multiprocessors()
+    a, b = pairs[0]
+    transposed = a.inverse_scale.shape[1] != len(a.values)
+    if transposed:
+        # Each row of the kernel's left operand has its own scales, so the kernel computes the transpose of the result.
+        a, b = b, a
+        pairs = [(a, b)]
+    rows, columns = len(a.values), len(b.values)
+    programs = 2 if INTERPRET else multiprocessors()
     # Where tall tiles would leave half of the multiprocessors idle, tiles of half the height take half the time.
     half = mosaic_product.HALF_ROWS
     tall = rows % (2 * half) == 0 and rows // half * (columns // BLOCK) > programs

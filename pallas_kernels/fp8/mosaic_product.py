@@ -85,7 +85,7 @@ class ScaledProduct:
 
 
 class _Inputs(NamedTuple):
-    """Operands and scales in global memory, an array for each product; one of `b_scale` if blocks share scales."""
+    """Operands and scales in global memory, an array for each product; one of `b_scale` if rows of b share scales."""
 
     a: tuple[Ref, ...]
     b: tuple[Ref, ...]
@@ -192,7 +192,7 @@ def _load(spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, number: Index
 def _copy(
     spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, tile: Tile, slot: Index, place: int, index: Index
 ) -> None:
-    """Start the copies of the `index`-th block of the operands of the product at `place` to the buffers of a slot."""
+    """Start to copy block `index` of the operands of product number `place` to the buffers of a slot."""
     full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
     columns = pl.ds(tile.column * BLOCK, BLOCK)
     plgpu.copy_gmem_to_smem(inputs.b[place].at[columns, along], buffers.b.at[slot], full[0])

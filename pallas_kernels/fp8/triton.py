@@ -94,9 +94,8 @@ class BlocksPlan:
         rows, columns: shape of the array.
         shared: True if the 128 x 128 values of a tile of the transpose share a scale, False for one per 128 values.
         programs: number of programs, which take the tiles in turn.
-        stages: tiles of a program that are loaded or computed at a time.
+        stages: tiles of a program that are in flight: one is computed while the others are loaded.
         together: columns of tiles that are taken together, a divisor of their number.
-        limit: largest number of the format.
     """
 
     rows: int
@@ -105,7 +104,6 @@ class BlocksPlan:
     programs: int
     stages: int
     together: int = 1
-    limit: float = largest(E4M3)
 
     @property
     def row_tiles(self) -> int:

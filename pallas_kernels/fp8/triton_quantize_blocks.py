@@ -3,9 +3,9 @@
 They quantize an array, or RMSNorm, SwiGLU and the gradients of SwiGLU, computed from other arrays in the same pass.
 
 A tile is held as four parts, each with every fourth row, so that a thread has the same column of four consecutive rows.
-Rounded to a byte each, these are one word of the transpose: only words, half as many bytes as bfloat16 takes, go
-through shared memory to be transposed. A program computes one tile after the other; with more than one stage it loads
-the next tiles into shared memory meanwhile.
+Rounded to a byte each, these four values are one 32-bit word of the transpose. Only such words, half as many bytes as
+in bfloat16, pass through shared memory to be transposed. A program computes one tile after the other; with more than
+one stage it loads the next tiles into shared memory meanwhile.
 """
 
 # Constants of a Triton kernel are annotated as constexpr: type checkers know neither its attributes nor that numbers
@@ -22,8 +22,8 @@ from pallas_kernels.fp8.triton_quantize import sigmoid
 def quantize_kernel(x, values, inverse, turned, turned_inverse, plan: tl.constexpr):
     """Quantize x [rows, columns] with a scale per 128 values of a row, and its transpose.
 
-    Writes values [rows, columns], inverse scales [columns / 128, rows], the transpose [columns, rows] and its inverse
-    scales, [rows / 128, columns], or [rows / 128, columns / 128] if the plan has tiles share one.
+    Writes values [rows, columns], inverse scales [columns / 128, rows], the transpose `turned` [columns, rows] and its
+    inverse scales, [rows / 128, columns], or [rows / 128, columns / 128] if the plan has one scale per tile.
     """
     for tile in tl.range(tl.program_id(0), plan.tiles, plan.programs, num_stages=plan.stages):
         r, c = tile_place(tile, plan)
@@ -74,7 +74,10 @@ def swiglu_gradients_kernel(  # noqa: PLR0913
 
 @triton.jit
 def tile_place(tile, plan: tl.constexpr):
-    """Return the row and the column of a tile: all rows of some columns of tiles, and then those of the next ones."""
+    """Return the row and the column of a tile, counted in tiles.
+
+    Tiles are taken band by band, a band being all rows of `plan.together` columns of tiles.
+    """
     band = tile // (plan.row_tiles * plan.together)
     within = tile % (plan.row_tiles * plan.together)
     return within // plan.together, band * plan.together + within % plan.together
@@ -92,7 +95,7 @@ def wide_part(x, part: tl.constexpr, r, c, plan: tl.constexpr):
 def rounded(a, b, dtype: tl.constexpr):
     """Round two float32 arrays to `dtype`, in which they would be stored, and return them as float32."""
     if dtype == tl.bfloat16:
-        # Both in one instruction; Triton's own takes four of a slower kind.
+        # One instruction rounds both; Triton's own cast takes four slower ones.
         assembly: tl.constexpr = """
             {
             .reg .b32 both;
@@ -152,11 +155,11 @@ def store_tile(p0, p1, p2, p3, values, inverse, turned, turned_inverse, r, c, pl
     tl.store(inverse + c * plan.rows + r * 128 + tl.arange(0, 128), inverses)
     columns = tl.arange(0, 128)
     if plan.shared:
-        scale, inverse_scale = group_scales(tl.max(largest_of_four(m0, m1, m2, m3)), plan.limit)
+        scale, inverse_scale = group_scales(tl.max(largest_of_four(m0, m1, m2, m3)))
         tl.store(turned_inverse + r * plan.column_tiles + c, inverse_scale)
     else:
         largest = largest_of_four(tl.abs(p0), tl.abs(p1), tl.abs(p2), tl.abs(p3))
-        scale, inverse_scale = group_scales(tl.max(largest, axis=0), plan.limit)
+        scale, inverse_scale = group_scales(tl.max(largest, axis=0))
         tl.store(turned_inverse + r * plan.columns + c * 128 + columns, inverse_scale)
         scale = scale[None, :]
     words = four_bytes(p0 * scale, p1 * scale, p2 * scale, p3 * scale)
@@ -169,7 +172,7 @@ def store_tile(p0, p1, p2, p3, values, inverse, turned, turned_inverse, r, c, pl
 def store_rows(part, index: tl.constexpr, tile_values, plan: tl.constexpr):
     """Store a part of a tile with a scale per row; return the largest magnitudes of rows and the inverse scales."""
     largest = tl.max(tl.abs(part), axis=1)
-    scale, inverse_scale = group_scales(largest, plan.limit)
+    scale, inverse_scale = group_scales(largest)
     places = (4 * tl.arange(0, 32) + index)[:, None] * plan.columns + tl.arange(0, 128)[None, :]
     tl.store(tile_values + places, (part * scale[:, None]).to(tile_values.dtype.element_ty))
     return largest, inverse_scale
@@ -182,12 +185,11 @@ def largest_of_four(a, b, c, d):
 
 
 @triton.jit
-def group_scales(amax, limit: tl.constexpr):
-    """Return the scale `group_scale(amax, limit)` and its inverse, both computed on bits."""
-    power: tl.constexpr = 254 + (15 if limit > 448 else 8)
+def group_scales(amax):
+    """Return `triton_quantize.group_scale(amax, 448)`, the scale for E4M3, and its inverse, both computed on bits."""
     bits = amax.to(tl.int32, bitcast=True)
-    exponent = tl.minimum(power - ((bits + 0x1FFFFF) >> 23), 227)
-    # Of zeros 1 and 1; of infinities 0 and inf.
+    exponent = tl.minimum(254 + 8 - ((bits + 0x1FFFFF) >> 23), 227)
+    # The scale of zeros is 1, as is its inverse; that of infinities is 0, and its inverse is infinite.
     exponent = tl.where(bits == 0, 127, tl.where(bits >= 0x7F800000, -1, exponent))
     scale = (tl.maximum(exponent, 0) << 23).to(tl.float32, bitcast=True)
     return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)

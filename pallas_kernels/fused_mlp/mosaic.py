@@ -1,7 +1,7 @@
 """Activation and matmul in Hopper kernels that keep the hidden layer's gradient in registers.
 
-Where the activation's input is a product with a bias, a kernel computes it together with the activation, and the
-backward's kernel the sums for the bias's gradient.
+Where the activation's input is a product with a bias, one kernel computes it together with the activation, and the
+backward kernel also computes the sums for the bias's gradient.
 """
 
 import functools

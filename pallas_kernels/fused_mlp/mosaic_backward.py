@@ -78,8 +78,8 @@ def gradients(
         with_sums: True to sum the gradients over rows as well.
 
     Returns:
-        The gradients, and for each with `with_sums` its float32 sums over the rows that one warp computes: the sum over
-        all T rows is that of the R rows of this array.
+        The gradients; and, with `with_sums`, for each gradient a float32 array [R, F] of partial sums, whose rows add
+        up to the sum over all T rows.
     """
     count, slots = len(inputs), _slots(product, len(inputs))
     sums = jax.ShapeDtypeStruct((product.rows // product.own_rows * WARPS, weight.shape[0]), jnp.float32)

@@ -1,7 +1,7 @@
 """Hopper kernel of the first half of a feed-forward layer: a matmul, its bias and the activation, in one pass.
 
-The activation and its input leave from the registers that hold the product, so that neither is read again before the
-matmul that follows.
+The activation is computed in the registers that hold the product. So the product is written for the backward
+pass, but not read again for the activation.
 """
 
 import functools

@@ -59,9 +59,10 @@ class Grid:
     def fitted_scales(self, w: Float[Array, "*stack out in"]) -> Float[Array, "*stack out groups"]:
         """Return float32 scales [*stack, out, groups] with the smallest squared error of rounding; 1 if all are 0.
 
-        They are searched among the scales that put a group's largest magnitude at an integer of the grid, and 32 from
-        the grid's largest integer to about twice as far, which clip the largest weights. A matrix whose values are on
-        a grid of this kind already, such as one rounded by GPTQ, is thus represented exactly.
+        They are searched among the scales that put a group's largest magnitude at an integer of the grid, and among 32
+        more that put it between the grid's largest integer and about twice that, so that the largest weights are
+        clipped. So a matrix whose values are already on a grid of this kind, such as one that GPTQ has rounded, is
+        represented exactly.
         """
         grouped = w.astype(jnp.float32).reshape(*w.shape[:-1], self.groups(w.shape[-1]), -1)
         low, high = self.limits
@@ -69,8 +70,8 @@ class Grid:
 
         def keep_better(best: tuple[jax.Array, jax.Array], position: jax.Array) -> tuple[Any, None]:
             scales = _storable_scales(largest / position)
-            spread = scales[..., None]
-            rounded = jnp.clip(jnp.round(grouped / spread), low, high) * spread
+            step = scales[..., None]
+            rounded = jnp.clip(jnp.round(grouped / step), low, high) * step
             error = jnp.sum(jnp.square(rounded - grouped), axis=-1)
             better = error < best[1]
             return (jnp.where(better, scales, best[0]), jnp.where(better, error, best[1])), None

@@ -21,8 +21,8 @@ class Rtn(RoundingMethod):
     """Number of inputs that share a scale. Default: one scale for each output."""
 
     scales: Literal["largest", "fitted"] = "largest"
-    """largest: from the largest weight of a group. fitted: those with the smallest squared error, which are exactly
-    the learned scales of a run that trained with `method: qat, scales: learned` on the same grid."""
+    """largest: from the largest weight of a group. fitted: those with the smallest squared error. Of a run that was
+    trained with `method: qat, scales: learned` on the same grid, these are exactly the learned scales."""
 
     @model_validator(mode="after")
     def _check_scales(self) -> Self:

@@ -30,8 +30,8 @@ from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, need
 
 
 def interpret_blockwise(random, size):
-    """Scales of all magnitudes, of zeros and of infinities; values that FP8 holds, as the interpreter's own cast drops
-    the carry of a rounding.
+    """Scales of all magnitudes, of zeros and of infinities; values that FP8 holds exactly, because the interpreter's
+    own cast loses the carry when it rounds.
     """
 
     def run(x, shared, programs):
