@@ -13,6 +13,7 @@ from jaxstack.compressed_training.base import WeightRule
 from jaxstack.compressed_training.cluster import ClusterRule
 from jaxstack.compressed_training.compressible_weights import Weight
 from jaxstack.compressed_training.low_rank import LowRankRule
+from jaxstack.compressed_training.lsq import LsqRule
 from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.base import Component
@@ -21,7 +22,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.layer_paths import match_common_value
 from jaxstack.tree_rules import check_patterns
 
-METHODS = (QatRule, MaskRule, ClusterRule, LowRankRule)
+METHODS = (QatRule, LsqRule, MaskRule, ClusterRule, LowRankRule)
 """Every method that `compression.rules` can choose. A new one is added here."""
 
 if TYPE_CHECKING:

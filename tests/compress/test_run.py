@@ -107,7 +107,7 @@ def test_weights_that_training_rounded_are_rounded_once(trained):
 @pytest.mark.longer
 def test_learned_scales_are_packed_exactly(tmp_path):
     """A run that learns scales has the loss of its compressed model; scales of the largest weights have another."""
-    rule = "{path: ^decoder, method: qat, bits: 3, group_size: 16, scales: learned}"
+    rule = "{path: ^decoder, method: lsq, bits: 3, group_size: 16}"
     run = make_run(tmp_path, f"compression.rules=[{rule}]", "model.scan_layers=true", "model.num_layers=2")
     text = TextOptions([str(tmp_path / "text.txt")])
     measured = evaluate(run, text=text).text

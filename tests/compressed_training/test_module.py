@@ -12,6 +12,7 @@ from flax import nnx
 from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.compressed_training.distill import DistillConfig, distillation_loss, with_teacher
 from jaxstack.compressed_training.low_rank import LowRankRule
+from jaxstack.compressed_training.lsq import LsqRule
 from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.loader import build_component
@@ -29,7 +30,7 @@ from tests.small_runs import batch_at, run_steps, small_config
 
 RULES = (
     "compression.rules=[{path: mlp, method: low_rank}, "
-    "{path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8, scales: learned}, "
+    "{path: attention/(q|k)_proj, method: lsq, bits: 3, group_size: 8}, "
     "{path: attention/(v|o)_proj, method: qat, bits: 8, group_size: null, activations: int8}, "
     "{path: embedding, method: cluster, bits: 4}]"
 )
@@ -107,9 +108,7 @@ def test_masks_hold_for_an_optimizer_that_moves_every_weight():
 
 
 ROUNDED_INPUTS = QatRule(path="first", bits=8, group_size=None, activations="int8")
-
-
-LEARNED_SCALES = QatRule(path="first", bits=3, group_size=4, scales="learned")
+LEARNED_SCALES = LsqRule(path="first", bits=3, group_size=4)
 
 
 @pytest.mark.parametrize("first", [LowRankRule(path="first", rank=3), ROUNDED_INPUTS, LEARNED_SCALES])

@@ -13,6 +13,7 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.compressed_training.base import WeightRule
 from jaxstack.compressed_training.cluster import ClusterRule
 from jaxstack.compressed_training.low_rank import LowRankRule
+from jaxstack.compressed_training.lsq import LsqRule
 from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.errors import ConfigError
@@ -30,7 +31,7 @@ from tests.small_runs import batch_at, metrics_of_steps, small_config
 RULES: list[WeightRule] = [
     LowRankRule(path="up_proj", penalty=0.1, threshold=0.05),
     QatRule(path="attention/(q|k)_proj", bits=3, group_size=4),
-    QatRule(path="gate_proj", group_size=None, scales="learned"),
+    LsqRule(path="gate_proj", group_size=None),
     MaskRule(path="attention/(v|o)_proj"),
 ]
 

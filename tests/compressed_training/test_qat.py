@@ -1,16 +1,13 @@
 """Quantization-aware training of one matrix: values of the export's grid, the straight-through gradient, errors."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.compress.column_sweep import gptq
 from jaxstack.compress.methods.rtn import Rtn
 from jaxstack.compressed_training.compressible_weights import MatrixLayout, Weight
-from jaxstack.compressed_training.qat import QatRule, round_straight_through, round_with_scales
+from jaxstack.compressed_training.qat import QatRule, round_straight_through
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.rounding_grid import Grid
 
@@ -41,43 +38,6 @@ def test_the_gradient_is_that_of_the_rounded_weight():
     rounded = grid.round(W)
     np.testing.assert_allclose(found, 2 * (x @ rounded.T - y).T @ x, rtol=1e-4, atol=1e-4)
     assert not np.allclose(found, jax.grad(loss)(W), rtol=1e-2)
-
-
-LEARNED = QatRule(path=".*", bits=3, group_size=8, scales="learned")
-
-
-def test_learned_scales_start_on_the_grid_of_gptq_and_have_the_gradient_of_lsq():
-    solved = gptq(jnp.asarray(W), jnp.eye(32) + 0.3, LEARNED.grid, 0.01)
-    start = LEARNED.grid.dequantize(solved.q, solved.scales)
-    layout = MatrixLayout((32, 24), 0, 1)
-    stored = LEARNED.store(layout.from_matrices(start), layout)
-    np.testing.assert_array_equal(LEARNED.use(stored, layout, None), start.T)
-    w, scales = jnp.asarray([[0.1, 0.26, -0.74, 2.0]]), jnp.asarray([[0.25]])
-    of_w, of_scales = jax.grad(lambda w, s: round_with_scales(w, s, Grid(3)).sum(), (0, 1))(w, scales)
-    np.testing.assert_array_equal(of_w, [[1, 1, 1, 0]])  # 2.0 is clipped to 3 steps
-    np.testing.assert_allclose(of_scales, [[(0 - 0.4) + (1 - 1.04) + (-3 + 2.96) + 3]], atol=1e-5)
-    halved = LEARNED.keep(stored, {**stored, "scale": stored["scale"] - 1})
-    np.testing.assert_array_equal(halved["scale"], stored["scale"] / 2)
-
-
-def test_the_export_of_learned_scales_is_what_rtn_with_fitted_scales_writes():
-    layout = MatrixLayout((32, 24), 0, 1)
-    stored = LEARNED.store(jnp.asarray(W.T), layout)
-    stored = {"weight": 1.1 * stored["weight"], "scale": 0.93 * stored["scale"]}
-    trained = LEARNED.master(stored, layout)
-    packed = Rtn(path=".*", bits=3, group_size=8, scales="fitted").compress(layout.to_matrices(trained), None)
-    np.testing.assert_array_equal(packed.matrix().T, trained)
-    np.testing.assert_array_equal(LEARNED.pack(stored).matrix().T, trained)
-    assert LEARNED.kept(stored, layout) == W.size
-    np.testing.assert_array_equal(Rtn(path=".*", bits=3, group_size=8, scales="fitted").compress(W, None).matrix(),
-                                  LEARNED.compress(W, train=False))  # fmt: skip
-
-
-def test_integer_products_need_scales_of_the_largest_weights():
-    w8a8: Any = {"path": ".", "bits": 8, "group_size": None, "activations": "int8"}
-    for make in (lambda: QatRule(**w8a8, scales="learned"), lambda: Rtn(**w8a8, scales="fitted")):
-        with pytest.raises(ValueError, match="need `scales: largest`"):
-            make()
 
 
 @pytest.mark.longer

@@ -22,7 +22,7 @@ class Rtn(RoundingMethod):
 
     scales: Literal["largest", "fitted"] = "largest"
     """largest: from the largest weight of a group. fitted: those with the smallest squared error. Of a run that was
-    trained with `method: qat, scales: learned` on the same grid, these are exactly the learned scales."""
+    trained with `method: lsq` on the same grid, these are exactly the learned scales."""
 
     @model_validator(mode="after")
     def _check_scales(self) -> Self:
