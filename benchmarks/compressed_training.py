@@ -128,7 +128,7 @@ class Study:
     def make_trainer(
         self, config: RunConfig, rules: Sequence[WeightRule], distill: DistillConfig | None, teacher: Dict | None
     ) -> Trainer:
-        """Return a trainer on the base's text, with rules; with `distill` its teacher is a base with other parameters."""
+        """Return a trainer on the base's text, with rules; with `distill` a base with other parameters teaches it."""
         make, loss = lambda rngs: Transformer(config.model, rngs), language_model_loss
         if distill is not None:
             base = self.base.config.model
