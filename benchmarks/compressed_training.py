@@ -7,8 +7,8 @@
 All methods start from one trained model, the quickstart's, and take the same number of further steps on the same text.
 `float32` takes these steps without compression; compression after training starts from its weights. Parts:
 
-    qat       integers of `--bits`: rounding and GPTQ of the model before and after further training, and training with
-              rounded weights and learned scales from the model's GPTQ, on the text alone or with the model as teacher
+    qat       integers of `--bits` for the model after the further steps, by rounding, by GPTQ, and by training from its
+              GPTQ, with learned scales, on the text of these steps once more: alone, or with the model as teacher
     sparse    half of the weights zero: pruning after training, and training that keeps the zeros of a pruned start
     cluster   8 values a matrix: k-means after training, and training with clusters
     low_rank  the singular value decomposition at the ranks that training found, and that training
@@ -16,8 +16,7 @@ All methods start from one trained model, the quickstart's, and take the same nu
     sizes     memory of eDKM's clustering, and bytes of a clustered LLaMA 7B; nothing is trained
 
 `loss` is the held-out loss in nats, the mean over `--seeds` (other text, and other initial weights of students);
-`rise` is that loss minus the one of `float32`, in the part `qat` minus the one of the start. Rows are appended to
-benchmarks/results/compressed_training.jsonl.
+`rise` is that loss minus the one of `float32`. Rows are appended to benchmarks/results/compressed_training.jsonl.
 """
 
 import argparse
@@ -104,7 +103,7 @@ class Study:
         return calibration_batches(self.base.data, self.args.sequences)
 
     def train(
-        self, seed: int, start: Dict, *rules: WeightRule, distill: DistillConfig | None = None
+        self, seed: int, start: Dict, *rules: WeightRule, teacher: Dict | None = None
     ) -> tuple[FunctionalModule, Dict]:
         """Take further steps from `start`; return the module, and what its train state stores.
 
@@ -112,7 +111,7 @@ class Study:
           seed: which part of the text the steps see.
           start: the parameters to start from.
           rules: methods of compressed training.
-          distill: trains with the base as teacher; None: on the text alone.
+          teacher: parameters of a base whose predictions are the only target; None: the text is.
         """
         config, args = self.base.config, self.args
         changes = {
@@ -120,17 +119,20 @@ class Study:
             "optimizer": config.optimizer.model_copy(update={"learning_rate": args.learning_rate}),
             "schedule": config.schedule.model_copy(update={"warmup_steps": min(20, args.steps - 1)}),
         }
-        trainer = self.make_trainer(config.model_copy(update=changes), rules, distill)
+        distill = None if teacher is None else DistillConfig(alpha=1.0, temperature=1.0)
+        trainer = self.make_trainer(config.model_copy(update=changes), rules, distill, teacher)
         trainer.start_from(jax.tree.map(jnp.array, start))
         take_steps(trainer, self.base.steps + seed * args.steps)
         return trainer.module, trainer.state.params
 
-    def make_trainer(self, config: RunConfig, rules: Sequence[WeightRule], distill: DistillConfig | None) -> Trainer:
-        """Return a trainer on the base's text, with rules, and with the base as teacher if `distill` is given."""
+    def make_trainer(
+        self, config: RunConfig, rules: Sequence[WeightRule], distill: DistillConfig | None, teacher: Dict | None
+    ) -> Trainer:
+        """Return a trainer on the base's text, with rules; with `distill` a base with other parameters teaches it."""
         make, loss = lambda rngs: Transformer(config.model, rngs), language_model_loss
         if distill is not None:
-            teacher = self.base.config.model
-            make = lambda rngs: with_teacher(Transformer(config.model, rngs), empty_model(teacher, jnp.float32))  # noqa: E731
+            base = self.base.config.model
+            make = lambda rngs: with_teacher(Transformer(config.model, rngs), empty_model(base, jnp.float32))  # noqa: E731
             loss = functools.partial(distillation_loss, settings=distill)
         trainer = Trainer(
             compress_in_training(make, rules),
@@ -142,8 +144,8 @@ class Study:
             train=config.train,
             seed=config.run.seed,
         )
-        if distill is not None:
-            trainer.set_teacher(jax.tree.map(jnp.array, self.start))
+        if teacher is not None:
+            trainer.set_teacher(jax.tree.map(jnp.array, teacher))
         return trainer
 
     @functools.cache  # noqa: B019 (one study in a process)
@@ -192,26 +194,24 @@ def take_steps(trainer: Trainer, start: int) -> None:
 
 
 def qat_rows(study: Study, seeds: int, group_size: int) -> Iterator[Row]:
-    """Yield the rows of quantization-aware training, which starts from the base rounded by GPTQ."""
-    study.record("uncompressed", "start", study.start)
-    starts: dict[tuple[int, str], Dict] = {}
-    variants = {bits: f"int{bits}, groups of {group_size}" for bits in study.args.bits}
-    methods = {bits: [m(path=".", bits=bits, group_size=group_size) for m in (Rtn, Gptq)] for bits in variants}
-    for bits, variant in variants.items():
-        for method in methods[bits]:
-            starts[bits, method.method] = study.compress(study.start, method)
-            study.record(variant, f"{method.method} of the start", starts[bits, method.method])
+    """Yield the rows of quantization-aware training, which starts from GPTQ of the model that the others compress.
+
+    Training sees the text of the further steps once more, and no other; GPTQ sees the calibration text.
+    """
     for seed in range(seeds):
         plain = study.plain(seed)
         study.record("uncompressed", "float32", plain)
-        for bits, variant in variants.items():
-            for method in methods[bits]:
-                study.record(variant, method.method, study.compress(plain, method))
-            rule = QatRule(path=DENSE, bits=bits, group_size=group_size, scales="learned")
-            for name, distill in (("qat", None), ("qat with a teacher", DistillConfig(alpha=1.0, temperature=1.0))):
-                module, stored = study.train(seed, starts[bits, "gptq"], rule, distill=distill)
+        study.record("uncompressed", "float32 once more", study.train(seed, plain)[1])
+        for bits in study.args.bits:
+            variant, settings = f"int{bits}, groups of {group_size}", {"bits": bits, "group_size": group_size}
+            study.record(variant, "rtn", study.compress(plain, Rtn(path=".", **settings)))
+            start = study.compress(plain, Gptq(path=".", **settings))
+            study.record(variant, "gptq", start)
+            rule = QatRule(path=DENSE, scales="learned", **settings)
+            for name, teacher in (("qat", None), ("qat with a teacher", plain)):
+                module, stored = study.train(seed, start, rule, teacher=teacher)
                 study.record(variant, name, module.export(stored))
-    yield from study.rows("start")
+    yield from study.rows()
 
 
 def sparse_rows(study: Study, seeds: int) -> Iterator[Row]:
@@ -293,7 +293,7 @@ def train_student(study: Study, settings: DistillConfig | None, seed: int) -> fl
         "train": config.train.model_copy(update={"steps": study.args.student_steps}),
         "run": config.run.model_copy(update={"seed": seed}),
     }
-    trainer = study.make_trainer(config.model_copy(update=changed), (), settings)
+    trainer = study.make_trainer(config.model_copy(update=changed), (), settings, settings and study.start)
     take_steps(trainer, seed * study.args.student_steps)
     values = trainer.evaluate(EVAL_TOKENS)
     assert values is not None

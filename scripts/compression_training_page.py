@@ -16,14 +16,12 @@ from scripts.result_rows import RESULTS, ROOT, Row, read_all
 PAGE = ROOT / "docs" / "compression_training.md"
 ROWS = RESULTS / "compressed_training.jsonl"
 NAMES = {
-    "start": "no further training",
     "float32": "further training alone",
-    "rtn of the start": "rounding, no further training",
-    "gptq of the start": "GPTQ, no further training",
+    "float32 once more": "further training, then once more on the same text",
     "rtn": "further training, then rounding",
     "gptq": "further training, then GPTQ",
-    "qat": "GPTQ, then training with rounded weights on the text",
-    "qat with a teacher": "GPTQ, then training with rounded weights and the model as teacher",
+    "qat": "further training, then GPTQ, then the same text once more with rounded weights",
+    "qat with a teacher": "the same with the uncompressed model as teacher instead of the text",
     "magnitude": "further training, then magnitude pruning",
     "sparsegpt": "further training, then SparseGPT",
     "magnitude, then trained with its zeros": "magnitude pruning, then training with its zeros",
@@ -54,6 +52,8 @@ def table(part: str, rows: Iterable[Row]) -> str:
     first, seeds = rows[0], max(len(row["losses"]) for row in rows)
     of_seeds = f"mean of {seeds} repetitions, " if seeds > 1 else ""
     commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+    if "eval_tokens" in first:
+        of_seeds = f"learning rate {first['learning_rate']:g}, {first['eval_tokens']:,} held-out tokens, {of_seeds}"
     about = f"{first['work']}; {of_seeds}{first['date'][:10]}, commit {commits}, {first['device']}."
     return "\n".join([*lines, "", about[0].upper() + about[1:]])
 
