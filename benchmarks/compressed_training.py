@@ -58,8 +58,8 @@ from jaxstack.compressed_training.cluster import (
 )
 from jaxstack.compressed_training.distill import DistillConfig, distillation_loss, empty_model, with_teacher
 from jaxstack.compressed_training.low_rank import LowRankRule
+from jaxstack.compressed_training.lsq import LsqRule
 from jaxstack.compressed_training.mask import MaskRule
-from jaxstack.compressed_training.qat import QatRule
 from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.loss import language_model_loss
@@ -207,7 +207,7 @@ def qat_rows(study: Study, seeds: int, group_size: int) -> Iterator[Row]:
             study.record(variant, "rtn", study.compress(plain, Rtn(path=".", **settings)))
             start = study.compress(plain, Gptq(path=".", **settings))
             study.record(variant, "gptq", start)
-            rule = QatRule(path=DENSE, scales="learned", **settings)
+            rule = LsqRule(path=DENSE, **settings)
             for name, teacher in (("qat", None), ("qat with a teacher", plain)):
                 module, stored = study.train(seed, start, rule, teacher=teacher)
                 study.record(variant, name, module.export(stored))
