@@ -185,13 +185,15 @@ def apply_mlp(
     matmul = last.dot_general
     if activation is swiglu and isinstance(matmul, Fp8Matmul) and _is_fp8_mlp(matmul, first_layers, last):
         return last.add_bias(_apply_fp8_mlp(x, (*first_layers, last), matmul))
-    # A kernel computes the first layer, its bias and the activation together.
+    if is_sharded():
+        fused_name = None
     bias = first_layers[0].bias
-    if fused_name is not None and bias is not None and len(first_layers) == 1 and not is_sharded() and reason is None:
+    if fused_name is not None and reason is None and bias is not None and len(first_layers) == 1:
+        # A kernel computes the first layer, its bias and the activation together.
         product = BiasedProduct(save_for_backward(whole), kernels[0], bias[...])
         return last.add_bias(activated_matmul(product, kernels[-1], fused_name))
     inner = [shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *first_layers)]
-    if fused_name is None or is_sharded() or _not_fusable_reason((last,)) is not None:
+    if fused_name is None or _not_fusable_reason((last,)) is not None:
         return last(activation(*inner))
     return last.add_bias(activated_matmul(inner, kernels[-1], fused_name))
 
