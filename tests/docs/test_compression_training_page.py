@@ -18,6 +18,6 @@ def test_a_table_has_the_rows_of_the_newest_run():
     row = {**common, **values, "implementation": "qat", "run": "b"}
     old = {**row, "implementation": "rtn", "run": "a"}
     made = script.table("qat", [old, row])
-    assert "| int3 | training with rounded weights | 1.5000 | +0.2500 |" in made and "rounding |" not in made
+    assert f"| int3 | {script.NAMES['qat']} | 1.5000 | +0.2500 |" in made and "rounding |" not in made
     assert "Quickstart, 9 + 3 steps; mean of 2 repetitions, 2026-01-02, commit abcdef0, cpu." in made
     assert "Not measured yet" in script.table("distill", [row])
