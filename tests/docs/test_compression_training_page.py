@@ -15,9 +15,9 @@ def test_the_page_has_the_rows():
 def test_a_table_has_the_rows_of_the_newest_run():
     common = {"part": "qat", "variant": "int3", "date": "2026-01-02", "commit": "abcdef012", "device": "cpu"}
     values = {"work": "quickstart, 9 + 3 steps", "losses": [1.0, 2.0], "loss": 1.5, "rise": 0.25}
-    row = {**common, **values, "implementation": "qat", "run": "b"}
+    row = {**common, **values, "implementation": "gptq", "run": "b"}
     old = {**row, "implementation": "rtn", "run": "a"}
     made = script.table("qat", [old, row])
-    assert "| int3 | training with rounded weights | 1.5000 | +0.2500 |" in made and "rounding |" not in made
+    assert "| int3 | further training, then GPTQ | 1.5000 | +0.2500 |" in made and "rounding |" not in made
     assert "Quickstart, 9 + 3 steps; mean of 2 repetitions, 2026-01-02, commit abcdef0, cpu." in made
     assert "Not measured yet" in script.table("distill", [row])
