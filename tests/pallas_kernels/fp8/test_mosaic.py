@@ -74,7 +74,7 @@ def test_the_wide_arrays_of_an_mlp_are_written_in_fp8_only():
 
 
 def test_compiled_for_hopper_it_is_five_tensor_core_kernels(monkeypatch, capfd):
-    """Two weights: two products forward, one for the input's gradient, two for the weights'; each uses wgmma in e4m3."""
+    """Two weights: two products forward, one for the input's gradient, two for the weights'; each is e4m3 by wgmma."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
