@@ -214,7 +214,7 @@ def _load(config: KernelConfig, inputs: Inputs, ids: Segments | None, buffers: _
 
 
 class _State(NamedTuple):
-    """What a warpgroup carries from tile to tile.
+    """Loop state of a warpgroup: the products of the next tile, and its sums of dK and dV.
 
     Attributes:
         products: Products q.k of the next tile, [keys, half of the queries].

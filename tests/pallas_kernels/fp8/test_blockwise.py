@@ -10,7 +10,7 @@ from tests.marks import longer
 
 
 @longer
-def test_a_coarser_scale_of_the_input_leaves_the_error_of_weight_gradients_as_it_is():
+def test_a_coarser_scale_of_the_input_hardly_changes_the_error_of_weight_gradients():
     """One scale per 128 x 128 values instead of one per 128.
 
     FP8 values keep their precision over 15 powers of two, so also beside channels that are 300 times as large, except
