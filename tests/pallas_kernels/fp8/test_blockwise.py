@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.fp8 import blockwise
 from pallas_kernels.fp8.sources import IDENTITY
-from tests.marks import longer
 
 
-@longer
+@pytest.mark.longer
 def test_a_coarser_scale_of_the_input_hardly_changes_the_error_of_weight_gradients():
     """One scale per 128 x 128 values instead of one per 128.
 
