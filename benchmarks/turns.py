@@ -4,6 +4,8 @@ Compiling a train step takes far longer than measuring it, and one process uses 
 a shared lock on the file that `BENCHMARK_TURNS` names while it compiles, and an exclusive one while it measures. So the
 first measurement starts when all processes have compiled, and the others follow one by one. XLA's autotuning times
 kernels during compilation, here while other processes use the GPU too: it may choose kernels that are slightly slower.
+It takes memory of the process's first GPU, which the process keeps. So that this memory does not add up on one GPU,
+where the largest step would then fail, the processes have different first GPUs.
 
 Processes that are started at the same time measure in the order of their numbers in `BENCHMARK_PLACE` (0 if it is not
 set); those with the same number in any order.
@@ -17,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
+from jaxstack.launch.supervisor import count_gpus
+
 VARIABLE = "BENCHMARK_TURNS"
 PLACE = "BENCHMARK_PLACE"
 SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -25,6 +29,8 @@ SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 class Turn:
     """Lock of this process: shared from the start, while it compiles; exclusive once `wait` has returned.
+
+    It must be made before JAX starts: it rotates CUDA_VISIBLE_DEVICES, see `other_first_gpu`.
 
     Attributes:
         shared: False without `BENCHMARK_TURNS`; then no other process is waited for.
@@ -36,6 +42,7 @@ class Turn:
         self._files: list[int] = []
         if self._path is not None:
             self._files = [_locked(self._path, fcntl.LOCK_SH), _locked(f"{self._path}.{self._place}", fcntl.LOCK_SH)]
+            os.environ.update(other_first_gpu(f"{self._path}.processes"))
 
     def wait(self) -> None:
         """Wait until no other process compiles or measures, and until all with smaller numbers have ended.
@@ -52,6 +59,27 @@ class Turn:
         """Give up the turn, as the end of the process does."""
         while self._files:
             os.close(self._files.pop())
+
+
+def other_first_gpu(path: str) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES with another GPU in front for each process that calls this with the same file.
+
+    Args:
+        path: A file with one byte for each process that has called this; created if it is missing.
+
+    Returns:
+        The variable, with the visible GPUs rotated; {} on fewer than two GPUs.
+    """
+    count = count_gpus()
+    if count < 2:
+        return {}
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(file, b".")
+    first = (os.lseek(file, 0, os.SEEK_CUR) - 1) % count
+    os.close(file)
+    known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = known.split(",") if known else [str(number) for number in range(count)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first:] + names[:first])}
 
 
 def _locked(path: str, kind: int) -> int:

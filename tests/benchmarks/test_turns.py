@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from benchmarks.turns import PLACE, VARIABLE, Turn, place, run_together, turns
+from benchmarks.turns import PLACE, VARIABLE, Turn, other_first_gpu, place, run_together, turns
 
 
 def test_a_measurement_waits_for_compilations_and_other_measurements(monkeypatch, tmp_path):
@@ -64,6 +64,25 @@ def test_places_count_from_that_of_the_process(monkeypatch):
     assert place(2) == {PLACE: "2"}
     monkeypatch.setenv(PLACE, "10")
     assert place(2) == {PLACE: "12"}
+
+
+def test_processes_have_different_first_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    chosen = [other_first_gpu(str(tmp_path / "processes"))["CUDA_VISIBLE_DEVICES"] for _ in range(4)]
+    assert chosen == ["4,5,6", "5,6,4", "6,4,5", "4,5,6"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    assert other_first_gpu(str(tmp_path / "processes")) == {}
+
+
+def test_a_turn_rotates_the_gpus_before_jax_starts(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "lock"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    first = Turn()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    second = Turn()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+    first.end()
+    second.end()
 
 
 def test_without_a_lock_nothing_waits(monkeypatch):
