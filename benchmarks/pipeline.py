@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
+from benchmarks.turns import Turn
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.launch.supervisor import count_gpus
 from jaxstack.loss import language_model_loss
@@ -115,13 +116,14 @@ def simulated_bubble(trainer: Trainer, remat: str) -> float:
     return simulate(schedule, costs).bubble  # pyright: ignore
 
 
-def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each schedule and number of microbatches."""
+def measure_all(args: argparse.Namespace, turn: Turn) -> Iterator[dict[str, Any]]:
+    """Yield a row for each schedule and number of microbatches, once it is this process' turn."""
     counts = sorted(args.microbatches)
     programs = [make_program(args, count, schedule) for schedule in args.schedules for count in counts]
     with ThreadPoolExecutor(args.compile_threads) as pool:
         ready = iter(list(pool.map(functools.partial(compile_program, args), programs)))
     print(f"{len(programs)} programs compiled", flush=True)
+    turn.wait()
     for schedule in args.schedules:
         found = [(program, *next(ready)) for program in programs if program.schedule == schedule]
         times = [measure(args, program, compiled) for program, compiled, _ in found]
@@ -169,10 +171,11 @@ def main() -> None:
         parser.error("--microbatches needs two different counts: what one more takes is measured by their difference")
     if any(count % args.stages for count in args.microbatches) and "interleaved" in args.schedules:
         parser.error(f"--microbatches must be multiples of --stages ({args.stages}) for interleaved")
+    turn = Turn()
     start_devices(args.stages if args.tiny else None)
     cache_compilations()
     rows = []
-    for row in measure_all(args):
+    for row in measure_all(args, turn):
         rows.append(row)
         append_rows("tiny/pipeline" if args.tiny else "pipeline", [row])
         print(f"{row['variant']}: bubble {row['bubble']:.3f}, simulated {row['simulated_bubble']:.3f}", flush=True)

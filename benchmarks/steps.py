@@ -189,11 +189,11 @@ def measure_jaxstack(overrides: Sequence[str], seconds: float = SECONDS) -> dict
     began = time.perf_counter()
     trainer.compile(trainer.peek_batch())
     compile_seconds = time.perf_counter() - began
+    ran = trainer.describe()
     turn.wait()
     batches = trainer.batches(0)
     times = time_steps(lambda: trainer.train_step(next(batches)[0])["loss"], seconds)
     batches.close()
-    ran = trainer.describe()
     return {
         "implementation": "jaxstack",
         **sustained_rates(config, times, jax.device_count(), jax.devices()[0].device_kind),
@@ -237,8 +237,8 @@ def measure_torchtitan(overrides: Sequence[str], seconds: float = SECONDS) -> di
     from benchmarks.peers import torchtitan_step
     from jaxstack.run_config import load_config
 
-    config = load_config(None, list(overrides))
-    found, devices = torchtitan_step.measure(config, seconds), math.prod(config.parallel.degrees.values())
+    turn, config = Turn(), load_config(None, list(overrides))
+    found, devices = torchtitan_step.measure(config, turn, seconds), math.prod(config.parallel.degrees.values())
     return {**found, **sustained_rates(config, found, devices, found["device"])}
 
 

@@ -2,21 +2,26 @@
 
     python benchmarks/train_step.py "gpt2-124m bf16" "llama3-1b bf16"
     python benchmarks/train_step.py "llama3-1b bf16" --variants unrolled --peers torch torchtitan maxtext
+    python benchmarks/train_step.py "llama3-8b fsdp4 bf16" --variants "unrolled, gathered once" --together
     python benchmarks/train_step.py "gpt2-124m bf16" --tiny    # a tiny model in its layout, on simulated CPU devices
 
 Every measurement runs in a process of its own, so that no framework holds memory while another runs, and lasts
 `--seconds` (30) after compilation. GPUs lower their clock under load, so `tokens_per_second_per_device`, `sm_mhz`,
 `watts` and `joules_per_step` are those of the second half; `start_tokens_per_second_per_device` is that of the first
-four seconds. Tokens are random, weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Peers are
-measured where they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in bfloat16,
-torchtitan (0.2.2) and MaxText. A message names those that are not installed.
+four seconds. With `--together` all compile at the same time and are measured in their order (benchmarks/turns.py).
+Tokens are random, weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Peers are measured where
+they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in bfloat16, torchtitan (0.2.2)
+and MaxText. A message names those that are not installed.
 """
 
 import argparse
+import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,6 +29,7 @@ from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table, require_commit
 from benchmarks.steps import COLUMNS, run_worker, tiny
 from benchmarks.sustained import SECONDS
+from benchmarks.turns import place, run_together, turns
 
 
 def tensor_work(devices: int) -> tuple[str, list[str]]:
@@ -89,6 +95,7 @@ VARIANTS = {
     "unrolled, all layers in FP8": [UNROLLED, ALL_LAYERS],
     "unrolled, all layers in FP8, sums in bfloat16": [UNROLLED, ALL_LAYERS, *BFLOAT16_SUMS],
     "unrolled, gathered once": [UNROLLED, *WHOLE],
+    "unrolled, gathered once, all layers in FP8": [UNROLLED, *WHOLE, ALL_LAYERS],
     "unrolled, gathered once, sums in bfloat16": [UNROLLED, *WHOLE, *BFLOAT16_SUMS],
 }
 """Ways to run the same work; documentation shows the fastest one."""
@@ -121,6 +128,34 @@ def parse_works(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
+def measure(
+    args: argparse.Namespace, work: str, implementation: str, variant: str | None, environment: Mapping[str, str] | None
+) -> dict[str, Any] | None:
+    """Return the row of one measurement, or None if it fails."""
+    ours = [*VARIANTS[variant], *args.set] if variant else []
+    extra = [*args.set, *filter(None, [os.environ.get("XLA_FLAGS")])]
+    named = ", ".join([variant, *extra]) if variant else None
+    title = f"{work}, {named or implementation}"
+    overrides = [*(tiny(WORKS[work]) if args.tiny else WORKS[work]), *ours]
+    row = run_worker(title, implementation, overrides, args.timeout, environment, args.seconds)
+    return row and {"work": work, "variant": named, **row}
+
+
+def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
+    """Yield the row of each work, implementation and variant."""
+    calls = []
+    for work in args.works or list(WORKS):
+        ways: list[tuple[str, str | None]] = [("jaxstack", variant) for variant in args.variants]
+        ways += [(peer, None) for peer in peers_of(work, args.peers)]
+        calls += [functools.partial(measure, args, work, *way) for way in ways * args.rounds]
+    if not args.together:
+        yield from (call(None) for call in calls)
+        return
+    with turns() as environment:
+        numbered = [functools.partial(call, environment | place(number)) for number, call in enumerate(calls)]
+        yield from (row for _, row in run_together(numbered))
+
+
 def main() -> None:
     """Measure each work by each implementation in turn; a row is appended as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,24 +168,15 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="peers measured in the same run")
     parser.add_argument("--seconds", type=positive(float), default=SECONDS, help="length after compilation")
     parser.add_argument("--timeout", type=positive(float), default=400, help="time limit of a measurement, in seconds")
+    parser.add_argument("--together", action="store_true", help="compile all at the same time")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parse_works(parser)
     script = "tiny/train_step" if args.tiny else "train_step"
     require_commit(script)
     rows = []
-    for work in args.works or list(WORKS):
-        turns = [("jaxstack", variant) for variant in args.variants]
-        turns += [(peer, None) for peer in peers_of(work, args.peers)]
-        for implementation, variant in turns * args.rounds:
-            ours = [*VARIANTS[variant], *args.set] if variant else []
-            extra = [*args.set, *filter(None, [os.environ.get("XLA_FLAGS")])]
-            named = ", ".join([variant, *extra]) if variant else None
-            title = f"{work}, {named or implementation}"
-            overrides = tiny(WORKS[work]) if args.tiny else WORKS[work]
-            row = run_worker(title, implementation, [*overrides, *ours], args.timeout, None, args.seconds)
-            if row:
-                rows.append({"work": work, "variant": named, **row})
-                append_rows(script, rows[-1:])
+    for row in filter(None, measure_all(args)):
+        rows.append(row)
+        append_rows(script, [row])
     if not rows:
         raise SystemExit(1)
     print_table(rows, COLUMNS)

@@ -4,6 +4,9 @@ Compiling a train step takes far longer than measuring it, and one process uses 
 a shared lock on the file that `BENCHMARK_TURNS` names while it compiles, and an exclusive one while it measures. So the
 first measurement starts when all processes have compiled, and the others follow one by one. XLA's autotuning times
 kernels during compilation, here while other processes use the GPU too: it may choose kernels that are slightly slower.
+
+Processes that are started at the same time measure in the order of their numbers in `BENCHMARK_PLACE` (0 if it is not
+set); those with the same number in any order.
 """
 
 import fcntl
@@ -15,29 +18,47 @@ from contextlib import contextmanager
 from typing import Any
 
 VARIABLE = "BENCHMARK_TURNS"
+PLACE = "BENCHMARK_PLACE"
 SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """Environment of processes that share GPUs: memory is taken as it is needed."""
 
 
 class Turn:
-    """Lock of this process: shared from the start, while it compiles; exclusive once `wait` has returned."""
+    """Lock of this process: shared from the start, while it compiles; exclusive once `wait` has returned.
+
+    Attributes:
+        shared: False without `BENCHMARK_TURNS`; then no other process is waited for.
+    """
 
     def __init__(self) -> None:
-        path = os.environ.get(VARIABLE)
-        self._file = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_SH)
+        self._path, self._place = os.environ.get(VARIABLE), int(os.environ.get(PLACE, "0"))
+        self.shared = self._path is not None
+        self._files: list[int] = []
+        if self._path is not None:
+            self._files = [_locked(self._path, fcntl.LOCK_SH), _locked(f"{self._path}.{self._place}", fcntl.LOCK_SH)]
 
     def wait(self) -> None:
-        """Wait until no other process compiles or measures; this process is then the only one until it ends."""
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+        """Wait until no other process compiles or measures, and until all with smaller numbers have ended.
+
+        This process is then the only one until it ends.
+        """
+        if self._path is not None:
+            fcntl.flock(self._files[0], fcntl.LOCK_UN)
+            for place in range(self._place):
+                os.close(_locked(f"{self._path}.{place}", fcntl.LOCK_EX))
+            fcntl.flock(self._files[0], fcntl.LOCK_EX)
 
     def end(self) -> None:
         """Give up the turn, as the end of the process does."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        while self._files:
+            os.close(self._files.pop())
+
+
+def _locked(path: str, kind: int) -> int:
+    """Return the descriptor of a file that this process has locked, and created if it was missing."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(file, kind)
+    return file
 
 
 @contextmanager
@@ -46,8 +67,13 @@ def turns() -> Iterator[dict[str, str]]:
     if known := os.environ.get(VARIABLE):
         yield {VARIABLE: known, **SHARED_GPU}
         return
-    with tempfile.NamedTemporaryFile(prefix="turns-") as file:
-        yield {VARIABLE: file.name, **SHARED_GPU}
+    with tempfile.TemporaryDirectory(prefix="turns-") as folder:
+        yield {VARIABLE: os.path.join(folder, "lock"), **SHARED_GPU}
+
+
+def place(number: int) -> dict[str, str]:
+    """Return the environment variable of a process that measures in this place, after the place of this process."""
+    return {PLACE: str(int(os.environ.get(PLACE, "0")) + number)}
 
 
 def run_together(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:

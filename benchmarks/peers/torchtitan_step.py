@@ -9,19 +9,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.sustained import SECONDS, block_steps, measure_blocks
+from benchmarks.turns import Turn
 
 WARMUP = 3
+LAYERS = 2
+"""Layers of the model that is compiled before the turn."""
 MULTIPLE = 256
 """torchtitan rounds a Llama's inner width up to a multiple of this."""
 NO_RECOMPUTE = 1.5e9
@@ -99,12 +104,28 @@ def model_arguments(model: Any) -> tuple[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def measure(config: Any, seconds: float = SECONDS) -> dict[str, Any]:
-    """Measure the sustained time of a step in separate processes; return it with losses, peak memory and title."""
-    model, devices = config.model, 1
-    for degree in config.parallel.degrees.values():
-        devices *= degree
-    family, sizes = model_arguments(model)
+def measure(config: Any, turn: Turn, seconds: float = SECONDS) -> dict[str, Any]:
+    """Measure the sustained time of a step in separate processes; return it with losses, peak memory and title.
+
+    Where other processes compile at the same time, a few steps of a model with fewer layers are taken first. They fill
+    PyTorch's caches on disk with the compiled code of a layer, so that little is compiled during the turn.
+
+    Args:
+        config: the run's configuration.
+        turn: this process' turn, which is waited for before the processes use a GPU.
+        seconds: length of the measurement.
+    """
+    family, sizes = model_arguments(config.model)
+    if turn.shared:
+        launch(config, family, {**sizes, "n_layers": min(LAYERS, sizes["n_layers"])}, 0.0, lambda: None)
+    return launch(config, family, sizes, seconds, turn.wait)
+
+
+def launch(
+    config: Any, family: str, sizes: dict[str, Any], seconds: float, ready: Callable[[], None]
+) -> dict[str, Any]:
+    """Return what the process of rank 0 measured. All processes import torchtitan, then wait until `ready` returns."""
+    devices = math.prod(config.parallel.degrees.values())
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
         # Without an address, processes look for the first one by the host's name, which not every host can resolve.
@@ -113,9 +134,12 @@ def measure(config: Any, seconds: float = SECONDS) -> dict[str, Any]:
         command = [sys.executable, *launcher, __file__, str(output), json.dumps([family, sizes]), str(seconds)]
         command += arguments_of(config)
         command.append(f"--job.dump_folder={folder}")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not output.exists():
-            raise SystemExit(f"torchtitan failed:\n{(done.stderr or done.stdout)[-3000:]}")
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(command, text=True, **pipes) as process:
+            ready()
+            said, errors = process.communicate("." * devices)  # one for each process
+        if process.returncode or not output.exists():
+            raise SystemExit(f"torchtitan failed:\n{(errors or said)[-3000:]}")
         return json.loads(output.read_text(encoding="utf-8"))
 
 
@@ -159,6 +183,8 @@ def run(output: str, model: tuple[str, dict[str, Any]], seconds: float, options:
             return loss
 
     register_train_spec("jaxstack_peer", make_spec(*model))
+    if not os.read(sys.stdin.fileno(), 1):
+        raise SystemExit("The process that measures ended.")
     trainer = Measured(ConfigManager().parse_args(list(options)))
     batches = trainer.batch_generator(trainer.dataloader)
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from benchmarks.turns import VARIABLE, Turn, run_together, turns
+from benchmarks.turns import PLACE, VARIABLE, Turn, place, run_together, turns
 
 
 def test_a_measurement_waits_for_compilations_and_other_measurements(monkeypatch, tmp_path):
@@ -33,11 +33,46 @@ def test_a_measurement_waits_for_compilations_and_other_measurements(monkeypatch
     os.close(other)
 
 
+def test_measurements_come_in_the_order_of_their_places(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "lock"))
+    measured: list[str] = []
+
+    def in_place(number: str) -> Turn:
+        monkeypatch.setenv(PLACE, number)
+        return Turn()
+
+    def measure(name: str, turn: Turn) -> None:
+        turn.wait()
+        measured.append(name)
+        turn.end()
+
+    second, first, also_second = in_place("3"), in_place("1"), in_place("3")
+    assert first.shared
+    threads = [threading.Thread(target=measure, args=one) for one in (("second", second), ("second", also_second))]
+    for thread in threads:
+        thread.start()
+    threads[0].join(0.1)
+    assert not measured  # none has compiled what comes first
+    measure("first", first)
+    for thread in threads:
+        thread.join(10)
+    assert measured == ["first", "second", "second"]
+
+
+def test_places_count_from_that_of_the_process(monkeypatch):
+    monkeypatch.delenv(PLACE, raising=False)
+    assert place(2) == {PLACE: "2"}
+    monkeypatch.setenv(PLACE, "10")
+    assert place(2) == {PLACE: "12"}
+
+
 def test_without_a_lock_nothing_waits(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    Turn().wait()
+    turn = Turn()
+    turn.wait()
+    assert not turn.shared
     with turns() as environment:
-        assert os.path.exists(environment[VARIABLE])
+        assert os.path.isdir(os.path.dirname(environment[VARIABLE]))
 
 
 def test_results_come_with_the_place_of_their_call():
