@@ -20,7 +20,7 @@ def global_norm(tree: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
     large ones, are concatenated and summed up by one reduction. Arrays that XLA partitions are not: it would gather
     them first.
     """
-    if automatic_axes():
+    if automatic_axes() or not jax.tree.leaves(tree):
         return optax.tree.norm(tree)
     # The barrier prevents XLA from summing up each part of the concatenation by itself.
     parts = jax.lax.optimization_barrier(jnp.concatenate([_partial_sums(x) for x in jax.tree.leaves(tree)]))
@@ -40,7 +40,6 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
     """Return an Optax transformation that scales updates down to a global norm of `limit` if it is larger."""
 
     def update(updates: PyTree, params: PyTree = None) -> PyTree:
-        del params
         norm = global_norm(updates)
         return jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit), updates)
 
