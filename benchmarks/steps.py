@@ -210,7 +210,7 @@ def measure_torch(overrides: Sequence[str], seconds: float = SECONDS) -> dict[st
     from benchmarks.peers.torch_step import TorchStep, make_module
     from jaxstack.run_config import load_config
 
-    config = load_config(None, list(overrides))
+    turn, config = Turn(), load_config(None, list(overrides))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
@@ -223,6 +223,9 @@ def measure_torch(overrides: Sequence[str], seconds: float = SECONDS) -> dict[st
         ids = [torch.randint(0, config.model.vocab_size, size, device=device, generator=generator) for _ in range(2)]
         return step(*ids)
 
+    if turn.shared:
+        float(one())  # compiles
+    turn.wait()
     times = time_steps(one, seconds)
     name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
     return {

@@ -55,6 +55,14 @@ class Turn:
                 os.close(_locked(f"{self._path}.{place}", fcntl.LOCK_EX))
             fcntl.flock(self._files[0], fcntl.LOCK_EX)
 
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """Wait until no other process is in this block: for steps before the turn that need much of a GPU's memory."""
+        file = None if self._path is None else _locked(f"{self._path}.memory", fcntl.LOCK_EX)
+        yield
+        if file is not None:
+            os.close(file)
+
     def end(self) -> None:
         """Give up the turn, as the end of the process does."""
         while self._files:

@@ -108,7 +108,8 @@ def measure(config: Any, turn: Turn, seconds: float = SECONDS) -> dict[str, Any]
     """Measure the sustained time of a step in separate processes; return it with losses, peak memory and title.
 
     Where other processes compile at the same time, a few steps of a model with fewer layers are taken first. They fill
-    PyTorch's caches on disk with the compiled code of a layer, so that little is compiled during the turn.
+    PyTorch's caches on disk with the compiled code of a layer, so that little is compiled during the turn. Logits and
+    their gradients take as much memory as in the whole model, so one process at a time does this.
 
     Args:
         config: the run's configuration.
@@ -117,7 +118,8 @@ def measure(config: Any, turn: Turn, seconds: float = SECONDS) -> dict[str, Any]
     """
     family, sizes = model_arguments(config.model)
     if turn.shared:
-        launch(config, family, {**sizes, "n_layers": min(LAYERS, sizes["n_layers"])}, 0.0, lambda: None)
+        with turn.memory():
+            launch(config, family, {**sizes, "n_layers": min(LAYERS, sizes["n_layers"])}, 0.0, lambda: None)
     return launch(config, family, sizes, seconds, turn.wait)
 
 

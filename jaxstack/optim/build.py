@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from jaxstack.models.parametrization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
+from jaxstack.optim.global_norm import clip_by_global_norm, global_norm
 from jaxstack.optim.mup import check_mup_support, clip_by_scaled_norm, rate_factor, scale_epsilon
 from jaxstack.tree_rules import ADAPTER, TEACHER, map_by_path, match, path_name
 
@@ -93,7 +94,7 @@ def _clipping(optimizer: Optimizer, width: Width | None) -> optax.GradientTransf
         return optax.identity()
     if width is not None and optimizer.scales_with_gradient:
         return clip_by_scaled_norm(optimizer.clip_norm, width)
-    return optax.clip_by_global_norm(optimizer.clip_norm)
+    return clip_by_global_norm(optimizer.clip_norm)
 
 
 def _scales_and_decays(optimizer: Optimizer, params: PyTree, width: Width | None) -> tuple[PyTree, PyTree]:
@@ -143,7 +144,7 @@ def is_load_signal(path: str) -> bool:
 
 def gradient_norm(gradients: PyTree) -> jax.Array:
     """Return the global norm of the gradients, leaving out the expert loads that are stored among them."""
-    return optax.tree.norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
+    return global_norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
 
 
 def largest_overload(gradients: PyTree) -> jax.Array | None:

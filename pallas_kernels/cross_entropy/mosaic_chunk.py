@@ -53,7 +53,9 @@ def unsupported_rows(rows: int) -> str | None:
 def make_product(rows: int, depth: int, vocabulary: int) -> TiledProduct:
     """Return the compile-time description of the matmul hidden [rows, D] @ weight [D, V] for the Hopper kernel."""
     columns = next(width for width in _STAGES if vocabulary % width == 0)
-    tiling = ProductTiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=32, turns=True)
+    tiling = ProductTiling(
+        columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=32, turns=True, cluster=2
+    )
     return single_product(rows, depth, vocabulary, tiling, interpret=INTERPRET)
 
 

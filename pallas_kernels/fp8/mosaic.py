@@ -14,6 +14,8 @@ from pallas_kernels.target import Target, multiprocessors
 
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
+CLUSTER = 2
+"""Programs that load rows together, where the tiles of the result have a neighbour each; 1 in interpret mode."""
 
 
 def unsupported_reason(target: Target, dtypes: tuple[DTypeLike, ...], sizes: list[tuple[int, int, int]]) -> str | None:
@@ -55,6 +57,7 @@ def product(pairs: Sequence[tuple[Quantized, Quantized]], dtype: DTypeLike) -> j
         transposed=transposed,
         output=jnp.dtype(dtype).name,
         programs=programs,
+        cluster=1 if INTERPRET or columns // BLOCK % CLUSTER else CLUSTER,
         interpret=INTERPRET,
     )
     return mosaic_product.product(spec, *pairs)

@@ -49,6 +49,7 @@ class ScaledProduct:
         transposed: True to store the transpose of the result, [columns, rows].
         output: Name of the dtype of the result.
         programs: Programs that run at a time.
+        cluster: Programs that compute tiles side by side and load a, of which both need the same rows, only once.
         interpret: True to interpret the kernel on a CPU.
     """
 
@@ -60,6 +61,7 @@ class ScaledProduct:
     transposed: bool
     output: str
     programs: int
+    cluster: int = 1
     interpret: bool = False
 
     @property
@@ -81,7 +83,8 @@ class ScaledProduct:
     def order(self) -> TileOrder:
         """Order in which programs compute the tiles of the result."""
         rows, columns = self.rows // self.tile_rows, self.columns // BLOCK
-        return TileOrder(rows, columns, _TILE_ROWS_TOGETHER, min(self.programs, rows * columns))
+        programs = min(self.programs, rows * columns) // self.cluster
+        return TileOrder(rows, columns, _TILE_ROWS_TOGETHER, programs, cluster=self.cluster, side_by_side=True)
 
 
 class _Inputs(NamedTuple):
@@ -122,7 +125,8 @@ def product(spec: ScaledProduct, *pairs: tuple[Quantized, Quantized]) -> Float[A
         "fp8_block_product",
         functools.partial(_body, spec),
         consumers=CONSUMERS,
-        programs=spec.order.programs,
+        programs=spec.order.programs * spec.cluster,
+        cluster=spec.cluster,
         interpret=spec.interpret,
         out_type=jax.ShapeDtypeStruct(shape, spec.output),
         scratch_types=_Buffers(
@@ -135,7 +139,7 @@ def product(spec: ScaledProduct, *pairs: tuple[Quantized, Quantized]) -> Float[A
                 plgpu.Barrier(num_arrivals=2 + of_b, num_barriers=stages)
                 for of_b in (1 + spec.columns_scaled, 0)[: spec.halves]
             ),
-            empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+            empty=pipeline.empty_barriers(CONSUMERS, stages, spec.cluster),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -194,14 +198,15 @@ def _copy(
 ) -> None:
     """Start to copy block `index` of the operands of product number `place` to the buffers of a slot."""
     full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
-    columns = pl.ds(tile.column * BLOCK, BLOCK)
+    columns, shared = pl.ds(tile.column * BLOCK, BLOCK), "cluster" if spec.cluster > 1 else None
     plgpu.copy_gmem_to_smem(inputs.b[place].at[columns, along], buffers.b.at[slot], full[0])
     if buffers.b_scale is not None:
         plgpu.copy_gmem_to_smem(inputs.b_scale[place].at[index, columns], buffers.b_scale.at[slot], full[0])
     for half in range(spec.halves):
         rows = pl.ds(tile.row * spec.tile_rows + half * HALF_ROWS, HALF_ROWS)
-        plgpu.copy_gmem_to_smem(inputs.a[place].at[rows, along], buffers.a.at[slot, half], full[half])
-        plgpu.copy_gmem_to_smem(inputs.a_scale[place].at[index, rows], buffers.a_scale.at[slot, half], full[half])
+        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=full[half], collective_axes=shared)
+        copy(inputs.a[place].at[rows, along], buffers.a.at[slot, half])
+        copy(inputs.a_scale[place].at[index, rows], buffers.a_scale.at[slot, half])
 
 
 def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, number: Index, tile: Tile) -> None:

@@ -22,10 +22,10 @@ from pallas_kernels.hopper.target import unsupported_target
 INTERPRET = False
 _TILINGS = {
     1: (
-        ProductTiling(columns=192, stages=4, group=16, turns=True),
-        ProductTiling(columns=128, stages=5, group=16, turns=True),
+        ProductTiling(columns=192, stages=4, group=16, turns=True, cluster=2),
+        ProductTiling(columns=128, stages=5, group=16, turns=True, cluster=2),
     ),
-    2: (ProductTiling(columns=256, stages=3, group=16),),
+    2: (ProductTiling(columns=256, stages=3, group=16, cluster=2),),
 }
 """Block sizes by the number of inputs of the activation, the first whose columns divide F.
 

@@ -7,6 +7,7 @@ computes one tile after the other; the producer runs ahead of the consumers, acr
 its producer and `multiply_tile` in its consumers, with the same tiles in the same order (`scheduler`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class ProductTiling:
         group: Rows of tiles that are computed together (`TileOrder.group`).
         store_columns: Columns that go to global memory at a time.
         turns: True if the computing warpgroups compute whole tiles in turn, False if each computes half of every tile.
+        cluster: Programs that compute tiles one above the other and load the right operand of both only once.
     """
 
     columns: int = 256
@@ -46,6 +48,7 @@ class ProductTiling:
     group: int = 8
     store_columns: int = 32
     turns: bool = False
+    cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,10 @@ class TiledProduct:
     @property
     def order(self) -> TileOrder:
         """Order in which the programs of the kernel compute the tiles of the result."""
-        return TileOrder(self.row_tiles, self.column_tiles, self.tiling.group, self.programs, self.chunks)
+        cluster = self.tiling.cluster
+        return TileOrder(
+            self.row_tiles, self.column_tiles, self.tiling.group, self.programs // cluster, self.chunks, cluster
+        )
 
     @property
     def ring(self) -> Ring:
@@ -128,7 +134,13 @@ class TiledProduct:
     def kernel(self, name: str, body: Callable[..., None], **parameters: Any) -> Callable[..., Any]:
         """Build a launchable persistent kernel from its body, with as many programs as this matmul needs."""
         return pipeline.launch(
-            name, body, consumers=CONSUMERS, programs=self.programs, interpret=self.interpret, **parameters
+            name,
+            body,
+            consumers=CONSUMERS,
+            programs=self.programs,
+            cluster=self.tiling.cluster,
+            interpret=self.interpret,
+            **parameters,
         )
 
 
@@ -137,10 +149,14 @@ def single_product(
 ) -> TiledProduct:
     """Return the compile-time description of a plain matmul [rows, depth] @ [depth, columns] on one device.
 
-    One program runs on each multiprocessor, if there are as many tiles.
+    One program runs on each multiprocessor, if there are as many tiles. There are no clusters where they do not divide
+    the rows of tiles, and in interpret mode, which cannot load for several programs at once.
     """
-    total = rows // TILE_ROWS * (columns // tiling.columns)
-    programs = 2 if interpret else min(multiprocessors(), total)
+    row_tiles = rows // TILE_ROWS
+    if interpret or row_tiles % tiling.cluster:
+        tiling = dataclasses.replace(tiling, cluster=1)
+    total = row_tiles * (columns // tiling.columns)
+    programs = 2 if interpret else min(multiprocessors() // tiling.cluster * tiling.cluster, total)
     return TiledProduct(rows, (depth,), (columns,), 1, transposed, tiling, programs, interpret)
 
 
@@ -176,7 +192,7 @@ def product_scratch(product: TiledProduct, dtype: DTypeLike) -> ProductBuffers:
         right=wgmma.tiled_smem((tiling.stages, *right), dtype),
         result=wgmma.tiled_smem((CONSUMERS, 2, wgmma.ROWS, tiling.store_columns), dtype),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages * (CONSUMERS if turns else 1)),
-        empty=plgpu.Barrier(num_arrivals=1 if turns else CONSUMERS, num_barriers=tiling.stages),
+        empty=pipeline.empty_barriers(1 if turns else CONSUMERS, tiling.stages, tiling.cluster),
     )
 
 
@@ -199,6 +215,7 @@ def load_tile(
         rights: The right operands, in full.
     """
     width, first_barrier = product.tiling.columns, product.first_barrier(number)
+    shared = "cluster" if product.tiling.cluster > 1 else None
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
         acquire(buffers.empty)
@@ -208,7 +225,7 @@ def load_tile(
             part, columns = pl.ds(depth * DEPTH, DEPTH), pl.ds(column * width, width)
             plgpu.copy_gmem_to_smem(left.at[:, part], buffers.left.at[slot], full)
             block = right.at[columns, part] if product.transposed else right.at[part, columns]
-            plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full)
+            plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full, collective_axes=shared)
 
         if len(lefts) == 1:
             product.locate_column(tile.column, lambda i, column: copy(lefts[0], rights[i], index, column))

@@ -30,6 +30,7 @@ def launch(
     *,
     consumers: int,
     programs: int | None = None,
+    cluster: int = 1,
     interpret: bool,
     **parameters: Any,
 ) -> Callable[..., Any]:
@@ -41,13 +42,16 @@ def launch(
         consumers: Number of consumer warpgroups.
         programs: Number of programs of a persistent kernel, on the grid axis `program`; None if `parameters` hold
             another grid.
+        cluster: Programs of a cluster, on the axis `cluster` if there are several; `program` then counts clusters.
         interpret: True to interpret the kernel on a CPU, with detection of races.
         parameters: Further arguments of `plgpu.kernel`.
     """
     if not interpret:
         speed_up_lowering()
     if programs is not None:
-        parameters |= {"grid": (programs,), "grid_names": ("program",)}
+        parameters |= {"grid": (programs // cluster,), "grid_names": ("program",)}
+    if cluster > 1:
+        parameters |= {"cluster": (cluster,), "cluster_names": ("cluster",)}
     return plgpu.kernel(
         body,
         kernel_name=name,
@@ -56,6 +60,21 @@ def launch(
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         **parameters,
     )
+
+
+def empty_barriers(arrivals: int, stages: int, cluster: int) -> Any:
+    """Return the barriers at which consumers arrive when they have read a buffer, for the kernel's `scratch_types`.
+
+    In a cluster a copy goes to the buffers of all programs, so one is free when the consumers of all have read theirs.
+
+    Args:
+        arrivals: Consumers of one program that read a buffer.
+        stages: Number of buffers.
+        cluster: Programs of a cluster.
+    """
+    if cluster == 1:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+    return plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=arrivals, num_barriers=stages)
 
 
 def specialize(warpgroup: jax.Array, consumers: int, consume: Callable[[], None], produce: Callable[[], None]) -> None:

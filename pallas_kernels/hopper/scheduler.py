@@ -56,8 +56,11 @@ class TileOrder:
         rows: Rows of tiles of one chunk.
         columns: Columns of tiles.
         group: Rows of tiles of one band.
-        programs: Programs that share the tiles.
+        programs: Programs, or clusters of programs, that share the tiles.
         chunks: Chunks of the result, one above the other.
+        cluster: Programs of a cluster, which compute neighbouring tiles at the same time: one above the other, where it
+            divides `rows` and `group`, or side by side, where it divides `columns`.
+        side_by_side: True for clusters of tiles that are side by side.
     """
 
     rows: int
@@ -65,19 +68,29 @@ class TileOrder:
     group: int
     programs: int = 1
     chunks: int = 1
+    cluster: int = 1
+    side_by_side: bool = False
 
     @property
     def total(self) -> int:
-        """Number of tiles of the result, over all its chunks of rows."""
-        return self.chunks * self.rows * self.columns
+        """Number of tiles of the result, over all its chunks of rows, divided by the programs of a cluster."""
+        return self.chunks * self.rows * self.columns // self.cluster
 
     def tile(self, index: Index) -> Tile:
-        """Return the coordinates of the tile that is the `index`-th to be computed."""
-        chunk_tiles, band_tiles = self.rows * self.columns, self.group * self.columns
+        """Return the coordinates of the tile that is the `index`-th to be computed, in a cluster by this program."""
+        high, wide = (1, self.cluster) if self.side_by_side else (self.cluster, 1)
+        rows, columns, group = self.rows // high, self.columns // wide, self.group // high
+        chunk_tiles, band_tiles = rows * columns, group * columns
         chunk, within = lax.div(index, chunk_tiles), lax.rem(index, chunk_tiles)
         band, in_band = lax.div(within, band_tiles), lax.rem(within, band_tiles)
-        height = jnp.minimum(self.group, self.rows - band * self.group)
-        return Tile(chunk, band * self.group + lax.rem(in_band, height), lax.div(in_band, height))
+        height = jnp.minimum(group, rows - band * group)
+        row, column = band * group + lax.rem(in_band, height), lax.div(in_band, height)
+        if self.cluster == 1:
+            return Tile(chunk, row, column)
+        member = lax.axis_index("cluster")
+        if self.side_by_side:
+            return Tile(chunk, row, column * self.cluster + member)
+        return Tile(chunk, row * self.cluster + member, column)
 
 
 # --- items dealt out beforehand ----------------------------------------------------------------------------------

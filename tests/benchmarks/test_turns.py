@@ -85,6 +85,24 @@ def test_a_turn_rotates_the_gpus_before_jax_starts(monkeypatch, tmp_path):
     second.end()
 
 
+def test_one_process_at_a_time_takes_much_memory(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "lock"))
+    first, second, entered = Turn(), Turn(), threading.Event()
+
+    def enter() -> None:
+        with second.memory():
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    with first.memory():
+        thread.start()
+        assert not entered.wait(0.1)
+    assert entered.wait(10)
+    thread.join()
+    first.end()
+    second.end()
+
+
 def test_without_a_lock_nothing_waits(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     turn = Turn()

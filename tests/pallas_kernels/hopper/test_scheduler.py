@@ -24,6 +24,17 @@ def test_a_group_of_rows_is_finished_before_the_next_begins():
     assert [row // 2 for row in rows] == sorted(row // 2 for row in rows)
 
 
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_cluster_computes_neighbouring_tiles_and_all_clusters_every_tile(side_by_side):
+    order = TileOrder(6, 4, 4, programs=1, chunks=2, cluster=2, side_by_side=side_by_side)
+    members = jax.vmap(lambda _: jax.vmap(order.tile)(jnp.arange(order.total)), axis_name="cluster")(jnp.arange(2))
+    first, second = (zip(*(array[i].tolist() for array in members), strict=True) for i in range(2))
+    first, second = list(first), list(second)
+    step = (0, 0, 1) if side_by_side else (0, 1, 0)
+    assert second == [tuple(a + b for a, b in zip(tile, step, strict=True)) for tile in first]
+    assert sorted(first + second) == [(s, r, c) for s in range(2) for r in range(6) for c in range(4)]
+
+
 @pytest.mark.parametrize(("programs", "tiles"), [(4, 11), (4, 4), (4, 2), (1, 3)])
 def test_the_programs_share_all_tiles(programs, tiles):
     counts = [item_count(program, programs, tiles) for program in range(programs)]
