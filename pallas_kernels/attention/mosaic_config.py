@@ -19,6 +19,18 @@ from pallas_kernels.mosaic_api import Index, Ref, ScratchType, plgpu
 State = TypeVar("State")
 
 
+class Tail(NamedTuple):
+    """Division of the fused backward's last key blocks, those of the last batch entry, among several programs.
+
+    Attributes:
+        blocks: Number of these key blocks, of every key head.
+        parts: Programs that share the visits of each.
+    """
+
+    blocks: int
+    parts: int
+
+
 @dataclass(frozen=True)
 class KernelConfig:
     """Compile-time configuration of one Hopper attention kernel: mask, lengths, block sizes and warpgroups.
@@ -35,6 +47,10 @@ class KernelConfig:
         interpret: True to interpret the kernel on a CPU.
         head_parts: Programs among which the fused backward divides the query heads of a key head.
         alternates: True if every second round of the forward's query blocks goes to the programs in reverse order.
+        together: Sequences (query heads of all batch entries) whose query blocks the forward deals out together, before
+            those of the next ones; a divisor of their number, or 0 for all.
+        short_blocks: Number of the forward's last query blocks that have the rows of one warpgroup less.
+        tail: Last key blocks of the fused backward whose visits several programs share.
     """
 
     options: Options
@@ -48,6 +64,9 @@ class KernelConfig:
     interpret: bool = False
     head_parts: int = 1
     alternates: bool = False
+    together: int = 0
+    short_blocks: int = 0
+    tail: "Tail | None" = None
 
     @property
     def blocks(self) -> Blocks:
@@ -116,6 +135,12 @@ class Visits(NamedTuple):
     end_whole: Index
     tile: Callable[[Index], Index]
     runs: Runs
+
+    def part(self, number: Index, parts: Index) -> "Visits":
+        """Return the `number`-th of `parts` shares of the visits, of about the same size."""
+        start, end = lax.div(self.total * number, parts), lax.div(self.total * (number + 1), parts)
+        whole, end_whole = (jnp.clip(edge, start, end) - start for edge in (self.whole, self.end_whole))
+        return Visits(end - start, whole, end_whole, lambda count: self.tile(count + start), self.runs)
 
     def repeat(self, times: int) -> "Visits":
         """Return visits in which each tile is visited `times` times in a row."""
