@@ -169,8 +169,8 @@ def _key_body(
     inputs, outputs = Inputs(*inputs), dict(zip(wanted, refs, strict=False))
     tails = {} if config.tail is None else dict(zip(wanted, refs[len(wanted) :], strict=False))
     buffers = _KeyBuffers(*refs[len(outputs) + len(tails) :])
-    warpgroup, head = lax.axis_index("warpgroup"), lax.axis_index("head")
-    batch, block, part, parts = _key_row(config, inputs)
+    warpgroup = lax.axis_index("warpgroup")
+    batch, head, block, part, parts = _key_row(config, inputs)
     # The first blocks of keys are seen by most queries under a causal mask: they start first.
     # Each block of queries for all query heads of the key head, from the last block on: programs that run at the same
     # time then read the same queries at about the same time, from the L2 cache.
@@ -198,17 +198,25 @@ class _Targets(NamedTuple):
     parts: Index
 
 
-def _key_row(config: KernelConfig, inputs: Inputs) -> tuple[Index, Index, Index, Index]:
-    """Return the batch entry and the block of keys of this program, and which of how many parts of its visits it has."""
+def _key_row(config: KernelConfig, inputs: Inputs) -> tuple[Index, ...]:
+    """Return this program's batch entry, key head and block of keys, and which of how many parts of its visits it has.
+
+    The programs of the tail come last. The others' blocks are those of the first `together` heads, then of the next.
+    """
+    head = lax.axis_index("head")
     if config.tail is None:
-        return lax.axis_index("batch"), lax.axis_index("block"), 0, 1
-    row, blocks = lax.axis_index("row"), pl.cdiv(config.key_length, config.key_block)
-    count, parts = config.tail
-    in_tail = row - (blocks * inputs.k.shape[0] - count)
-    divided = in_tail >= 0
-    row = jnp.where(divided, row - in_tail + lax.div(in_tail, parts), row)
-    part = jnp.where(divided, lax.rem(in_tail, parts), 0)
-    return lax.div(row, blocks), lax.rem(row, blocks), part, jnp.where(divided, parts, 1)
+        return lax.axis_index("batch"), head, lax.axis_index("block"), 0, 1
+    heads, blocks, (count, parts) = inputs.k.shape[2], pl.cdiv(config.key_length, config.key_block), config.tail
+    row, rows, together = lax.axis_index("row"), blocks * inputs.k.shape[0] - count, config.together or heads
+    divided = row >= rows
+    if together < heads:
+        program = row * heads + head
+        section, place = lax.div(program, rows * together), lax.rem(program, rows * together)
+        head = jnp.where(divided, head, section * together + lax.rem(place, together))
+        row = jnp.where(divided, row, lax.div(place, together))
+    part = jnp.where(divided, lax.rem(row - rows, parts), 0)
+    row = jnp.where(divided, rows + lax.div(row - rows, parts), row)
+    return lax.div(row, blocks), head, lax.rem(row, blocks), part, jnp.where(divided, parts, 1)
 
 
 def _key_load(config: KernelConfig, inputs: Inputs, ids: Segments | None, buffers: _KeyBuffers, place: Place) -> None:

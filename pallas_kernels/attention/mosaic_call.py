@@ -179,6 +179,8 @@ def gradients(
         kernel = key_value_gradient if tiling.fused_keys > ROWS else all_gradients
         d_k, d_v, *tails = kernel(config, *arrays, d_q=sums)
         if config.tail is not None:
+            # Without the barrier XLA 0.11 makes the kernel and the updates of its results one fusion, with a cycle.
+            d_k, d_v, *tails = lax.optimization_barrier((d_k, d_v, *tails))
             d_k, d_v = (_with_tail(config, whole, parts) for whole, parts in zip((d_k, d_v), tails, strict=True))
         if config.head_parts > 1:
             d_k, d_v = (parts.sum(axis=0).astype(k.dtype) for parts in (d_k, d_v))
@@ -196,7 +198,8 @@ def gradients(
 def _with_tail(config: KernelConfig, whole: jax.Array, parts: jax.Array) -> jax.Array:
     """Return dK or dV [B, S, K, H] with the summed parts of the last batch entry's last keys."""
     first = -(-config.key_length // config.key_block) * config.key_block - parts.shape[1]
-    return whole.at[-1, first:].set(parts.sum(axis=0)[: whole.shape[1] - first].astype(whole.dtype))
+    tail = parts.sum(axis=0)[: whole.shape[1] - first].astype(whole.dtype)
+    return lax.dynamic_update_slice(whole, tail[None], (whole.shape[0] - 1, first, 0, 0))
 
 
 attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))

@@ -48,7 +48,8 @@ class KernelConfig:
         head_parts: Programs among which the fused backward divides the query heads of a key head.
         alternates: True if every second round of the forward's query blocks goes to the programs in reverse order.
         together: Sequences (query heads of all batch entries) whose query blocks the forward deals out together, before
-            those of the next ones; a divisor of their number, or 0 for all.
+            those of the next ones; a divisor of their number, or 0 for all. In the backward with a tail these are heads
+            of keys.
         short_blocks: Number of the forward's last query blocks that have the rows of one warpgroup less.
         tail: Last key blocks of the fused backward whose visits several programs share.
     """
