@@ -322,7 +322,7 @@ class _Visited(NamedTuple):
     tile: Index
     first_key: Index
     key_ids: jax.Array | None
-    masked: bool
+    masked: bool | jax.Array
 
 
 def _start_products(
@@ -348,14 +348,19 @@ def _weigh(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited, produc
     lse = wgmma.broadcast_column_values(wgmma.load_columns(buffers.lse.at[visited.slot]), capped)
     weights = jnp.exp2(capped * scoring.base2_factor(config) - lse)
     capped = None if config.options.soft_cap is None else capped
-    if not visited.masked:
-        return weights, capped
-    pair = None
-    if visited.key_ids is not None and buffers.query_ids is not None:
-        query_ids = wgmma.load_columns(buffers.query_ids.at[visited.slot])
-        pair = wgmma.broadcast_column_values(query_ids, weights), wgmma.broadcast_row_values(visited.key_ids, weights)
-    first_query = visited.tile * config.query_block
-    return scoring.mask_tile(config, weights, 0.0, first_query, visited.first_key, pair, keys_are_rows=True), capped
+
+    def mask(weights: jax.Array) -> jax.Array:
+        pair = None
+        if visited.key_ids is not None and buffers.query_ids is not None:
+            query_ids = wgmma.load_columns(buffers.query_ids.at[visited.slot])
+            key_ids = wgmma.broadcast_row_values(visited.key_ids, weights)
+            pair = wgmma.broadcast_column_values(query_ids, weights), key_ids
+        first_query = visited.tile * config.query_block
+        return scoring.mask_tile(config, weights, 0.0, first_query, visited.first_key, pair, keys_are_rows=True)
+
+    if isinstance(visited.masked, bool):
+        return (mask(weights) if visited.masked else weights), capped
+    return lax.cond(visited.masked, mask, lambda weights: weights, weights), capped
 
 
 def _both_gradients(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited) -> tuple[jax.Array, jax.Array]:
@@ -439,7 +444,7 @@ def _visit_fused(
     # The tile before the first counts as exchanged.
     plgpu.barrier_arrive(buffers.exchanged)
 
-    def step(masked: bool, index: Index, state: tuple) -> tuple:
+    def step(masked: bool | jax.Array, index: Index, state: tuple) -> tuple:
         sums, before = state
         tile = visits.tile(index)
         visited = _Visited(config.ring.slot(index), tile, first_key, key_ids, masked)
@@ -448,7 +453,7 @@ def _visit_fused(
 
     zeros = wgmma.zeros(ROWS, buffers.k.shape[-1])
     start = {"d_k": zeros, "d_v": zeros}, _Before(jnp.int32(0), jnp.int32(0))
-    sums, before = visits.fold(step, start)
+    sums, before = visits.fold_in_one_loop(step, start)
     count = visits.total
     plgpu.barrier_wait(buffers.exchanged)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -147,6 +148,19 @@ class Visits(NamedTuple):
         """Return visits in which each tile is visited `times` times in a row."""
         tile = lambda count: self.tile(lax.div(count, jnp.int32(times)))  # noqa: E731
         return Visits(self.total * times, self.whole * times, self.end_whole * times, tile, self.runs)
+
+    def fold_in_one_loop(self, step: Callable[[bool | jax.Array, Index, State], State], state: State) -> State:
+        """Do the same as `fold` in one loop: half the code, and half the time to compile it, for a branch in each tile.
+
+        `needs_mask` is a boolean scalar if there are both whole and cut tiles.
+        """
+        cut = self.runs.before or self.runs.after
+
+        def visit(index: jax.Array, state: State) -> State:
+            masked = (index < self.whole) | (index >= self.end_whole) if cut and self.runs.whole else cut
+            return step(masked, index, state)
+
+        return lax.fori_loop(0, self.total, visit, state)
 
     def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
         """Loop over the tiles from `start` on with state = step(needs_mask, index, state); return the last state.

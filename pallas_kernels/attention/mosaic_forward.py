@@ -73,7 +73,8 @@ class _Buffers(NamedTuple):
 class _Item(NamedTuple):
     """One unit of a program's work: a block of queries of one head, the `number`-th that the program computes.
 
-    The program visited `before` tiles for the blocks before it. Its queries are those from `first` to before `end`.
+    The program visited `before` tiles for the blocks before it. Warpgroups compute queries from `first` on; one whose
+    first query is at or after `end` computes none.
     """
 
     number: Index
@@ -181,7 +182,9 @@ def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item
         sequence = section * together + lax.rem(place, together)
         batch, head = lax.div(sequence, heads), lax.rem(sequence, heads)
         visits = read_visits(inputs.schedule, batch, block, runs, descending=True)
-        end = jnp.minimum(_first_query(config, block + 1), config.length)
+        end = config.length
+        if config.short_blocks:
+            end = jnp.minimum(_first_query(config, block + 1), end)
         visit(_Item(number, before, batch, head, _first_query(config, block), end, visits))
         return before + visits.total
 
