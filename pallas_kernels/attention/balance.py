@@ -58,7 +58,7 @@ def choose_order(config: KernelConfig, q_shape: tuple[int, ...], k_shape: tuple[
             for together in (*range(group * min(cached, sequences // group), 0, -group), sequences)
             if sequences % together == 0
         ]
-        config = min(orders, key=lambda order: _forward_times(order, sequences)[0])
+        config = min(orders, key=lambda order: round(_forward_times(order, sequences)[0], 3))
     in_turn, alternating = _forward_times(config, sequences)
     return dataclasses.replace(config, alternates=in_turn > _LEAST_GAIN * alternating)
 
