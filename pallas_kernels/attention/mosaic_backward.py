@@ -90,7 +90,8 @@ def key_value_gradient(
     Returns:
         The wanted gradients, [B, S, K, H] each; float32 [parts, B, S, K, H], still to be summed over the parts, if
         `config.head_parts` is more than 1. With `config.tail` as many arrays follow, float32
-        [parts, keys of the tail, K, H], whose sums over the parts are the gradients of the last batch entry's last keys.
+        [parts, keys of the tail, K, H], whose sums over the parts are the gradients of the last batch entry's last
+        keys.
     """
     batch, key_length, num_kv_heads, head_dim = residuals.k.shape
     dtype, groups, stages = residuals.k.dtype, config.warpgroups, config.stages
