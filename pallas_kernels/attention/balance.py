@@ -3,7 +3,6 @@
 Under a causal mask blocks differ in work, and the program with the most work determines the kernel's time.
 """
 
-import dataclasses
 import functools
 import heapq
 
@@ -29,45 +28,29 @@ _TALLER_VISIT = 1.35
 Fitted to ten shapes of head dim 64 on an H200: the faster of the two is found for all of them but one, where they are
 within 2 %.
 """
-_CACHED_BYTES = 32 * 2**20
-"""Bytes of keys and values that stay in the L2 cache, of 50 MB."""
 _LEAST_GAIN = 1.01
-"""Ratio of simulated times from which another order or division of the work is used."""
+"""Ratio of simulated times from which alternating rounds, or a division of the last key blocks, are used."""
 
 
-def choose_order(config: KernelConfig, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> KernelConfig:
-    """Return the forward's configuration with the order in which its programs get blocks of queries.
-
-    Every second round is dealt in reverse order where the simulated time falls by more than 1 %. If all blocks see all
-    keys, the warpgroups that have no queries are spread over as many blocks, and blocks are dealt out for no more
-    sequences together than have keys and values that fit the L2 cache, unless that takes longer.
+def alternation_helps(config: KernelConfig, sequences: int) -> bool:
+    """Return whether the forward's programs finish earlier if every second round of blocks is dealt in reverse order.
 
     Args:
-        config: Static description of the forward kernel, of a call without segments.
-        q_shape: [B, T, N, H].
-        k_shape: [B, S, K, H].
+        config: Static description of the forward kernel, which deals out blocks of queries from the last to the first.
+        sequences: Batch size times query heads, B * N.
+
+    Returns:
+        True if the simulated time falls by more than 1 %.
     """
-    sequences = q_shape[0] * q_shape[2]
-    if config.options.mask == Mask(causal=False):
-        groups = -(-config.length // ROWS)
-        short_blocks = min(-groups % config.warpgroups, -(-groups // config.warpgroups))
-        group = q_shape[2] // k_shape[2]
-        cached = _CACHED_BYTES // (4 * k_shape[1] * k_shape[3])
-        orders = [
-            dataclasses.replace(config, short_blocks=short_blocks, together=together)
-            for together in (*range(group * min(cached, sequences // group), 0, -group), sequences)
-            if sequences % together == 0
-        ]
-        config = min(orders, key=lambda order: round(_forward_times(order, sequences)[0], 3))
     in_turn, alternating = _forward_times(config, sequences)
-    return dataclasses.replace(config, alternates=in_turn > _LEAST_GAIN * alternating)
+    return in_turn > _LEAST_GAIN * alternating
 
 
 def choose_tail(config: KernelConfig, k_shape: tuple[int, ...]) -> Tail | None:
     """Choose how the fused backward divides its last key blocks, so that no multiprocessor waits for the last ones.
 
     If all programs take equally long, the last round of them leaves multiprocessors idle: 4 of 136 programs would take
-    as long as the 132 before them. The gradients of divided blocks are summed in float32.
+    as long as the 132 before them. The gradients of divided blocks are written, read and summed in float32.
 
     Args:
         config: Static description of the kernel, of a call without segments.
@@ -88,7 +71,8 @@ def choose_tail(config: KernelConfig, k_shape: tuple[int, ...]) -> Tail | None:
         heapq.heapify(loads)
         for _ in range(tail.blocks * heads * tail.parts):
             heapq.heapreplace(loads, loads[0] + visits / tail.parts + _START_TILES)
-        return max(loads)
+        # dK and dV of each part are written and read in float32.
+        return max(loads) + 2 * 2 * 4 * tail.parts * tail.blocks * config.key_block * heads / _COPIED_BYTES
 
     most = min(-(-key_length // config.key_block), config.programs // heads + 1)
     tails = [Tail(blocks, parts) for blocks in range(1, most + 1) for parts in (2, 3, 4, 6, 8)]
@@ -122,11 +106,7 @@ def _forward_times(config: KernelConfig, sequences: int) -> tuple[float, float]:
     Blocks of queries are dealt out to the programs from the last to the first.
     """
     some, _ = visible_tiles(config.options.mask, config.blocks, None)
-    visits = np.asarray(some[0]).sum(axis=1)
-    if config.short_blocks:
-        visits = visits * np.where(np.arange(visits.size) < visits.size - config.short_blocks, 1.0, 1 / _TALLER_VISIT)
-    together = config.together or sequences
-    costs = np.tile(np.repeat(visits[::-1] + _START_VISITS, together), sequences // together)
+    costs = np.repeat(np.asarray(some[0]).sum(axis=1)[::-1] + _START_VISITS, sequences)
     rounds = np.pad(costs, (0, -costs.size % config.programs)).reshape(-1, config.programs)
     in_turn = float(rounds.sum(axis=0).max())
     rounds[1::2] = rounds[1::2, ::-1]

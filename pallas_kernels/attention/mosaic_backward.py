@@ -130,6 +130,8 @@ def key_value_gradient(
     blocks, results = pl.cdiv(key_length, config.key_block), (like_k,) * len(wanted)
     grid = {"head": num_kv_heads * parts, "block": blocks, "batch": batch}
     if config.tail is not None:
+        if config.tail.parts < 2 or parts > 1:
+            raise ValueError(f"{config.tail} needs two or more parts, and undivided query heads, not {parts} parts")
         grid = {"head": num_kv_heads, "row": blocks * batch + config.tail.blocks * (config.tail.parts - 1)}
         shape = config.tail.parts, config.tail.blocks * config.key_block, num_kv_heads, head_dim
         results += (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(wanted)
@@ -202,19 +204,14 @@ class _Targets(NamedTuple):
 def _key_row(config: KernelConfig, inputs: Inputs) -> tuple[Index, ...]:
     """Return this program's batch entry, key head and block of keys, and which of how many parts of its visits it has.
 
-    The programs of the tail come last. The others' blocks are those of the first `together` heads, then of the next.
+    The programs of the tail come last.
     """
     head = lax.axis_index("head")
     if config.tail is None:
         return lax.axis_index("batch"), head, lax.axis_index("block"), 0, 1
-    heads, blocks, (count, parts) = inputs.k.shape[2], pl.cdiv(config.key_length, config.key_block), config.tail
-    row, rows, together = lax.axis_index("row"), blocks * inputs.k.shape[0] - count, config.together or heads
+    row, blocks, (count, parts) = lax.axis_index("row"), pl.cdiv(config.key_length, config.key_block), config.tail
+    rows = blocks * inputs.k.shape[0] - count
     divided = row >= rows
-    if together < heads:
-        program = row * heads + head
-        section, place = lax.div(program, rows * together), lax.rem(program, rows * together)
-        head = jnp.where(divided, head, section * together + lax.rem(place, together))
-        row = jnp.where(divided, row, lax.div(place, together))
     part = jnp.where(divided, lax.rem(row - rows, parts), 0)
     row = jnp.where(divided, rows + lax.div(row - rows, parts), row)
     return lax.div(row, blocks), head, lax.rem(row, blocks), part, jnp.where(divided, parts, 1)

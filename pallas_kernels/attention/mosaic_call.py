@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.balance import choose_head_parts, choose_order, choose_tail
+from pallas_kernels.attention.balance import alternation_helps, choose_head_parts, choose_tail
 from pallas_kernels.attention.mosaic_backward import copies_of_query_gradient, key_value_gradient
 from pallas_kernels.attention.mosaic_config import KernelConfig
 from pallas_kernels.attention.mosaic_forward import forward
@@ -98,8 +98,8 @@ def _attend(
     """Compute attention on inputs padded to whole blocks: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
     config = plan.forward_config()
     # With segments the work of a block is not known while tracing.
-    if segments is None:
-        config = choose_order(config, q.shape, k.shape)
+    alternates = segments is None and alternation_helps(config, q.shape[0] * q.shape[2])
+    config = dataclasses.replace(config, alternates=alternates)
     schedule = key_schedule(plan.options.mask, config.blocks, segments, descending=True)
     out, lse = forward(
         config,

@@ -25,7 +25,7 @@ class Tail(NamedTuple):
 
     Attributes:
         blocks: Number of these key blocks, of every key head.
-        parts: Programs that share the visits of each.
+        parts: Programs that share the visits of each, two or more.
     """
 
     blocks: int
@@ -48,10 +48,6 @@ class KernelConfig:
         interpret: True to interpret the kernel on a CPU.
         head_parts: Programs among which the fused backward divides the query heads of a key head.
         alternates: True if every second round of the forward's query blocks goes to the programs in reverse order.
-        together: Sequences (query heads of all batch entries) whose query blocks the forward deals out together, before
-            those of the next ones; a divisor of their number, or 0 for all. In the backward with a tail these are heads
-            of keys.
-        short_blocks: Number of the forward's last query blocks that have the rows of one warpgroup less.
         tail: Last key blocks of the fused backward whose visits several programs share.
     """
 
@@ -66,9 +62,7 @@ class KernelConfig:
     interpret: bool = False
     head_parts: int = 1
     alternates: bool = False
-    together: int = 0
-    short_blocks: int = 0
-    tail: "Tail | None" = None
+    tail: Tail | None = None
 
     @property
     def blocks(self) -> Blocks:

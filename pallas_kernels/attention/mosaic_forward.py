@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import mosaic_scores as scoring
+from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.mosaic_config import KernelConfig, Visits, read_visits
 from pallas_kernels.attention.request import Segments
 from pallas_kernels.attention.tiles import key_runs
@@ -73,16 +74,14 @@ class _Buffers(NamedTuple):
 class _Item(NamedTuple):
     """One unit of a program's work: a block of queries of one head, the `number`-th that the program computes.
 
-    The program visited `before` tiles for the blocks before it. Warpgroups compute queries from `first` on; one whose
-    first query is at or after `end` computes none.
+    The program visited `before` tiles for the blocks before it.
     """
 
     number: Index
     before: Index
     batch: Index
     head: Index
-    first: Index
-    end: Index
+    block: Index
     visits: Visits
 
 
@@ -171,33 +170,23 @@ def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item
     batches, length, heads, _ = inputs.q.shape
     blocks = pl.cdiv(length, config.query_block)
     total = heads * batches * blocks
-    together = config.together or heads * batches
+    # If all blocks see all keys, those of a head come before the next head's: its keys and values stay in the L2 cache.
+    equal = config.options.mask == Mask(causal=False) and inputs.ids is None
     # The first tile is computed before the others.
     runs = key_runs(config.options.mask, config.blocks, inputs.ids is not None, start=1, descending=True)
 
     def step(number: Index, index: Index, before: jax.Array) -> jax.Array:
-        section, place = lax.div(index, together * blocks), lax.rem(index, together * blocks)
-        # The last blocks of queries have the most causal work: they come first.
-        block = blocks - 1 - lax.div(place, together)
-        sequence = section * together + lax.rem(place, together)
+        if equal:
+            sequence, block = lax.div(index, blocks), lax.rem(index, blocks)
+        else:
+            # The last blocks of queries have the most causal work: they come first.
+            sequence, block = lax.rem(index, heads * batches), blocks - 1 - lax.div(index, heads * batches)
         batch, head = lax.div(sequence, heads), lax.rem(sequence, heads)
         visits = read_visits(inputs.schedule, batch, block, runs, descending=True)
-        end = config.length
-        if config.short_blocks:
-            end = jnp.minimum(_first_query(config, block + 1), end)
-        visit(_Item(number, before, batch, head, _first_query(config, block), end, visits))
+        visit(_Item(number, before, batch, head, block, visits))
         return before + visits.total
 
     return scheduler.deal(total, min(total, config.programs), step, jnp.int32(0), alternate=config.alternates)
-
-
-def _first_query(config: KernelConfig, block: Index) -> Index:
-    """Return where a block of queries begins: the last `short_blocks` blocks have one warpgroup's rows less."""
-    first = block * config.query_block
-    if not config.short_blocks:
-        return first
-    tall = pl.cdiv(config.length, config.query_block) - config.short_blocks
-    return first - ROWS * jnp.maximum(block - tall, 0)
 
 
 def _load(config: KernelConfig, inputs: _Inputs, buffers: _Buffers, item: _Item) -> None:
@@ -207,7 +196,7 @@ def _load(config: KernelConfig, inputs: _Inputs, buffers: _Buffers, item: _Item)
     query_slot = queries.slot(item.number)
     queries.acquire(item.number, buffers.q_empty)
     for group in range(config.warpgroups):
-        rows = pl.ds(item.first + group * ROWS, ROWS)
+        rows = pl.ds(item.block * config.query_block + group * ROWS, ROWS)
         full = buffers.q_full.at[query_slot]
         plgpu.copy_gmem_to_smem(inputs.q.at[item.batch, rows, item.head], buffers.q.at[query_slot, group], full)
         if inputs.ids is not None and buffers.query_ids is not None:
@@ -266,7 +255,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
     """Attend from this warpgroup's 64 queries to all the blocks of keys that they see."""
     warpgroup = lax.axis_index("warpgroup")
     slot = _query_ring(buffers).slot(item.number)
-    first_query = item.first + warpgroup * ROWS
+    first_query = item.block * config.query_block + warpgroup * ROWS
     q = buffers.q.at[slot, warpgroup]
     _free_queries(buffers, item.number)
     plgpu.barrier_wait(buffers.q_full.at[slot])
@@ -309,7 +298,7 @@ def _hides_tiles(config: KernelConfig) -> bool:
 def _hidden_tiles(config: KernelConfig, rows: _Rows) -> Index:
     """Return how many of a block's first visits show nothing to this warpgroup's queries, only to other warpgroups'.
 
-    That is all of them for a warpgroup beyond the block's last query, and those of later keys under a causal mask.
+    That is all of them for a warpgroup beyond the last query, and those of later keys under a causal mask.
     """
     total = rows.item.visits.total
     hidden = jnp.int32(0)
@@ -317,7 +306,7 @@ def _hidden_tiles(config: KernelConfig, rows: _Rows) -> Index:
         last = jnp.maximum(rows.first_query + ROWS - 1 + config.key_length - config.length, 0)
         hidden = rows.item.visits.tile(0) - lax.div(last, config.key_block)
     hidden = jnp.minimum(jnp.maximum(hidden, 0), total)
-    return jnp.where(rows.first_query < rows.item.end, hidden, total)
+    return jnp.where(rows.first_query < config.length, hidden, total)
 
 
 def _pass_tile(config: KernelConfig, buffers: _Buffers, item: _Item, index: Index, _: None) -> None:
@@ -431,7 +420,7 @@ def _store(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, rows: _Ro
     plgpu.commit_smem()
     stored = pl.ds(rows.first_query, ROWS)
 
-    @pl.when(rows.first_query < item.end)
+    @pl.when(rows.first_query < config.length)
     def _():
         plgpu.copy_smem_to_gmem(rows.q, out.at[item.batch, stored, item.head])
         plgpu.copy_smem_to_gmem(sums, lse.at[item.batch, item.head, stored])
