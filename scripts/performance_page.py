@@ -39,6 +39,16 @@ WORKS = {
     "llama3-8b context4 65536 bf16": "Llama 8B, 65,536 tokens",
 }
 """Name of a main work in the rows -> title on the page."""
+GOALS = {
+    "gpt2-124m bf16": 1.25,
+    "llama3-1b bf16": 1.20,
+    "llama3-1b fp8": 1.30,
+    "qwen3-30b-a3b of 6 layers bf16": 1.15,
+    "llama3-8b fsdp4 bf16": 1.15,
+    "llama3-8b fsdp4 fp8": 1.25,
+    "llama3-8b context4 65536 bf16": 1.45,
+}
+"""Name of a main work -> the ratio to the fastest peer that the project aims at."""
 PARTS = {
     "matmuls": ("first", "matmuls"),
     "attention": ("second", "attention"),
@@ -66,11 +76,17 @@ READING = """\
 - **tokens/s** are those of one GPU, with random tokens, AdamW, float32 weights and clipping by the global norm.
 - **peer** is the fastest other implementation in the same run: it took turns with jaxstack on the same GPU. A dash
   means that no peer was measured in that run.
+- **goal** is the ratio that the project aims at.
 - **of the limit** is the speed as a share of that of an ideal step: every matmul and attention at the fastest rate
   measured on the device, and nothing else takes time (`benchmarks/device.py`).
 - **measured** says for how long. A GPU under load reaches its power limit and lowers its clock over ten seconds or
   more: *sustained* rows are the second half of a run of 30 s; *short* rows are shorter, so they overstate the speed
   of a long training run.
+"""
+MISSED = """
+Where the ratio is below its goal:
+
+{lines}
 """
 NOTED = """\
 - † An older row: it, or its limit, was measured with uncommitted changes, and stays until a new one replaces it.
@@ -159,8 +175,8 @@ def comparisons(results: Path) -> list[Comparison]:
 def comparison_table(found: Iterable[Comparison]) -> str:
     """Return the table of the main works."""
     lines = [
-        "| workload | GPUs | jaxstack, tokens/s | peer, tokens/s | ratio | of the limit | measured |",
-        "|---|---|---|---|---|---|---|",
+        "| workload | GPUs | jaxstack, tokens/s | peer, tokens/s | ratio | goal | of the limit | measured |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
         ours, peer = one.ours, one.peer
@@ -170,10 +186,37 @@ def comparison_table(found: Iterable[Comparison]) -> str:
         mark = " †" if ours.get("note") else ""
         cells = (
             WORKS[one.work], f"{ours['devices']} x {device_name(ours)}", f"{ours[RATE]:,.0f}{mark}", theirs,
-            f"{one.ratio:.2f}" if one.ratio else "–", limit, how_measured(ours),
+            f"{one.ratio:.2f}" if one.ratio else "–", f"{GOALS[one.work]:.2f}", limit, how_measured(ours),
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def missed_goals(found: Iterable[Comparison], profiles: Sequence[Row]) -> str:
+    """Return what bounds each main work whose ratio is below its goal; an empty string if there is none.
+
+    Args:
+        found: Comparisons of the main works.
+        profiles: Rows of profiled steps, the newest of each work and variant.
+    """
+    lines = []
+    for one in found:
+        if one.peer is None or one.ratio is None or one.ratio >= GOALS[one.work]:
+            continue
+        reasons = []
+        if one.limit:
+            share = GOALS[one.work] * one.peer[RATE] / one.limit[RATE]
+            reasons.append(f"the goal is {100 * share:.0f} % of the device's limit")
+        if "watts" in one.ours:
+            reasons.append(f"the GPU takes {one.ours['watts']:.0f} W at {one.ours['sm_mhz']:,.0f} MHz")
+        if profile := min(
+            (row for row in profiles if row["work"] == one.work), key=lambda row: row["milliseconds"], default=None
+        ):
+            parts = {name: profile.get(part, 0) / profile["milliseconds"] for part, (_, name) in PARTS.items()}
+            shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in parts.items() if share >= 0.01)
+            reasons.append(f"a profiled step consists of {shares}")
+        lines.append(f"- {WORKS[one.work]}: {one.ratio:.2f} of {GOALS[one.work]:.2f}; {'; '.join(reasons)}.")
+    return MISSED.format(lines="\n".join(lines)) if lines else ""
 
 
 def device_name(row: Row) -> str:
@@ -218,7 +261,8 @@ def make_page(results: Path = RESULTS) -> str:
     noted = NOTED if any(row and row.get("note") for one in found for row in (one.ours, one.limit)) else ""
     limits = "\n![Share of the device's limit](pictures/limit.svg)\n" if any(one.limit for one in found) else ""
     attention = attention_section(read_rows(results / "attention_random.jsonl"))
-    return OPENING + chart + comparison_table(found) + READING + noted + limits + attention + REPEAT + MORE
+    missed = missed_goals(found, newest_rows(read_all(results / "step_profile.jsonl")))
+    return OPENING + chart + comparison_table(found) + READING + noted + missed + limits + attention + REPEAT + MORE
 
 
 def make_profiles_page(results: Path = RESULTS) -> str:

@@ -411,5 +411,7 @@ def test_ours_is_compared_with_the_fastest_peer_of_the_same_run(tmp_path):
     (tmp_path / "device.jsonl").write_text(json.dumps(limit))
     (found,) = module.comparisons(tmp_path)
     assert (found.ours[rate], found.peer[rate], found.ratio, found.limit_fraction) == (120.0, 100.0, 1.2, 0.5)
-    assert "| 120 | 100 (peer 100) | 1.20 | 50 % | sustained" in module.make_page(tmp_path)
+    page = module.make_page(tmp_path)
+    assert "| 120 | 100 (peer 100) | 1.20 | 1.25 | 50 % | sustained" in page
+    assert "1.20 of 1.25; the goal is 52 % of the device's limit" in page
     assert set(module.make_pictures(tmp_path)) == {"speed.svg", "limit.svg"}
