@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,11 @@ def draw_works(count: int, seed: int) -> list[Work]:
     return works
 
 
-def compile_programs(work: Work) -> dict[str, dict[str, Callable]]:
-    """Compile the forward, and forward and backward, of our kernels and cuDNN's; a string says why that failed."""
+def compile_programs(work: Work) -> dict[str, Any]:
+    """Compile the forward, and forward and backward, of our kernels and cuDNN's; a string says why that failed.
+
+    `default` of the result is the name of the backend that `flash_attention` takes without `implementation=`.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -76,7 +79,7 @@ def compile_programs(work: Work) -> dict[str, dict[str, Callable]]:
         "cudnn": ours("cudnn", work, ids) if ids is None else cudnn_with_mask(work, ids),
     }
     arrays = jax_arrays(work)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"default": default_backend(work, arrays[:3], ids)}
     for name, attention in attentions.items():
         try:
             found[name] = {
@@ -90,6 +93,17 @@ def compile_programs(work: Work) -> dict[str, dict[str, Callable]]:
     return found
 
 
+def default_backend(work: Work, arrays: Sequence[Any], ids: Any) -> str:
+    """Return the name of the backend that `flash_attention` takes for q, k and v of a shape."""
+    import jax
+
+    from pallas_kernels import record_choices
+
+    with record_choices() as choices:
+        jax.eval_shape(ours(None, work, ids), *arrays)
+    return choices[0].backend
+
+
 def _gradients(attention: Callable, q: Any, k: Any, v: Any, d_out: Any) -> Any:
     import jax
 
@@ -100,8 +114,9 @@ def time_programs(compiled: dict[str, Any]) -> dict[str, Any]:
     """Measure the programs of one shape, made by `compile_programs`.
 
     Returns:
-        Seconds as {"ours": {"forward": s, "both": s}, "cudnn": ...}, or a string that says why there are none; and
-        `difference`, the largest relative difference of our results from cuDNN's, if both ran.
+        Seconds as {"ours": {"forward": s, "both": s}, "cudnn": ...}, or a string that says why there are none;
+        `default`, as `compile_programs` gives it; and `difference`, the largest relative difference of our results
+        from cuDNN's, if both ran.
     """
     import jax
 
@@ -207,10 +222,14 @@ def measure_random(count: int, seed: int, processes: int) -> Iterator[tuple[Work
 
 
 def row_of(work: Work, result: dict[str, Any], seed: int, device: str) -> dict[str, Any]:
-    """Return the result row of one shape: milliseconds and TFLOP/s of both, and ratios (above 1 if ours is faster)."""
+    """Return the result row of one shape.
+
+    It has milliseconds and TFLOP/s of both, ratios (above 1 if ours is faster), and the backend that calls take by
+    default.
+    """
     row: dict[str, Any] = {
         "work": f"attention random {work}", "implementation": "jaxstack mosaic", "seed": seed, "device": device,
-        "difference": result.get("difference"),
+        "default": result.get("default"), "difference": result.get("difference"),
     }  # fmt: skip
     for name in ("ours", "cudnn"):
         seconds = result.get(name, "not measured")
@@ -240,7 +259,7 @@ def run_random(count: int, seed: int, processes: int | None, indices: str) -> No
     device = jax.devices()[0].device_kind
     rows = [row_of(work, result, seed, device) for work, result in found]
     numbers = ("ours_forward_tflops", "cudnn_forward_tflops", "forward_ratio")
-    numbers += ("ours_both_tflops", "cudnn_both_tflops", "both_ratio", "difference")
+    numbers += ("ours_both_tflops", "cudnn_both_tflops", "both_ratio", "default", "difference")
     print_table(rows, ("work", *numbers))
     for row in rows:
         for name in ("ours", "cudnn"):

@@ -6,7 +6,7 @@
 
 Parts:
     gemm         matmuls in bfloat16, FP8 (operands that are quantized already) and int8, by cuBLAS through XLA
-    copy         y = -x by XLA, and on Hopper y = x by our kernel of TMA copies (benchmarks/copy_kernel.py)
+    copy         y = -x by XLA, and on Hopper y = x by a Triton kernel (benchmarks/copy_kernel.py)
     attention    forward and backward at the shapes of the works of benchmarks/train_step.py, by the fastest backend
     collective   all-reduce, all-gather, reduce-scatter, permute, all-to-all over all devices
     limit        the fastest possible step of each work, from the rates measured before in the same run
@@ -36,7 +36,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.clocks import GpuClocks
-from benchmarks.copy_kernel import CopyTiles, copy
 from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import rates
 from benchmarks.timing import median_seconds
@@ -47,8 +46,8 @@ from jaxstack.models import count_parameters, model_flops_per_token
 from jaxstack.run_config import RunConfig, load_config
 from pallas_kernels import flash_attention
 from pallas_kernels.fp8.formats import E4M3, dequantize, quantize
-from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.target import current_target
+from pallas_kernels.triton_support import unsupported_target
 
 GEMMS = (
     (4096, 4096, 4096),
@@ -63,19 +62,13 @@ GEMMS = (
 SUSTAINED_SECONDS = 0.4
 """Length of each of five blocks of calls; a GPU at its power limit lowers its clock within less."""
 COPY_BYTES = 2**31
-COPIES = (
-    CopyTiles(rows=64, ahead=1), CopyTiles(rows=64, ahead=1, per_program=1), CopyTiles(rows=32, ahead=1, per_program=1),
-    CopyTiles(rows=16, ahead=1, per_program=1), CopyTiles(rows=32, ahead=1, per_program=8),
-    CopyTiles(rows=16, ahead=1, per_program=8),
-)  # fmt: skip
-"""Ways to divide the copy; which one is fastest depends on the memory."""
 PEAK_BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12}
 """Bytes a second of the memory by its data sheet; a kernel should reach 88 % of it."""
 COLLECTIVE_BYTES = 2**29
 ATTENTION_TOKENS = 32768
 """Largest number of tokens on a device for measuring attention, except for a single longer sequence."""
 COLUMNS = (
-    "work", "implementation", "variant", "devices", "milliseconds", "tflops_per_device", "gigabytes_per_second",
+    "work", "implementation", "devices", "milliseconds", "tflops_per_device", "gigabytes_per_second",
     "bandwidth_share", "tokens_per_second_per_device", "mfu", "update_milliseconds", "sm_mhz", "watts",
 )  # fmt: skip
 
@@ -133,19 +126,19 @@ class Device:
         """Bytes read and written."""
         size = 2**16 if self.tiny else COPY_BYTES
         x = jnp.arange(size // 4, dtype=jnp.float32)
-        works: list[tuple[str, str | None, Callable[[jax.Array], jax.Array]]] = [("xla", None, jnp.negative)]
-        if unsupported_target(current_target(), interpret=False) is None:
-            works += [
-                ("jaxstack mosaic", _variant_name(tiles), functools.partial(copy, tiles=tiles)) for tiles in COPIES
-            ]
-        for name, variant, function in works:
+        works: dict[str, Callable[[jax.Array], jax.Array]] = {"xla": jnp.negative}
+        if unsupported_target(current_target(), (9, 0)) is None:
+            from benchmarks.copy_kernel import copy
+
+            works["jaxstack triton"] = copy
+        for name, function in works.items():
             if function is not jnp.negative and not jnp.array_equal(jax.jit(function)(x), x):
-                raise SystemExit(f"copy by {name}, {variant}: the copy differs from the array")
+                raise SystemExit(f"copy by {name}: the copy differs from the array")
             seconds = self.seconds(function, x)
             rate = self.keep("copy", 2 * size / seconds)
             share = {"bandwidth_share": rate / PEAK_BANDWIDTH[self.kind]} if self.kind in PEAK_BANDWIDTH else {}
             work = f"copy of {size / 2**30:.3g} GiB"
-            yield self.row(work, name, seconds, variant=variant, gigabytes_per_second=rate / 1e9, **share)
+            yield self.row(work, name, seconds, gigabytes_per_second=rate / 1e9, **share)
 
     def attention(self) -> Iterator[Row]:
         """Causal attention at each work's shape; 3.5 times the forward's FLOPs, half of the square of the length."""
@@ -221,11 +214,6 @@ class Device:
     def configs() -> list[RunConfig]:
         """Return the attention shapes of the works."""
         return [load_config(None, overrides) for overrides in WORKS.values()]
-
-
-def _variant_name(tiles: CopyTiles) -> str:
-    programs = f"{tiles.programs} programs" if tiles.per_program is None else f"programs of {tiles.per_program} tiles"
-    return f"{programs}, {tiles.ahead} tiles of {tiles.rows} KiB ahead"
 
 
 def matmuls(x: jax.Array, w: jax.Array) -> Iterator[tuple[str, Callable[..., jax.Array], tuple]]:

@@ -109,12 +109,13 @@ ATTENTION = """
 ## Attention on shapes nobody tuned
 
 TFLOP/s of our Hopper kernels and of cuDNN in the same run, on shapes drawn at random: batch, tokens, query heads / key
-heads, head dim, mask. *both* is forward and backward together; a ratio above 1 says that ours is faster.
+heads, head dim, mask. *both* is forward and backward together; a ratio above 1 says that ours is faster. *default* is
+the backend that `flash_attention` takes by itself.
 {summary}
 Rows: [attention_random](performance-rows.md#attention_random). Yours: `{command}`.
 
-| shape | forward | cuDNN | ratio | both | cuDNN | ratio |
-|---|---|---|---|---|---|---|
+| shape | forward | cuDNN | ratio | both | cuDNN | ratio | default |
+|---|---|---|---|---|---|---|---|
 {lines}
 """
 MORE = """
@@ -237,9 +238,12 @@ def attention_section(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         cells = (row["work"].removeprefix("attention random "), *(cell(row, name) for name in names))
+        cells += (row.get("default") or "–",)
         lines.append("| " + " | ".join(cells) + " |")
-    fast = sum(min(row.get(f"{part}_ratio") or 0 for part in ("forward", "both")) >= 1 for row in rows)
-    summary = f"On {fast} of {len(rows)} shapes ours is at least as fast in both columns."
+    fast = [min(row.get(f"{part}_ratio") or 0 for part in ("forward", "both")) >= 1 for row in rows]
+    summary = f"On {sum(fast)} of {len(rows)} shapes ours is at least as fast in both columns"
+    yields = sum(row.get("default") == "cudnn" for row, ahead in zip(rows, fast, strict=True) if not ahead)
+    summary += f"; on {yields} of the others the default is cuDNN." if yields else "."
     return ATTENTION.format(summary=summary, command=rows[0]["command"], lines="\n".join(lines))
 
 

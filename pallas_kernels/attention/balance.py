@@ -8,7 +8,8 @@ import heapq
 
 import numpy as np
 
-from pallas_kernels.attention.mosaic_config import KernelConfig
+from pallas_kernels.attention.masks import Mask
+from pallas_kernels.attention.mosaic_config import KernelConfig, Tail
 from pallas_kernels.attention.tiles import visible_tiles
 from pallas_kernels.hopper.wgmma import ROWS
 
@@ -28,7 +29,7 @@ Fitted to ten shapes of head dim 64 on an H200: the faster of the two is found f
 within 2 %.
 """
 _LEAST_GAIN = 1.01
-"""Ratio of simulated times from which alternating rounds are used."""
+"""Ratio of simulated times from which alternating rounds, or a division of the last key blocks, are used."""
 
 
 def alternation_helps(config: KernelConfig, sequences: int) -> bool:
@@ -43,6 +44,40 @@ def alternation_helps(config: KernelConfig, sequences: int) -> bool:
     """
     in_turn, alternating = _forward_times(config, sequences)
     return in_turn > _LEAST_GAIN * alternating
+
+
+def choose_tail(config: KernelConfig, k_shape: tuple[int, ...]) -> Tail | None:
+    """Choose how the fused backward divides its last key blocks, so that no multiprocessor waits for the last ones.
+
+    If all programs take equally long, the last round of them leaves multiprocessors idle: 4 of 136 programs would take
+    as long as the 132 before them. The gradients of divided blocks are written, read and summed in float32.
+
+    Args:
+        config: Static description of the kernel, of a call without segments.
+        k_shape: [B, S, K, H].
+
+    Returns:
+        The division with the shortest simulated time; None where it saves less than 1 %, or blocks differ in work.
+    """
+    batch, key_length, heads, _ = k_shape
+    if config.options.mask != Mask(causal=False) or config.head_parts > 1:
+        return None
+    rows = batch * -(-key_length // config.key_block)
+    visits = -(-config.length // config.query_block) * config.query_block * config.key_block / (ROWS * 128)
+
+    def time(tail: Tail) -> float:
+        whole, left = divmod((rows - tail.blocks) * heads, config.programs)
+        loads = [(whole + (program < left)) * (visits + _START_TILES) for program in range(config.programs)]
+        heapq.heapify(loads)
+        for _ in range(tail.blocks * heads * tail.parts):
+            heapq.heapreplace(loads, loads[0] + visits / tail.parts + _START_TILES)
+        # dK and dV of each part are written and read in float32.
+        return max(loads) + 2 * 2 * 4 * tail.parts * tail.blocks * config.key_block * heads / _COPIED_BYTES
+
+    most = min(-(-key_length // config.key_block), config.programs // heads + 1)
+    tails = [Tail(blocks, parts) for blocks in range(1, most + 1) for parts in (2, 3, 4, 6, 8)]
+    best = min(tails, key=time)
+    return best if time(Tail(0, 1)) > _LEAST_GAIN * time(best) else None
 
 
 def fewer_warpgroups_help(config: KernelConfig, fewer: KernelConfig, sequences: int) -> bool:

@@ -89,7 +89,9 @@ def key_value_gradient(
 
     Returns:
         The wanted gradients, [B, S, K, H] each; float32 [parts, B, S, K, H], still to be summed over the parts, if
-        `config.head_parts` is more than 1.
+        `config.head_parts` is more than 1. With `config.tail` as many arrays follow, float32
+        [parts, keys of the tail, K, H], whose sums over the parts are the gradients of the last batch entry's last
+        keys.
     """
     batch, key_length, num_kv_heads, head_dim = residuals.k.shape
     dtype, groups, stages = residuals.k.dtype, config.warpgroups, config.stages
@@ -125,12 +127,20 @@ def key_value_gradient(
     like_k = jax.ShapeDtypeStruct(residuals.k.shape, dtype)
     if parts > 1:
         like_k = jax.ShapeDtypeStruct((parts, *residuals.k.shape), jnp.float32)
+    blocks, results = pl.cdiv(key_length, config.key_block), (like_k,) * len(wanted)
+    grid = {"head": num_kv_heads * parts, "block": blocks, "batch": batch}
+    if config.tail is not None:
+        if config.tail.parts < 2 or parts > 1:
+            raise ValueError(f"{config.tail} needs two or more parts, and undivided query heads, not {parts} parts")
+        grid = {"head": num_kv_heads, "row": blocks * batch + config.tail.blocks * (config.tail.parts - 1)}
+        shape = config.tail.parts, config.tail.blocks * config.key_block, num_kv_heads, head_dim
+        results += (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(wanted)
     kernel = config.kernel(
         f"attention_{'_'.join(wanted)}" if d_q is None else "attention_backward",
         functools.partial(_key_body, config, wanted),
-        out_type=(like_k,) * len(wanted),
-        grid=(num_kv_heads * parts, pl.cdiv(key_length, config.key_block), batch),
-        grid_names=("head", "block", "batch"),
+        out_type=results,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         scratch_types=scratch,
         synchronises=d_q is not None,
     )
@@ -159,22 +169,52 @@ def _key_body(
     d_q: Ref | None,
     *refs: Ref,
 ) -> None:
-    inputs, outputs = Inputs(*inputs), dict(zip(wanted, refs[: len(wanted)], strict=True))
-    buffers = _KeyBuffers(*refs[len(wanted) :])
-    warpgroup, batch, head, block = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "block"))
+    inputs, outputs = Inputs(*inputs), dict(zip(wanted, refs, strict=False))
+    tails = {} if config.tail is None else dict(zip(wanted, refs[len(wanted) :], strict=False))
+    buffers = _KeyBuffers(*refs[len(outputs) + len(tails) :])
+    warpgroup = lax.axis_index("warpgroup")
+    batch, head, block, part, parts = _key_row(config, inputs)
     # The first blocks of keys are seen by most queries under a causal mask: they start first.
     # Each block of queries for all query heads of the key head, from the last block on: programs that run at the same
     # time then read the same queries at about the same time, from the L2 cache.
     group = inputs.q.shape[2] // lax.axis_size("head")
     runs = query_runs(config.options.mask, config.blocks, ids is not None, descending=True)
-    visits = read_visits(schedule, batch, block, runs, descending=True).repeat(group)
-    place = Place(batch, head, block * config.key_block, visits)
+    visits = read_visits(schedule, batch, block, runs, descending=True)
+    if config.tail is not None:
+        visits = visits.part(part, parts)
+    place = Place(batch, head, block * config.key_block, visits.repeat(group))
+    targets = _Targets(outputs, tails, part, parts)
     pipeline.specialize(
         warpgroup,
         config.warpgroups,
-        functools.partial(_key_compute, config, inputs, ids, buffers, place, outputs, d_q),
+        functools.partial(_key_compute, config, inputs, ids, buffers, place, targets, d_q),
         functools.partial(_key_load, config, inputs, ids, buffers, place),
     )
+
+
+class _Targets(NamedTuple):
+    """Where a program stores its gradients: in `outputs`, or as one of several parts in `tails`."""
+
+    outputs: dict[str, Ref]
+    tails: dict[str, Ref]
+    part: Index
+    parts: Index
+
+
+def _key_row(config: KernelConfig, inputs: Inputs) -> tuple[Index, ...]:
+    """Return this program's batch entry, key head and block of keys, and which of how many parts of its visits it has.
+
+    The programs of the tail come last.
+    """
+    head = lax.axis_index("head")
+    if config.tail is None:
+        return lax.axis_index("batch"), head, lax.axis_index("block"), 0, 1
+    row, blocks, (count, parts) = lax.axis_index("row"), pl.cdiv(config.key_length, config.key_block), config.tail
+    rows = blocks * inputs.k.shape[0] - count
+    divided = row >= rows
+    part = jnp.where(divided, lax.rem(row - rows, parts), 0)
+    row = jnp.where(divided, rows + lax.div(row - rows, parts), row)
+    return lax.div(row, blocks), head, lax.rem(row, blocks), part, jnp.where(divided, parts, 1)
 
 
 def _key_load(config: KernelConfig, inputs: Inputs, ids: Segments | None, buffers: _KeyBuffers, place: Place) -> None:
@@ -205,7 +245,7 @@ def _key_compute(
     ids: Segments | None,
     buffers: _KeyBuffers,
     place: Place,
-    outputs: dict[str, Ref],
+    targets: _Targets,
     d_q: Ref | None,
 ) -> None:
     """Compute and store dK and dV of 64 keys, as one computing warpgroup of the kernel for dK and dV."""
@@ -226,6 +266,7 @@ def _key_compute(
         visited = _Visited(config.ring.slot(index), place.visits.tile(index), first_key, key_ids, masked)
         return _key_tile(config, buffers, state, visited)
 
+    outputs = targets.outputs
     if d_q is None:
         state = place.visits.fold(step, {name: wgmma.zeros(ROWS, head_dim) for name in outputs})
     else:
@@ -238,11 +279,26 @@ def _key_compute(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return
     staging = {"d_k": buffers.k.at[warpgroup], "d_v": buffers.v.at[warpgroup]}
-    for name, ref in outputs.items():
-        staging[name][...] = (state[name] * factors[name]).astype(ref.dtype)
-    plgpu.commit_smem()
-    for name, ref in outputs.items():
-        plgpu.copy_smem_to_gmem(staging[name], ref.at[part])
+
+    def store() -> None:
+        for name, ref in outputs.items():
+            staging[name][...] = (state[name] * factors[name]).astype(ref.dtype)
+        plgpu.commit_smem()
+        for name, ref in outputs.items():
+            plgpu.copy_smem_to_gmem(staging[name], ref.at[part])
+
+    if config.tail is None:
+        store()
+    else:
+        pl.when(targets.parts == 1)(store)
+        first = (pl.cdiv(config.key_length, config.key_block) - config.tail.blocks) * config.key_block
+        target = targets.part, pl.ds(first_key - first, ROWS), place.head
+
+        @pl.when(targets.parts > 1)
+        def _():
+            for name, ref in targets.tails.items():
+                _store_part(ref, target, buffers.d_q.at[warpgroup], state[name] * factors[name])
+
     # The program may end, and the next one begin, once its shared memory has been read.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -264,7 +320,7 @@ class _Visited(NamedTuple):
     tile: Index
     first_key: Index
     key_ids: jax.Array | None
-    masked: bool
+    masked: bool | jax.Array
 
 
 def _start_products(
@@ -290,14 +346,19 @@ def _weigh(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited, produc
     lse = wgmma.broadcast_column_values(wgmma.load_columns(buffers.lse.at[visited.slot]), capped)
     weights = jnp.exp2(capped * scoring.base2_factor(config) - lse)
     capped = None if config.options.soft_cap is None else capped
-    if not visited.masked:
-        return weights, capped
-    pair = None
-    if visited.key_ids is not None and buffers.query_ids is not None:
-        query_ids = wgmma.load_columns(buffers.query_ids.at[visited.slot])
-        pair = wgmma.broadcast_column_values(query_ids, weights), wgmma.broadcast_row_values(visited.key_ids, weights)
-    first_query = visited.tile * config.query_block
-    return scoring.mask_tile(config, weights, 0.0, first_query, visited.first_key, pair, keys_are_rows=True), capped
+
+    def mask(weights: jax.Array) -> jax.Array:
+        pair = None
+        if visited.key_ids is not None and buffers.query_ids is not None:
+            query_ids = wgmma.load_columns(buffers.query_ids.at[visited.slot])
+            key_ids = wgmma.broadcast_row_values(visited.key_ids, weights)
+            pair = wgmma.broadcast_column_values(query_ids, weights), key_ids
+        first_query = visited.tile * config.query_block
+        return scoring.mask_tile(config, weights, 0.0, first_query, visited.first_key, pair, keys_are_rows=True)
+
+    if isinstance(visited.masked, bool):
+        return (mask(weights) if visited.masked else weights), capped
+    return lax.cond(visited.masked, mask, lambda weights: weights, weights), capped
 
 
 def _both_gradients(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited) -> tuple[jax.Array, jax.Array]:
@@ -381,7 +442,7 @@ def _visit_fused(
     # The tile before the first counts as exchanged.
     plgpu.barrier_arrive(buffers.exchanged)
 
-    def step(masked: bool, index: Index, state: tuple) -> tuple:
+    def step(masked: bool | jax.Array, index: Index, state: tuple) -> tuple:
         sums, before = state
         tile = visits.tile(index)
         visited = _Visited(config.ring.slot(index), tile, first_key, key_ids, masked)
@@ -390,7 +451,7 @@ def _visit_fused(
 
     zeros = wgmma.zeros(ROWS, buffers.k.shape[-1])
     start = {"d_k": zeros, "d_v": zeros}, _Before(jnp.int32(0), jnp.int32(0))
-    sums, before = visits.fold(step, start)
+    sums, before = visits.fold_in_one_loop(step, start)
     count = visits.total
     plgpu.barrier_wait(buffers.exchanged)
 
@@ -440,7 +501,7 @@ def _add_to_queries(
     rows, columns = _query_part(config, buffers.q.shape[-1])
     staging = buffers.d_q.at[lax.axis_index("warpgroup")]
     group = d_q.shape[3] // lax.axis_size("head")
-    copy = lax.axis_index("block") if config.interpret else 0
+    copy = lax.div(place.first, config.key_block) if config.interpret else 0
     queries = pl.ds(before.tile * config.query_block + rows.start, ROWS)
     target = d_q.at[copy, place.batch, queries, place.head * group + before.member, columns]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.balance import alternation_helps, choose_head_parts
+from pallas_kernels.attention.balance import alternation_helps, choose_head_parts, choose_tail
 from pallas_kernels.attention.mosaic_backward import copies_of_query_gradient, key_value_gradient
 from pallas_kernels.attention.mosaic_config import KernelConfig
 from pallas_kernels.attention.mosaic_forward import forward
@@ -169,13 +169,19 @@ def gradients(
         config, arrays = key_arguments(tiling.fused_queries, tiling.fused_stages, tiling.fused_keys)
         if segments is None:
             config = dataclasses.replace(config, head_parts=choose_head_parts(config, q.shape[2], k.shape))
+            if tiling.fused_keys > ROWS:
+                config = dataclasses.replace(config, tail=choose_tail(config, k.shape))
         copies = copies_of_query_gradient(config)
         # The zeros depend on the rows: otherwise XLA makes those of all calls at once, long before they are needed.
         zero, lse = lax.optimization_barrier((jnp.float32(0), arrays[0].lse))
         arrays = (arrays[0]._replace(lse=lse), *arrays[1:])
         sums = jax.new_ref(jnp.broadcast_to(zero, (copies, *arrays[0].q.shape)))
         kernel = key_value_gradient if tiling.fused_keys > ROWS else all_gradients
-        d_k, d_v = kernel(config, *arrays, d_q=sums)
+        d_k, d_v, *tails = kernel(config, *arrays, d_q=sums)
+        if config.tail is not None:
+            # Without the barrier XLA 0.11 makes the kernel and the updates of its results one fusion, with a cycle.
+            d_k, d_v, *tails = lax.optimization_barrier((d_k, d_v, *tails))
+            d_k, d_v = (_with_tail(config, whole, parts) for whole, parts in zip((d_k, d_v), tails, strict=True))
         if config.head_parts > 1:
             d_k, d_v = (parts.sum(axis=0).astype(k.dtype) for parts in (d_k, d_v))
         d_q = (sums[...].sum(axis=0) * plan.options.scale).astype(q.dtype)
@@ -187,6 +193,13 @@ def gradients(
         launches = (("d_k", "d_v"),) if tiling.key_value_together else (("d_k",), ("d_v",))
         d_k, d_v = (gradient for wanted in launches for gradient in key_value_gradient(config, *arrays, wanted=wanted))
     return d_q[:, : plan.length], d_k[:, : plan.key_length], d_v[:, : plan.key_length]
+
+
+def _with_tail(config: KernelConfig, whole: jax.Array, parts: jax.Array) -> jax.Array:
+    """Return dK or dV [B, S, K, H] with the summed parts of the last batch entry's last keys."""
+    first = -(-config.key_length // config.key_block) * config.key_block - parts.shape[1]
+    tail = parts.sum(axis=0)[: whole.shape[1] - first].astype(whole.dtype)
+    return lax.dynamic_update_slice(whole, tail[None], (whole.shape[0] - 1, first, 0, 0))
 
 
 attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import mosaic_scores as scoring
+from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.mosaic_config import KernelConfig, Visits, read_visits
 from pallas_kernels.attention.request import Segments
 from pallas_kernels.attention.tiles import key_runs
@@ -169,15 +170,20 @@ def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item
     batches, length, heads, _ = inputs.q.shape
     blocks = pl.cdiv(length, config.query_block)
     total = heads * batches * blocks
+    # If all blocks see all keys, those of a head come before the next head's: its keys and values stay in the L2 cache.
+    equal = config.options.mask == Mask(causal=False) and inputs.ids is None
     # The first tile is computed before the others.
     runs = key_runs(config.options.mask, config.blocks, inputs.ids is not None, start=1, descending=True)
 
     def step(number: Index, index: Index, before: jax.Array) -> jax.Array:
-        # The last blocks of queries have the most causal work: they come first.
-        block = blocks - 1 - lax.div(index, heads * batches)
-        batch = lax.rem(lax.div(index, heads), batches)
+        if equal:
+            sequence, block = lax.div(index, blocks), lax.rem(index, blocks)
+        else:
+            # The last blocks of queries have the most causal work: they come first.
+            sequence, block = lax.rem(index, heads * batches), blocks - 1 - lax.div(index, heads * batches)
+        batch, head = lax.div(sequence, heads), lax.rem(sequence, heads)
         visits = read_visits(inputs.schedule, batch, block, runs, descending=True)
-        visit(_Item(number, before, batch, lax.rem(index, heads), block, visits))
+        visit(_Item(number, before, batch, head, block, visits))
         return before + visits.total
 
     return scheduler.deal(total, min(total, config.programs), step, jnp.int32(0), alternate=config.alternates)

@@ -1,48 +1,51 @@
-"""The kernel that measures memory bandwidth copies every element, and compiles for H200s."""
+"""The kernel that measures memory bandwidth: interpreted on the CPU, and compiled for an H200.
 
-import functools
+Triton decides at its import whether kernels are interpreted, so that runs in a process of its own:
+`TRITON_INTERPRET=1 python -m tests.benchmarks.test_copy_kernel`.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.copy_kernel import COLUMNS, CopyTiles, copy
-from benchmarks.device import COPIES
 from tests.hopper import compile_for_hopper
+from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
-pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
-SMALL = CopyTiles(programs=2)
-TILE = SMALL.rows * COLUMNS
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize(
-    "tiles, cut",
-    [
-        (2 * (2 * SMALL.ahead + 2) + 1, SMALL),
-        (7, CopyTiles(ahead=1, per_program=3)),
-        (1, SMALL),
-        (3, CopyTiles(per_program=1)),
-    ],
-    ids=str,
-)
-def test_every_element_is_copied(tiles, cut):
-    """More tiles than slots, and programs that have fewer tiles than others."""
-    x = jnp.arange(tiles * TILE, dtype=jnp.float32)
-    np.testing.assert_array_equal(copy(x, tiles=cut, interpret=True), x)
+pytestmark = needs_triton
 
 
-@pytest.mark.parametrize("tiles", COPIES, ids=str)
-def test_it_compiles_for_an_h200_as_one_kernel(tiles):
-    text = compile_for_hopper(
-        functools.partial(copy, tiles=tiles), jax.ShapeDtypeStruct((2**29,), jnp.float32)
-    ).as_text()
-    assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
+def interpret() -> None:
+    from benchmarks.copy_kernel import ELEMENTS, copy_kernel
+
+    let_numpy_index()
+    x = np.arange(3 * ELEMENTS, dtype=np.float32)
+    y = np.full_like(x, -1)
+    copy_kernel[(3,)](Array(x, "fp32"), Array(y, "fp32"), elements=ELEMENTS)
+    np.testing.assert_array_equal(y, x)
+
+
+def test_every_element_is_copied():
+    done = run_interpreted(__spec__.name)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_compiled_for_an_h200_it_is_one_kernel():
+    from benchmarks.copy_kernel import copy
+
+    text = compile_for_hopper(copy, jax.ShapeDtypeStruct((2**29,), jnp.float32)).as_text()
+    assert text.count('custom_call_target="triton_kernel_call_ffi"') == 1
     assert "fusion" not in text and " copy(" not in text
 
 
 @pytest.mark.quick
-def test_sizes_that_tiles_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=f"multiple of {TILE}"):
-        copy(jnp.ones(TILE + 1))
+@pytest.mark.parametrize("x", [jnp.ones(513), jnp.ones((2, 512)), jnp.ones(512, jnp.bfloat16)], ids=str)
+def test_arrays_that_programs_do_not_divide_are_refused(x):
+    from benchmarks.copy_kernel import copy
+
+    with pytest.raises(ValueError, match="multiple of 512"):
+        copy(x)
+
+
+if __name__ == "__main__":
+    interpret()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pallas_kernels.attention.balance import alternation_helps, choose_head_parts, fewer_warpgroups_help
+from pallas_kernels.attention.balance import alternation_helps, choose_head_parts, choose_tail, fewer_warpgroups_help
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.mosaic_config import KernelConfig, Visits
+from pallas_kernels.attention.mosaic_config import KernelConfig, Tail, Visits
 from pallas_kernels.attention.mosaic_forward import _hides_tiles
 from pallas_kernels.attention.request import Options
 from pallas_kernels.attention.tiles import Runs
@@ -22,6 +22,24 @@ def config(length, queries=128, keys=128, causal=True, warpgroups=2, key_length=
 def test_blocks_are_dealt_in_alternating_order_only_where_that_saves_time(length, sequences, causal, helps):
     """2048 tokens of 128 heads end after an almost full round whatever the order."""
     assert alternation_helps(config(length, causal=causal), sequences) is helps
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "divided"),
+    [
+        # 2048 programs: 15 rounds of 132, and 68. More parts would end earlier, but take longer to sum.
+        ((1, 16384, 16, 128), False, Tail(5, 3)),
+        ((1, 16384, 33, 128), False, None),  # 32 rounds
+        ((1, 16384, 16, 128), True, None),
+    ],
+)
+def test_key_blocks_are_divided_where_the_last_round_of_programs_is_small(shape, causal, divided):
+    assert choose_tail(config(shape[1], queries=64, causal=causal), shape) == divided
+
+
+def test_the_tail_shortens_the_last_round():
+    """Two programs for each of 4 blocks, in place of a second round of 4: half the time of a round is saved."""
+    assert choose_tail(config(136 * 128, queries=64, causal=False), (1, 136 * 128, 1, 128)) == Tail(4, 8)
 
 
 @pytest.mark.parametrize(

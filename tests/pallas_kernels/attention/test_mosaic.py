@@ -19,7 +19,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention import mosaic, mosaic_call
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.mosaic_config import KernelConfig
+from pallas_kernels.attention.mosaic_config import KernelConfig, Tail
 from pallas_kernels.attention.mosaic_scores import fill, late_factor
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
@@ -97,6 +97,36 @@ def test_error_with_the_query_heads_of_a_key_head_in_several_programs(monkeypatc
     check(CASES["causal_grouped"], "mosaic")
     captured = capfd.readouterr()
     assert "RACE" not in captured.out + captured.err
+
+
+@needs_mosaic
+def test_error_of_full_attention_with_several_blocks_of_queries(monkeypatch, capfd):
+    """Blocks are dealt out sequence by sequence; the last of three has one group of 64 queries out of three."""
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(forward_warpgroups=3, forward_keys=64))
+    monkeypatch.setattr(mosaic, "fewer_warpgroups_help", lambda *_: False)
+    check(Case(batch=2, length=437, key_length=200, heads=2, kv_heads=1, head_dim=64, causal=False), "mosaic")
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("heads", "length"), [(1, 384), (2, 200)])
+def test_error_with_the_last_key_blocks_in_several_programs(heads, length, monkeypatch, capfd):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic_call, "choose_tail", lambda *_: Tail(2, 3))
+    check(Case(batch=2, length=length, key_length=300, heads=2, kv_heads=heads, head_dim=64, causal=False), "mosaic")
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
+@needs_mosaic
+def test_key_blocks_are_divided_into_two_or_more_parts_only(monkeypatch):
+    """As one part they would be stored in `outputs`, and then replaced by the sums of parts that nothing stored."""
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic_call, "choose_tail", lambda *_: Tail(2, 1))
+    with pytest.raises(ValueError, match="two or more parts"):
+        check(Case(batch=1, length=128, key_length=300, head_dim=64, causal=False), "mosaic")
 
 
 @needs_mosaic
