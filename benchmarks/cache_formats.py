@@ -5,7 +5,8 @@
 Each format of `precision.kv_cache` is evaluated on the run's held-out text, where every query sees rounded keys and
 values, so that the loss is that of decoding through the cache. The bits of a value are counted on the arrays of a cache
 in bfloat16. The rows of weights have the recipes `bct` and `cluster3`, with activations in the compute dtype and, for
-`bct`, in integers; and `bct_gptq`, calibrated on 128 sequences of the training text.
+`bct`, in integers; and `bct_gptq`, calibrated on 128 sequences of the training text, also with an exponent for each
+token of the embedding. `accuracy` is the share of held-out tokens that the model finds likeliest.
 """
 
 import argparse
@@ -45,19 +46,23 @@ from pallas_kernels import PackedWeight
 from pallas_kernels.low_bits.encoded import stored_bytes
 
 SCRIPT = "cache_formats"
-COLUMNS = ("format", "bits_per_value", "ratio", "perplexity", "change_percent")
+COLUMNS = ("format", "bits_per_value", "ratio", "perplexity", "change_percent", "accuracy")
 SEQUENCES = 128
 """Calibration sequences."""
-CALIBRATED = Recipe(
-    layers=(
-        BctGptq(path="embedding/table", tile_outputs=16),
-        BctGptq(path="."),
-    ),
-    vectors="bfp8",
-)
-"""The recipe `bct` with the column sweep; for models whose embedding is tied to the head."""
+EVAL_BATCH = 16
+"""Rows of a batch in which accuracy is measured."""
 Change = Callable[[Transformer], Transformer]
 """Function that changes a model in place, and returns it."""
+
+
+def calibrated(tile_outputs: int, tile_size: int) -> Recipe:
+    """Return the recipe `bct` with the column sweep, for models whose embedding is tied to the head.
+
+    Args:
+      tile_outputs, tile_size: tokens and channels of a tile of the embedding.
+    """
+    table = BctGptq(path="embedding/table", tile_outputs=tile_outputs, tile_size=tile_size)
+    return Recipe(layers=(table, BctGptq(path=".")), vectors="bfp8")
 
 
 def cached_in(cache_format: CacheFormat, model: Transformer) -> Transformer:
@@ -118,6 +123,23 @@ class Measurement:
         params = self.params if params is None else params
         return measure_loss(trainer, self.data, params, self.non_params, self.max_tokens).perplexity
 
+    def accuracy(self, change: Change = lambda model: model, params: Params | None = None) -> float:
+        """Return the share of held-out tokens, 0 to 1, that the model finds likeliest."""
+
+        @jax.jit
+        def count(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
+            model = change(self.trainer.module.merge(params, self.non_params))
+            inputs = {name: batch[name] for name in ("positions", "segment_ids") if name in batch}
+            labels = batch["labels"]
+            right = jnp.argmax(model(batch["tokens"], **inputs), axis=-1) == labels
+            return jnp.stack([jnp.sum(right & (labels >= 0)), jnp.sum(labels >= 0)])
+
+        params = self.params if params is None else params
+        rows, limit = range(EVAL_BATCH), self.max_tokens
+        batches = self.data.held_out_batches(batch_size=EVAL_BATCH, rows=rows, max_tokens=limit)
+        right, tokens = sum(count(params, batch) for batch in batches)
+        return float(right / tokens)
+
 
 def cache_rows(measurement: Measurement) -> list[dict[str, Any]]:
     """Return a row for each format of the cache, and one for bfp12 without sorted channels."""
@@ -138,7 +160,17 @@ def weight_rows(measurement: Measurement) -> list[dict[str, Any]]:
     """Return rows of recipes for weights, relative to float32; one of them with activations in integers too."""
     leaves, rows = named_leaves(measurement.params), []
     count = sum(leaf.size for leaf in leaves.values())
-    recipes = {"bct": load_recipe("bct"), "bct, by the sweep of GPTQ": CALIBRATED, "cluster3": load_recipe("cluster3")}
+    width = measurement.config.model.hidden_size
+    recipes = {
+        "bct": load_recipe("bct"),
+        "bct, by the sweep of GPTQ": calibrated(16, 64),
+        "the same, an exponent for each token of the embedding": calibrated(1, width),
+        "cluster3": load_recipe("cluster3"),
+    }
+    rows.append(
+        {"work": "weights", "format": "none (float32)", "bits_per_value": 32.0, "ratio": 1.0}
+        | {"perplexity": measurement.perplexity(), "accuracy": measurement.accuracy()}
+    )
     for name, recipe in recipes.items():
         stored = {path: as_stored(leaf, recipe) for path, leaf in measurement.compress(leaves, recipe).items()}
         size = sum(leaf.stored_bytes if isinstance(leaf, PackedWeight) else leaf.nbytes for leaf in stored.values())
@@ -149,6 +181,7 @@ def weight_rows(measurement: Measurement) -> list[dict[str, Any]]:
                 "work": "weights", "format": name + "; activations and softmax in 8-bit integers" * integers,
                 "bits_per_value": 8 * size / count, "ratio": 4 * count / size,
                 "perplexity": measurement.perplexity(change, params),
+                "accuracy": measurement.accuracy(change, params),
             })  # fmt: skip
             print(rows[-1], flush=True)
     return rows

@@ -12,6 +12,8 @@ All methods start from one trained model, the quickstart's, and take the same nu
     sparse    half of the weights zero: pruning after training, and training that keeps the zeros of a pruned start
     cluster   8 values a matrix: k-means after training, and training with clusters
     low_rank  the singular value decomposition at the ranks that training found, and that training
+    low_rank_from_start
+              the same, where training has factors from its first step on, in place of the training of the quickstart
     distill   a student of half the width and depth that learns from the text alone, and with the model as its teacher
     sizes     memory of eDKM's clustering, and bytes of a clustered LLaMA 7B; nothing is trained
 
@@ -256,14 +258,44 @@ def low_rank_rows(study: Study, seeds: int, penalty: float) -> Iterator[Row]:
         module, stored = study.train(seed, study.start, rule)
         study.record("low rank", "maestro", module.export(stored))
         assert isinstance(module, CompressedModule)
-        packed = module.pack(stored)
-        ranks = {path: max(1, w.arrays["v"].shape[0]) for path, w in packed.items() if isinstance(w, PackedWeight)}
+        ranks, kept = kept_ranks(module, stored)
         methods = {path: LowRank(path=".", rank=rank, dtype="float32") for path, rank in ranks.items()}
         study.record("low rank", "truncated svd", study.compress(plain, methods))
-        kept = sum(sum(packed[path].shape) * rank for path, rank in ranks.items())
-        shares.append(kept / sum(math.prod(packed[path].shape) for path in ranks))
+        shares.append(kept)
     for row in study.rows():
         yield row | ({"kept": statistics.mean(shares), "penalty": penalty} if row["variant"] == "low rank" else {})
+
+
+def low_rank_from_start_rows(study: Study, penalty: float) -> Iterator[Row]:
+    """Yield the rows of training with factors from initial weights, for as many steps as the quickstart's training."""
+    config, base = study.base.config, study.start
+    train = config.train.model_copy(update={"steps": study.base.steps})
+    rule = LowRankRule(path=DENSE, penalty=penalty, threshold=1e-3)
+    trainer = study.make_trainer(config.model_copy(update={"train": train}), (rule,), None, None)
+    take_steps(trainer, 0)
+    module, stored = trainer.module, trainer.state.params
+    assert isinstance(module, CompressedModule)
+    ranks, kept = kept_ranks(module, stored)
+    study.record("uncompressed", "float32 from the start", base)
+    study.record("low rank", "maestro from the start", module.export(stored))
+    at_ranks = {path: LowRank(path=".", rank=rank, dtype="float32") for path, rank in ranks.items()}
+    study.record("low rank", "svd at its ranks", study.compress(base, at_ranks))
+    if kept < 1:
+        evenly = LowRank(path=".", ratio=kept, dtype="float32")
+        study.record("low rank", "svd of as many values in each layer", study.compress(base, evenly))
+    of_low_rank = {"kept": kept, "penalty": penalty}
+    for row in study.rows("float32 from the start"):
+        row |= {"work": f"quickstart, {study.base.steps} steps", "steps": study.base.steps}
+        row |= {"learning_rate": config.optimizer.learning_rate}
+        yield row | (of_low_rank if row["variant"] == "low rank" else {})
+
+
+def kept_ranks(module: CompressedModule, stored: Dict) -> tuple[dict[str, int], float]:
+    """Return the ranks that training with factors left (at least 1), by path, and the share of the values left."""
+    packed = module.pack(stored)
+    ranks = {path: max(1, w.arrays["v"].shape[0]) for path, w in packed.items() if isinstance(w, PackedWeight)}
+    kept = sum(sum(packed[path].shape) * rank for path, rank in ranks.items())
+    return ranks, kept / sum(math.prod(packed[path].shape) for path in ranks)
 
 
 def distill_rows(study: Study, seeds: int) -> Iterator[Row]:
@@ -342,6 +374,7 @@ PARTS: Mapping[str, Callable[[Study], Iterator[Row]]] = {
     "sparse": lambda study: sparse_rows(study, study.args.seeds),
     "cluster": lambda study: cluster_rows(study, study.args.seeds),
     "low_rank": lambda study: low_rank_rows(study, study.args.seeds, study.args.penalty),
+    "low_rank_from_start": lambda study: low_rank_from_start_rows(study, study.args.penalty),
     "distill": lambda study: distill_rows(study, study.args.seeds),
     "sizes": lambda study: size_rows(),
 }

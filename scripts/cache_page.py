@@ -37,13 +37,14 @@ def table(part: str, rows: Iterable[Row]) -> str:
     """Return the table of one part of the page."""
     work, heading = PARTS[part]
     rows = [row for row in rows if row["work"] == work]
-    judged = " half the bytes at 1 % |" * (part == "cache")
-    lines = [f"| format | bits a value | {heading} | perplexity | change |{judged}", "|---" * (5 + bool(judged)) + "|"]
+    last = " half the bytes at 1 % |" if part == "cache" else " next token right |"
+    lines = [f"| format | bits a value | {heading} | perplexity | change |{last}", "|---" * 6 + "|"]
     for row in rows:
-        verdict = " – |" if row["ratio"] == 1 else " met |" if meets_claim(row) else " **missed** |"
+        verdict = "–" if row["ratio"] == 1 else "met" if meets_claim(row) else "**missed**"
+        shown = verdict if part == "cache" else f"{row['accuracy']:.2%}".replace("%", " %")
         lines.append(
             f"| {row['format']} | {row['bits_per_value']:.3f} | {row['ratio']:.3f} | {row['perplexity']:.3f} | "
-            f"{row['change_percent']:+.2f} % |{verdict * bool(judged)}"
+            f"{row['change_percent']:+.2f} % | {shown} |"
         )
     first = rows[0]
     lines += ["", f"{first['date'][:10]}, commit {first['commit'][:7]}, {first['device']}, `{first['command']}`."]

@@ -30,6 +30,10 @@ NAMES = {
     "edkm": "training with clusters",
     "truncated svd": "further training, then the singular value decomposition at the same ranks",
     "maestro": "training with factors",
+    "float32 from the start": "training without factors",
+    "maestro from the start": "training with factors from the first step on",
+    "svd at its ranks": "training without factors, then the singular value decomposition at the same ranks",
+    "svd of as many values in each layer": "the same, with this share of the values in each matrix",
     "from the text": "from the text alone",
     "distilled": "from the text and the teacher",
 }
@@ -77,9 +81,10 @@ def sizes_table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-MADE = {part: functools.partial(table, part) for part in ("qat", "sparse", "cluster", "low_rank", "distill")} | {
-    "sizes": sizes_table
-}
+MADE = {
+    part: functools.partial(table, part)
+    for part in ("qat", "sparse", "cluster", "low_rank", "low_rank_from_start", "distill")
+} | {"sizes": sizes_table}
 """Name of a made part -> function of the rows."""
 
 

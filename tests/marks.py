@@ -63,6 +63,7 @@ SHOWN_ELSEWHERE = {
     "parallel/test_overlap": "pallas_kernels/collective_matmul tests the matmuls that overlap communication",
     "models/test_restack": "models/test_chunks and run/test_load read parameters in another stacking",
     "compress/test_command": "compress/test_run compresses a model",
+    "compress/test_reload": "compress/test_run evaluates and generates from a compressed directory",
     "models/attention/test_training": "models/attention/test_methods runs every kind in a decoder",
     "serve/test_chat_page": "serve/test_http asks the server as the page does",
     "checkpoint/test_kill": "checkpoint/test_damage reads what a cut-off save leaves",

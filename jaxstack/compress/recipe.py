@@ -45,7 +45,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     path = shipped.get(name, Path(name))
     if name not in shipped and not path.is_file():
         raise ConfigError(f"there is no recipe {name!r}, and no file; {nearest(name, list(shipped))}")
-    tree = merge_overrides(load_yaml(path), overrides)
+    tree = merge_overrides(load_yaml(path, holds="a recipe, with rules in the list `layers:`"), overrides)
     return build_component(Recipe, tree, str(path), overrides)
 
 

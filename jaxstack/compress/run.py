@@ -31,6 +31,7 @@ from jaxstack.compress.recipe import (
     method_name,
 )
 from jaxstack.compress.report import CompressionReport, WeightRow, write_report
+from jaxstack.compress.trained_rounding import other_rounding_warnings
 from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.compressed_training.distill import DistillConfig
 from jaxstack.config.loader import build_component, dump_yaml
@@ -101,6 +102,8 @@ def compress(
     dims = dense_weights(source.model)
     methods = choose_methods(recipe, dims)
     report(f"compressing {len(methods)} of {len(dims)} weights")
+    for warning in other_rounding_warnings(source.compression.rules, methods):
+        report(warning)
     if source.model.moe is not None:
         report(f"no method compresses experts and routers; they are stored in {recipe.store}")
     tokenizer = _tokenizer(directory, report)

@@ -143,8 +143,10 @@ def load_yaml(path: str | Path, holds: str = "sections such as `model:` and `tra
 def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
     """Apply `section.key=value` overrides to configuration data: return a changed copy, values parsed as YAML.
 
+    A number in a key selects an item of a list that is in the data, from 0, as in `layers.0.bits=4`.
+
     Raises:
-      ConfigError: an override is not of the form `section.key=value`.
+      ConfigError: an override is not of the form `section.key=value`, or selects an item that is not in the data.
     """
     merged = json.loads(json.dumps(tree, default=str))
     for override in overrides:
@@ -152,15 +154,34 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
         keys = name.strip().split(".")
         if not equals or not all(keys):
             raise ConfigError(f"override {override!r} must have the form section.key=value, e.g. train.steps=100.")
-        parent = merged
-        for key in keys[:-1]:
-            if not isinstance(parent.get(key), dict):
-                parent[key] = {}
-            parent = parent[key]
         parsed = _parse_yaml(value, f"the value of {name}")
-        both = isinstance(parsed, dict) and isinstance(parent.get(keys[-1]), dict)
-        parent[keys[-1]] = {**parent[keys[-1]], **parsed} if both else parsed
+        parent: Any = merged
+        for depth in range(len(keys) - 1):
+            key, inner = _find_child(parent, keys, depth, override)
+            if not isinstance(inner, dict | list):
+                parent[key] = inner = {}
+            parent = inner
+        key, old = _find_child(parent, keys, len(keys) - 1, override)
+        parent[key] = {**old, **parsed} if isinstance(parsed, dict) and isinstance(old, dict) else parsed
     return merged
+
+
+def _find_child(parent: Any, keys: Sequence[str], depth: int, override: str) -> tuple[str | int, Any]:
+    """Return the key or the list index that `keys[depth]` stands for in `parent`, and the value there; None if none."""
+    key, where = keys[depth], ".".join(keys[:depth])
+    if not isinstance(parent, list):
+        if key.isdecimal() and where:
+            raise ConfigError(
+                f"override {override!r}: there is no list {where} whose item {key} it could change; give all items of "
+                f"the list, as {where}=[...]."
+            )
+        return key, parent.get(key)
+    if not key.isdecimal() or int(key) >= len(parent):
+        last = len(parent) - 1
+        known = f"with the items {where}.0 to {where}.{last}" if last else f"whose only item is {where}.0"
+        known = known if parent else f"without items, which can be given as {where}=[...]"
+        raise ConfigError(f"override {override!r}: {where} is a list {known}.")
+    return int(key), parent[int(key)]
 
 
 def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
@@ -328,6 +349,8 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
     if code == "value_error":
         message = str(context["error"])
         return f"{where}: {message}" if where else message
+    if code == "too_short" and isinstance(found, list):
+        return f"{where} must have at least {context['min_length']} item(s); found {len(found)}."
     limit = problem["msg"].removeprefix("Input ")
     return f"{where}: {limit}; found {found!r}." if where else f"{limit}."
 

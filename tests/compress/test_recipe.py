@@ -53,6 +53,7 @@ def test_the_first_rule_that_matches_holds():
         ({"path": ".*"}, "layers.0.method is required; choose one of: 'awq'"),
         ({"path": ".*", "method": "rtn", "bit": 4}, "unknown key 'layers.0.bit'; did you mean 'bits'"),
         ({"path": ".*", "method": "wanda", "pattern": "4:2"}, "pattern 4:2 keeps n of every m inputs, with n below m"),
+        ({"path": ".*", "method": "wanda", "pattern": "2-4"}, "pattern '2-4' must be n:m, which keeps n of every m"),
         ({"path": "(", "method": "rtn"}, "layers.0.path: '\\(' is not a regular expression"),
     ],
 )

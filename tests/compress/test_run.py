@@ -13,6 +13,9 @@ from jaxstack.compress.config import Recipe
 from jaxstack.compress.methods import Magnitude, Rtn
 from jaxstack.compress.recipe import WeightDims, load_recipe
 from jaxstack.compress.run import CompressOptions, as_matrix, compress, to_parameter_shape
+from jaxstack.compress.trained_rounding import other_rounding_warnings
+from jaxstack.compressed_training.lsq import LsqRule
+from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.loader import dump_yaml
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.sampling import Sampling
@@ -104,6 +107,17 @@ def test_weights_that_training_rounded_are_rounded_once(trained):
         assert measured is not None and measured.loss == pytest.approx(report.loss_after.loss, rel=1e-6)
 
 
+def test_a_recipe_that_rounds_otherwise_than_training_did_is_pointed_out():
+    rules = (LsqRule(path="mlp", bits=3, group_size=16), QatRule(path="q_proj", bits=8, group_size=None))
+    paths = ["layers/0/mlp/kernel", "layers/1/mlp/kernel", "layers/0/q_proj/kernel", "head"]
+    kept = Rtn(path="mlp", bits=3, group_size=16, scales="fitted"), Rtn(path=".*", bits=8)
+    assert not list(other_rounding_warnings(rules, dict(zip(paths, (kept[0], kept[0], kept[1], kept[1]), strict=True))))
+    found = list(other_rounding_warnings(rules, dict.fromkeys(paths, Rtn(path=".*", bits=3, group_size=16))))
+    assert len(found) == 2 and "layers/0/mlp/kernel and 1 more" in found[0]
+    assert "{path: .*, method: rtn, bits: 3, group_size: 16, scales: fitted} keeps the trained values" in found[0]
+    assert "layers/0/q_proj/kernel. The rule {path: .*, method: rtn, bits: 8, scales: largest}" in found[1]
+
+
 @pytest.mark.longer
 def test_learned_scales_are_packed_exactly(tmp_path):
     """A run that learns scales has the loss of its compressed model; scales of the largest weights have another."""
@@ -114,7 +128,10 @@ def test_learned_scales_are_packed_exactly(tmp_path):
     losses = {}
     for scales in ("fitted", "largest"):
         recipe = Recipe(layers=(Rtn(path="^decoder/", bits=3, group_size=16, scales=scales),), store="float32")
-        report = compress(run, recipe, tmp_path / scales, CompressOptions(text=text, layer_tokens=0))
+        lines = list[str]()
+        report = compress(run, recipe, tmp_path / scales, CompressOptions(text=text, layer_tokens=0), lines.append)
+        warned = [line for line in lines if "scales: fitted} keeps the trained values" in line]
+        assert len(warned) == (scales == "largest")
         assert report.loss_before is not None and report.loss_after is not None and measured is not None
         assert report.loss_before.loss == pytest.approx(measured.loss, rel=1e-6)
         losses[scales] = report.loss_after.loss

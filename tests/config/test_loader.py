@@ -110,6 +110,30 @@ def test_overrides_lie_over_the_file_and_leave_it_alone():
     assert tree["model"]["num_layers"] == 3
 
 
+def test_overrides_change_items_of_a_list_by_number():
+    tree = {"layers": [{"path": "mlp", "bits": 8}, {"path": "head"}], "data": ["a", "b"]}
+    merged = merge_overrides(tree, ["layers.0.bits=4", "layers.1={bits: 3}", "data.1=c", "new=[{a: 1}]", "new.0.a=2"])
+    assert merged["layers"] == [{"path": "mlp", "bits": 4}, {"path": "head", "bits": 3}]
+    assert merged["data"] == ["a", "c"] and merged["new"] == [{"a": 2}] and tree["layers"][0]["bits"] == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("layers.2.bits=4", "layers is a list with the items layers.0 to layers.1"),
+        ("layers.bits=4", "layers is a list with the items layers.0 to layers.1"),
+        ("data.1=x", "data is a list whose only item is data.0"),
+        ("none.0=x", "none is a list without items, which can be given as none=[...]"),
+        ("rules.0.rank=4", "there is no list rules whose item 0 it could change"),
+        ("layers.0.path.0=x", "there is no list layers.0.path whose item 0"),
+    ],
+)
+def test_an_override_of_an_item_that_is_not_there_is_explained(override, said):
+    tree = {"layers": [{"path": "mlp"}, {"path": "head"}], "data": ["a"], "none": []}
+    found = message(merge_overrides, tree, [override])
+    assert said in found and override in found
+
+
 def test_null_takes_the_default_back():
     assert load_config(None, ["optimizer.clip_norm=null"]).optimizer.clip_norm is None
     assert load_config(None, ["train=null"]).train.steps == 1000

@@ -1,5 +1,7 @@
 """Base class of methods that set weights to zero."""
 
+import re
+
 from pydantic import Field, model_validator
 
 from jaxstack.compress.methods.base import Method
@@ -11,12 +13,16 @@ class PruningMethod(Method):
 
     sparsity: float = Field(default=0.5, gt=0, lt=1)
     """Share of the weights that become zero. Ignored with a pattern."""
-    pattern: str | None = Field(default=None, pattern=r"^[1-9]\d?:[1-9]\d?$")
+    pattern: str | None = None
     """`n:m` keeps n of every m consecutive inputs, such as 2:4. Default: zeros may be anywhere."""
 
     @model_validator(mode="after")
     def _check_pattern(self) -> "PruningMethod":
-        if self.pattern is not None and not 0 < self._kept_of[0] < self._kept_of[1]:
+        if self.pattern is None:
+            return self
+        if not re.fullmatch(r"[1-9]\d?:[1-9]\d?", self.pattern):
+            raise ValueError(f"pattern {self.pattern!r} must be n:m, which keeps n of every m inputs, as in 2:4.")
+        if not self._kept_of[0] < self._kept_of[1]:
             raise ValueError(f"pattern {self.pattern} keeps n of every m inputs, with n below m; as in 2:4.")
         return self
 
