@@ -82,7 +82,7 @@ def run_step(args: argparse.Namespace, work: str, variant: str, overrides: list[
     if args.tiny:
         length = f"train.sequence_length={64 * devices}"
         overrides = [*overrides, *TINY, length, f"parallel.simulate_devices={devices}"]
-    elif devices < args.devices:
+    elif devices < count_gpus():
         settings |= first_gpus(devices)
     title, chosen = f"{work}, {variant}", [*overrides, *args.set]
     row = run_worker(title, "jaxstack", chosen, args.timeout, settings, args.seconds)
