@@ -16,9 +16,6 @@ from jaxstack.precision.config import PrecisionConfig
 from jaxstack.precision.recipe import Fp8Matmul, use_fp8
 from jaxstack.tree_rules import check_patterns
 
-_PRODUCTS = 3
-"""Matmuls of a dense layer in a train step: forward, gradient of the input, gradient of the weight."""
-
 
 def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     """Set the model's dense layers to compute in FP8 where `precision` says so, in place.
@@ -93,14 +90,24 @@ def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: boo
 
 
 def count_fp8_matmuls(model: nnx.Module) -> int:
-    """Return a lower bound on the number of FP8 matmuls in a forward and backward pass."""
-    count = 0
-    for _, node in nnx.iter_modules(model):
+    """Return a lower bound on the number of FP8 matmuls in a forward and backward pass.
+
+    A dense layer has three: its output, the gradient of its kernel, and that of its input. With blockwise scales the
+    gradient of an input that several layers share, such as that of the query, key and value projections, is one matmul.
+    Layers of one module whose kernels take inputs of one shape count as sharing it.
+    """
+    count, inputs = 0, dict[tuple[Any, ...], int]()
+    for path, node in nnx.iter_modules(model):
         layer: Any = node
-        if isinstance(getattr(layer, "dot_general", None), Fp8Matmul):
+        matmul = getattr(layer, "dot_general", None)
+        if isinstance(matmul, Fp8Matmul):
             stacked = layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
-            count += layer.kernel.shape[0] if stacked else 1
-    return _PRODUCTS * count
+            layers = layer.kernel.shape[0] if stacked else 1
+            count += 2 * layers
+            contracted = layer.kernel.shape[int(stacked) :][: getattr(layer, "contracted", 1)]
+            shared = (path[:-1], contracted) if matmul.recipe == "blockwise" else path
+            inputs[shared] = layers
+    return count + sum(inputs.values())
 
 
 def _unscanned_end_layers(stack: Stack) -> list[int]:

@@ -18,6 +18,7 @@ SHAPE = (
 )  # fmt: skip
 LAYER = 2 * D * HEADS * H + 2 * D * KV_HEADS * H + 3 * D * F
 MATMULS = 3 * 7 * LAYERS
+BLOCKWISE_MATMULS = MATMULS - 3 * LAYERS  # The gradients of the inputs of q, k, v and of gate, up are one matmul each.
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
 
@@ -33,7 +34,7 @@ def compiled(*overrides: str) -> tuple[Trainer, list[Collective]]:
         pytest.param(
             ("precision.fp8=delayed", "train.gradient_accumulation=2"), 2 * MATMULS, marks=pytest.mark.exhaustive
         ),
-        pytest.param(("precision.fp8=blockwise",), MATMULS, marks=[pytest.mark.exhaustive, needs_mosaic]),
+        pytest.param(("precision.fp8=blockwise",), BLOCKWISE_MATMULS, marks=[pytest.mark.exhaustive, needs_mosaic]),
     ],
     ids=str,
 )
@@ -48,7 +49,7 @@ def test_fsdp_gathers_fp8_bytes(recipe):
     """A byte a weight forward and again backward, beside four bytes of a scale for 128 x 128 (blockwise)."""
     trainer, rows = compiled(f"precision.fp8={recipe}", "parallel.fsdp=4")
     ran = trainer.describe()["matmuls"]
-    assert ran["fp8"] == ran["fp8_expected"] == MATMULS
+    assert ran["fp8"] == ran["fp8_expected"] == (BLOCKWISE_MATMULS if recipe == "blockwise" else MATMULS)
     gathers = [row for row in rows if row.kind == "all-gather"]
     gathered = [row for row in gathers if "f8e4m3fn" in row.dtype]
     assert all("f8e4m3fn" in row.dtype for row in gathers if row.in_loop)
