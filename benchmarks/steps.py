@@ -278,19 +278,10 @@ def main() -> None:
 
 
 def run_as_command(name: str, body: Callable[[], None]) -> NoReturn:
-    """Run `body` and end the process as jaxstack's commands do: one message for an invalid configuration.
-
-    A process that failed ends without cleaning up. If its step failed on one GPU, the others are in a collective that
-    never completes, and JAX would wait for them at exit.
-    """
+    """Run `body` and end the process as jaxstack's commands do: one message for an invalid configuration."""
     from jaxstack.cli import run_command
 
-    status = run_command(name, body)
-    if status:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+    sys.exit(run_command(name, body))
 
 
 if __name__ == "__main__":
