@@ -67,7 +67,7 @@ def draw_works(count: int, seed: int) -> list[Work]:
 def compile_programs(work: Work) -> dict[str, Any]:
     """Compile the forward, and forward and backward, of our kernels and cuDNN's; a string says why that failed.
 
-    `default` of the result is the name of the backend that `flash_attention` takes without `implementation=`.
+    `default` is the name of the backend that `flash_attention` chooses if `implementation` is not given.
     """
     import jax
     import jax.numpy as jnp
@@ -94,7 +94,7 @@ def compile_programs(work: Work) -> dict[str, Any]:
 
 
 def default_backend(work: Work, arrays: Sequence[Any], ids: Any) -> str:
-    """Return the name of the backend that `flash_attention` takes for q, k and v of a shape."""
+    """Return the name of the backend that `flash_attention` chooses by default for q, k and v of these shapes."""
     import jax
 
     from pallas_kernels import record_choices
@@ -224,8 +224,7 @@ def measure_random(count: int, seed: int, processes: int) -> Iterator[tuple[Work
 def row_of(work: Work, result: dict[str, Any], seed: int, device: str) -> dict[str, Any]:
     """Return the result row of one shape.
 
-    It has milliseconds and TFLOP/s of both, ratios (above 1 if ours is faster), and the backend that calls take by
-    default.
+    It has milliseconds and TFLOP/s of both, ratios (above 1 if ours is faster), and the default backend.
     """
     row: dict[str, Any] = {
         "work": f"attention random {work}", "implementation": "jaxstack mosaic", "seed": seed, "device": device,

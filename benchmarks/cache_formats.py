@@ -6,7 +6,7 @@ Each format of `precision.kv_cache` is evaluated on the run's held-out text, whe
 values, so that the loss is that of decoding through the cache. The bits of a value are counted on the arrays of a cache
 in bfloat16. The rows of weights have the recipes `bct` and `cluster3`, with activations in the compute dtype and, for
 `bct`, in integers; and `bct_gptq`, calibrated on 128 sequences of the training text, also with an exponent for each
-token of the embedding. `accuracy` is the share of held-out tokens that the model finds likeliest.
+token of the embedding. `accuracy` is the share of held-out tokens to which the model gives the highest probability.
 """
 
 import argparse
@@ -50,7 +50,7 @@ COLUMNS = ("format", "bits_per_value", "ratio", "perplexity", "change_percent", 
 SEQUENCES = 128
 """Calibration sequences."""
 EVAL_BATCH = 16
-"""Rows of a batch in which accuracy is measured."""
+"""Sequences in a batch when accuracy is measured."""
 Change = Callable[[Transformer], Transformer]
 """Function that changes a model in place, and returns it."""
 
@@ -124,7 +124,7 @@ class Measurement:
         return measure_loss(trainer, self.data, params, self.non_params, self.max_tokens).perplexity
 
     def accuracy(self, change: Change = lambda model: model, params: Params | None = None) -> float:
-        """Return the share of held-out tokens, 0 to 1, that the model finds likeliest."""
+        """Return the share of held-out tokens, 0 to 1, to which the model gives the highest probability."""
 
         @jax.jit
         def count(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
@@ -157,7 +157,7 @@ def cache_rows(measurement: Measurement) -> list[dict[str, Any]]:
 
 
 def weight_rows(measurement: Measurement) -> list[dict[str, Any]]:
-    """Return rows of recipes for weights, relative to float32; one of them with activations in integers too."""
+    """Return a row of float32 weights and rows of recipes; `bct` has one with activations in integers too."""
     leaves, rows = named_leaves(measurement.params), []
     count = sum(leaf.size for leaf in leaves.values())
     width = measurement.config.model.hidden_size

@@ -4,8 +4,9 @@
     python benchmarks/compressed_training.py --run runs/quickstart --parts qat sparse
     python benchmarks/compressed_training.py --tiny                           # tiny sizes; rows go to tiny/
 
-All methods start from one trained model, the quickstart's, and take the same number of further steps on the same text.
-`float32` takes these steps without compression; compression after training starts from its weights. Parts:
+All methods but `low_rank_from_start` start from one trained model, the quickstart's, and take the same number of
+further steps on the same text. `float32` takes these steps without compression; compression after training starts from
+its weights. Parts:
 
     qat       integers of `--bits` for the model after the further steps, by rounding, by GPTQ, and by training from its
               GPTQ, with learned scales, on the text of these steps once more: alone, or with the model as teacher
@@ -13,7 +14,7 @@ All methods start from one trained model, the quickstart's, and take the same nu
     cluster   8 values a matrix: k-means after training, and training with clusters
     low_rank  the singular value decomposition at the ranks that training found, and that training
     low_rank_from_start
-              the same, where training has factors from its first step on, in place of the training of the quickstart
+              the same for a model that is trained with factors from initial weights, as long as the quickstart's
     distill   a student of half the width and depth that learns from the text alone, and with the model as its teacher
     sizes     memory of eDKM's clustering, and bytes of a clustered LLaMA 7B; nothing is trained
 

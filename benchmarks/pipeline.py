@@ -117,7 +117,7 @@ def simulated_bubble(trainer: Trainer, remat: str) -> float:
 
 
 def measure_all(args: argparse.Namespace, turn: Turn) -> Iterator[dict[str, Any]]:
-    """Yield a row for each schedule and number of microbatches, once it is this process' turn."""
+    """Yield a row for each schedule and number of microbatches, once it is this process's turn."""
     counts = sorted(args.microbatches)
     programs = [make_program(args, count, schedule) for schedule in args.schedules for count in counts]
     with ThreadPoolExecutor(args.compile_threads) as pool:

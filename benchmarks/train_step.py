@@ -8,7 +8,7 @@
 Every measurement runs in a process of its own, so that no framework holds memory while another runs, and lasts
 `--seconds` (30) after compilation. GPUs lower their clock under load, so `tokens_per_second_per_device`, `sm_mhz`,
 `watts` and `joules_per_step` are those of the second half; `start_tokens_per_second_per_device` is that of the first
-four seconds. With `--together` all compile at the same time and are measured in their order (benchmarks/turns.py).
+four seconds. With `--together` all compile at the same time and are measured one by one (benchmarks/turns.py).
 Tokens are random, weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Peers are measured where
 they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in bfloat16, torchtitan (0.2.2)
 and MaxText. A message names those that are not installed.
@@ -142,7 +142,7 @@ def measure(
 
 
 def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
-    """Yield the row of each work, implementation and variant."""
+    """Yield the row of each work, implementation and variant, or None if its measurement fails."""
     calls = []
     for work in args.works or list(WORKS):
         ways: list[tuple[str, str | None]] = [("jaxstack", variant) for variant in args.variants]
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="peers measured in the same run")
     parser.add_argument("--seconds", type=positive(float), default=SECONDS, help="length after compilation")
     parser.add_argument("--timeout", type=positive(float), default=400, help="time limit of a measurement, in seconds")
-    parser.add_argument("--together", action="store_true", help="compile all at the same time")
+    parser.add_argument("--together", action="store_true", help="compile all at the same time, then measure one by one")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parse_works(parser)
     script = "tiny/train_step" if args.tiny else "train_step"

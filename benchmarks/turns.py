@@ -4,11 +4,11 @@ Compiling a train step takes far longer than measuring it, and one process uses 
 a shared lock on the file that `BENCHMARK_TURNS` names while it compiles, and an exclusive one while it measures. So the
 first measurement starts when all processes have compiled, and the others follow one by one. XLA's autotuning times
 kernels during compilation, here while other processes use the GPU too: it may choose kernels that are slightly slower.
-It takes memory of the process's first GPU, which the process keeps. So that this memory does not add up on one GPU,
-where the largest step would then fail, the processes have different first GPUs.
+Autotuning also takes memory of the process's first GPU, which the process keeps. The processes have different first
+GPUs, because the sum of this memory on one GPU would leave too little for the largest step.
 
-Processes that are started at the same time measure in the order of their numbers in `BENCHMARK_PLACE` (0 if it is not
-set); those with the same number in any order.
+Processes that are started at the same time measure in the order of `BENCHMARK_PLACE` (0 if it is not set); those with
+the same place measure in any order.
 """
 
 import fcntl
@@ -30,10 +30,10 @@ SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 class Turn:
     """Lock of this process: shared from the start, while it compiles; exclusive once `wait` has returned.
 
-    It must be made before JAX starts: it rotates CUDA_VISIBLE_DEVICES, see `other_first_gpu`.
+    It must be made before JAX starts, because it sets CUDA_VISIBLE_DEVICES (`other_first_gpu`).
 
     Attributes:
-        shared: False without `BENCHMARK_TURNS`; then no other process is waited for.
+        shared: True if `BENCHMARK_TURNS` is set; otherwise nothing is waited for.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Turn:
             os.environ.update(other_first_gpu(f"{self._path}.processes"))
 
     def wait(self) -> None:
-        """Wait until no other process compiles or measures, and until all with smaller numbers have ended.
+        """Wait until no other process compiles or measures, and until all with smaller places have ended.
 
         This process is then the only one until it ends.
         """
@@ -57,7 +57,7 @@ class Turn:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """Wait until no other process is in this block: for steps before the turn that need much of a GPU's memory."""
+        """Run the block while no other process runs its own: for work before the turn that needs much GPU memory."""
         file = None if self._path is None else _locked(f"{self._path}.memory", fcntl.LOCK_EX)
         yield
         if file is not None:
@@ -70,7 +70,7 @@ class Turn:
 
 
 def other_first_gpu(path: str) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES with another GPU in front for each process that calls this with the same file.
+    """Return CUDA_VISIBLE_DEVICES rotated, by one more GPU for each process that calls this with the same file.
 
     Args:
         path: A file with one byte for each process that has called this; created if it is missing.
@@ -91,7 +91,7 @@ def other_first_gpu(path: str) -> dict[str, str]:
 
 
 def _locked(path: str, kind: int) -> int:
-    """Return the descriptor of a file that this process has locked, and created if it was missing."""
+    """Lock a file, which is created if it is missing, and return its descriptor."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(file, kind)
     return file
@@ -108,7 +108,7 @@ def turns() -> Iterator[dict[str, str]]:
 
 
 def place(number: int) -> dict[str, str]:
-    """Return the environment variable of a process that measures in this place, after the place of this process."""
+    """Return `BENCHMARK_PLACE` for a process that this one starts: `number` after this process's own place."""
     return {PLACE: str(int(os.environ.get(PLACE, "0")) + number)}
 
 

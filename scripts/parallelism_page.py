@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "parallelism.md"
 WEAK, STRONG = "tokens a device", "tokens in all"
 """Parts of the names of works in which the tokens grow with the number of devices, and in which they do not."""
 OVERLAP_GOAL = 0.80
-"""Goal of the share of the communication of `tensor` that is hidden, and of that beside which something computes."""
+"""Goal of the hidden share, and of the overlapped share, of the communication of `tensor`."""
 WEAK_GOALS = {2: 0.97, 4: 0.95}
 """Number of GPUs -> goal of weak scaling."""
 
@@ -34,10 +34,10 @@ def draw_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def measured_at(rows: Sequence[Row]) -> str:
-    """Return the GPUs, days and commits of rows, as a sentence."""
+    """Return the GPUs, days and commits of rows on several GPUs, and of their baselines on one, as a sentence."""
     names = [sorted({str(row[key])[:length] for row in rows}) for key, length in (("date", 10), ("commit", 7))]
-    devices = max(rows, key=lambda row: row["devices"])
-    return f"{devices['devices']} x {devices['device']}, {', '.join(names[0])}, commit {', '.join(names[1])}."
+    counts = " and ".join(str(count) for count in sorted({row["devices"] for row in rows} - {1}))
+    return f"{counts} x {rows[0]['device']}, {', '.join(names[0])}, commit {', '.join(names[1])}."
 
 
 def goals(overlap: Iterable[Row], steps: Sequence[Row]) -> str:
@@ -45,7 +45,7 @@ def goals(overlap: Iterable[Row], steps: Sequence[Row]) -> str:
     found = []
     for row in overlap:
         if " tensor" in row["work"] and "hidden" in row:
-            found.append((row, "communication beside which something computes", OVERLAP_GOAL, row["overlap"]))
+            found.append((row, "communication overlapped", OVERLAP_GOAL, row["overlap"]))
             found.append((row, "communication hidden", OVERLAP_GOAL, row["hidden"]))
     for row in newest_rows(steps):
         if WEAK in row["work"] and row["devices"] in WEAK_GOALS:
@@ -118,12 +118,12 @@ def clocks(steps: Sequence[Row]) -> str:
 
 
 def is_baseline(row: Row) -> bool:
-    """Return True for the row that the others of its work and run are compared with."""
+    """Return True for the row with which the others of its work and run are compared."""
     return "no overlap" in row["variant"] if " tensor" in row["work"] else row["devices"] == 1
 
 
 def compared_runs(steps: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
-    """Return, for each work and run, the baseline and those of the other rows that no later run has measured again."""
+    """Return, for each work and run, its baseline and its other rows, without those that a later run measured again."""
     newest = [row for row in newest_rows(steps) if not is_baseline(row)]
     found: dict[tuple[str, str], tuple[Row, list[Row]]] = {}
     for row in newest:

@@ -48,7 +48,7 @@ GOALS = {
     "llama3-8b fsdp4 fp8": 1.25,
     "llama3-8b context4 65536 bf16": 1.45,
 }
-"""Name of a main work -> the ratio to the fastest peer that the project aims at."""
+"""Name of a main work -> the ratio to the fastest peer that the project aims for."""
 PARTS = {
     "matmuls": ("first", "matmuls"),
     "attention": ("second", "attention"),
@@ -76,15 +76,16 @@ READING = """\
 - **tokens/s** are those of one GPU, with random tokens, AdamW, float32 weights and clipping by the global norm.
 - **peer** is the fastest other implementation in the same run: it took turns with jaxstack on the same GPU. A dash
   means that no peer was measured in that run.
-- **goal** is the ratio that the project aims at.
+- **goal** is the ratio that the project aims for.
 - **of the limit** is the speed as a share of that of an ideal step: every matmul and attention at the fastest rate
   measured on the device, and nothing else takes time (`benchmarks/device.py`).
 - **measured** says for how long. A GPU under load reaches its power limit and lowers its clock over ten seconds or
-  more: *sustained* rows are the second half of a run of 30 s; *short* rows are shorter, so they overstate the speed
-  of a long training run.
+  more: *sustained* rows are the second half of at least 20 s of steps; *short* rows are shorter, so they overstate the
+  speed of a long training run.
 """
 MISSED = """
-Where the ratio is below its goal:
+The ratios of these workloads are below their goals. Each line shows how near the goal is to the device's limit, and
+what a step consists of:
 
 {lines}
 """
@@ -110,7 +111,7 @@ ATTENTION = """
 
 TFLOP/s of our Hopper kernels and of cuDNN in the same run, on shapes drawn at random: batch, tokens, query heads / key
 heads, head dim, mask. *both* is forward and backward together; a ratio above 1 says that ours is faster. *default* is
-the backend that `flash_attention` takes by itself.
+the backend that `flash_attention` chooses if none is named.
 {summary}
 Rows: [attention_random](performance-rows.md#attention_random). Yours: `{command}`.
 
@@ -193,7 +194,7 @@ def comparison_table(found: Iterable[Comparison]) -> str:
 
 
 def missed_goals(found: Iterable[Comparison], profiles: Sequence[Row]) -> str:
-    """Return what bounds each main work whose ratio is below its goal; an empty string if there is none.
+    """Return what limits each main work whose ratio is below its goal; an empty string if there is none.
 
     Args:
         found: Comparisons of the main works.

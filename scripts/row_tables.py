@@ -30,8 +30,8 @@ The tables show the newest row of each workload, implementation, variant and dev
   count. All implementations of a workload have the same count.
 - MFU divides by the dense bfloat16 peak in the device's data sheet (989 TFLOP/s for H100 SXM and H200), for FP8 too.
 - Compare rows of one run only. Machines, clocks, drivers and other users differ between runs.
-- Rows with *at the start* tokens/s are sustained: 30 s of steps, of which the second half counts. Rows without are
-  short measurements.
+- Rows with *at the start* tokens/s are the second half of 30 s of steps, or of as many as `--seconds` in the command
+  says. Rows without are short measurements.
 - A dash means that the row has no such value.
 """
 NOTES = {

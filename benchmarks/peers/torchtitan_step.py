@@ -26,7 +26,7 @@ from benchmarks.turns import Turn
 
 WARMUP = 3
 LAYERS = 2
-"""Layers of the model that is compiled before the turn."""
+"""Layers of the smaller model that is compiled before the turn."""
 MULTIPLE = 256
 """torchtitan rounds a Llama's inner width up to a multiple of this."""
 NO_RECOMPUTE = 1.5e9
@@ -113,7 +113,7 @@ def measure(config: Any, turn: Turn, seconds: float = SECONDS) -> dict[str, Any]
 
     Args:
         config: the run's configuration.
-        turn: this process' turn, which is waited for before the processes use a GPU.
+        turn: this process's turn; the measured processes use no GPU before it.
         seconds: length of the measurement.
     """
     family, sizes = model_arguments(config.model)
@@ -186,7 +186,7 @@ def run(output: str, model: tuple[str, dict[str, Any]], seconds: float, options:
 
     register_train_spec("jaxstack_peer", make_spec(*model))
     if not os.read(sys.stdin.fileno(), 1):
-        raise SystemExit("The process that measures ended.")
+        raise SystemExit("The process that started this one ended before its turn.")
     trainer = Measured(ConfigManager().parse_args(list(options)))
     batches = trainer.batch_generator(trainer.dataloader)
 

@@ -1,4 +1,4 @@
-"""Finds weights that a run trained with rounding, and that a recipe rounds to other values."""
+"""Warnings about recipes that change the values of weights that were rounded in training."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,11 +14,13 @@ _RULE_ORDER = ("path", "method", "bits", "group_size", "scales", "activations")
 
 
 def other_rounding_warnings(rules: Sequence[WeightRule], methods: Mapping[str, Method]) -> Iterator[str]:
-    """Yield a sentence for each rule of training whose rounding a method of the recipe does not repeat.
+    """Yield a warning for each method of a recipe that changes values which training has rounded.
+
+    A warning names the weights, and the recipe's rule that rounds as training did.
 
     Args:
       rules: `compression.rules` of the run.
-      methods: method of each weight to compress, by path.
+      methods: path of each weight to compress -> its method in the recipe.
     """
     table = [*((rule.path, _same_rounding(rule)) for rule in rules), (".*", None)]
     paths: dict[tuple[Rtn, Method], list[str]] = {}
@@ -32,13 +34,13 @@ def other_rounding_warnings(rules: Sequence[WeightRule], methods: Mapping[str, M
         rule = ", ".join(f"{name}: {settings[name]}" for name in sorted(settings, key=_RULE_ORDER.index))
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         yield (
-            f"warning: this run was trained with rounded weights, which {method_name(method)} rounds to other values: "
+            f"warning: this run was trained with rounded weights, whose values {method_name(method)} changes: "
             f"{found[0]}{more}. The rule {{{rule}}} keeps the trained values."
         )
 
 
 def _same_rounding(rule: WeightRule) -> Rtn | None:
-    """Return the rule of a recipe that rounds as training did; None if training did not round."""
+    """Return the rule of a recipe that rounds as a rule of training does; None if that does not round."""
     if isinstance(rule, LsqRule):
         return Rtn(path=rule.path, bits=rule.bits, group_size=rule.group_size, scales="fitted")
     if isinstance(rule, QatRule):

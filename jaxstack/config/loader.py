@@ -143,10 +143,10 @@ def load_yaml(path: str | Path, holds: str = "sections such as `model:` and `tra
 def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
     """Apply `section.key=value` overrides to configuration data: return a changed copy, values parsed as YAML.
 
-    A number in a key selects an item of a list that is in the data, from 0, as in `layers.0.bits=4`.
+    A number in a key selects an item of a list, counted from 0, as in `layers.0.bits=4`.
 
     Raises:
-      ConfigError: an override is not of the form `section.key=value`, or selects an item that is not in the data.
+      ConfigError: an override is not of the form `section.key=value`, or selects an item that the list does not have.
     """
     merged = json.loads(json.dumps(tree, default=str))
     for override in overrides:
@@ -167,7 +167,7 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
 
 
 def _find_child(parent: Any, keys: Sequence[str], depth: int, override: str) -> tuple[str | int, Any]:
-    """Return the key or the list index that `keys[depth]` stands for in `parent`, and the value there; None if none."""
+    """Return the key or list index in `parent` that `keys[depth]` names, and the value there or None."""
     key, where = keys[depth], ".".join(keys[:depth])
     if not isinstance(parent, list):
         if key.isdecimal() and where:

@@ -92,9 +92,9 @@ def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: boo
 def count_fp8_matmuls(model: nnx.Module) -> int:
     """Return a lower bound on the number of FP8 matmuls in a forward and backward pass.
 
-    A dense layer has three: its output, the gradient of its kernel, and that of its input. With blockwise scales the
-    gradient of an input that several layers share, such as that of the query, key and value projections, is one matmul.
-    Layers of one module whose kernels take inputs of one shape count as sharing it.
+    A dense layer has three: its output, the gradient of its kernel, and that of its input. With blockwise scales,
+    layers that share an input, such as the query, key and value projections, compute its gradient in one matmul. Layers
+    of one module whose inputs have the same shape count as sharing their input.
     """
     count, inputs = 0, dict[tuple[Any, ...], int]()
     for path, node in nnx.iter_modules(model):

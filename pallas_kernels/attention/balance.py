@@ -29,7 +29,7 @@ Fitted to ten shapes of head dim 64 on an H200: the faster of the two is found f
 within 2 %.
 """
 _LEAST_GAIN = 1.01
-"""Ratio of simulated times from which alternating rounds, or a division of the last key blocks, are used."""
+"""Ratio of simulated times above which alternating rounds, or a division of the last key blocks, are used."""
 
 
 def alternation_helps(config: KernelConfig, sequences: int) -> bool:
@@ -47,17 +47,19 @@ def alternation_helps(config: KernelConfig, sequences: int) -> bool:
 
 
 def choose_tail(config: KernelConfig, k_shape: tuple[int, ...]) -> Tail | None:
-    """Choose how the fused backward divides its last key blocks, so that no multiprocessor waits for the last ones.
+    """Choose how the fused backward of full attention divides its last key blocks among otherwise idle multiprocessors.
 
-    If all programs take equally long, the last round of them leaves multiprocessors idle: 4 of 136 programs would take
-    as long as the 132 before them. The gradients of divided blocks are written, read and summed in float32.
+    All programs of full attention take equally long, so that the last round can leave most multiprocessors idle: of 136
+    programs on 132 multiprocessors, the last 4 take as long as the first 132. Dividing blocks has a cost: each part
+    writes its gradients in float32, to be read and summed afterwards.
 
     Args:
         config: Static description of the kernel, of a call without segments.
         k_shape: [B, S, K, H].
 
     Returns:
-        The division with the shortest simulated time; None where it saves less than 1 %, or blocks differ in work.
+        The division with the shortest simulated time; None if it saves less than 1 %, if attention is not full, or if
+        `config.head_parts` is more than 1.
     """
     batch, key_length, heads, _ = k_shape
     if config.options.mask != Mask(causal=False) or config.head_parts > 1:

@@ -89,9 +89,9 @@ def key_value_gradient(
 
     Returns:
         The wanted gradients, [B, S, K, H] each; float32 [parts, B, S, K, H], still to be summed over the parts, if
-        `config.head_parts` is more than 1. With `config.tail` as many arrays follow, float32
-        [parts, keys of the tail, K, H], whose sums over the parts are the gradients of the last batch entry's last
-        keys.
+        `config.head_parts` is more than 1. With `config.tail` as many float32 arrays follow,
+        [parts, keys of the tail, K, H]: their sums over the parts are the gradients of the last keys of the last batch
+        entry, which the first arrays do not contain.
     """
     batch, key_length, num_kv_heads, head_dim = residuals.k.shape
     dtype, groups, stages = residuals.k.dtype, config.warpgroups, config.stages
@@ -131,7 +131,9 @@ def key_value_gradient(
     grid = {"head": num_kv_heads * parts, "block": blocks, "batch": batch}
     if config.tail is not None:
         if config.tail.parts < 2 or parts > 1:
-            raise ValueError(f"{config.tail} needs two or more parts, and undivided query heads, not {parts} parts")
+            raise ValueError(
+                f"a tail needs two or more parts and head_parts=1; got {config.tail} and head_parts={parts}"
+            )
         grid = {"head": num_kv_heads, "row": blocks * batch + config.tail.blocks * (config.tail.parts - 1)}
         shape = config.tail.parts, config.tail.blocks * config.key_block, num_kv_heads, head_dim
         results += (jax.ShapeDtypeStruct(shape, jnp.float32),) * len(wanted)
@@ -202,9 +204,9 @@ class _Targets(NamedTuple):
 
 
 def _key_row(config: KernelConfig, inputs: Inputs) -> tuple[Index, ...]:
-    """Return this program's batch entry, key head and block of keys, and which of how many parts of its visits it has.
+    """Return this program's batch entry, key head, key block, part of that block's visits, and number of such parts.
 
-    The programs of the tail come last.
+    The programs of `config.tail` come last.
     """
     head = lax.axis_index("head")
     if config.tail is None:

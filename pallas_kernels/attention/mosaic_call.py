@@ -179,7 +179,7 @@ def gradients(
         kernel = key_value_gradient if tiling.fused_keys > ROWS else all_gradients
         d_k, d_v, *tails = kernel(config, *arrays, d_q=sums)
         if config.tail is not None:
-            # Without the barrier XLA 0.11 makes the kernel and the updates of its results one fusion, with a cycle.
+            # Without the barrier, XLA of jax 0.11 fuses the kernel and the updates of its results, with a cycle.
             d_k, d_v, *tails = lax.optimization_barrier((d_k, d_v, *tails))
             d_k, d_v = (_with_tail(config, whole, parts) for whole, parts in zip((d_k, d_v), tails, strict=True))
         if config.head_parts > 1:
@@ -196,7 +196,7 @@ def gradients(
 
 
 def _with_tail(config: KernelConfig, whole: jax.Array, parts: jax.Array) -> jax.Array:
-    """Return dK or dV [B, S, K, H] with the summed parts of the last batch entry's last keys."""
+    """Return dK or dV [B, S, K, H], with the sums of `parts` for the last keys of the last batch entry."""
     first = -(-config.key_length // config.key_block) * config.key_block - parts.shape[1]
     tail = parts.sum(axis=0)[: whole.shape[1] - first].astype(whole.dtype)
     return lax.dynamic_update_slice(whole, tail[None], (whole.shape[0] - 1, first, 0, 0))

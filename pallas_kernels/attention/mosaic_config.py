@@ -21,11 +21,11 @@ State = TypeVar("State")
 
 
 class Tail(NamedTuple):
-    """Division of the fused backward's last key blocks, those of the last batch entry, among several programs.
+    """Division of the last key blocks of the fused backward, in the last batch entry, among several programs.
 
     Attributes:
-        blocks: Number of these key blocks, of every key head.
-        parts: Programs that share the visits of each, two or more.
+        blocks: Number of key blocks of each key head that are divided.
+        parts: Number of programs that share the visits of each block, two or more.
     """
 
     blocks: int
@@ -48,7 +48,7 @@ class KernelConfig:
         interpret: True to interpret the kernel on a CPU.
         head_parts: Programs among which the fused backward divides the query heads of a key head.
         alternates: True if every second round of the forward's query blocks goes to the programs in reverse order.
-        tail: Last key blocks of the fused backward whose visits several programs share.
+        tail: Division of the last key blocks of the fused backward among several programs; None for no division.
     """
 
     options: Options
@@ -133,7 +133,7 @@ class Visits(NamedTuple):
     runs: Runs
 
     def part(self, number: Index, parts: Index) -> "Visits":
-        """Return the `number`-th of `parts` shares of the visits, of about the same size."""
+        """Return share `number` (from 0) of the visits, divided into `parts` shares of about the same size."""
         start, end = lax.div(self.total * number, parts), lax.div(self.total * (number + 1), parts)
         whole, end_whole = (jnp.clip(edge, start, end) - start for edge in (self.whole, self.end_whole))
         return Visits(end - start, whole, end_whole, lambda count: self.tile(count + start), self.runs)
@@ -144,9 +144,9 @@ class Visits(NamedTuple):
         return Visits(self.total * times, self.whole * times, self.end_whole * times, tile, self.runs)
 
     def fold_in_one_loop(self, step: Callable[[bool | jax.Array, Index, State], State], state: State) -> State:
-        """Do the same as `fold` in one loop: half the code, and half the time to compile it, for a branch in each tile.
+        """Do the same as `fold` in one loop: half the code and half its compilation time, but a branch in each tile.
 
-        `needs_mask` is a boolean scalar if there are both whole and cut tiles.
+        `needs_mask` is a boolean scalar array if there are both whole and cut tiles.
         """
         cut = self.runs.before or self.runs.after
 

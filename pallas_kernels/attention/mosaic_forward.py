@@ -170,7 +170,7 @@ def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item
     batches, length, heads, _ = inputs.q.shape
     blocks = pl.cdiv(length, config.query_block)
     total = heads * batches * blocks
-    # If all blocks see all keys, those of a head come before the next head's: its keys and values stay in the L2 cache.
+    # If all blocks see all keys, heads are computed one after another, so that a head's keys stay in the L2 cache.
     equal = config.options.mask == Mask(causal=False) and inputs.ids is None
     # The first tile is computed before the others.
     runs = key_runs(config.options.mask, config.blocks, inputs.ids is not None, start=1, descending=True)

@@ -15,7 +15,7 @@ from pallas_kernels.target import Target, multiprocessors
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
 CLUSTER = 2
-"""Programs that load rows together, where the tiles of the result have a neighbour each; 1 in interpret mode."""
+"""Number of programs of a cluster, if it divides the columns of tiles and the kernel is not interpreted."""
 
 
 def unsupported_reason(target: Target, dtypes: tuple[DTypeLike, ...], sizes: list[tuple[int, int, int]]) -> str | None:

@@ -49,7 +49,7 @@ class ScaledProduct:
         transposed: True to store the transpose of the result, [columns, rows].
         output: Name of the dtype of the result.
         programs: Programs that run at a time.
-        cluster: Programs that compute tiles side by side and load a, of which both need the same rows, only once.
+        cluster: Number of programs that compute tiles side by side, and load the rows of a that they share only once.
         interpret: True to interpret the kernel on a CPU.
     """
 

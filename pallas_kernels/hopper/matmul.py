@@ -40,7 +40,7 @@ class ProductTiling:
         group: Rows of tiles that are computed together (`TileOrder.group`).
         store_columns: Columns that go to global memory at a time.
         turns: True if the computing warpgroups compute whole tiles in turn, False if each computes half of every tile.
-        cluster: Programs that compute tiles one above the other and load the right operand of both only once.
+        cluster: Number of programs that compute tiles one above the other, and load their right operand only once.
     """
 
     columns: int = 256
@@ -149,8 +149,8 @@ def single_product(
 ) -> TiledProduct:
     """Return the compile-time description of a plain matmul [rows, depth] @ [depth, columns] on one device.
 
-    One program runs on each multiprocessor, if there are as many tiles. There are no clusters where they do not divide
-    the rows of tiles, and in interpret mode, which cannot load for several programs at once.
+    One program runs on each multiprocessor, if there are as many tiles. Clusters are not used if their size does
+    not divide the number of rows of tiles, or in interpret mode, which cannot load for several programs at once.
     """
     row_tiles = rows // TILE_ROWS
     if interpret or row_tiles % tiling.cluster:

@@ -42,7 +42,8 @@ def launch(
         consumers: Number of consumer warpgroups.
         programs: Number of programs of a persistent kernel, on the grid axis `program`; None if `parameters` hold
             another grid.
-        cluster: Programs of a cluster, on the axis `cluster` if there are several; `program` then counts clusters.
+        cluster: Number of programs of a cluster. If it is more than 1, the axis `cluster` numbers them, and the axis
+            `program` numbers clusters.
         interpret: True to interpret the kernel on a CPU, with detection of races.
         parameters: Further arguments of `plgpu.kernel`.
     """
@@ -63,14 +64,14 @@ def launch(
 
 
 def empty_barriers(arrivals: int, stages: int, cluster: int) -> Any:
-    """Return the barriers at which consumers arrive when they have read a buffer, for the kernel's `scratch_types`.
+    """Return the barriers, for a kernel's `scratch_types`, at which consumers arrive when they have read a buffer.
 
-    In a cluster a copy goes to the buffers of all programs, so one is free when the consumers of all have read theirs.
+    In a cluster a copy writes the buffers of all programs, so it waits for the consumers of all programs.
 
     Args:
-        arrivals: Consumers of one program that read a buffer.
+        arrivals: Number of consumers of one program that read a buffer.
         stages: Number of buffers.
-        cluster: Programs of a cluster.
+        cluster: Number of programs of a cluster.
     """
     if cluster == 1:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)

@@ -58,9 +58,9 @@ class TileOrder:
         group: Rows of tiles of one band.
         programs: Programs, or clusters of programs, that share the tiles.
         chunks: Chunks of the result, one above the other.
-        cluster: Programs of a cluster, which compute neighbouring tiles at the same time: one above the other, where it
-            divides `rows` and `group`, or side by side, where it divides `columns`.
-        side_by_side: True for clusters of tiles that are side by side.
+        cluster: Number of programs of a cluster, which compute neighbouring tiles at the same time. It must divide
+            `rows` and `group`, or `columns` if `side_by_side`.
+        side_by_side: True if the tiles of a cluster are side by side, False if they are one above the other.
     """
 
     rows: int
@@ -73,11 +73,11 @@ class TileOrder:
 
     @property
     def total(self) -> int:
-        """Number of tiles of the result, over all its chunks of rows, divided by the programs of a cluster."""
+        """Number of tiles of the result over all chunks, or, with clusters, of groups of tiles."""
         return self.chunks * self.rows * self.columns // self.cluster
 
     def tile(self, index: Index) -> Tile:
-        """Return the coordinates of the tile that is the `index`-th to be computed, in a cluster by this program."""
+        """Return the coordinates of the `index`-th tile, or of this program's tile in a cluster's `index`-th group."""
         high, wide = (1, self.cluster) if self.side_by_side else (self.cluster, 1)
         rows, columns, group = self.rows // high, self.columns // wide, self.group // high
         chunk_tiles, band_tiles = rows * columns, group * columns

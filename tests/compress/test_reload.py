@@ -1,4 +1,4 @@
-"""Directories of the recipes that come with jaxstack: they hold the model in memory bit for bit, and answer alike."""
+"""Compressed directories of each shipped recipe hold the model in memory bit for bit, and answer alike."""
 
 from pathlib import Path
 

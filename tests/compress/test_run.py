@@ -107,7 +107,7 @@ def test_weights_that_training_rounded_are_rounded_once(trained):
         assert measured is not None and measured.loss == pytest.approx(report.loss_after.loss, rel=1e-6)
 
 
-def test_a_recipe_that_rounds_otherwise_than_training_did_is_pointed_out():
+def test_a_recipe_that_changes_trained_values_gets_a_warning():
     rules = (LsqRule(path="mlp", bits=3, group_size=16), QatRule(path="q_proj", bits=8, group_size=None))
     paths = ["layers/0/mlp/kernel", "layers/1/mlp/kernel", "layers/0/q_proj/kernel", "head"]
     kept = Rtn(path="mlp", bits=3, group_size=16, scales="fitted"), Rtn(path=".*", bits=8)

@@ -1,4 +1,4 @@
-"""Kernels whose programs load for each other, in clusters of two, against float32: each tile of every result."""
+"""Every tile of the results of kernels with clusters of two programs agrees with float32."""
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ CASES = {
 
 
 def tile_errors(found, wanted):
-    """Relative error of each 128 x 128 tile of a matrix; of a vector or a number, of the whole."""
+    """Relative error of each 128 x 128 tile of a matrix, or of a whole vector or scalar."""
     found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
     if found.ndim < 2:
         return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)

@@ -23,7 +23,7 @@ class PruningMethod(Method):
         if not re.fullmatch(r"[1-9]\d?:[1-9]\d?", self.pattern):
             raise ValueError(f"pattern {self.pattern!r} must be n:m, which keeps n of every m inputs, as in 2:4.")
         if not self._kept_of[0] < self._kept_of[1]:
-            raise ValueError(f"pattern {self.pattern} keeps n of every m inputs, with n below m; as in 2:4.")
+            raise ValueError(f"pattern {self.pattern} keeps n of every m inputs, with n below m, such as 2:4.")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Two programs of a cluster load an operand that both need once: what the compiled kernels show of it."""
+"""Compiled kernels with clusters of two programs load the operand that both need once."""
 
 import re
 
