@@ -59,9 +59,11 @@ class Turn:
     def memory(self) -> Iterator[None]:
         """Run the block while no other process runs its own: for work before the turn that needs much GPU memory."""
         file = None if self._path is None else _locked(f"{self._path}.memory", fcntl.LOCK_EX)
-        yield
-        if file is not None:
-            os.close(file)
+        try:
+            yield
+        finally:
+            if file is not None:
+                os.close(file)
 
     def end(self) -> None:
         """Give up the turn, as the end of the process does."""
