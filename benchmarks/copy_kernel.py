@@ -23,8 +23,7 @@ def copy_kernel(source, target, elements: tl.constexpr):
 def copy(x: jax.Array) -> jax.Array:
     """Return a copy of x, made by a kernel whose programs each copy `ELEMENTS` neighbouring elements.
 
-    For 2 GiB on an H200, timed in turns, it took 1.031 ms, and XLA's `-x` 1.029 ms. Of 28 other kernels, three of them
-    with TMA copies, none was faster: they took 1.031 to 1.102 ms.
+    On an H200 no other number of elements or warps was faster, nor were copies by TMA.
 
     Args:
         x: float32 [n], n a multiple of `ELEMENTS`.

@@ -9,7 +9,8 @@ from flax import nnx
 
 from jaxstack.compress.config import Recipe
 from jaxstack.compress.methods.base import Keep, Method
-from jaxstack.config.loader import build_component, load_yaml, merge_overrides
+from jaxstack.config.loader import build_component, load_yaml
+from jaxstack.config.overrides import merge_overrides
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.linear import Linear

@@ -1,5 +1,6 @@
-"""Reads configuration from YAML files and `section.key=value` overrides, with errors that suggest corrections."""
+"""Reads YAML files and builds configuration from them, with errors that suggest corrections."""
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,16 @@ def _check_scalar(value: object) -> None:
         raise ValueError("it holds a text with a null character")
 
 
-def _parse_yaml(text: str, origin: str) -> Any:
+def parse_yaml(text: str, origin: str) -> Any:
+    """Parse YAML text to plain data; numbers such as 3e-4 are floats, and 1e3 is an integer, as in YAML 1.2.
+
+    Args:
+      text: the YAML.
+      origin: what error messages call the text.
+
+    Raises:
+      ConfigError: it is not valid YAML, or its aliases expand to too many values.
+    """
     try:
         parsed = yaml.load(text, Loader=_Loader)
         if _count_values(parsed, {}) > _MAX_VALUES:
@@ -132,56 +142,12 @@ def load_yaml(path: str | Path, holds: str = "sections such as `model:` and `tra
         raise ConfigError(f"cannot read configuration file {path}: {reason}; save it as UTF-8.") from None
     except (OSError, ValueError) as error:  # ValueError: a path that holds a null character
         raise ConfigError(f"cannot read configuration file {path}: {error}.") from None
-    tree = _parse_yaml(text, str(path))
+    tree = parse_yaml(text, str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold {holds}; it holds a {_kind(tree)}.")
     return tree
-
-
-def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
-    """Apply `section.key=value` overrides to configuration data: return a changed copy, values parsed as YAML.
-
-    A number in a key selects an item of a list, counted from 0, as in `layers.0.bits=4`.
-
-    Raises:
-      ConfigError: an override is not of the form `section.key=value`, or selects an item that the list does not have.
-    """
-    merged = json.loads(json.dumps(tree, default=str))
-    for override in overrides:
-        name, equals, value = override.partition("=")
-        keys = name.strip().split(".")
-        if not equals or not all(keys):
-            raise ConfigError(f"override {override!r} must have the form section.key=value, e.g. train.steps=100.")
-        parsed = _parse_yaml(value, f"the value of {name}")
-        parent: Any = merged
-        for depth in range(len(keys) - 1):
-            key, inner = _find_child(parent, keys, depth, override)
-            if not isinstance(inner, dict | list):
-                parent[key] = inner = {}
-            parent = inner
-        key, old = _find_child(parent, keys, len(keys) - 1, override)
-        parent[key] = {**old, **parsed} if isinstance(parsed, dict) and isinstance(old, dict) else parsed
-    return merged
-
-
-def _find_child(parent: Any, keys: Sequence[str], depth: int, override: str) -> tuple[str | int, Any]:
-    """Return the key or list index in `parent` that `keys[depth]` names, and the value there or None."""
-    key, where = keys[depth], ".".join(keys[:depth])
-    if not isinstance(parent, list):
-        if key.isdecimal() and where:
-            raise ConfigError(
-                f"override {override!r}: there is no list {where} whose item {key} it could change; give all items of "
-                f"the list, as {where}=[...]."
-            )
-        return key, parent.get(key)
-    if not key.isdecimal() or int(key) >= len(parent):
-        last = len(parent) - 1
-        known = f"with the items {where}.0 to {where}.{last}" if last else f"whose only item is {where}.0"
-        known = known if parent else f"without items, which can be given as {where}=[...]"
-        raise ConfigError(f"override {override!r}: {where} is a list {known}.")
-    return int(key), parent[int(key)]
 
 
 def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
@@ -213,7 +179,7 @@ def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence
         known = {"name", *_keys(members[name])}
         dropped = [key for key in section if key not in known]
         if dropped:
-            tree = merge_overrides(tree, [])
+            tree = copy.deepcopy(tree)
             for key in dropped:
                 del _at(tree, keys)[key]
             shown = ", ".join(".".join([*keys, key]) for key in dropped)
@@ -227,7 +193,7 @@ def _chosen_name(override: str) -> tuple[list[str], str | None]:
     *keys, last = path.strip().split(".")
     if last == "name":
         return keys, value.strip()
-    parsed = _parse_yaml(value, f"the value of {path}") if value.strip().startswith("{") else None
+    parsed = parse_yaml(value, f"the value of {path}") if value.strip().startswith("{") else None
     return [*keys, last], parsed.get("name") if isinstance(parsed, dict) else None
 
 

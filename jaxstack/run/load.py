@@ -15,7 +15,8 @@ from flax import nnx
 from jaxstack.checkpoint.compressed import is_compressed, named_leaves, read_compressed, with_packed_weights
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.base import Component
-from jaxstack.config.loader import build_component, merge_overrides, merge_trees
+from jaxstack.config.loader import build_component, merge_trees
+from jaxstack.config.overrides import merge_overrides
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
 from jaxstack.data.tokenizer import CONFIG_FILE, MODEL_FILE, Tokenizer
 from jaxstack.decoding.chat import ChatGenerator

@@ -9,11 +9,8 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from jaxstack.config.loader import (
-    Tree,
-    drop_keys_of_replaced,
-    merge_overrides,
-)
+from jaxstack.config.loader import Tree, drop_keys_of_replaced
+from jaxstack.config.overrides import merge_overrides
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.run_config import RunConfig, config_from_tree, load_tree
 

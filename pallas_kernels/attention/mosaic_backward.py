@@ -195,7 +195,15 @@ def _key_body(
 
 
 class _Targets(NamedTuple):
-    """Where a program stores its gradients: in `outputs`, or as one of several parts in `tails`."""
+    """Arrays in global memory to which a program of the fused backward writes dK and dV of its block of keys.
+
+    Attributes:
+        outputs: Gradients by name, [B, S, K, H] each; written if the block has one program.
+        tails: Float32 gradients by name, see `key_value_gradient`; written if several programs share the block. Empty
+            without `KernelConfig.tail`.
+        part: Index of this program among those that share its block.
+        parts: Number of programs that share the block.
+    """
 
     outputs: dict[str, Ref]
     tails: dict[str, Ref]
