@@ -130,8 +130,10 @@ def measure(variant: str, overrides: list[str], in_turn: bool = False) -> dict[s
             raise SystemExit("the parent process has ended")
     began = time.perf_counter()
     trainer.compile(trainer.peek_batch())
-    compile_seconds, matmuls = time.perf_counter() - began, count_matmuls(trainer)
-    energy, uncounted = EnergyCounter(), 0
+    compile_seconds = time.perf_counter() - began
+    matmuls = count_matmuls(trainer)
+    energy = EnergyCounter()
+    uncounted = 0
 
     def begin_energy(point: Point) -> None:
         """Begin to count after the first steps, which create the state and load kernels."""
@@ -262,7 +264,8 @@ def main() -> None:
         compared = [row for row in rows if f"speedup{suffix}" in row]
         if len(compared) > 1:
             best = max(compared, key=lambda row: row[f"speedup{suffix}"])
-            gain, loss = best[f"speedup{suffix}"], best[f"loss_ratio{suffix}"]
+            gain = best[f"speedup{suffix}"]
+            loss = best[f"loss_ratio{suffix}"]
             print(f"{best['variant']}: {gain:.1f} times the speed of {name} at {loss:.4f} of its loss")
 
 

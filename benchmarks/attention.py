@@ -260,7 +260,8 @@ def check_errors(only: str) -> set[str]:
                 good = all(ratio <= 2.0 for ratio in ratios.values())
                 words = " ".join(f"{key} {ratio:.2f}" for key, ratio in ratios.items())
             except Exception as error:
-                good, words = False, f"{type(error).__name__}: {str(error)[:300]}"
+                good = False
+                words = f"{type(error).__name__}: {str(error)[:300]}"
             if not good:
                 failed.add(name)
             shown = f"{'ok  ' if good else 'FAIL'} {name:20s} {work} {options or ''}"
@@ -340,9 +341,11 @@ def rows_of(work: Work, name: str, result: dict[str, float] | str) -> list[dict[
     if isinstance(result, str):
         print(f"  {name:32s} {result[:160]}", flush=True)
         return []
-    rows, words = [], []
+    rows = []
+    words = []
     for part, factor in (("forward", 1.0), ("both", 3.5)):
-        seconds, title = result[part], "forward" if part == "forward" else "forward+backward"
+        seconds = result[part]
+        title = "forward" if part == "forward" else "forward+backward"
         tflops = factor * work.flops() / seconds / 1e12
         words.append(f"{title} {tflops:6.1f} TFLOP/s {1e3 * seconds:8.3f} ms")
         rows.append({

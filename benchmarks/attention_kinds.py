@@ -38,8 +38,13 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention.patterns import bigbird, strided
 
-HEADS, LENGTHS, HEAD_DIMS = 16, (32768, 16384, 4096), (128, 64)
-WINDOW, GLOBAL_TOKENS, BLOCK, FEATURES = 512, 64, 128, 256
+HEADS = 16
+LENGTHS = (32768, 16384, 4096)
+HEAD_DIMS = (128, 64)
+WINDOW = 512
+GLOBAL_TOKENS = 64
+BLOCK = 128
+FEATURES = 256
 START = time.monotonic()
 
 Attention = Callable[..., Any]
@@ -132,7 +137,8 @@ def measure(length: int, head_dim: int, only: str, chunks: list[int]) -> list[di
 
     with ThreadPoolExecutor(8) as pool:
         ready = list(pool.map(prepare, chosen.items()))
-    rows, baseline = [], {}
+    rows = []
+    baseline = {}
     for name, programs, backend in ready:
         for part, program, inputs in zip(("forward", "forward+backward"), programs, (x[:3], x), strict=True):
             taken = median_seconds(lambda p=program, i=inputs: p(*i), jax.block_until_ready)

@@ -24,10 +24,14 @@ from benchmarks.timing import median_seconds
 
 PARTS = {"forward": 1.0, "both": 3.5}
 """Measured part -> its FLOPs, relative to the forward's."""
-HEAD_DIMS, HEAD_DIM_SHARES = (64, 96, 128, 192, 256), (0.3, 0.05, 0.4, 0.1, 0.15)
-GROUPS, GROUP_SHARES = (1, 2, 4, 6, 8), (0.25, 0.15, 0.3, 0.15, 0.15)
-KINDS, KIND_SHARES = ("causal", "full", "window", "documents"), (0.55, 0.15, 0.15, 0.15)
-LENGTHS, RAGGED_SHARE = (1024, 2048, 4096, 8192, 16384), 0.4
+HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIM_SHARES = (0.3, 0.05, 0.4, 0.1, 0.15)
+GROUPS = (1, 2, 4, 6, 8)
+GROUP_SHARES = (0.25, 0.15, 0.3, 0.15, 0.15)
+KINDS = ("causal", "full", "window", "documents")
+KIND_SHARES = (0.55, 0.15, 0.15, 0.15)
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+RAGGED_SHARE = 0.4
 LONGEST_PACKED = 8192
 """cuDNN computes packed documents with a dense mask, whose bytes grow with the square of the length."""
 COMPILED = "compiled"
@@ -141,7 +145,8 @@ def time_programs(compiled: dict[str, Any]) -> dict[str, Any]:
 def _relative_difference(x: Any, y: Any) -> float:
     import jax.numpy as jnp
 
-    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    x = x.astype(jnp.float32)
+    y = y.astype(jnp.float32)
     return float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
 
 

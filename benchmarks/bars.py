@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from benchmarks.picture import document
 
-WIDTH, LABEL, VALUE, ROW, GAP, TOP = 760, 190, 170, 26, 16, 58
+WIDTH = 760
+LABEL = 190
+VALUE = 170
+ROW = 26
+GAP = 16
+TOP = 58
 FILLS = {
     "first": "var(--first)",
     "second": "var(--second)",
@@ -75,7 +80,8 @@ def draw_bars(
 
 
 def _bar(bar: Bar, y: float, scale: float) -> str:
-    x, drawn = float(LABEL), []
+    x = float(LABEL)
+    drawn = []
     for length, fill in bar.parts:
         drawn.append(
             f'<rect x="{x:.1f}" y="{y}" width="{length * scale:.1f}" height="{ROW - 8}" rx="3" fill="{FILLS[fill]}"/>'

@@ -12,7 +12,8 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-PHONE, DESK = (390, 844), (1280, 900)
+PHONE = (390, 844)
+DESK = (1280, 900)
 """Width and height of the window."""
 
 NO_GPU = ("--disable-gpu",)
@@ -32,7 +33,9 @@ class Browser:
     """One page in a browser."""
 
     def __init__(self, commands: Any, answers: Any):
-        self._commands, self._answers, self._next = commands, answers, 0
+        self._commands = commands
+        self._answers = answers
+        self._next = 0
         self._waiting = b""
         self.complaints: list[str] = []
         """Errors and warnings of the console, and what could not be loaded."""

@@ -96,7 +96,8 @@ class Measurement:
         self.max_tokens = max_tokens
         self.trainer, self.data = open_evaluation(self.config, directory, TextOptions(), print)
         decoder, self.step = load_decoder(directory, ["parallel.data=1", "precision.compute=float32"])
-        self.params, self.non_params = decoder.params, decoder.non_params
+        self.params = decoder.params
+        self.non_params = decoder.non_params
 
     def compress(self, leaves: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
         """Return the parameters by path with the matrices compressed that the recipe chooses."""
@@ -135,7 +136,8 @@ class Measurement:
             return jnp.stack([jnp.sum(right & (labels >= 0)), jnp.sum(labels >= 0)])
 
         params = self.params if params is None else params
-        rows, limit = range(EVAL_BATCH), self.max_tokens
+        rows = range(EVAL_BATCH)
+        limit = self.max_tokens
         batches = self.data.held_out_batches(batch_size=EVAL_BATCH, rows=rows, max_tokens=limit)
         right, tokens = sum(count(params, batch) for batch in batches)
         return float(right / tokens)
@@ -158,7 +160,8 @@ def cache_rows(measurement: Measurement) -> list[dict[str, Any]]:
 
 def weight_rows(measurement: Measurement) -> list[dict[str, Any]]:
     """Return a row of float32 weights and rows of recipes; `bct` has one with activations in integers too."""
-    leaves, rows = named_leaves(measurement.params), []
+    leaves = named_leaves(measurement.params)
+    rows = []
     count = sum(leaf.size for leaf in leaves.values())
     width = measurement.config.model.hidden_size
     recipes = {

@@ -153,7 +153,8 @@ def head_rate(rows: Sequence[Row], peak: float, copy_rate: float, bandwidth: flo
 def scan_passes(rows: Sequence[Row], copy_rate: float, bandwidth: float) -> float:
     """Return the passes over saved activations that a scan adds: the ablation's scanned against its unrolled step."""
     by_number = {row["variant"].split()[0]: row for row in rows}
-    unrolled, scanned = by_number["6"], by_number["7"]
+    unrolled = by_number["6"]
+    scanned = by_number["7"]
     model = model_shape(load_config(None, ["model.preset=llama3-1b", "model.num_layers=8"]).model)
     saved = 4 * model.hidden + 2 * model.query + 2 * model.key + 3 * model.feed_forward
     seconds = (scanned["milliseconds"] - unrolled["milliseconds"]) / 1e3
@@ -182,7 +183,9 @@ def calibrate(rows: Sequence[tuple[str, Row]]) -> tuple[dict[str, float], dict[s
     """Return the efficiencies, and for each the rows that it comes from."""
     cluster = parse_cluster("1 h200")
     peaks = cluster.peak_tflops.model_dump()
-    device, profile, ablation = newest(read("device")), newest(read("step_profile")), newest(read("ablation"))
+    device = newest(read("device"))
+    profile = newest(read("step_profile"))
+    ablation = newest(read("ablation"))
     losses = newest(read("linear_cross_entropy"))
     copy = next(row for row in device if row["work"].startswith("copy"))
     copy_rate = copy["gigabytes_per_second"] * 1e9 / cluster.memory_bandwidth
@@ -216,7 +219,8 @@ def compare(rows: Sequence[tuple[str, Row]], efficiency: Efficiency) -> None:
     table = []
     for _, row in rows:
         model, layouts = opened = open_row(row)
-        measured, predicted = row["milliseconds"], 1e3 * predict(opened, efficiency)
+        measured = row["milliseconds"]
+        predicted = 1e3 * predict(opened, efficiency)
         table.append(
             {
                 "work": row["work"],

@@ -40,7 +40,8 @@ class GpuClocks:
 
 def read_samples(text: str) -> dict[str, float]:
     """Parse lines of index, MHz, watts into means over time: `sm_mhz` of the slowest GPU, `watts` of an average GPU."""
-    clocks, watts = defaultdict(list), defaultdict(list)
+    clocks = defaultdict(list)
+    watts = defaultdict(list)
     for line in text.splitlines():
         try:
             index, clock, power = (float(value) for value in line.split(","))
@@ -50,5 +51,8 @@ def read_samples(text: str) -> dict[str, float]:
         watts[index].append(power)
     if not clocks:
         return {}
-    mean = lambda values: sum(values) / len(values)  # noqa: E731
+
+    def mean(values):
+        return sum(values) / len(values)
+
     return {"sm_mhz": min(map(mean, clocks.values())), "watts": mean([mean(values) for values in watts.values()])}

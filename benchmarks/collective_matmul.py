@@ -157,7 +157,9 @@ class Work:
     def __init__(self, devices: int, name: str, sizes: tuple[int, int, int]):
         import jax
 
-        self.devices, self.name, self.sizes = devices, name, sizes
+        self.devices = devices
+        self.name = name
+        self.sizes = sizes
         self.mesh = jax.make_mesh(
             (devices,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
         )
@@ -182,7 +184,9 @@ class Work:
 
         from pallas_kernels.collective_matmul import gradients
 
-        up, down, rows = P(None, "tensor"), P("tensor", None), P("tensor", None)
+        up = P(None, "tensor")
+        down = P("tensor", None)
+        rows = P("tensor", None)
         multiplier = self.multiplier(name)
 
         def gather(x: Any, w: Any) -> Any:

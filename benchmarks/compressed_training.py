@@ -88,7 +88,8 @@ class Study:
     """
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.losses = args, collections.defaultdict[tuple[str, str], list[float]](list)
+        self.args = args
+        self.losses = collections.defaultdict[tuple[str, str], list[float]](list)
 
     @functools.cached_property
     def base(self) -> Trained:
@@ -116,7 +117,8 @@ class Study:
           rules: methods of compressed training.
           teacher: parameters of a base whose predictions are the only target; None: the text is.
         """
-        config, args = self.base.config, self.args
+        config = self.base.config
+        args = self.args
         changes = {
             "train": config.train.model_copy(update={"steps": args.steps}),
             "optimizer": config.optimizer.model_copy(update={"learning_rate": args.learning_rate}),
@@ -132,10 +134,17 @@ class Study:
         self, config: RunConfig, rules: Sequence[WeightRule], distill: DistillConfig | None, teacher: Dict | None
     ) -> Trainer:
         """Return a trainer on the base's text, with rules; with `distill` a base with other parameters teaches it."""
-        make, loss = lambda rngs: Transformer(config.model, rngs), language_model_loss
+
+        def make(rngs):
+            return Transformer(config.model, rngs)
+
+        loss = language_model_loss
         if distill is not None:
             base = self.base.config.model
-            make = lambda rngs: with_teacher(Transformer(config.model, rngs), empty_model(base, jnp.float32))  # noqa: E731
+
+            def make(rngs):
+                return with_teacher(Transformer(config.model, rngs), empty_model(base, jnp.float32))
+
             loss = functools.partial(distillation_loss, settings=distill)
         trainer = Trainer(
             compress_in_training(make, rules),
@@ -177,7 +186,8 @@ class Study:
 
     def rows(self, reference: str = "float32") -> Iterator[Row]:
         """Yield a row for each variant and implementation that was recorded."""
-        args, losses = self.args, dict(self.losses)
+        args = self.args
+        losses = dict(self.losses)
         base = next(statistics.mean(values) for (_, name), values in losses.items() if name == reference)
         for (variant, name), values in losses.items():
             yield {
@@ -206,7 +216,8 @@ def qat_rows(study: Study, seeds: int, group_size: int) -> Iterator[Row]:
         study.record("uncompressed", "float32", plain)
         study.record("uncompressed", "float32 once more", study.train(seed, plain)[1])
         for bits in study.args.bits:
-            variant, settings = f"int{bits}, groups of {group_size}", {"bits": bits, "group_size": group_size}
+            variant = f"int{bits}, groups of {group_size}"
+            settings = {"bits": bits, "group_size": group_size}
             study.record(variant, "rtn", study.compress(plain, Rtn(path=".", **settings)))
             start = study.compress(plain, Gptq(path=".", **settings))
             study.record(variant, "gptq", start)
@@ -269,12 +280,14 @@ def low_rank_rows(study: Study, seeds: int, penalty: float) -> Iterator[Row]:
 
 def low_rank_from_start_rows(study: Study, penalty: float) -> Iterator[Row]:
     """Yield the rows of training with factors from initial weights, for as many steps as the quickstart's training."""
-    config, base = study.base.config, study.start
+    config = study.base.config
+    base = study.start
     train = config.train.model_copy(update={"steps": study.base.steps})
     rule = LowRankRule(path=DENSE, penalty=penalty, threshold=1e-3)
     trainer = study.make_trainer(config.model_copy(update={"train": train}), (rule,), None, None)
     take_steps(trainer, 0)
-    module, stored = trainer.module, trainer.state.params
+    module = trainer.module
+    stored = trainer.state.params
     assert isinstance(module, CompressedModule)
     ranks, kept = kept_ranks(module, stored)
     study.record("uncompressed", "float32 from the start", base)
@@ -315,7 +328,8 @@ def distill_rows(study: Study, seeds: int) -> Iterator[Row]:
 def train_student(study: Study, settings: DistillConfig | None, seed: int) -> float:
     """Return the held-out loss of a student of half the width and depth, with or without the base as its teacher."""
     config = study.base.config
-    teacher, size = config.model, config.model.hidden_size // 2
+    teacher = config.model
+    size = config.model.hidden_size // 2
     changes = {
         "hidden_size": size,
         "num_layers": -(-teacher.num_layers // 2),
@@ -364,8 +378,13 @@ def saved_bytes(function: Callable[..., Any], size: int, settings: Clustering) -
 
 def seven_billion() -> dict[str, int]:
     """Return the bytes of a LLaMA 7B in 16 bits, and with layers of 3 bits and tables of 8, by arithmetic."""
-    layers, d, f, vocabulary = 32, 4096, 11008, 32000
-    matrices, tables, norms = layers * (4 * d * d + 3 * d * f), 2 * vocabulary * d, (2 * layers + 1) * d
+    layers = 32
+    d = 4096
+    f = 11008
+    vocabulary = 32000
+    matrices = layers * (4 * d * d + 3 * d * f)
+    tables = 2 * vocabulary * d
+    norms = (2 * layers + 1) * d
     after = stored_bytes(matrices, 7 * layers, bits=3) + stored_bytes(tables, 2, bits=8) + 2 * norms
     return {"bytes_before": 2 * (matrices + tables + norms), "bytes": after}
 
@@ -398,10 +417,15 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")
     args = parser.parse_args()
     if args.tiny:
-        args.base_steps, args.steps, args.student_steps, args.seeds, args.sequences = 4, 3, 3, 1, 8
+        args.base_steps = 4
+        args.steps = 3
+        args.student_steps = 3
+        args.seeds = 1
+        args.sequences = 8
     name = f"{SCRATCH}{SCRIPT}" if args.tiny else SCRIPT
     require_commit(name)
-    study, rows = Study(args), list[Row]()
+    study = Study(args)
+    rows = list[Row]()
     for part in args.parts:
         study.losses.clear()
         common = {"device": jax.devices()[0].device_kind, "devices": 1, "part": part}

@@ -145,7 +145,8 @@ def model_rows(
     settings: Mapping[str, tuple[Method, ...]] = SETTINGS,
 ) -> Iterator[Row]:
     """Yield the held-out perplexity of a trained model on one device, as it is and under each method."""
-    params, non_params = trainer.state.params, trainer.state.non_params
+    params = trainer.state.params
+    non_params = trainer.state.non_params
 
     def perplexity(params: Any) -> float:
         found = trainer.evaluator.run(params, non_params, EVAL_TOKENS)

@@ -115,7 +115,8 @@ def measure(
 
     with ThreadPoolExecutor(8) as pool:
         ready = dict(zip(works, pool.map(prepare, works.values()), strict=True))
-    rows, alone = [], {}
+    rows = []
+    alone = {}
     for name, (programs, backends) in ready.items():
         _, place, devices = works[name]
         x = arrays(length, heads, place)

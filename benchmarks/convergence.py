@@ -75,7 +75,8 @@ def train(recipe: str, minutes: float, overrides: list[str]) -> None:
     points = learn(trainer, every=every, seconds=60 * minutes, say=lambda point: report(point=point))
     if len(points) < 2:
         raise SystemExit("the run is too short: give more --tokens")
-    steps, seconds = points[-1]["step"], points[-1]["seconds"]
+    steps = points[-1]["step"]
+    seconds = points[-1]["seconds"]
     found: Row = {"milliseconds": 1e3 * seconds / (steps - 1)}
     found |= rates(config, found["milliseconds"], 1, jax.devices()[0].device_kind)
     found["matmuls"] = count_matmuls(trainer)

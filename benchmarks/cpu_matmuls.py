@@ -30,7 +30,10 @@ from benchmarks.arguments import positive
 from benchmarks.cpu_nanogpt import BATCH, LENGTH, VOCABULARY
 from benchmarks.rows import append_rows, print_table, require_commit
 
-LAYERS, HEADS, WIDTH, TOKENS = 4, 4, 128, BATCH * LENGTH
+LAYERS = 4
+HEADS = 4
+WIDTH = 128
+TOKENS = BATCH * LENGTH
 DENSE = {(WIDTH, 3 * WIDTH): LAYERS, (WIDTH, WIDTH): LAYERS, (WIDTH, 4 * WIDTH): LAYERS, (4 * WIDTH, WIDTH): LAYERS,
          (WIDTH, VOCABULARY): 1}  # fmt: skip
 """(inputs, outputs) of a weight -> how many the model has."""
@@ -43,9 +46,12 @@ def products() -> list[Product]:
     """Return every product of a step: of each weight and of attention, forward and both gradients."""
     found: list[Product] = []
     for (inputs, outputs), count in DENSE.items():
-        x, w, y = (TOKENS, inputs), (inputs, outputs), (TOKENS, outputs)
+        x = (TOKENS, inputs)
+        w = (inputs, outputs)
+        y = (TOKENS, outputs)
         found += [("mk,kn->mn", x, w, count), ("mn,kn->mk", y, w, count), ("mk,mn->kn", x, y, count)]
-    rows, square = (BATCH * HEADS, LENGTH, WIDTH // HEADS), (BATCH * HEADS, LENGTH, LENGTH)
+    rows = (BATCH * HEADS, LENGTH, WIDTH // HEADS)
+    square = (BATCH * HEADS, LENGTH, LENGTH)
     # Scores and the gradient of the weights; outputs and the gradient of the queries; the gradients of keys and values.
     found += [("bth,bsh->bts", rows, rows, 2 * LAYERS), ("bts,bsh->bth", square, rows, 2 * LAYERS)]
     return [*found, ("bts,bth->bsh", square, rows, 2 * LAYERS)]

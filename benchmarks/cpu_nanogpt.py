@@ -21,8 +21,11 @@ from statistics import median
 
 import numpy as np
 
-BATCH, LENGTH, VOCABULARY = 12, 64, 65
-WARMUP, STEPS = 20, 100
+BATCH = 12
+LENGTH = 64
+VOCABULARY = 65
+WARMUP = 20
+STEPS = 100
 WORK = "nanogpt cpu float32"
 OVERRIDES = [
     "model.preset=gpt2-124m", "model.num_layers=4", "model.num_heads=4", "model.hidden_size=128",

@@ -48,7 +48,11 @@ from jaxstack.data.shard_files import LocalFiles
 from jaxstack.data.shards import ShardWriter, TokenStream
 from jaxstack.data.token_rows import TextRows
 
-ROWS, LENGTH, SHARDS, SHARD_TOKENS, START = 8, 256, 64, 2**14, 0
+ROWS = 8
+LENGTH = 256
+SHARDS = 64
+SHARD_TOKENS = 2**14
+START = 0
 _DEFAULT = DataConfig()
 WORKERS = {
     "1 thread, 4 ahead": WorkerOptions(threads=1, processes=0, ahead=4),
@@ -92,17 +96,23 @@ class SlowStream:
 
     def __init__(self, stream: TokenStream, storage: Storage, step: float, began: float, processes: int):
         self._arguments = (stream, storage, step, began, processes)
-        self._stream, self._storage, self._step, self._began = stream, storage, step, began
+        self._stream = stream
+        self._storage = storage
+        self._step = step
+        self._began = began
         self._free = [0.0] * max(storage.at_once // max(processes, 1), 1)
         self._lock = threading.Lock()
-        self.tokens, self.document_start, self.hashes = stream.tokens, stream.document_start, stream.hashes
+        self.tokens = stream.tokens
+        self.document_start = stream.document_start
+        self.hashes = stream.hashes
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SlowStream, self._arguments
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Read a row: one of ROWS of a batch."""
-        storage, step = self._storage, self._step
+        storage = self._storage
+        step = self._step
         if start < SHARD_TOKENS and storage.stall[0] <= self._now() < storage.stall[1]:
             time.sleep((storage.stall[1] - self._now()) * step)
         if storage.latency:
@@ -163,7 +173,8 @@ def make_step(milliseconds: float) -> tuple[Callable[[Any, Any], Any], Any]:
 
         return jax.jit(step)
 
-    example, count = {"tokens": jnp.zeros((ROWS, LENGTH), jnp.int32)}, 16
+    example = {"tokens": jnp.zeros((ROWS, LENGTH), jnp.int32)}
+    count = 16
     for _ in range(3):
         step = chain(count)
         step(matrix, example).block_until_ready()
@@ -185,12 +196,17 @@ def run_steps(step: Callable[[Any, Any], Any], state: Any, source: Iterator[Batc
     from jaxstack.data.device_batches import device_batches
 
     batches = cast(Generator, device_batches(source, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
-    flying, waits, asked, tokens, times = [], [], [], [], [0.0]
+    flying = []
+    waits = []
+    asked = []
+    tokens = []
+    times = [0.0]
     with contextlib.closing(batches):
         for batch, waited in batches:
             asked.append(time.perf_counter() - waited)
             if not tokens:  # the first batch has nothing to hide behind
-                times, waited = [time.perf_counter()], 0.0
+                times = [time.perf_counter()]
+                waited = 0.0
             elif len(flying) == 2:
                 flying.pop(0).block_until_ready()
                 times.append(time.perf_counter())
@@ -216,7 +232,8 @@ def wait_fractions(found: dict[str, Any], ahead: int) -> dict[str, float | None]
         found: result of `run_steps`.
         ahead: batches that are read ahead.
     """
-    waits, asked = found["waits"], found["asked"]
+    waits = found["waits"]
+    asked = found["asked"]
     later = sum(waits[ahead:]) / (found["end"] - asked[ahead]) if len(waits) > ahead else None
     return {"wait_fraction": sum(waits) / found["seconds"], "filled_wait_fraction": later}
 
@@ -270,7 +287,9 @@ def main() -> None:
     args = parser.parse_args()
     script = "data_wait"
     if args.tiny:
-        args.steps, args.step_ms, script = 12, 5.0, SCRATCH + script
+        args.steps = 12
+        args.step_ms = 5.0
+        script = SCRATCH + script
     require_commit(script)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

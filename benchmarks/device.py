@@ -79,7 +79,9 @@ class Device:
     """Measures the parts and records the best rates, from which the limit is computed."""
 
     def __init__(self, tiny: bool):
-        self.tiny, self.kind, self.count = tiny, jax.devices()[0].device_kind, jax.device_count()
+        self.tiny = tiny
+        self.kind = jax.devices()[0].device_kind
+        self.count = jax.device_count()
         self.on_gpu = jax.default_backend() == "gpu"
         self.best: dict[Any, float] = {}
         """FLOP/s by dtype and by attention shape, bytes/s of `copy`."""
@@ -145,7 +147,8 @@ class Device:
         names = ("mosaic", "cudnn") if self.on_gpu else ("xla",)
         for batch, length, heads, kv_heads, width in dict.fromkeys(attention_shape(c) for c in self.configs()):
             if self.tiny:
-                batch, length = 1, 32
+                batch = 1
+                length = 32
             counts = (heads, kv_heads, kv_heads, heads)
             keys = jax.random.split(jax.random.key(0), len(counts))
             shapes = [(batch, length, n, width) for n in counts]
@@ -164,7 +167,8 @@ class Device:
 
     def collective(self) -> Iterator[Row]:
         """Collectives over all devices, so many bytes a device; of an all-gather its result, of others the operand."""
-        n, size = self.count, 2**16 if self.tiny else COLLECTIVE_BYTES
+        n = self.count
+        size = 2**16 if self.tiny else COLLECTIVE_BYTES
         if n == 1:
             print("collective: needs two or more devices", flush=True)
             return
@@ -190,7 +194,8 @@ class Device:
         Raises:
             SystemExit: a rate that it needs was not measured.
         """
-        train, model = config.train, config.model
+        train = config.train
+        model = config.model
         devices = functools.reduce(lambda a, b: a * b, config.parallel.degrees.values())
         tokens = train.global_batch_size * train.sequence_length / devices
         count = count_parameters(model)
@@ -243,7 +248,8 @@ def collectives(n: int) -> dict[str, tuple[Callable[[jax.Array], jax.Array], boo
 
 def attention_shape(config: RunConfig) -> tuple[int, int, int, int, int]:
     """Batch, length, heads, kv heads and head dim of a work, with no more tokens than needed to measure."""
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     batch = max(1, min(train.global_batch_size, ATTENTION_TOKENS // train.sequence_length))
     return batch, train.sequence_length, model.num_heads, model.kv_heads, model.width_per_head
 
@@ -256,7 +262,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parser.parse_args()
     start_devices(4 if args.tiny else None)
-    device, rows = Device(args.tiny), []
+    device = Device(args.tiny)
+    rows = []
     for part in args.only:
         for row in getattr(device, part)():
             rows.append(row)

@@ -56,7 +56,8 @@ def _visible(library: Any) -> list[str]:
 
 
 def _millijoules(library: Any, name: str) -> int | None:
-    handle, energy = ctypes.c_void_p(), ctypes.c_ulonglong()
+    handle = ctypes.c_void_p()
+    energy = ctypes.c_ulonglong()
     if name.isdigit():
         failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
     else:

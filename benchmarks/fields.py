@@ -68,7 +68,8 @@ def measure(name: str, steps: int | None, seed: int) -> dict[str, Any]:
     """Return the row of one example."""
     import jax
 
-    load, began = os.getloadavg()[0], time.perf_counter()
+    load = os.getloadavg()[0]
+    began = time.perf_counter()
     found = load_example(name).main(seed=seed, **({} if steps is None else {"steps": steps}))
     seconds = time.perf_counter() - began
     check_result(found)

@@ -101,7 +101,8 @@ def first_call(work: str, backward: bool) -> dict[str, Any]:
         out, pull_back = jax.vjp(attend, q, k, v)
         return out, pull_back(d_out)
 
-    q, k = array(heads), array(kv_heads)
+    q = array(heads)
+    k = array(kv_heads)
     function, arguments = (attend_and_differentiate, (q, k, k, q)) if backward else (attend, (q, k, k))
     layouts = time_layout_inference()
     with lowering_platform("cuda"):

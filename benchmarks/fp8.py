@@ -85,7 +85,8 @@ def measure(model: str, name: str, recipe: str, arrays: tuple[jax.Array, ...]) -
     """Rows of one recipe at one shape."""
     (rows, inner), outputs = arrays[0].shape, arrays[1].shape[1]
     described = {"work": f"{model} {name}", "shape": f"{rows} x {inner} x {outputs}", "implementation": "jaxstack"}
-    found, product = [], make_product(recipe)
+    found = []
+    product = make_product(recipe)
     error = error_of(compile_as_in_training(product, *arrays[:2])(), arrays)
     for pass_name, flops in PASSES.items():
         time, backend = seconds(make_pass(product, pass_name), *arrays)
@@ -112,8 +113,10 @@ def products_alone(recipe: str, arrays: tuple[jax.Array, ...]) -> dict[str, tupl
         return {"FP8 matmul alone": (product, quantize(x, E4M3), quantize(w.T, E4M3))}
     if recipe != "blockwise" or jax.default_backend() != "gpu":
         return {}
-    left, whole = jax.jit(blockwise.quantize_rows)(x), jax.jit(blockwise.quantize_weight)(w)
-    blocks, turned = jax.jit(blockwise.quantize_weight)(x.T), jax.jit(blockwise.quantize_rows)(w.T)
+    left = jax.jit(blockwise.quantize_rows)(x)
+    whole = jax.jit(blockwise.quantize_weight)(w)
+    blocks = jax.jit(blockwise.quantize_weight)(x.T)
+    turned = jax.jit(blockwise.quantize_rows)(w.T)
 
     def scaled(a: Quantized, b: Quantized) -> jax.Array:
         return mosaic.product([(a, b)], jnp.bfloat16)

@@ -40,7 +40,8 @@ from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.plan.choose import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
 
-CALLS, VARIANTS = 3, {"unrolled": False, "scanned": True}
+CALLS = 3
+VARIANTS = {"unrolled": False, "scanned": True}
 VOCABULARY = 4096
 """Of presets that leave it to the tokenizer."""
 READ_SPEED = {"NVIDIA H200": 4300.0}
@@ -52,7 +53,8 @@ def make_decoder(config: RunConfig, given: bool) -> Decoder:
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"})
     parallel = decoding_layout(config, jax.device_count(), chosen=given)
     mesh = make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())])
-    rules, dtype = make_rules(mesh), jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
+    rules = make_rules(mesh)
+    dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     module = FunctionalModule(lambda rngs: Transformer(model, rngs, dtype=dtype))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     params, non_params = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
@@ -139,7 +141,8 @@ def rows_of_torch(decoder: Decoder, name: str, overrides: list[str], args: argpa
         print(f"torch ended with {done.returncode}:", *done.stderr.strip().splitlines()[-20:], sep="\n", flush=True)
     rows = []
     for found in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
-        batch, seconds = found["batch"], found["seconds"]
+        batch = found["batch"]
+        seconds = found["seconds"]
         rows.append({
             "work": f"generate {name} batch {batch} prompt {args.prompt} bfloat16: steps",
             "implementation": found["implementation"], "variant": "torch, compiled",

@@ -117,7 +117,8 @@ def time_one(name: str, shape: tuple[int, int, int, int]) -> dict[str, Any]:
 
 def largest_error() -> float:
     """Return the errors of out, dx and dW against float32, relative to those of the loop over groups in XLA."""
-    shape, alignment = SMALL, grouped_matmul_alignment(1, 1)
+    shape = SMALL
+    alignment = grouped_matmul_alignment(1, 1)
 
     def run(implementation: str | None, dtype: Any) -> list[np.ndarray]:
         x, weights, sizes, cotangent = make_arrays(shape, alignment)
@@ -135,7 +136,8 @@ def largest_error() -> float:
 
     with jax.default_matmul_precision("highest"):
         exact = run("reference", jnp.float32)
-    ours, plain = run(None, jnp.bfloat16), run("xla", jnp.bfloat16)
+    ours = run(None, jnp.bfloat16)
+    plain = run("xla", jnp.bfloat16)
     norm = np.linalg.norm
     return max(float(norm(o - e) / norm(p - e)) for o, p, e in zip(ours, plain, exact, strict=True))
 

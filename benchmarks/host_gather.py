@@ -184,7 +184,10 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     args = parser.parse_args()
     if args.tiny:
-        args.rows, args.width, args.ids, args.turns = 1000, [16], [64], 2
+        args.rows = 1000
+        args.width = [16]
+        args.ids = [64]
+        args.turns = 2
     script = f"{SCRATCH}host_gather" if args.tiny else "host_gather"
     require_commit(script)
     start_devices()

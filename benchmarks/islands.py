@@ -64,7 +64,8 @@ def train(method: str, overrides: list[str]) -> dict[str, Any]:
     trainer = make_trainer(config, data)
     trainer.compile(trainer.peek_batch())
     batches = trainer.batches(0)
-    began, loss = time.perf_counter(), float("nan")
+    began = time.perf_counter()
+    loss = float("nan")
     for _ in range(config.train.steps):
         # Each step is waited for: with hundreds of queued programs simulated CPU devices run out of threads and hang.
         loss = trainer.read(trainer.train_step(next(batches)[0]))["loss"]

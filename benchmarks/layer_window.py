@@ -86,7 +86,8 @@ def open_decoder(directory: Path, resident: int | None) -> Decoder:
 
 def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Generate greedily in this process; return the tokens, the time of one and the memory."""
-    prompt, count = args.prompt, args.tokens
+    prompt = args.prompt
+    count = args.tokens
     ids = np.random.default_rng(0).integers(0, VOCABULARY, prompt).tolist()
     jax.block_until_ready(jax.numpy.zeros(1))
     before = peak_memory_bytes()

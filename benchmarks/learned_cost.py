@@ -62,7 +62,8 @@ def cross_entropy(x: Any, w: Any, labels: Any) -> Any:
 
 def adam(w: Any, g: Any, m: Any, v: Any) -> Any:
     """One update of Adam."""
-    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    m = 0.9 * m + 0.1 * g
+    v = 0.99 * v + 0.01 * g * g
     return w - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
 
 
@@ -126,9 +127,10 @@ def programs() -> Iterator[Program]:
         index = jnp.asarray(np.random.default_rng(0).integers(0, rows, picks))
         yield "gather", lambda table, index: table[index], (*matrices((rows, d)), index)
     for size, channels in ((16, 8), (32, 8), (32, 16), (32, 32), (64, 16), (64, 32)):
-        convolve = lambda x, w: jax.lax.conv_general_dilated(  # noqa: E731
-            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+
+        def convolve(x, w):
+            return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
         yield "convolution", convolve, matrices((4, size, size, channels), (3, 3, channels, channels))
 
 
@@ -160,7 +162,8 @@ def main() -> None:
     device = jax.devices()[0]
     common = {"implementation": "xla", "devices": 1, "peak_flops": peak, "bandwidth": bandwidth}
     common |= {"device": device.device_kind, "cores": os.cpu_count()}
-    measured, rows = [], []
+    measured = []
+    rows = []
     for program in programs():
         if args.only and program[0] != args.only:
             continue
@@ -181,7 +184,8 @@ def summarize(measured: list[MeasuredProgram]) -> list[dict[str, Any]]:
     for family in [*dict.fromkeys(one.family for one in measured), None]:
         part = [(one, value) for one, value in found if family in (None, one.family)]
         seconds = [one.seconds for one, _ in part]
-        roofline, learned = [one.roofline_seconds for one, _ in part], [value for _, value in part]
+        roofline = [one.roofline_seconds for one, _ in part]
+        learned = [value for _, value in part]
         row: dict[str, Any] = {"family": family or "all", "programs": len(part)}
         row |= {"roofline_error": median_error(roofline, seconds), "learned_error": median_error(learned, seconds)}
         if family is None:

@@ -26,9 +26,11 @@ def learn(
     seconds to count: of the wall, or of the processor with `time.process_time`.
     """
     train = trainer.train
-    tokens, points = train.global_batch_size * train.sequence_length, []
+    tokens = train.global_batch_size * train.sequence_length
+    points = []
     batches = trainer.batches(0)
-    spent, first = 0.0, float(trainer.train_step(next(batches)[0])["loss"])
+    spent = 0.0
+    first = float(trainer.train_step(next(batches)[0])["loss"])
     points.append({"step": 1, "tokens": tokens, "seconds": 0.0, "loss": first})
     while points[-1]["step"] < train.steps and spent < seconds:
         begin = int(points[-1]["step"])

@@ -182,7 +182,8 @@ def time_torch(name: str, shape: tuple[int, ...]) -> dict:
     both()
     torch.cuda.reset_peak_memory_stats()
     total = float(both()[0])
-    peak, held = torch.cuda.max_memory_allocated(), 2 * 2 * (x.numel() + w.numel()) + 8 * y.numel()
+    peak = torch.cuda.max_memory_allocated()
+    held = 2 * 2 * (x.numel() + w.numel()) + 8 * y.numel()
     return {
         "implementation": f"{name} {torch.__version__}",
         "device": torch.cuda.get_device_name(0),

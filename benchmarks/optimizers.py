@@ -172,7 +172,8 @@ def train(name: str, key: Key, work: Work, overrides: Sequence[str]) -> dict[str
     trainer.state = trainer.state._replace(optimizer=set_rate(trainer.state.optimizer, rate))
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     points = learn(trainer, every=max(1, config.train.steps // POINTS), clock=clock)
-    loss, steps = final_loss(points), config.train.steps
+    loss = final_loss(points)
+    steps = config.train.steps
     row = {
         "optimizer": name,
         "power": power,
@@ -269,10 +270,14 @@ def run_all(args: argparse.Namespace, names: Sequence[str], given: Sequence[str]
     script = f"{SCRATCH}optimizers" if args.tiny else "optimizers"
     require_commit(script)
     label = "tiny" if args.tiny else args.work
-    work, changes = WORKS[label], [*([f"train.steps={args.steps}"] if args.steps else []), *given]
+    work = WORKS[label]
+    changes = [*([f"train.steps={args.steps}"] if args.steps else []), *given]
     same = {"work": " ".join([label, *changes]), "device": jax.devices()[0].device_kind}
     text = [f"data.sources={json.dumps([{'path': glob} for glob in args.text])}"] if args.text else []
-    rows, began, longest, open_ = stored_rows(script, same), time.perf_counter(), 0.0, 0
+    rows = stored_rows(script, same)
+    began = time.perf_counter()
+    longest = 0.0
+    open_ = 0
     for name in names:
         losses = {(row["power"], row["seed"]): _loss(row) for row in rows if row["optimizer"] == name}
         while (key := next_run(losses, args.seeds)) is not None:

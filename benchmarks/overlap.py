@@ -73,8 +73,13 @@ def overlap_of(events: Iterable[Event], steps: int) -> dict[str, float]:
     ordered = sorted(events, key=lambda event: event[:2])
     sent = [event for event in ordered if communicates(event[2], event[3])]
     computed = [event for event in ordered if not communicates(event[2], event[3])]
-    milliseconds = lambda events: busy_nanoseconds(events) / 1e6 / steps  # noqa: E731
-    communication, computation, busy = milliseconds(sent), milliseconds(computed), milliseconds(ordered)
+
+    def milliseconds(events):
+        return busy_nanoseconds(events) / 1e6 / steps
+
+    communication = milliseconds(sent)
+    computation = milliseconds(computed)
+    busy = milliseconds(ordered)
     both = communication + computation - busy
     found = {"communication": communication, "computation": computation, "overlapped": both, "busy": busy}
     return found | ({"overlap": both / communication} if communication else {})
@@ -114,7 +119,8 @@ def trace_layout(layout: str, args: argparse.Namespace, environment: Mapping[str
         return row and {"work": work, "variant": ", ".join([variant, *args.set]), **row}
 
     found = dict(run_together([functools.partial(trace, variant) for variant in names]))
-    serial, row = found[0], found[1]
+    serial = found[0]
+    row = found[1]
     if serial and row:
         row["hidden"] = hidden_share(row, serial)
     return [one for one in (serial, row) if one]

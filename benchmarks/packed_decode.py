@@ -50,7 +50,8 @@ from pallas_kernels.weight_only.packed import pack_integers
 
 SCRIPT = "packed_decode"
 COLUMNS = ("work", "variant", "milliseconds", "speedup", "bound", "gigabytes_per_second", "share", "backends")
-INT8, INT4 = Grid(8), Grid(4, 128)
+INT8 = Grid(8)
+INT4 = Grid(4, 128)
 VARIANTS: Mapping[str, tuple[Grid | None, Grid | None]] = {
     "bf16": (None, None),
     "int8": (INT8, INT8),
@@ -83,9 +84,11 @@ def random_array(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DType
 def make_decoder(config: RunConfig, model: ModelConfig, layers: Grid | None, head: Grid | None) -> Decoder:
     """Return a model with random weights on one device; no plain weight is made of a packed one."""
     mesh = make_mesh(decoding_layout(config, 1, chosen=False), jax.devices()[:1])
-    rules, dtype = make_rules(mesh), jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
+    rules = make_rules(mesh)
+    dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     module = FunctionalModule(lambda rngs: Transformer(model, rngs, dtype=dtype))
-    dims, leaves = dense_weights(model), dict[str, Any]()
+    dims = dense_weights(model)
+    leaves = dict[str, Any]()
     for number, (path, leaf) in enumerate(named_leaves(module.abstract_params).items()):
         grid = head if path == "head" else layers if path in dims and path.startswith("decoder/") else None
         key = jax.random.key(number)
@@ -117,7 +120,8 @@ def step_bytes(decoder: Decoder, batch: int, tokens: int) -> dict[str, int]:
 
 def measure_variant(variant: str, config: RunConfig, model: ModelConfig, args: argparse.Namespace) -> list[Row]:
     """Return a row for each batch size."""
-    decoder, rows = make_decoder(config, model, *VARIANTS[variant]), []
+    decoder = make_decoder(config, model, *VARIANTS[variant])
+    rows = []
     for batch in args.batch:
         with record_choices() as choices:
             first, further = measure(decoder, batch, args.prompt, args.tokens)
@@ -159,7 +163,10 @@ def main() -> int:
     script = SCRATCH + SCRIPT if args.tiny else SCRIPT
     require_commit(script)
     if args.tiny:
-        args.preset, args.batch, args.prompt, args.tokens = "tiny", [1, 2], 8, 10
+        args.preset = "tiny"
+        args.batch = [1, 2]
+        args.prompt = 8
+        args.tokens = 10
     config = load_config(None, [f"model.preset={args.preset}", "model.scan_layers=false"])
     fixed = {"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"}
     model = config.model.model_copy(update=fixed | (TINY if args.tiny else {}))

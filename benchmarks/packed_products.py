@@ -130,9 +130,11 @@ def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Na
     for _ in range(arguments.turns):
         for key, run in runs.items():
             times[key].append(time_turn(run, arguments.seconds))
-    found, baseline = [], statistics.median(times["bf16", None])
+    found = []
+    baseline = statistics.median(times["bf16", None])
     for (name, backend), taken in times.items():
-        seconds, size = statistics.median(taken) / arguments.passes, stored_bytes(weights[name])
+        seconds = statistics.median(taken) / arguments.passes
+        size = stored_bytes(weights[name])
         found.append({
             "work": f"{work}, {rows} row" + "s" * (rows > 1), "variant": name, "implementation": backend or "xla",
             "rows": rows, "pairs": arguments.pairs,
@@ -145,8 +147,11 @@ def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Na
 
 def joined_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     """Return the shapes [out, in] of the matrices of a layer, with projections of one input joined as in decoding."""
-    width, inner, head = config.hidden_size, config.feed_forward_size, config.width_per_head
-    queries, together = config.num_heads * head, (config.num_heads + 2 * config.kv_heads) * head
+    width = config.hidden_size
+    inner = config.feed_forward_size
+    head = config.width_per_head
+    queries = config.num_heads * head
+    together = (config.num_heads + 2 * config.kv_heads) * head
     return [(2 * inner, width), (width, inner), (together, width), (width, queries)]
 
 
@@ -172,8 +177,12 @@ def main() -> None:
         require_commit(script)
     shapes: list[tuple[int, int]] = [(256, 512)]
     if arguments.tiny:
-        sizes, arguments.pairs, arguments.turns, arguments.seconds = {"tiny": (256, 512)}, 1, 1, 0.01
-        arguments.passes, arguments.backends = 2, ["xla"]
+        sizes = {"tiny": (256, 512)}
+        arguments.pairs = 1
+        arguments.turns = 1
+        arguments.seconds = 0.01
+        arguments.passes = 2
+        arguments.backends = ["xla"]
     else:
         configs = {name: preset_config(name) for name in arguments.models}
         sizes = {name: (config.hidden_size, config.feed_forward_size) for name, config in configs.items()}

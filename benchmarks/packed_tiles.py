@@ -125,7 +125,8 @@ def sweep(shapes: Sequence[tuple[int, int]], arguments: argparse.Namespace) -> l
 
 
 def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]]) -> None:
-    shown, lines = [row for row in rows if row.get("problem")], []
+    shown = [row for row in rows if row.get("problem")]
+    lines = []
     for kind, (outputs, inputs, count) in itertools.product(("bf16", *GRIDS), works):
         key = (kind, outputs, inputs, count)
         here = [r for r in rows if (r["weight"], r["out"], r["in"], r["rows"]) == key and not r.get("problem")]

@@ -50,7 +50,8 @@ class Work:
     lengths: tuple[int, int]
 
 
-LLAMA_1B, LLAMA_8B = (32, 8, 64), (32, 8, 128)
+LLAMA_1B = (32, 8, 64)
+LLAMA_8B = (32, 8, 128)
 WORKS: Mapping[str, Work] = {
     "Llama 1B, 1 x 4,096 tokens": Work(LLAMA_1B, 1, (4096, 4096)),
     "Llama 1B, 16 x 768 tokens": Work(LLAMA_1B, 16, (768, 768)),
@@ -98,7 +99,8 @@ def make_arrays(work: Work, page: int, least_bytes: int) -> Arrays:
     heads, key_heads, width = work.heads
     lengths = random.integers(work.lengths[0], work.lengths[1] + 1, work.sequences)
     pages = -(-lengths // page)
-    table, order = np.zeros((work.sequences, pages.max()), np.int32), random.permutation(pages.sum())
+    table = np.zeros((work.sequences, pages.max()), np.int32)
+    order = random.permutation(pages.sum())
     for row, own in zip(table, np.split(order, np.cumsum(pages)[:-1]), strict=True):
         row[: len(own)] = own
     shape = (int(pages.sum()), page, key_heads, width)
@@ -145,7 +147,8 @@ def variants(sweep: Sequence[str] | None) -> Mapping[str, Attend]:
 def measure(name: str, work: Work, arguments: argparse.Namespace) -> list[Row]:
     """Return a row for each variant; those that cannot be compiled are left out of a sweep."""
     arrays = make_arrays(work, arguments.page, 0 if arguments.tiny else _BYTES)
-    device, rows = jax.devices()[0].device_kind, list[Row]()
+    device = jax.devices()[0].device_kind
+    rows = list[Row]()
     for variant, attend in variants(arguments.sweep).items():
         try:
             seconds = seconds_of(attend, arrays, arguments.passes)

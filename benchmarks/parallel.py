@@ -84,7 +84,8 @@ def run_step(args: argparse.Namespace, work: str, variant: str, overrides: list[
         overrides = [*overrides, *TINY, length, f"parallel.simulate_devices={devices}"]
     elif devices < count_gpus():
         settings |= first_gpus(devices)
-    title, chosen = f"{work}, {variant}", [*overrides, *args.set]
+    title = f"{work}, {variant}"
+    chosen = [*overrides, *args.set]
     row = run_worker(title, "jaxstack", chosen, args.timeout, settings, args.seconds)
     return row and {"work": work, "variant": ", ".join([variant, *args.set]), **row}
 
@@ -136,7 +137,8 @@ def measure_scaling(args: argparse.Namespace, work: str, rows: Callable[[int], i
         work: its name.
         rows: number of devices -> sequences of a step.
     """
-    single, steps = WORKS["llama3-1b bf16"], {}
+    single = WORKS["llama3-1b bf16"]
+    steps = {}
     for variant, layout in SCALING.items():
         if not args.variants or variant in args.variants:
             devices = args.devices if layout else 1
@@ -223,7 +225,9 @@ def main() -> None:
         wrong = [v for v in args.variants if len(args.only) != 1 or v not in known.get(args.only[0], [])]
         if wrong:
             parser.error(f"--variants {wrong} needs --only with the one part that has them; known: {known}")
-    args.alone, args.lock, args.environment = {}, threading.Lock(), {}
+    args.alone = {}
+    args.lock = threading.Lock()
+    args.environment = {}
     rows: list[Row] = []
 
     def run_part(part: str) -> None:

@@ -10,7 +10,11 @@ import numpy as np
 from jaxstack.observe.report.axes import Axis, step_axis, value_axis
 from jaxstack.observe.report.style import CSS
 
-WIDTH, HEIGHT, LEFT, TOP, GAP = 400, 260, 50, 40, 30
+WIDTH = 400
+HEIGHT = 260
+LEFT = 50
+TOP = 40
+GAP = 30
 COLOURS = ("var(--first)", "var(--second)", "#2c9950", "#9a6ae0", "var(--soft)", "#d0559c")
 
 
@@ -45,7 +49,8 @@ def draw(panels: Sequence[Panel], title: str) -> str:
         f'<g transform="translate({index * step + LEFT},{TOP})">{_panel(panel, colours)}</g>'
         for index, panel in enumerate(panels)
     ]
-    width, height = len(panels) * step + GAP, TOP + HEIGHT + 70
+    width = len(panels) * step + GAP
+    height = TOP + HEIGHT + 70
     lines = _legend_lines(names, width - LEFT)
     for line, shown in enumerate(lines):
         keys = "".join(
@@ -68,7 +73,8 @@ def _legend_lines(names: Sequence[str], width: float) -> list[list[str]]:
 
 def _panel(panel: Panel, colours: Mapping[str, str]) -> str:
     points = np.array([point for curve in panel.curves.values() for point in curve], float)
-    x, y = step_axis(points[:, 0].min(), points[:, 0].max()), value_axis(points[:, 1], scale="linear")
+    x = step_axis(points[:, 0].min(), points[:, 0].max())
+    y = value_axis(points[:, 1], scale="linear")
     lines = "".join(
         f'<polyline fill="none" stroke="{colours[name]}" stroke-width="1.5" points="{_path(curve, x, y)}"/>'
         for name, curve in panel.curves.items()
@@ -90,5 +96,6 @@ def _panel(panel: Panel, colours: Mapping[str, str]) -> str:
 
 def _path(curve: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
     points = np.array(curve, float)
-    lefts, tops = WIDTH * x.position(points[:, 0]), HEIGHT * (1 - y.position(points[:, 1]))
+    lefts = WIDTH * x.position(points[:, 0])
+    tops = HEIGHT * (1 - y.position(points[:, 1]))
     return " ".join(f"{left:.1f},{top:.1f}" for left, top in zip(lefts, tops, strict=True))

@@ -103,14 +103,18 @@ def measure(args: argparse.Namespace, program: Program, compiled: Any) -> float:
     shardings = program.trainer.shardings
     create = jax.jit(program.trainer.module.init, out_shardings=(shardings.params, shardings.non_params))
     inputs = *create(jax.random.key(0)), make_batch(args, program), jax.random.key(1)
+
     # The queue is as long as one call: gradients of several would not fit beside one another.
-    run = lambda: jax.block_until_ready(compiled(*inputs)).loss  # noqa: E731
+    def run():
+        return jax.block_until_ready(compiled(*inputs)).loss
+
     return 1e3 * median_seconds(run, jax.block_until_ready, args.seconds)
 
 
 def simulated_bubble(trainer: Trainer, remat: str) -> float:
     """Return the bubble of the schedule's table; rematerialised layers run forward again in the backward pass."""
-    schedule, again = trainer.pipeline.table(), float(remat != "none")  # pyright: ignore
+    schedule = trainer.pipeline.table()
+    again = float(remat != "none")  # pyright: ignore
     split = schedule.splits_backward
     costs = {"F": 1.0, "B": again + (1.0 if split else 2.0), "W": float(split)}
     return simulate(schedule, costs).bubble  # pyright: ignore

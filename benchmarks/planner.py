@@ -87,7 +87,8 @@ def axes_of(forecast: Forecast) -> tuple[bool, ...]:
 
 def kind_of(forecast: Forecast) -> tuple[Any, ...]:
     """Return what makes a layout another kind: axes, ZeRO stage, policy, schedule, and if there are microbatches."""
-    config, parallel = forecast.config, forecast.config.parallel
+    config = forecast.config
+    parallel = forecast.config.parallel
     several = (parallel.microbatches or config.train.gradient_accumulation) > 1
     return (*axes_of(forecast), parallel.zero, config.model.remat, parallel.schedule, several)
 
@@ -166,7 +167,8 @@ def work_name(model: str, args: argparse.Namespace) -> str:
 
 def work_on(model: str, args: argparse.Namespace) -> None:
     """Measure the layouts of one model in this process until its time is used up; print a row a line."""
-    began, turn = time.monotonic(), Turn()
+    began = time.monotonic()
+    turn = Turn()
     simulated = [f"parallel.simulate_devices={args.devices}"] if args.tiny else []
     start_devices(args.devices if args.tiny else None)
     for rank, forecast, overrides in chosen_layouts(model, args):

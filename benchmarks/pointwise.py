@@ -26,7 +26,13 @@ import jax.numpy as jnp
 from benchmarks.rows import append_rows, print_table
 from pallas_kernels import apply_rotary, rms_norm, swiglu
 
-BATCH, LENGTH, WIDTH, INNER, HEADS, KV_HEADS, HEAD_DIM = 4, 4096, 4096, 14336, 32, 8, 128
+BATCH = 4
+LENGTH = 4096
+WIDTH = 4096
+INNER = 14336
+HEADS = 32
+KV_HEADS = 8
+HEAD_DIM = 128
 REPEATS = 4
 """Times that one program runs an operation, each on arrays of its own, so that launching it costs nothing."""
 
@@ -48,8 +54,10 @@ def works(batch: int = BATCH, length: int = LENGTH) -> list[Work]:
     """Return the works for `batch` sequences of `length` tokens."""
     weight = jnp.ones((WIDTH,), jnp.float32)
     angles = jnp.arange(length)[:, None] * 500_000.0 ** -jnp.linspace(0, 1, HEAD_DIM // 2)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    stream, inner = (batch, length, WIDTH), (batch, length, INNER)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
+    stream = (batch, length, WIDTH)
+    inner = (batch, length, INNER)
     heads = (batch, length, HEADS, HEAD_DIM), (batch, length, KV_HEADS, HEAD_DIM)
 
     def normalise(x: jax.Array, weight: jax.Array = weight) -> Any:
@@ -105,7 +113,8 @@ def seconds(function: Callable[..., Any], shapes: tuple[Shape, ...]) -> float:
             for row in keys
         ]
 
-    sets, run = make(jax.random.key(0)), repeated(function)
+    sets = make(jax.random.key(0))
+    run = repeated(function)
     jax.block_until_ready(run(sets))
     samples = []
     for _ in range(9):

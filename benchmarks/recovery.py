@@ -66,7 +66,8 @@ class Watched:
 
     def wait_for(self, pattern: str, since: int, seconds: float = 900) -> tuple[float, re.Match]:
         """Time and match of the first line after number `since` that has the pattern."""
-        position, deadline = since, time.monotonic() + seconds
+        position = since
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             while position < len(self.lines):
                 at, line = self.lines[position]
@@ -82,7 +83,8 @@ class Watched:
         """SIGTERM to the launcher, which has to end with 143 after one save; seconds until it did."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
-        code, ended = self.process.wait(300), time.monotonic()
+        code = self.process.wait(300)
+        ended = time.monotonic()
         time.sleep(0.5)  # the last lines
         if code != 143 or not any("; checkpoint " in line for _, line in self.lines):
             raise SystemExit(f"SIGTERM: exit code {code}\n" + "".join(line for _, line in self.lines[-30:]))
@@ -99,7 +101,8 @@ class Bench:
     """One run in a folder of its own, restarted until it ends."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
-        self.args, self.folder = args, folder
+        self.args = args
+        self.folder = folder
         self.run = folder / "recovery"
         self.began = time.monotonic()
         self.environment = {
@@ -153,19 +156,22 @@ def compare(first: Losses, again: Losses, after: int) -> dict:
 
 def inject(bench: Bench, run: Watched, fault: str) -> dict:
     """Inject one fault midway between two checkpoints; return a row of its consequences."""
-    every, seen = bench.args.every, len(run.lines)
+    every = bench.args.every
+    seen = len(run.lines)
     step = int(run.wait_for(r"^step (\d+)/", seen)[1][1])
     middle = step - step % every + every // 2
     run.wait_for(rf"^step {middle if middle > step else middle + every}/", seen)
     pids = ranks(run.process)
     others = [rank for rank in pids if "other than 0" not in fault or rank] or [0]
     rank = 0 if fault == "SIGKILL of rank 0" else random.choice(others)
-    seen, began = len(run.lines), time.monotonic()
+    seen = len(run.lines)
+    began = time.monotonic()
     os.kill(pids[rank], signal.SIGSTOP if "SIGSTOP" in fault else signal.SIGKILL)
     ended, _ = run.wait_for("starting again", seen)
     before = bench.losses()
     _, match = run.wait_for(r"resuming from step (\d+) .*restored in ([\d.]+) s", seen)
-    resumed, last = int(match[1]), max(before)
+    resumed = int(match[1])
+    last = max(before)
     first, _ = run.wait_for(rf"^step {resumed + 1}/", seen)
     run.wait_for(rf"^step {last + 1}/", seen)
     return {
@@ -198,7 +204,8 @@ def move(bench: Bench, part: int, known: Losses, steps: int) -> dict:
 
 def measure(bench: Bench) -> Iterator[dict]:
     """Return one row per fault."""
-    every, run = bench.args.every, bench.start()
+    every = bench.args.every
+    run = bench.start()
     try:
         yield measure_save(run)
         for fault in FAULTS if not bench.args.moves_only else ():
@@ -211,7 +218,8 @@ def measure(bench: Bench) -> Iterator[dict]:
     if bench.args.processes < 2 or not bench.in_time():
         return
     # Back to the oldest checkpoint, so that the steps after it are known.
-    known, folder = bench.losses(), bench.run / "checkpoints"
+    known = bench.losses()
+    folder = bench.run / "checkpoints"
     for step in sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())[1:]:
         shutil.rmtree(folder / str(step))
     yield move(bench, 2, known, every // 2)
@@ -223,7 +231,8 @@ def describe(row: dict) -> str:
     """The row in words."""
     parts = []
     if "save_seconds" in row:
-        held, written = row["save_blocking_seconds"], row["save_seconds"]
+        held = row["save_blocking_seconds"]
+        written = row["save_seconds"]
         parts.append(f"held up training for {held:.2g} s, on disk after {written:.2g} s")
     if "ended_seconds" in row:
         parts.append(f"all ended after {row['ended_seconds']:.1f} s")

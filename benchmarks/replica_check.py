@@ -42,7 +42,8 @@ def open_trainer(path: str, overrides: list[str]) -> Trainer:
 
 def count_named(check: ReplicaCheck, leaves: dict[str, jax.Array], flips: int) -> int:
     """Count how many of `flips` single bit flips are reported with the right leaf and device only."""
-    chance, named = random.Random(0), 0
+    chance = random.Random(0)
+    named = 0
     weights = [name for name in check.names if leaves[name].ndim and leaves[name].dtype == jax.numpy.float32]
     for name in chance.sample(weights, min(flips, len(weights))):
         device = chance.choice(jax.local_devices()).id

@@ -67,7 +67,9 @@ def measure(overrides: Sequence[str]) -> dict[str, Any]:
 
     config, data = open_run(overrides)
     trainer = make_trainer(config, data)
-    steps, curve, spent = config.train.steps, [], 0.0
+    steps = config.train.steps
+    curve = []
+    spent = 0.0
     every = max(1, steps // EVALUATIONS)
     batches = trainer.batches(0)
     for step in range(1, steps + 1):

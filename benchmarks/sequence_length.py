@@ -86,7 +86,8 @@ def main() -> None:
     for variant in args.only:
         if variant == BASE:
             half = tokens // 2
-            length, used = tokens, budget
+            length = tokens
+            used = budget
             per_token = (budget - step_bytes(BASE, layers, half)) / (tokens - half)
         else:
             known = {length: step_bytes(variant, layers, length) for length in (tokens, 3 * tokens)}

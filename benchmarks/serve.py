@@ -56,7 +56,8 @@ Asked = tuple[list[int], int]
 
 def make_requests(decoder: Decoder, args: argparse.Namespace, seed: int = 0) -> list[Asked]:
     """Prompts and answers of a quarter up to the whole of the given lengths."""
-    random, vocabulary = np.random.default_rng(seed), decoder.config.vocab_size
+    random = np.random.default_rng(seed)
+    vocabulary = decoder.config.vocab_size
     lengths = random.integers(max(1, args.prompt // 4), args.prompt + 1, args.requests)
     counts = random.integers(max(1, args.tokens // 4), args.tokens + 1, args.requests)
     prompts = [random.integers(0, vocabulary, length).tolist() for length in lengths]
@@ -96,7 +97,8 @@ def arrivals(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -
     """Tokens/s of random arrivals, and of the same requests one after another."""
     asked = make_requests(decoder, args)
     waits = np.random.default_rng(1).exponential(1 / args.rate, len(asked)).tolist()
-    tokens, few = sum(count for _, count in asked), asked[: max(4, len(asked) // 8)]
+    tokens = sum(count for _, count in asked)
+    few = asked[: max(4, len(asked) // 8)]
     one_by_one = sum(count for _, count in few)
     engine, start = start_engine(decoder, config.model_copy(update={"prefix_cache": False}))
     with engine:
@@ -146,7 +148,9 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
     count = max(1, config.slots - 1)
     asked = [(random.integers(0, decoder.config.vocab_size, 64).tolist(), args.tokens) for _ in range(count)]
     long = random.integers(0, decoder.config.vocab_size, args.long).tolist()
-    alone, beside, waits = list[np.ndarray](), list[np.ndarray](), list[float]()
+    alone = list[np.ndarray]()
+    beside = list[np.ndarray]()
+    waits = list[float]()
 
     def disturb() -> Handle:
         handles.append(engine.submit(long, 1, GREEDY))
@@ -184,7 +188,8 @@ def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> 
     Questions differ in every turn, so that only the document is cached. The engines take turns. All requests of a turn
     are submitted at once; then a few one at a time, for the time to the first token of an idle engine.
     """
-    random, answer = np.random.default_rng(3), min(args.tokens, 64)
+    random = np.random.default_rng(3)
+    answer = min(args.tokens, 64)
     document = random.integers(0, decoder.config.vocab_size, args.shared * 9 // 10).tolist()
     found = {name: {"seconds": list[float](), "first": list[float](), "computed": 0} for name in ("off", "on")}
     started = {name: start_engine(decoder, config.model_copy(update={"prefix_cache": name == "on"})) for name in found}
@@ -253,7 +258,9 @@ def throughput(decoder: Decoder, config: EngineConfig, args: argparse.Namespace)
 
 def throughput_row(engine: Engine, seconds: float, args: argparse.Namespace) -> dict[str, Any]:
     """Return the row of a run of `throughput` that took so many seconds."""
-    config, stats, devices = engine.config, engine.stats, engine.model.rules.mesh.size
+    config = engine.config
+    stats = engine.stats
+    devices = engine.model.rules.mesh.size
     halves = "" if config.half_batches_from is None else f", half-batches from {config.half_batches_from} tokens"
     more = "" if config.step_tokens is None else f", {config.step_tokens} tokens a step"
     busy = sum(stats.nanoseconds.values())

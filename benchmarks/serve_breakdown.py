@@ -86,7 +86,8 @@ def time_program(
 
 def decoded_rows(engine: Engine, lengths: tuple[int, int]) -> np.ndarray:
     """Return the int32 descriptions of a row for each slot, with random lengths and pages; see `Programs.describe`."""
-    slots, random = engine.config.slots, np.random.default_rng(0)
+    slots = engine.config.slots
+    random = np.random.default_rng(0)
     rows = engine.programs.describe([], slots)
     width = rows.shape[1] - Column.PAGES
     rows[:, Column.SLOT], rows[:, Column.COUNT] = np.arange(slots), 1

@@ -60,9 +60,11 @@ class MeasuredSum:
         import jax
 
         mesh = jax.make_mesh((PROCESSES,), ("all",))
-        split, whole = jax.NamedSharding(mesh, jax.P("all")), jax.NamedSharding(mesh, jax.P())
+        split = jax.NamedSharding(mesh, jax.P("all"))
+        whole = jax.NamedSharding(mesh, jax.P())
         ones = jax.jit(lambda: jax.numpy.ones((PROCESSES, MEASURED_FLOATS)), out_shardings=split)
-        self._sum, self._values = jax.jit(lambda x: x.sum(0), out_shardings=whole), ones()
+        self._sum = jax.jit(lambda x: x.sum(0), out_shardings=whole)
+        self._values = ones()
 
     def megabytes_per_second(self) -> float:
         """Return the rate at which each process sends in a ring all-reduce."""
@@ -96,7 +98,8 @@ def train(overrides: list[str], megabytes: float, exchanges: int) -> dict[str, A
     limited = limit_connections(int(megabytes * 1e6))
     rate = measured.megabytes_per_second()
     count = exchanges * every
-    began, loss = time.perf_counter(), float("nan")
+    began = time.perf_counter()
+    loss = float("nan")
     for _ in range(count):
         loss = step()
     seconds = time.perf_counter() - began

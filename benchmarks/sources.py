@@ -47,7 +47,8 @@ def seal(path: Path, root: Path = ROOT) -> None:
     Raises:
         SystemExit: There is no git repository.
     """
-    commit, listing = _git(root, "rev-parse", "HEAD"), _git(root, "ls-tree", "-r", "-z", "HEAD")
+    commit = _git(root, "rev-parse", "HEAD")
+    listing = _git(root, "ls-tree", "-r", "-z", "HEAD")
     if commit is None or listing is None:
         raise SystemExit(f"sources.py: {root} is not a git repository with a commit.")
     files = {}

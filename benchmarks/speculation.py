@@ -118,7 +118,8 @@ def measure_all(args: argparse.Namespace, write: Callable[[dict[str, Any]], None
     prompts = make_prompts(run, args.at_once, args.prompt)
     sizes = [count_parameters(each.decoder.config).matmul / 1e6 for each in (run, draft)]
     work = f"speculation {sizes[0]:,.0f}M draft {sizes[1]:,.0f}M prompt {args.prompt} tokens {args.tokens}"
-    rows, plain = list[dict[str, Any]](), dict[bool, Measured]()
+    rows = list[dict[str, Any]]()
+    plain = dict[bool, Measured]()
     for name, settings, model in variants(draft.decoder, args):
         config = EngineConfig(
             slots=args.at_once, context=args.prompt + args.tokens + 16, chunk=64, prefix_cache=False, **settings

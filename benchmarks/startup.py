@@ -55,7 +55,8 @@ def start_up(began: float, overrides: Sequence[str]) -> dict[str, Any]:
 
     import jaxstack.run.build  # noqa: F401 - what a run imports
 
-    marks, compilations = Marks(began), []
+    marks = Marks(began)
+    compilations = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: compilations.append(seconds) if event == _COMPILED else None
     )
@@ -104,7 +105,8 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown works: {', '.join(unknown)}; known: {', '.join(WORKS)}")
     for work in args.works or ["llama3-8b fsdp4 bf16"]:
-        overrides, rows = [*(tiny(WORKS[work]) if args.tiny else WORKS[work]), *args.set], []
+        overrides = [*(tiny(WORKS[work]) if args.tiny else WORKS[work]), *args.set]
+        rows = []
         with tempfile.TemporaryDirectory() as cache:
             for start in ("first start", "second start"):
                 row = run_process(overrides, cache, args.timeout)

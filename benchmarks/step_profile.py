@@ -82,7 +82,8 @@ def summarise(events: Sequence[tuple[int, int, str, dict[str, str]]], steps: int
     classes: dict[str, float] = defaultdict(float)
     kernels: dict[tuple[str, str, str, str], list[float]] = defaultdict(lambda: [0, 0.0])
     for start, end, kernel, facts in events:
-        operation, framework = facts.get("hlo_op", ""), facts.get("tf_op", "") or facts.get("name", "")
+        operation = facts.get("hlo_op", "")
+        framework = facts.get("tf_op", "") or facts.get("name", "")
         found = classify(kernel, f"{operation} {framework}")
         milliseconds = (end - start) / 1e6 / steps
         classes[found] += milliseconds

@@ -140,7 +140,8 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     config = load_config(None, list(overrides))
     config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
-    length, workers = config.train.sequence_length, available_cores()
+    length = config.train.sequence_length
+    workers = available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, workers=workers)
     return config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)}), data
 
@@ -210,7 +211,8 @@ def measure_torch(overrides: Sequence[str], seconds: float = SECONDS) -> dict[st
     from benchmarks.peers.torch_step import TorchStep, make_module
     from jaxstack.run_config import load_config
 
-    turn, config = Turn(), load_config(None, list(overrides))
+    turn = Turn()
+    config = load_config(None, list(overrides))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
@@ -240,8 +242,10 @@ def measure_torchtitan(overrides: Sequence[str], seconds: float = SECONDS) -> di
     from benchmarks.peers import torchtitan_step
     from jaxstack.run_config import load_config
 
-    turn, config = Turn(), load_config(None, list(overrides))
-    found, devices = torchtitan_step.measure(config, turn, seconds), math.prod(config.parallel.degrees.values())
+    turn = Turn()
+    config = load_config(None, list(overrides))
+    found = torchtitan_step.measure(config, turn, seconds)
+    devices = math.prod(config.parallel.degrees.values())
     return {**found, **sustained_rates(config, found, devices, found["device"])}
 
 
@@ -253,7 +257,8 @@ def measure_maxtext(overrides: Sequence[str], seconds: float = SECONDS) -> dict[
     from jaxstack.run_config import load_config
 
     config = load_config(None, list(overrides))
-    found, devices = maxtext_step.measure(config, seconds), math.prod(config.parallel.degrees.values())
+    found = maxtext_step.measure(config, seconds)
+    devices = math.prod(config.parallel.degrees.values())
     # JAX is started only now, because it takes GPU memory that the peer's process needs.
     return {**found, **sustained_rates(config, found, devices, jax.devices()[0].device_kind)}
 

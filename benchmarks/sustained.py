@@ -54,7 +54,9 @@ def measure_blocks(
         The fields of `summarize_blocks`, and where the GPUs' clocks can be read `sm_mhz` and `watts` (mean power of one
         GPU) of the settled part.
     """
-    began, blocks, clocks = time.perf_counter(), [], None
+    began = time.perf_counter()
+    blocks = []
+    clocks = None
     while len(blocks) < 3 or elapsed(blocks[-1].end) < seconds:
         if clocks is None and blocks and elapsed(blocks[-1].end) >= SETTLED_FRACTION * seconds:
             clocks = GpuClocks()

@@ -75,7 +75,8 @@ WORKS = dict([tensor_work(4), context_work(4)]) | {
         "train.sequence_length=4096",
     ],
 }  # fmt: skip
-UNROLLED, SCANNED = "model.scan_layers=false", "model.scan_layers=true"
+UNROLLED = "model.scan_layers=false"
+SCANNED = "model.scan_layers=true"
 BFLOAT16_SUMS = ("precision.reduce=bfloat16", "parallel.copy_engines=never")
 """Reduction by NCCL in bfloat16. The copy engines reduce in float32 at the same cost."""
 ALL_LAYERS = "precision.fp8_rules=[{path: _proj, fp8: true}]"

@@ -41,7 +41,8 @@ from jaxstack.tune.coordinate_check import widen
 BASE = ModelConfig(
     hidden_size=64, num_layers=2, num_heads=2, vocab_size=320, initialization="fan_in", intermediate_size=192
 )
-ROWS, LENGTH = 4, 32
+ROWS = 4
+LENGTH = 32
 EXPONENTS = {"standard": range(6, 14), "mup": range(6, 11)}
 """Parametrization -> k of the learning rates 2^-k that are tried."""
 
@@ -76,7 +77,9 @@ def losses_at(model: ModelConfig, kind: type[Optimizer], rates: Sequence[float],
 
     @jax.jit
     def run(peak: jax.Array) -> jax.Array:
-        rate = lambda step: peak * jnp.minimum((step + 1) / (0.1 * steps), 1.0)  # noqa: E731
+        def rate(step):
+            return peak * jnp.minimum((step + 1) / (0.1 * steps), 1.0)
+
         optimizer = build_optimizer(settings, rate, params, total_steps=steps, width=module.width)
 
         def step(carry: Any, batch: Any) -> Any:
@@ -93,7 +96,8 @@ def losses_at(model: ModelConfig, kind: type[Optimizer], rates: Sequence[float],
 def measure(width: int, parametrization: str, steps: int, name: str) -> dict[str, Any]:
     """Return the row of a width: the loss at each learning rate, None where it is not finite, and the best k."""
     kinds = {kind.model_fields["name"].default: kind for kind in OPTIMIZERS}
-    tried, began = EXPONENTS[parametrization], (time.process_time(), time.perf_counter())
+    tried = EXPONENTS[parametrization]
+    began = (time.process_time(), time.perf_counter())
     losses = losses_at(model_at(width, parametrization), kinds[name], [2.0**-k for k in tried], steps)
     last = losses[:, -max(steps // 5, 1) :].mean(1)
     return {

@@ -40,8 +40,12 @@ from jaxstack.tune.optuna_study import OptunaStudy, Outcome, best_of, check_pack
 from jaxstack.tune.space import read_space
 from jaxstack.tune.study_config import StudyConfig
 
-SCRIPT, WORK = "tune_search", "study of 5 hyperparameters, bytes, 1 layer"
-STEPS, ROWS, LENGTH, HELD_OUT = 80, 8, 64, 32
+SCRIPT = "tune_search"
+WORK = "study of 5 hyperparameters, bytes, 1 layer"
+STEPS = 80
+ROWS = 8
+LENGTH = 64
+HELD_OUT = 32
 SPACE: dict[str, Any] = {
     "optimizer.learning_rate": {"low": 1e-5, "high": 1.0, "log": True},
     "optimizer.b1": {"low": 0.0, "high": 0.99},
@@ -120,7 +124,8 @@ def search(train: Train, sampler: str, seed: int, folder: Path, config: Path) ->
     # All begin at random: the configuration's own values would be the same good first trial for all.
     space = read_space(SPACE, config, [], "SPACE")
     stored = OptunaStudy(study, space, folder, {"seed": seed}, STEPS, base_first=False)
-    began, losses = time.process_time(), []
+    began = time.process_time()
+    losses = []
     for _ in range(study.trials):
         number, values = stored.ask()
         loss = train(seed, values)

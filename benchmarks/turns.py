@@ -37,7 +37,8 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self._path, self._place = os.environ.get(VARIABLE), int(os.environ.get(PLACE, "0"))
+        self._path = os.environ.get(VARIABLE)
+        self._place = int(os.environ.get(PLACE, "0"))
         self.shared = self._path is not None
         self._files: list[int] = []
         if self._path is not None:

@@ -38,7 +38,9 @@ from jaxstack.export.onnx_transformer import build_graph
 from jaxstack.export.serve_folder import make_server
 from jaxstack.export.source import Source, load_source
 
-PROMPT, TOKENS, REPEATS = 64, 64, 5
+PROMPT = 64
+TOKENS = 64
+REPEATS = 5
 """Tokens of the prompt, tokens after it, and how often a round repeats the prompt."""
 PRODUCTS = ((128, 256, 1024), (128, 512, 512), (1, 512, 2048))
 """Rows, inner size and columns of the products."""

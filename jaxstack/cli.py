@@ -92,7 +92,9 @@ class BrokenPipeTolerantOutput:
     """
 
     def __init__(self, stream: TextIO, notice: Callable[[], None] = lambda: None):
-        self._stream, self._notice, self._gone = stream, notice, False
+        self._stream = stream
+        self._notice = notice
+        self._gone = False
 
     def write(self, text: str) -> int:
         self._guarded(lambda: self._stream.write(text))

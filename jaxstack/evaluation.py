@@ -60,7 +60,9 @@ class Evaluator:
     ):
         if isinstance(data, Iterator):  # every evaluation reads it from the start
             data = list(data)
-        self._steps, self._data, self._placement = steps, data, BatchPlacement(steps.rules)
+        self._steps = steps
+        self._data = data
+        self._placement = BatchPlacement(steps.rules)
         self._batch_size = max(batch_size, steps.rules.degree(steps.rules.table["batch"]))
         whole = steps.rules.sharding(jax.P())
 
@@ -87,7 +89,8 @@ class Evaluator:
           `eval_loss` (nats per item), `eval_items` and `eval_seconds`; None if there is no held-out data.
         """
         host, size = self._host_batches(max_tokens)
-        began, sums = time.perf_counter(), self._zero()
+        began = time.perf_counter()
+        sums = self._zero()
         batches = self._placement.stream(host, self._batch_size, size)
         queued: collections.deque[LossSum] = collections.deque()
         with contextlib.closing(cast(Generator, batches)):
@@ -100,7 +103,8 @@ class Evaluator:
                 if stop():
                     return None
         sums = jax.device_get(sums)
-        total, count = float(sums.total), float(sums.count)
+        total = float(sums.total)
+        count = float(sums.count)
         if not count:
             return None
         return {
@@ -111,7 +115,8 @@ class Evaluator:
 
     def _host_batches(self, max_tokens: int | None) -> tuple[Iterator[HostBatch], int | None]:
         """Return this process's rows of the held-out batches, and the global batch size (None if it may vary)."""
-        size, data = self._batch_size, self._data
+        size = self._batch_size
+        data = self._data
         if isinstance(data, HeldOutData):
             rows = self._placement.local_rows(size)
             return data.held_out_batches(batch_size=size, rows=rows, max_tokens=max_tokens), size

@@ -139,7 +139,8 @@ class FileLock:
     """
 
     def __init__(self, path: Path, *, per_process: bool = False):
-        self._path, self._lock = path, fcntl.lockf if per_process else fcntl.flock
+        self._path = path
+        self._lock = fcntl.lockf if per_process else fcntl.flock
         # O_NOFOLLOW: writing the holder's name would otherwise write into the target of a link.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._file = os.fdopen(os.open(path, flags, 0o644), "r+", encoding="utf-8", errors="replace")
@@ -166,7 +167,8 @@ class FileLock:
     def is_in_place(self) -> bool:
         """Return True if the lock file at `path` has not been removed or replaced since it was locked."""
         try:
-            found, mine = os.stat(self._path, follow_symlinks=False), os.fstat(self._file.fileno())
+            found = os.stat(self._path, follow_symlinks=False)
+            mine = os.fstat(self._file.fileno())
         except OSError:
             return False
         return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)

@@ -81,7 +81,8 @@ class FolderTrainer(Trainer):
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state, self._taken = state, None
+        self._state = state
+        self._taken = None
 
     @property
     def stored_state(self) -> TrainState:

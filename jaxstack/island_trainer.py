@@ -34,7 +34,8 @@ from jaxstack.trainer import Trainer
 Communicate = Callable[[Dict, OuterState], tuple[Dict, OuterState]]
 """(trained parameters of an island, state of the method) -> both after an exchange. Runs inside the `shard_map`."""
 
-_WHOLE, _OWN = PartitionSpec(), PartitionSpec(ISLANDS)
+_WHOLE = PartitionSpec()
+_OWN = PartitionSpec(ISLANDS)
 _OWN_FIELDS = ("params", "non_params", "optimizer", "skipped", "history")
 _SPECS = TrainState(_WHOLE, _OWN, _OWN, _OWN, _WHOLE, _OWN, _OWN, OuterState(_WHOLE, _OWN))  # pyright: ignore[reportArgumentType]
 """Which parts of the state each island has for itself."""
@@ -191,7 +192,8 @@ class IslandTrainer(Trainer):
 
     def _run_shardings(self, shardings: TrainState) -> TrainState:
         params, _ = self.module.split_frozen(self.module.abstract_params)
-        shapes, specs = flatten(params), flatten(shardings.params)
+        shapes = flatten(params)
+        specs = flatten(shardings.params)
 
         def place(entry: Dict) -> Dict:
             def one(path: tuple[str, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -210,19 +212,26 @@ class IslandTrainer(Trainer):
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state, self._taken = state, None
+        self._state = state
+        self._taken = None
 
     def _mean(self, state: TrainState) -> tuple[Dict, Dict, jax.Array]:
         """Return parameters and other variables averaged over device groups, and the groups' RMS distance from it."""
         params, non_params = jax.tree.map(_mean_of_first, (state.params, state.non_params))
-        squares = lambda x, mean: jnp.sum(jnp.mean((x - mean) ** 2, 0))  # noqa: E731
-        trained = lambda tree: self.module.split_frozen(tree)[0]  # noqa: E731
+
+        def squares(x, mean):
+            return jnp.sum(jnp.mean((x - mean) ** 2, 0))
+
+        def trained(tree):
+            return self.module.split_frozen(tree)[0]
+
         apart = jax.tree.map(squares, trained(state.params), trained(params))
         return params, non_params, jnp.sqrt(sum(jax.tree.leaves(apart)))
 
     @functools.cached_property
     def _compiled_mean(self) -> Callable[[TrainState], tuple[Dict, Dict, jax.Array]]:
-        one, whole = _map_own(_drop_first, self.shardings), self.rules.sharding(_WHOLE)
+        one = _map_own(_drop_first, self.shardings)
+        whole = self.rules.sharding(_WHOLE)
         return jax.jit(self._mean, out_shardings=(one.params, one.non_params, whole))
 
     @property
@@ -243,7 +252,8 @@ class IslandTrainer(Trainer):
     @stored_state.setter
     def stored_state(self, state: TrainState) -> None:
         own = dict(state.outer.own)
-        params, non_params = own.pop("params"), own.pop("non_params")
+        params = own.pop("params")
+        non_params = own.pop("non_params")
         self.state = state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
 
     @property
@@ -259,7 +269,8 @@ class IslandTrainer(Trainer):
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
         """Compile the train step and the communication between islands (device groups), see `Trainer.compile`."""
         step = super().compile(batch, create_state=create_state)
-        exchange, state = self.exchange, self.abstract_state
+        exchange = self.exchange
+        state = self.abstract_state
         if self._method.synchronous_steps:
             program = StepProgram(self.steps.synchronous_copy(), state, self.train.xla_options)
             begin = self._compile_exchange(lambda params, _: (params, exchange.init(params)))
@@ -322,7 +333,8 @@ class IslandTrainer(Trainer):
 
     def bytes_of_steps(self, steps: int) -> float:
         """Return how many bytes each device sends to other islands (device groups) in a run's first `steps` steps."""
-        known, first = self.describe()["islands"], min(steps, self._method.synchronous_steps)
+        known = self.describe()["islands"]
+        first = min(steps, self._method.synchronous_steps)
         phases = [phase for step in range(1, steps + 1) if (phase := self._due(step)) is not None]
         sent = sum(known["exchange_bytes"][phase] for phase in phases)
         return first * known["synchronous_bytes"] + (steps - first) * known["step_bytes"] + sent
@@ -357,10 +369,14 @@ class IslandTrainer(Trainer):
         `islands` has the bytes that each device sends to other islands: in a step, in the exchanges, and in each of
         the synchronous steps.
         """
-        axes, step = dict(self.rules.mesh.shape), self.program.compiled
+        axes = dict(self.rules.mesh.shape)
+        step = self.program.compiled
         exchanges = [*(self._beside or self._between).values()]
         described: dict[str, Any] = {"count": axes[ISLANDS], **self._method.model_dump(mode="json")}
-        sent = lambda program: bytes_over_axis((program and program.as_text()) or "", axes, ISLANDS)  # noqa: E731
+
+        def sent(program):
+            return bytes_over_axis((program and program.as_text()) or "", axes, ISLANDS)
+
         with contextlib.suppress(ValueError, AssertionError):  # HLO text of an unknown form must not stop a run
             described["step_bytes"] = sent(step)
             described["exchange_bytes"] = [sent(program) for program in exchanges]

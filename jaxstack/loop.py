@@ -134,11 +134,13 @@ class Loop:
     """
 
     def __init__(self, trainer: Trainable, run_dir: str | Path | None, settings: LoopSettings):
-        self.trainer, self.settings = trainer, settings
+        self.trainer = trainer
+        self.settings = settings
         self.run_dir = Path(run_dir).expanduser() if run_dir is not None else None
         self.log = RunLog(self.run_dir, trainer.train.steps, settings.observe, settings.say)
         self.checkpoints: RunCheckpoints | None = None
-        self.skips, self.skipped = SkippedSteps(settings.resilience), 0
+        self.skips = SkippedSteps(settings.resilience)
+        self.skipped = 0
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
         trainer.steps.noise_scale = settings.observe.noise_scale
@@ -149,7 +151,8 @@ class Loop:
 
     def run(self) -> dict[str, Any]:
         """Train until the last step of the run and return the last logged metrics, see `Trainer.fit`."""
-        train, log = self.trainer.train, self.log
+        train = self.trainer.train
+        log = self.log
         with contextlib.ExitStack() as stack:
             if self.run_dir is not None:
                 self.checkpoints = self._open_checkpoints(stack, self.run_dir)
@@ -237,7 +240,8 @@ class Loop:
 
     def _schedule(self) -> list[list[float]]:
         """Return up to 200 points [step, learning rate] of the learning-rate schedule, for the run's report."""
-        rate, steps = self.trainer.learning_rate, self.trainer.train.steps
+        rate = self.trainer.learning_rate
+        steps = self.trainer.train.steps
         if rate is None:
             return []
         picked = sorted({round(i * (steps - 1) / 199) for i in range(200)})
@@ -246,7 +250,8 @@ class Loop:
 
     def _steps(self, start: int) -> None:
         """Take all training steps after step `start`, saving checkpoints and evaluating in between."""
-        train, manager = self.trainer.train, self.checkpoints.manager if self.checkpoints is not None else None
+        train = self.trainer.train
+        manager = self.checkpoints.manager if self.checkpoints is not None else None
         pending: collections.deque[tuple[int, Metrics, float]] = collections.deque()
         profile = (self.run_dir or Path(".")) / "profile"
         profiler = StepProfiler(self.settings.observe.profile_steps, profile, self.log.say)
@@ -347,7 +352,8 @@ class Loop:
 
     def _advise(self, blocking_seconds: float, total_seconds: float, step_seconds: float) -> None:
         """Report how often a long run should save checkpoints, given the durations of a save and of a step."""
-        every, hours = self.settings.checkpoint.every_steps, self.settings.resilience.device_hours_between_failures
+        every = self.settings.checkpoint.every_steps
+        hours = self.settings.resilience.device_hours_between_failures
         if self.trainer.train.steps * step_seconds >= _LONG_RUN_SECONDS:
             devices = self.trainer.rules.mesh.size
             self.log.say(advise_interval(every, step_seconds, blocking_seconds, total_seconds, devices, hours))
@@ -369,7 +375,8 @@ class Loop:
 
     def _evaluate(self, step: int, max_tokens: int | None, stop: Callable[[], bool] = lambda: False) -> bool:
         """Evaluate on held-out data and log the result; return True if `stop` ended the evaluation early."""
-        began, stopped = time.perf_counter(), False
+        began = time.perf_counter()
+        stopped = False
 
         def after_batch() -> bool:
             nonlocal stopped

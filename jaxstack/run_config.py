@@ -95,7 +95,8 @@ class RunConfig(Component):
         return None
 
     def _batch_problem(self) -> str | None:
-        batch, microbatches = self.train.global_batch_size, self.train.gradient_accumulation
+        batch = self.train.global_batch_size
+        microbatches = self.train.gradient_accumulation
         if batch % microbatches == 0:
             return None
         return (
@@ -104,7 +105,8 @@ class RunConfig(Component):
         )
 
     def _ramp_problem(self) -> str | None:
-        ramp, batch = self.train.batch_ramp, self.train.global_batch_size
+        ramp = self.train.batch_ramp
+        batch = self.train.global_batch_size
         if ramp is None:
             return None
         doublings = len(ramp.double_at_tokens)
@@ -134,7 +136,9 @@ class RunConfig(Component):
         )
 
     def _transfer_problem(self) -> str | None:
-        remat, scanned, stages = self.model.remat, self.model.scan_layers, self.parallel.pipeline
+        remat = self.model.remat
+        scanned = self.model.scan_layers
+        stages = self.parallel.pipeline
         if self.parallel.prefetch and (not scanned or remat.endswith("offload") or stages > 1):
             return (
                 f"parallel.prefetch needs model.scan_layers=true ({str(scanned).lower()}), a model.remat without "
@@ -163,7 +167,8 @@ class RunConfig(Component):
         return None
 
     def _compression_problem(self) -> str | None:
-        rules, stages = self.compression.rules, self.parallel.pipeline
+        rules = self.compression.rules
+        stages = self.parallel.pipeline
         if stages > 1 and self.distill.teacher is not None:
             return (
                 f"distill.teacher does not support a pipeline, and parallel.pipeline is {stages}; set it to 1, or "
@@ -186,7 +191,8 @@ class RunConfig(Component):
         return None
 
     def _islands_problem(self) -> str | None:
-        count, separate = self.parallel.islands, isinstance(self.islands, FolderDiLoCo)
+        count = self.parallel.islands
+        separate = isinstance(self.islands, FolderDiLoCo)
         if separate and count > 1:
             return "islands.name=folder describes one island of separate runs; set parallel.islands=1."
         if count == 1 and not separate:
@@ -215,7 +221,8 @@ class RunConfig(Component):
     @property
     def one_island(self) -> "RunConfig":
         """Configuration of one island (group of devices that trains its own model copy); `self` without islands."""
-        count, simulated = self.parallel.islands, self.parallel.simulate_devices
+        count = self.parallel.islands
+        simulated = self.parallel.simulate_devices
         if count == 1:
             return self
         degrees = {"islands": 1, "simulate_devices": simulated and simulated // count}
@@ -283,10 +290,12 @@ def load_tree(
 def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
     """Shorten the warm-up to a tenth of the run if an override of `train.steps` requires it; return notes on it."""
     given = {override.partition("=")[0].strip() for override in overrides}
-    train, schedule = tree.get("train"), tree.get("schedule")
+    train = tree.get("train")
+    schedule = tree.get("schedule")
     if "train.steps" not in given or "schedule.warmup_steps" in given or not isinstance(schedule, dict):
         return []
-    steps, warmup = train.get("steps") if isinstance(train, dict) else None, schedule.get("warmup_steps")
+    steps = train.get("steps") if isinstance(train, dict) else None
+    warmup = schedule.get("warmup_steps")
     if not isinstance(steps, int) or not isinstance(warmup, int) or warmup <= steps or steps < 1:
         return []
     schedule["warmup_steps"] = shorter = max(1, steps // 10)

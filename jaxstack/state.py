@@ -65,7 +65,10 @@ def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> t
     """
     used = module.used.plain
     shardings = jax.tree.map(rules.sharding, used.parameter_specs(rules, zero))
-    shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+
+    def shape(x, s):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+
     own, teacher = split_teacher(jax.tree.map(shape, used.abstract_params, shardings))
     return module.split_adapters(own)[0], teacher.get("teacher", {})
 

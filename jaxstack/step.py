@@ -64,9 +64,13 @@ class StepFunctions:
         layout: StepLayout | None = None,
         accumulation: int = 1,
     ):
-        self.module, self.optimizer, self.learning_rate = module, optimizer, learning_rate
+        self.module = module
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
         self._loss = loss
-        self.rules, self.layout, self.accumulation = rules, layout or StepLayout(), accumulation
+        self.rules = rules
+        self.layout = layout or StepLayout()
+        self.accumulation = accumulation
         self.spike_threshold: float | None = None
         """`resilience.spike_threshold`; it is read when the step is traced."""
         self._curvature_every = getattr(optimizer, "curvature_every", 0)
@@ -130,19 +134,25 @@ class StepFunctions:
         sums = self._all_sums(sums)
         count = jnp.maximum(sums.count, 1.0)
         gradients = to_stored(jax.tree.map(lambda g: g / count, sums.gradients), 1.0)
-        loss, norm = sums.loss / count, gradient_norm(gradients)
+        loss = sums.loss / count
+        norm = gradient_norm(gradients)
         extra = self._curvature(state, used, to_stored, batch, key) if self._curvature_every else {}
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained, **extra)
         _check_dtypes(trained, optimizer, state.optimizer)
         new_trained = self.module.keep_constraints(trained, cast(dict[str, Any], optax.apply_updates(trained, updates)))
 
-        taken, limits = jnp.isfinite(loss) & jnp.isfinite(norm), {}
+        taken = jnp.isfinite(loss) & jnp.isfinite(norm)
+        limits = {}
         if self.spike_threshold is not None:
             most = state.history.limits(self.spike_threshold)
-            loss_limit, norm_limit = most[0], most[1]
+            loss_limit = most[0]
+            norm_limit = most[1]
             taken &= (loss <= loss_limit) & (norm <= norm_limit)
             limits = {"loss_limit": loss_limit, "grad_norm_limit": norm_limit}
-        take = lambda new, old: jax.tree.map(lambda n, o: _where(taken, n, o), new, old)  # noqa: E731
+
+        def take(new, old):
+            return jax.tree.map(lambda n, o: _where(taken, n, o), new, old)
+
         skipped = jnp.where(taken, 0, state.skipped + 1)
         new = TrainState(
             state.step + 1,
@@ -211,7 +221,10 @@ class StepFunctions:
             return jax.tree.map(lambda g: g**2 / jnp.maximum(sums.count, 1.0), to_stored(sums.gradients, 0.0))
 
         renewed = state.step % self._curvature_every == 0
-        zeros = lambda: jax.tree.map(jnp.zeros_like, self.module.split_frozen(state.params)[0])  # noqa: E731
+
+        def zeros():
+            return jax.tree.map(jnp.zeros_like, self.module.split_frozen(state.params)[0])
+
         return {"curvature": jax.lax.cond(renewed, estimate, zeros), "renewed": renewed}
 
     def _with_keys(self, batch: Batch, key: jax.Array, always: bool = False) -> Batch:
@@ -238,7 +251,9 @@ class StepProgram:
     """
 
     def __init__(self, steps: StepFunctions, state: TrainState, xla_options: Mapping[str, bool | int | float | str]):
-        self._steps, self._state, self._xla_options = steps, state, xla_options
+        self._steps = steps
+        self._state = state
+        self._xla_options = xla_options
         self.choices: list[Choice] = []
         """The kernels that the step took, and the reasons against others; known after `lower`."""
         self.compiled: jax.stages.Compiled | None = None
@@ -279,7 +294,8 @@ class StepProgram:
 
     @functools.cached_property
     def _installed_options(self) -> tuple[XlaOptions, list[str]]:
-        layout, own = self._steps.layout, {}
+        layout = self._steps.layout
+        own = {}
         if self._on_gpu:
             own = builtin_step_options(pipeline=layout.pipeline is not None, peer_copies=layout.peer_copies)
         return translate_options({**own, **self._xla_options})
@@ -306,7 +322,8 @@ class StepProgram:
 
     def describe_sharding(self) -> dict[str, Any]:
         """Return how the arrays of the train state are sharded, with their bytes per device, as JSON data."""
-        state, steps = self._steps.one_model(self._state), self._steps
+        state = self._steps.one_model(self._state)
+        steps = self._steps
         others = (state.step, state.non_params, state.key, state.history)
         zero = steps.layout.zero
         moments = (state.optimizer, state.outer)

@@ -89,7 +89,9 @@ class Trainer:
         seed: int = 0,
     ):
         _check_arguments(train, schedule, mesh, layout)
-        self.train, self.seed, self.data = train or TrainConfig(), seed, as_source(data)
+        self.train = train or TrainConfig()
+        self.seed = seed
+        self.data = as_source(data)
         self.batch_sizes = BatchSizes(self.train)
         self.rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.placement = BatchPlacement(self.rules)
@@ -128,7 +130,9 @@ class Trainer:
 
     def _scheduled(self, optimizer: Optimizer, schedule: Schedule, zero: int) -> StepOptimizer:
         """Return the optimizer of the trained parameters, with learning-rate schedule and freezing rules applied."""
-        multiplier, peak, sizes = schedule.make_multiplier(self.train.steps), optimizer.learning_rate, self.batch_sizes
+        multiplier = schedule.make_multiplier(self.train.steps)
+        peak = optimizer.learning_rate
+        sizes = self.batch_sizes
         if sizes.grows:
             self.learning_rate = lambda step: (
                 peak * sizes.learning_rate_factor(step) * multiplier(sizes.schedule_position(step))
@@ -163,10 +167,14 @@ class Trainer:
         """The train state; it is initialized, sharded over the devices, when it is first used."""
         state = self._state
         if state is None:
-            create = lambda key: self._run_state(init_state(self.module, self.optimizer, key))  # noqa: E731
+
+            def create(key):
+                return self._run_state(init_state(self.module, self.optimizer, key))
+
             create = jax.jit(create, out_shardings=self.shardings)
             state = replace_teacher(create(jax.random.key(self.seed)), self._teacher)
-            self._state, self._teacher = state, {}
+            self._state = state
+            self._teacher = {}
         return state
 
     @state.setter
@@ -218,7 +226,8 @@ class Trainer:
 
     def _take_teacher(self) -> Dict:
         """Return the distillation teacher's parameters for a new state: from `set_teacher`, or from the old state."""
-        teacher, self._teacher = self._teacher, {}
+        teacher = self._teacher
+        self._teacher = {}
         return teacher or (split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
 
     @property
@@ -323,7 +332,8 @@ class Trainer:
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, dtypes and shardings of a full batch, without using up the batch of step `start`."""
         size = self.train.global_batch_size
-        rows, start = self.placement.local_rows(size), self.batch_sizes.rows_before(start) // size
+        rows = self.placement.local_rows(size)
+        start = self.batch_sizes.rows_before(start) // size
         return abstract_batch(peek(self.data, global_batch_size=size, rows=rows, start=start), self.rules, size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:

@@ -140,12 +140,14 @@ def select(
         NotSupported: the named backend is unknown or does not support the request, or no backend does.
     """
     if implementation is not None:
-        chosen, refused = _find_named(operation, backends, implementation, request), ()
+        chosen = _find_named(operation, backends, implementation, request)
+        refused = ()
     else:
         chosen, refused = _find_first_supporting(operation, backends, request)
     recorders = _recorders.get()
     if recorders and record:
-        explicit, fallback = implementation is not None, _is_fallback(backends, refused, request)
+        explicit = implementation is not None
+        fallback = _is_fallback(backends, refused, request)
         choice = Choice(operation, _call_site(), str(request), chosen.name, refused, explicit, fallback)
         for recorder in recorders:
             if choice not in recorder:

@@ -77,7 +77,8 @@ def _tune(works: list[Work], names: list[str], path: Path, minutes: float, stopw
     device = device_kind().removeprefix("NVIDIA ")
     rows = load(path) if path.exists() else []
     save(path, rows)  # A path that cannot be written to is found out before minutes of measuring.
-    limit, status = Limit(minutes, len(works) * len(names)), 0
+    limit = Limit(minutes, len(works) * len(names))
+    status = 0
     for work in works:
 
         def save_row(kernel: str, blocks: dict[str, int | bool], measured: str, work: Work = work) -> None:

@@ -44,7 +44,10 @@ def text(x: float, y: float, words: str, **attributes: str) -> str:
 
 def draw_layers() -> str:
     """Return the SVG of the layers, with the kernels beside them."""
-    width, left, right, row = 860, 170, 690, 44
+    width = 860
+    left = 170
+    right = 690
+    row = 44
     parts = []
     for index, (name, modules) in enumerate(LAYERS):
         y = 20 + index * row
@@ -54,7 +57,8 @@ def draw_layers() -> str:
             x = left + place * step
             parts.append(BOX.format(x=f"{x:g}", y=y, w=f"{step - 6:g}", h=row - 9, fill="var(--code)"))
             parts.append(text(x + (step - 6) / 2, y + 23, module, text_anchor="middle", font_size="12"))
-    top, bottom = 20 + 3 * row, 20 + len(LAYERS) * row - 9
+    top = 20 + 3 * row
+    bottom = 20 + len(LAYERS) * row - 9
     parts.append(BOX.format(x=right + 24, y=top, w=126, h=bottom - top, fill="var(--code)"))
     middle = right + 24 + 63
     lines = (
@@ -77,14 +81,19 @@ def draw_layers() -> str:
 
 def draw_way(way: Sequence[tuple[str, str, str]] = WAY) -> str:
     """Return the SVG of the path of a batch, in two rows of boxes with arrows between them."""
-    width, w, h, gap, columns = 860, 186, 86, 22, 4
+    width = 860
+    w = 186
+    h = 86
+    gap = 22
+    columns = 4
     parts = [
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         '<path d="M0 0L8 4L0 8z" fill="var(--soft)"/></marker></defs>'
     ]
     arrow = '<path d="{path}" fill="none" stroke="var(--soft)" stroke-width="1.6" marker-end="url(#tip)"/>'
     for index, (package, what, more) in enumerate(way):
-        x, y = 20 + index % columns * (w + gap), 24 + index // columns * (h + 48)
+        x = 20 + index % columns * (w + gap)
+        y = 24 + index // columns * (h + 48)
         parts.append(BOX.format(x=x, y=y, w=w, h=h, fill="var(--code)"))
         parts.append(text(x + 12, y + 24, f"jaxstack.{package}", style="fill: var(--first)", font_size="12"))
         parts.append(text(x + 12, y + 47, what, font_weight="600"))

@@ -16,7 +16,8 @@ from scripts.result_rows import RESULTS, ROOT, Row, read_rows
 PAGE = ROOT / "docs" / "compression.md"
 NAMES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "rtn": "rounding", "awq": "AWQ",
          "gptq": "GPTQ"}  # fmt: skip
-PRUNING, ROUNDING = ("magnitude", "wanda", "sparsegpt"), ("rtn", "awq", "gptq")
+PRUNING = ("magnitude", "wanda", "sparsegpt")
+ROUNDING = ("rtn", "awq", "gptq")
 
 
 def comparison(rows: Iterable[Row], methods: tuple[str, ...], key: str, form: str) -> str:
@@ -82,7 +83,8 @@ def products_table(_: Iterable[Row]) -> str:
     for (work, variant, implementation), row in found.items():
         if implementation != "triton":
             continue
-        plain, xla = found[work, "bf16", "xla"], found.get((work, variant, "xla"))
+        plain = found[work, "bf16", "xla"]
+        xla = found.get((work, variant, "xla"))
         times = (1e3 * timed["milliseconds"] / row["pairs"] for timed in (plain, row))
         cells = (work, variant, *(f"{time:.1f}" for time in times), f"{row['speedup']:.2f}")
         beside = f"{xla['speedup']:.2f}" if xla else "–"

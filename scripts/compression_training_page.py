@@ -53,7 +53,8 @@ def table(part: str, rows: Iterable[Row]) -> str:
         kept = f", penalty {row['penalty']} ({row['kept']:.0%} of the values left)" if "kept" in row else ""
         cells = (row["variant"] + kept, NAMES[row["implementation"]], f"{row['loss']:.4f}", f"{row['rise']:+.4f}")
         lines.append(f"| {' | '.join(cells)} |")
-    first, seeds = rows[0], max(len(row["losses"]) for row in rows)
+    first = rows[0]
+    seeds = max(len(row["losses"]) for row in rows)
     of_seeds = f"mean of {seeds} repetitions, " if seeds > 1 else ""
     commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
     if "eval_tokens" in first:

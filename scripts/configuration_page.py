@@ -102,7 +102,8 @@ def shared_table(base: type[BaseModel], components: Sequence[type[BaseModel]]) -
     """Return the table of the keys that all components of a section have, with the defaults of those that differ."""
     rows = []
     for key, field in base.model_fields.items():
-        default, others = flow(plain(field.default)), {}
+        default = flow(plain(field.default))
+        others = {}
         for component in components:
             own = flow(plain(component.model_fields[key].default))
             if own != default:

@@ -14,7 +14,8 @@ from benchmarks.picture import Panel, draw
 from scripts.page_parts import fill_page
 from scripts.result_rows import RESULTS, ROOT, Row, read_rows
 
-PAGE, PICTURES = ROOT / "docs" / "fields.md", ROOT / "docs" / "pictures"
+PAGE = ROOT / "docs" / "fields.md"
+PICTURES = ROOT / "docs" / "pictures"
 
 
 def newest_rows(results: Path = RESULTS) -> list[Row]:

@@ -80,7 +80,8 @@ def make(name: str) -> None:
     compressor.update_config(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
 
-    dense, hashes = make_model(), {}
+    dense = make_model()
+    hashes = {}
     for name, module in quantized.items():
         library = BaseCompressor.get_value_from_registry(module.quantization_scheme.format)
         state = get_direct_state_dict(module)

@@ -14,7 +14,8 @@ from scripts.page_parts import fill_page
 from scripts.result_rows import RATE, RESULTS, ROOT, Row, newest_rows, read_all, read_rows
 
 PAGE = ROOT / "docs" / "parallelism.md"
-WEAK, STRONG = "tokens a device", "tokens in all"
+WEAK = "tokens a device"
+STRONG = "tokens in all"
 """Parts of the names of works in which the tokens grow with the number of devices, and in which they do not."""
 OVERLAP_GOAL = 0.80
 """Goal of the hidden share, and of the overlapped share, of the communication of `tensor`."""
@@ -66,7 +67,8 @@ def overlap_table(rows: Iterable[Row]) -> str:
     by_variant = {row["variant"]: row for row in traced}
     if not {"no overlap", "overlap"} <= set(by_variant):
         return "Not measured yet; `python benchmarks/overlap.py --layouts tensor` measures it."
-    before, after = by_variant["no overlap"], by_variant["overlap"]
+    before = by_variant["no overlap"]
+    after = by_variant["overlap"]
     parts = ("milliseconds", "computation", "communication", "overlapped")
     lines = [
         [row["variant"], *(f"{row[part]:.1f}" for part in parts), percent(row["overlap"])] for row in (before, after)
@@ -99,7 +101,8 @@ def step_table(steps: Sequence[Row]) -> str:
 
 def clocks(steps: Sequence[Row]) -> str:
     """Return, for weak scaling, how much longer a step takes than on one GPU, and how much its clock differs."""
-    sentences, used = [], []
+    sentences = []
+    used = []
     for base, rows in compared_runs(steps):
         if WEAK not in base["work"]:
             continue

@@ -28,7 +28,8 @@ from scripts.result_rows import (
 from scripts.row_tables import rows_page, short_name
 
 DOCS = ROOT / "docs"
-PAGE, PICTURES = DOCS / "performance.md", DOCS / "pictures"
+PAGE = DOCS / "performance.md"
+PICTURES = DOCS / "pictures"
 WORKS = {
     "gpt2-124m bf16": "GPT-2 124M, bfloat16",
     "llama3-1b bf16": "Llama 1B, bfloat16",
@@ -180,7 +181,8 @@ def comparison_table(found: Iterable[Comparison]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
-        ours, peer = one.ours, one.peer
+        ours = one.ours
+        peer = one.peer
         theirs = f"{peer[RATE]:,.0f} ({short_name(peer)})" if peer else "–"
         limit = f"{100 * one.limit_fraction:.0f} %" if one.limit_fraction else "–"
         limit += " †" if one.limit and one.limit.get("note") else ""
@@ -270,7 +272,8 @@ def make_profiles_page(results: Path = RESULTS) -> str:
     """Return docs/profiles.md."""
     page = PROFILES
     if ablation := newest_work(results / "ablation.jsonl"):
-        first, best = ablation[0], max(ablation, key=lambda row: row[RATE])
+        first = ablation[0]
+        best = max(ablation, key=lambda row: row[RATE])
         summary = (
             f"The fastest row, *{variant_name(best)}*, makes {best[RATE] / first[RATE]:.1f} times the tokens/s of the "
             f"first, at {best['loss_ratio']:.3f} of its loss."
@@ -289,7 +292,8 @@ def ablation_table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        energy, cost = row.get("joules_per_token"), row.get("dollars_per_billion_tokens")
+        energy = row.get("joules_per_token")
+        cost = row.get("dollars_per_billion_tokens")
         cells = (
             variant_name(row), f"{row[RATE]:,.0f}", f"{row[RATE] / rows[0][RATE]:.2f}",
             f"{row[RATE] / tf32[RATE]:.2f}" if tf32 else "–", f"{row['final_loss']:.4f}",
@@ -367,7 +371,8 @@ def ablation_chart(rows: Sequence[Row]) -> str:
 
 def make_pictures(results: Path = RESULTS) -> Mapping[str, str]:
     """Return file name -> SVG of the charts that have rows."""
-    found, drawn = comparisons(results), {}
+    found = comparisons(results)
+    drawn = {}
     if any(one.peer for one in found):
         drawn["speed.svg"] = speed_chart(found)
     if any(one.limit for one in found):

@@ -27,7 +27,8 @@ from jaxstack.run_config import load_config
 from scripts.page_parts import fill_page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = ROOT / "docs" / "plan.md", ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "plan.md"
+RESULTS = ROOT / "benchmarks" / "results"
 COMPILED = ROOT / "tests" / "plan" / "data" / "compiled_memory.jsonl"
 EXAMPLES = {
     "1b": (["model.preset=llama3-1b", "model.scan_layers=false", "train.global_batch_size=4"], "1 x 1 h200"),
@@ -121,9 +122,11 @@ def measured(rows: Iterable[dict[str, Any]], stored: bool = False) -> str:
       rows: of `benchmarks/results`.
       stored: take the forecast that the benchmark stored before it measured, not today's.
     """
-    lines, errors = [], []
+    lines = []
+    errors = []
     for row in rows:
-        predicted, real = row["predicted_milliseconds"] if stored else predict(row), row["milliseconds"]
+        predicted = row["predicted_milliseconds"] if stored else predict(row)
+        real = row["milliseconds"]
         if predicted is None:
             continue
         errors.append(predicted / real - 1)
@@ -153,10 +156,8 @@ def choices() -> str:
     lines = []
     for work in dict.fromkeys(row["work"] for row in rows):
         found = [row for row in rows if row["work"] == work]
-        chosen, best = (
-            min(found, key=lambda row: predict(row) or math.inf),
-            min(found, key=lambda row: row["milliseconds"]),
-        )
+        chosen = min(found, key=lambda row: predict(row) or math.inf)
+        best = min(found, key=lambda row: row["milliseconds"])
         times = [chosen["milliseconds"], best["milliseconds"]]
         lines.append([work, str(len(found)), chosen["variant"], f"{times[0]:,.1f}", best["variant"], f"{times[1]:,.1f}",
                       f"{times[0] / times[1]:.3f}"])  # fmt: skip
@@ -166,7 +167,8 @@ def choices() -> str:
 
 def compiled() -> str:
     """Return the planner's memory beside the compiler's."""
-    lines, errors = [], []
+    lines = []
+    errors = []
     for row in read(COMPILED):
         config = load_config(None, row["overrides"], report=lambda _: None)
         found = forecast(config, parse_cluster(f"1 x {row['devices']} h200")).memory_bytes

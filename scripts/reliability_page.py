@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "tests" / "reliability" / "results.jsonl", ROOT / "docs" / "reliability.md"
-BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
+RESULTS = ROOT / "tests" / "reliability" / "results.jsonl"
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN = "<!-- results -->\n"
+END = "<!-- end of results -->\n"
 
 
 def newest_rows(results: Path = RESULTS) -> list[dict[str, Any]]:

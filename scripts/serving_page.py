@@ -68,7 +68,8 @@ def engine() -> str:
     The variants of a work are compared with each other, so they come from its newest run. Only those of throughput
     stand by themselves.
     """
-    lines, rows = [], read_rows(RESULTS / "serve.jsonl")
+    lines = []
+    rows = read_rows(RESULTS / "serve.jsonl")
     newest = {row["work"]: row["run"] for row in sorted(rows, key=lambda row: row["date"])}
     rows = [row for row in rows if row["run"] == newest[row["work"]] or "throughput" in row["work"]]
     for row in rows:
@@ -123,7 +124,8 @@ def share_in_turn(name: str, prompt: int, tokens: int, flops: float) -> float:
     """
     model = preset_config(name)
     assert model.vocab_size is not None
-    weights, heads = count_parameters(model).matmul, model.num_kv_heads or model.num_heads
+    weights = count_parameters(model).matmul
+    heads = model.num_kv_heads or model.num_heads
     # The optimum multiplies each token with all matrices, but prompts need no logits. Each token of an answer reads the
     # keys and values, of two bytes each, of all tokens before it.
     computed = 2 * (weights * (prompt + tokens) - prompt * model.vocab_size * model.hidden_size)
@@ -143,7 +145,8 @@ def paged_attention() -> str:
 
 def host_gather() -> str:
     """Return the newest times of gathering rows of a host table, by the GPU and by the CPU."""
-    rows, lines = read_rows(RESULTS / "host_gather.jsonl"), list[list[str]]()
+    rows = read_rows(RESULTS / "host_gather.jsonl")
+    lines = list[list[str]]()
     for work in dict.fromkeys(row["work"] for row in rows):
         ways = {row["implementation"]: row for row in rows if row["work"] == work}
         names = ("kernel", "call", "torch", "numpy")
@@ -168,9 +171,11 @@ def host_gather() -> str:
 def speculation() -> str:
     """Return the speed and acceptance of speculative decoding, from the newest run."""
     rows = read_all(RESULTS / "speculation.jsonl")
-    run, lines = [row for row in rows if row["run"] == rows[-1]["run"]], list[list[str]]()
+    run = [row for row in rows if row["run"] == rows[-1]["run"]]
+    lines = list[list[str]]()
     for row in sorted(run, key=lambda row: row["at_once"]):
-        steps, accepted = row["tokens_per_step"], row["acceptance"]
+        steps = row["tokens_per_step"]
+        accepted = row["acceptance"]
         name = row.get("drafts", row["variant"])  # The variant of later rows names the number of requests too.
         lines.append([name, str(row["at_once"]), f"{row[RATE]:,.0f}", f"{row['times_without']:.2f}",
                       "" if accepted is None else f"{accepted:.0%}", "" if steps is None else f"{steps:.2f}",
@@ -187,7 +192,8 @@ def layer_window() -> str:
     """Return the memory and speed of generation with a few layers in memory, beside the whole model."""
     rows = read_rows(RESULTS / "layer_window.jsonl")
     newest = max(rows, key=lambda row: row["date"])["run"]
-    run, lines = [row for row in rows if row["run"] == newest], list[list[str]]()
+    run = [row for row in rows if row["run"] == newest]
+    lines = list[list[str]]()
     for row in run:
         bound = row.get("bound_bytes")
         lines.append([row["variant"], f"{row['peak_live_bytes'] / 1e6:,.1f}", f"{bound / 1e6:,.1f}" if bound else "",

@@ -40,7 +40,8 @@ def _source(match: re.Match[str]) -> str:
 
 def _link(match: re.Match[str], at_top: bool) -> str:
     """Return a Markdown link with its address on the site."""
-    target, anchor = match[1], match[2] or ""
+    target = match[1]
+    anchor = match[2] or ""
     path = target if at_top else target.removeprefix("../") if target.startswith("../") else f"docs/{target}"
     if path in OUTSIDE:
         return f"]({OUTSIDE[path]}{anchor})"

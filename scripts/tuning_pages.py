@@ -124,7 +124,8 @@ def transfers(rows: Sequence[Row]) -> str:
     head = ("parametrization", "width", "best learning rate", "its loss", "loss at 2^-8")
     lines = [drawn, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        best, at = row["losses"][str(row["best"])], row["losses"]["8"]
+        best = row["losses"][str(row["best"])]
+        at = row["losses"]["8"]
         found = f"2^-{row['best']} | {best:.3f} | {at if at is None else format(at, '.3f')}"
         lines.append(f"| {_named(row)} | {row['width']} | {found} |")
     spent = sum(row["cpu_seconds"] for row in rows)
@@ -165,11 +166,9 @@ def _against_random(sampler: str, studies: Sequence[Mapping[str, Row]]) -> str:
     """Return a sentence about a sampler's best loss against random search's with the same seeds."""
     last = f"loss_at_{COUNTS[-1]}"
     gains = [study["random"][last] - study[sampler][last] for study in studies]
-    wins, ties, error = (
-        sum(gain > 0 for gain in gains),
-        sum(gain == 0 for gain in gains),
-        stdev(gains) / len(gains) ** 0.5,
-    )
+    wins = sum(gain > 0 for gain in gains)
+    ties = sum(gain == 0 for gain in gains)
+    error = stdev(gains) / len(gains) ** 0.5
     tied = f", and the same at {ties}," if ties else ""
     return (
         f"`{sampler}` found a lower held-out loss than random search at {wins} of {len(gains)} seeds{tied} after "

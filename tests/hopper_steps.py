@@ -21,7 +21,8 @@ def compile_step(config: RunConfig) -> tuple[Trainer, Any]:
     devices = config.parallel.islands * math.prod(config.parallel.degrees.values())
     mesh = make_mesh(config.parallel, hopper_topology(devices).devices)
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
-    rows, length = config.train.global_batch_size, config.train.sequence_length
+    rows = config.train.global_batch_size
+    length = config.train.sequence_length
     batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "labels", "segment_ids")}
     with lowering_platform("cuda", compute_capability=(9, 0)):
         return trainer, trainer.compile(abstract_batch(batch, trainer.rules, rows))

@@ -14,7 +14,8 @@ from jaxstack.run.build import build_model, layout_rules, step_layout
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer
 
-VOCABULARY, LENGTH = 64, 16
+VOCABULARY = 64
+LENGTH = 16
 SMALL = (
     "model.hidden_size=32",
     "model.num_layers=2",

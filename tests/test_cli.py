@@ -15,7 +15,8 @@ class Gone(io.StringIO):
 
     def __init__(self, error: int):
         super().__init__()
-        self.error, self.writes = error, 0
+        self.error = error
+        self.writes = 0
 
     def write(self, text: str) -> int:
         self.writes += 1

@@ -401,7 +401,8 @@ def test_rows_of_uncommitted_files_are_not_shown(tmp_path, change):
 
 def test_ours_is_compared_with_the_fastest_peer_of_the_same_run(tmp_path):
     module = load_performance_page()
-    rate, work = "tokens_per_second_per_device", "gpt2-124m bf16"
+    rate = "tokens_per_second_per_device"
+    work = "gpt2-124m bf16"
     ours = {**ROW, "work": work, rate: 120.0, "date": "2026-01-01T00:00", "run": "1", "measured_seconds": 30.0}
     peers = [{**ours, "implementation": f"peer {speed}", rate: float(speed)} for speed in (80, 100)]
     later = {**ours, rate: 150.0, "date": "2026-01-02T00:00", "run": "2"}

@@ -13,8 +13,10 @@ def test_only_a_few_batches_wait_for_the_devices(monkeypatch):
     """Hundreds of programs with collectives, queued at once, hang on simulated CPU devices."""
     trainer = make_trainer(small_config("parallel.fsdp=2", "parallel.data=4"))
     batches = [batch_at(step, 8) for step in range(10)]
-    evaluator, events = Evaluator(trainer.steps, batches, 8), []
-    step, block = evaluator._step, jax.block_until_ready
+    evaluator = Evaluator(trainer.steps, batches, 8)
+    events = []
+    step = evaluator._step
+    block = jax.block_until_ready
 
     def run(*arguments):
         events.append(1)

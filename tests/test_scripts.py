@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run_sbatch(folder: Path, code: int, restarts: int = 0) -> tuple[int, list[str], str]:
     """The batch script, with an `srun` that ends with `code`: its own code, srun's words, and what was queued again."""
-    tools, log = folder / "bin", folder / "log"
+    tools = folder / "bin"
+    log = folder / "log"
     tools.mkdir()
     for name, text in {
         "srun": f'printf "%s\\n" "$@" > {log}; ls -l "$HOME/.cache/jaxstack" >> {log}.tls; exit {code}',

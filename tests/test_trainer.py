@@ -40,8 +40,10 @@ ROWS = {"x": POINTS, "y": np.sin(POINTS @ RANDOM.normal(size=8)).astype(np.float
 
 class Network(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)
-        self.norm, self.dropout = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+        self.up = nnx.Linear(8, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 1, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
     def __call__(self, x):
         return self.down(self.dropout(nnx.relu(self.norm(self.up(x)))))[:, 0]
@@ -143,7 +145,8 @@ def test_a_state_is_created_while_the_step_is_traced_and_an_existing_one_is_kept
         creating.append(threading.current_thread())
         return Network(rngs)
 
-    trainer, lazy = own_trainer(make), own_trainer()
+    trainer = own_trainer(make)
+    lazy = own_trainer()
     batch = trainer.peek_batch()
     creating.clear()
     trainer.compile(batch, create_state=True)
@@ -341,7 +344,8 @@ class Scaled(nnx.Module):
     """A layer with a further array of the given value."""
 
     def __init__(self, scale, rngs):
-        self.layer, self.scale = nnx.Linear(2, 1, rngs=rngs), scale
+        self.layer = nnx.Linear(2, 1, rngs=rngs)
+        self.scale = scale
 
     def __call__(self, x):
         return self.layer(x) * self.scale[...]
@@ -494,7 +498,8 @@ def test_a_run_that_was_broken_off_goes_on_bit_for_bit(unbroken, tmp_path):
     """A new Trainer in the same run directory: parameters, moments, keys and data position are all taken up."""
     break_off(tmp_path, 7)
     language_fit(tmp_path)
-    found, wanted = losses_of(tmp_path), losses_of(unbroken)
+    found = losses_of(tmp_path)
+    wanted = losses_of(unbroken)
     assert set(wanted) == set(range(1, 13)) and found == wanted
 
 
@@ -507,7 +512,8 @@ def test_a_run_goes_on_with_another_layout(unbroken, tmp_path):
     whole = make_trainer(small_config(*LANGUAGE, "model.dropout=0", "train.gradient_accumulation=1"))
     shutil.copytree(unbroken / "checkpoints" / "4", tmp_path / "one" / "checkpoints" / "4")
     whole.fit(tmp_path / "one", settings())
-    found, wanted = losses_of(tmp_path), losses_of(tmp_path / "one")
+    found = losses_of(tmp_path)
+    wanted = losses_of(tmp_path / "one")
     assert list(wanted) == list(range(5, 13))
     assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-5)
 
@@ -602,11 +608,13 @@ def test_a_checkpoint_from_before_a_field_was_added_loads(tmp_path):
     """The first release kept no history of losses."""
     trainer = own_trainer(steps=4)
     trainer.fit(tmp_path, settings())
-    found, manager = jax.device_get(trainer.state.params), CheckpointManager(tmp_path / "checkpoints")
+    found = jax.device_get(trainer.state.params)
+    manager = CheckpointManager(tmp_path / "checkpoints")
     old = {name: value for name, value in trainer.stored_state._asdict().items() if name not in LATER_FIELDS}
     manager.save(4, old, manager.extra(4), wait=True)
     manager.close()
-    said, again = [], own_trainer(steps=4)
+    said = []
+    again = own_trainer(steps=4)
     again.fit(tmp_path, dataclasses.replace(settings(), say=said.append))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state.params), found)
     assert int(again.state.history.count) == 0

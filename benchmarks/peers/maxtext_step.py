@@ -43,7 +43,9 @@ def arguments_of(config: Any, folder: str, steps: int) -> list[str]:
     Raises:
         SystemExit: This peer does not cover the layout or the model.
     """
-    model, train, parallel = config.model, config.train, config.parallel
+    model = config.model
+    train = config.train
+    parallel = config.parallel
     degrees = {axis: degree for axis, degree in parallel.degrees.items() if degree > 1}
     llama = model.moe is None and model.mlp == "gated" and not model.tie_word_embeddings and model.positions == "rope"
     if not llama or not set(degrees) <= {"fsdp", "data"}:
@@ -70,7 +72,8 @@ def steps_of(config: Any, seconds: float) -> int:
     """Return a number of steps that lasts at least `seconds`, as MaxText needs it in advance."""
     from jaxstack.models import model_flops_per_token
 
-    train, devices = config.train, math.prod(config.parallel.degrees.values())
+    train = config.train
+    devices = math.prod(config.parallel.degrees.values())
     flops = model_flops_per_token(config.model, train.sequence_length) * train.global_batch_size * train.sequence_length
     return WARMUP + max(15, math.ceil(seconds * FASTEST_FLOPS * devices / flops))
 
@@ -103,7 +106,9 @@ def run_with_clocks(command: Sequence[str], variables: Mapping[str, str], steps:
     Raises:
         SystemExit: MaxText failed.
     """
-    lines, done, clocks = [], 0, None
+    lines = []
+    done = 0
+    clocks = None
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=dict(variables)) as process:
         for line in process.stdout or ():
@@ -127,7 +132,8 @@ def measure(config: Any, seconds: float = SECONDS) -> dict[str, Any]:
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("MaxText is not installed as the package `maxtext`.")
     base = Path(spec.submodule_search_locations[0]) / "configs" / "base.yml"
-    variables, steps = environment(), steps_of(config, seconds)
+    variables = environment()
+    steps = steps_of(config, seconds)
     with tempfile.TemporaryDirectory() as folder:
         arguments = arguments_of(config, folder, steps)
         command = [sys.executable, "-m", "maxtext.trainers.pre_train.train", str(base), *arguments]

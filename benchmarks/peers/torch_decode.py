@@ -28,7 +28,8 @@ class KeyValueCache(nn.Module):
 
     def __init__(self, batch: int, kv_heads: int, room: int, block: Block) -> None:
         super().__init__()
-        weight, shape = block.key.weight, (batch, kv_heads, room, block.head_dim)
+        weight = block.key.weight
+        shape = (batch, kv_heads, room, block.head_dim)
         for name in ("keys", "values"):
             zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
             self.register_buffer(name, zeros, persistent=False)
@@ -58,7 +59,8 @@ class TorchDecoder(nn.Module):
             layer(x).unflatten(-1, (-1, block.head_dim)).transpose(1, 2)
             for layer in (block.query, block.key, block.value)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query = rotate(query, cos, sin)
+        key = rotate(key, cos, sin)
         keys, values = cache.put(positions, key, value)
         if x.shape[1] > 1:
             mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -82,9 +84,11 @@ class TorchDecoder(nn.Module):
 @torch.no_grad()
 def generate(decoder: TorchDecoder, step: nn.Module, prompts: Tensor, tokens: int) -> tuple[Tensor, float]:
     """Return the new tokens [batch, tokens] of prompts [batch, time], and the seconds of each step after the first."""
-    device, length = prompts.device, prompts.shape[1]
+    device = prompts.device
+    length = prompts.shape[1]
     token = decoder(prompts, torch.arange(length, device=device))
-    found, position = [token], torch.tensor([length], device=device)
+    found = [token]
+    position = torch.tensor([length], device=device)
     _ = token.cpu()  # waits for the device
     began = time.perf_counter()
     for _ in range(tokens - 1):

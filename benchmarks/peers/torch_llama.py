@@ -48,7 +48,9 @@ class Block(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        width, heads, kv_heads = shape.hidden_size, shape.num_heads, shape.num_kv_heads
+        width = shape.hidden_size
+        heads = shape.num_heads
+        kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
         self.attention_norm = nn.RMSNorm(width, shape.norm_eps)
         self.query = nn.Linear(width, heads * shape.head_dim, bias=False)
@@ -64,7 +66,8 @@ class Block(nn.Module):
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query = rotate(query, cos, sin)
+        key = rotate(key, cos, sin)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.attention_out(mixed.transpose(1, 2).flatten(2))
 
@@ -92,7 +95,8 @@ class TorchLlama(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.num_layers) if residual else 0.02)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x, length = self.tokens(tokens), tokens.shape[1]
+        x = self.tokens(tokens)
+        length = tokens.shape[1]
         cos, sin = (table[:length].to(x.dtype) for table in (self.cos, self.sin))
         for block in self.blocks:
             x = block(x, cos, sin)

@@ -17,7 +17,10 @@ def make_module(model: Any, sequence_length: int) -> nn.Module:
     Raises:
         SystemExit: neither a GPT-2 nor a Llama.
     """
-    layers, heads, width, vocabulary = model.num_layers, model.num_heads, model.hidden_size, model.vocab_size
+    layers = model.num_layers
+    heads = model.num_heads
+    width = model.hidden_size
+    vocabulary = model.vocab_size
     if model.positions == "learned" and model.mlp == "plain" and model.tie_word_embeddings:
         return TorchGpt(GptShape(layers, heads, width, sequence_length, vocabulary, model.mlp_bias))
     llama = model.positions == "rope" and model.mlp == "gated" and model.norm == "rms_norm" and model.moe is None

@@ -39,7 +39,9 @@ def arguments_of(config: Any) -> list[str]:
     Raises:
         SystemExit: This peer does not cover the layout or the model.
     """
-    model, train, parallel = config.model, config.train, config.parallel
+    model = config.model
+    train = config.train
+    parallel = config.parallel
     degrees = {axis: degree for axis, degree in parallel.degrees.items() if degree > 1}
     covered = {"fsdp", "expert"} if model.moe else {"fsdp", "context", "tensor"}
     known = model.mlp == "gated" and not model.tie_word_embeddings and model.positions == "rope"
@@ -49,7 +51,8 @@ def arguments_of(config: Any) -> list[str]:
             "mixtures of Qwen 3 on one device, or with one of fsdp and expert."
         )
     model_arguments(model)
-    rows, context = train.global_batch_size // (parallel.fsdp * parallel.expert), parallel.context
+    rows = train.global_batch_size // (parallel.fsdp * parallel.expert)
+    context = parallel.context
     tokens = rows * train.sequence_length / context
     few = model.num_layers * model.hidden_size * tokens <= NO_RECOMPUTE
     recompute = "none" if few else "full" if train.sequence_length > 32768 else "selective"
@@ -236,7 +239,8 @@ class RandomBatches:
     """Endless random tokens on the host, in the form of torchtitan's data loaders."""
 
     def __init__(self, rows: int, length: int, vocabulary: int) -> None:
-        self.size, self.vocabulary = (rows, length), vocabulary
+        self.size = (rows, length)
+        self.vocabulary = vocabulary
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
         import torch

@@ -120,7 +120,9 @@ def _prune(folder: Path, options: argparse.Namespace) -> int:
         raise ConfigError("--keep and --keep-every-steps must be at least 1")
     lock = None if options.dry_run else directory.lock_directory(folder)
     entries = directory.scan(folder)
-    intact, damaged, older = [], [], []
+    intact = []
+    damaged = []
+    older = []
     for entry in _committed(entries):
         if len(intact) >= options.keep:
             older.append(entry)

@@ -62,7 +62,8 @@ def commit(
         if count > 1:
             write_file(staging / f"{_PART}{position}", json.dumps(digests).encode())
     except Exception as error:
-        failure, digests = error, {}
+        failure = error
+        digests = {}
     coordination.barrier(f"{staging.name}-hashed", timeout_seconds)
     if coordination.is_first() and failure is None:
         try:

@@ -96,7 +96,8 @@ def read_compressed(
     if manifest.get("version") != VERSION:
         raise ConfigError(f"{folder} was written by another version of jaxstack; compress the model again.")
     _check_files(folder, manifest["files"])
-    weights, found = manifest["weights"], {}
+    weights = manifest["weights"]
+    found = {}
     for name in sorted(manifest["files"]):
         if not name.endswith(".safetensors"):
             continue
@@ -123,7 +124,8 @@ def dense_parameter(path: str, leaf: PackedWeight | jax.Array) -> jax.Array:
 
 def with_packed_weights(params: Params, packed: Mapping[str, PackedWeight], shardings: Params) -> Params:
     """Return parameters with those at the paths of `packed` replaced by packed weights, sharded as the plain ones."""
-    leaves, layout = named_leaves(params), named_leaves(shardings)
+    leaves = named_leaves(params)
+    layout = named_leaves(shardings)
     return nest({**leaves, **{path: place_packed(weight, layout[path]) for path, weight in packed.items()}})
 
 
@@ -163,7 +165,8 @@ def _format(described: Mapping[str, Any]) -> Format:
 
 
 def _unpacked(value: np.ndarray, described: Mapping[str, Any], part: str) -> np.ndarray:
-    bits, known = _format(described).bits_of, described["arrays"][part]
+    bits = _format(described).bits_of
+    known = described["arrays"][part]
     if part not in bits:
         return value.view(jnp.dtype(known["dtype"])) if value.dtype == np.uint8 else value
     signed = jnp.issubdtype(jnp.dtype(known["dtype"]), jnp.signedinteger)

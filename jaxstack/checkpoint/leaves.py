@@ -93,7 +93,8 @@ def describe(name: str, leaf: object) -> LeafSpec:
     """
     if type(leaf) in _PLAIN_TYPES:
         return LeafSpec((), f"python {type(leaf).__name__}", value=leaf)
-    dtype, shape = getattr(leaf, "dtype", None), tuple(getattr(leaf, "shape", ()))
+    dtype = getattr(leaf, "dtype", None)
+    shape = tuple(getattr(leaf, "shape", ()))
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         impl = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else None
         return LeafSpec(shape, str(dtype), key_impl=impl)

@@ -155,7 +155,8 @@ class CheckpointManager:
           JaxstackError: the last save was not committed.
         """
         self._join()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
@@ -325,7 +326,10 @@ class CheckpointManager:
             check = self._deletion_check
             good = [step for step in self.all_steps() if check.has_right_sizes(self._path(step), step)]
             doomed: tuple[int, ...] = ()
-            verified = lambda step: check.is_intact(self._path(step), step, trusted=step == committed)  # noqa: E731
+
+            def verified(step):
+                return check.is_intact(self._path(step), step, trusted=step == committed)
+
             while doomed := steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
                 damaged = [step for step in good if step not in doomed and not verified(step)]
                 if not damaged:
@@ -348,7 +352,8 @@ class CheckpointManager:
             self._report(str(self._error))
 
     def _finish_thread(self) -> bool:
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             thread.join()
         return thread is not None

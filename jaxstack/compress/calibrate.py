@@ -50,7 +50,8 @@ class LayerRunner:
     """
 
     def __init__(self, dtype: jax.typing.DTypeLike, rules: AxisRules | None = None):
-        self._dtype, self._rules = dtype, rules
+        self._dtype = dtype
+        self._rules = rules
         self._apply = jax.jit(self._apply_layer, static_argnames="graphdef", donate_argnames="x")
         self._measure = jax.jit(self._add_statistics, static_argnames=("graphdef", "needs"), donate_argnames="sums")
         self._measure_head = jax.jit(
@@ -184,7 +185,8 @@ class LayerRunner:
 
         with self._sharded():
             inputs = self._inputs(self._merge(graphdef, state), x, context, [source])[source].reshape(x.shape)
-            reference, weights = run(state, inputs), weights_by_path(state)
+            reference = run(state, inputs)
+            weights = weights_by_path(state)
 
             def error(candidate: jax.Array) -> jax.Array:
                 changed = replace_weights(state, change(weights, candidate))
@@ -202,7 +204,9 @@ class _Recorder:
     """
 
     def __init__(self, found: dict[str, jax.Array], path: str, contracted: int):
-        self._found, self._path, self._contracted = found, path, contracted
+        self._found = found
+        self._path = path
+        self._contracted = contracted
 
     def __call__(self, x: jax.Array, kernel: jax.Array, dims: Any, *rest: Any, **options: Any) -> jax.Array:
         width = math.prod(x.shape[dim] for dim in dims[0][0])

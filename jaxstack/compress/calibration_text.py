@@ -89,7 +89,8 @@ def _data_section(directory: Path, section: DataConfig, paths: tuple[str, ...]) 
 def _check_enough(data: Data, sequences: int, length: int) -> None:
     rows = sum(data.rows_per_epoch)
     if rows < sequences:
-        shorter, ways = data.train_tokens // sequences, ["give more text in calibration.data"]
+        shorter = data.train_tokens // sequences
+        ways = ["give more text in calibration.data"]
         if rows:
             ways.append(f"set calibration.sequences to at most {rows:,}")
         if shorter >= 2:

@@ -29,7 +29,8 @@ from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules
 from pallas_kernels.weight_only.packed import PackedWeight
 
-HEAD, TABLE = "head", "embedding/table"
+HEAD = "head"
+TABLE = "embedding/table"
 """Paths of the output head [D, V] and of the embedding [V, D], which a tied model multiplies with as its head."""
 
 
@@ -75,7 +76,8 @@ def compress_layers(
       KeyError: a path of `methods` is no weight that can be compressed.
     """
     model = nnx.merge(*nnx.split(model))
-    run, pending = _Run(model, LayerRunner(model.dtype, rules), report), dict(methods)
+    run = _Run(model, LayerRunner(model.dtype, rules), report)
+    pending = dict(methods)
     known = {*run.kernel_paths(), TABLE, *([HEAD] if model.head is not None else [])}
     if unknown := pending.keys() - known:
         raise KeyError(f"{sorted(unknown)[0]!r} is no weight that can be compressed; there are {sorted(known)}.")
@@ -105,7 +107,10 @@ class _Run:
     """State of a layer-by-layer compression: the model, the functions that run its layers, and the result so far."""
 
     def __init__(self, model: Transformer, runner: LayerRunner, report: Callable[[str], None]):
-        self.model, self.runner, self.report, self.result = model, runner, report, LayerwiseResult()
+        self.model = model
+        self.runner = runner
+        self.report = report
+        self.result = LayerwiseResult()
 
     def kernel_paths(self) -> list[str]:
         """Return the model's parameter paths of the dense kernels in all Transformer layers."""
@@ -139,7 +144,8 @@ class _Run:
             calibration = dataclasses.replace(calibration, weights=weights_by_path(state))
         for name, contracted in _kernels(block).items():
             if name in methods:
-                w, found = calibration.weights[name], statistics.get(name)
+                w = calibration.weights[name]
+                found = statistics.get(name)
                 new = self.compress(prefix + name, methods[name], w, found, contracted)
                 dense = new.dense() if isinstance(new, PackedWeight) else new
                 state = replace_weights(state, {name: dense.astype(w.dtype)})
@@ -161,7 +167,8 @@ class _Run:
           statistics: statistics of its inputs, if the method needs them.
           contracted: number of its leading dims that are inputs.
         """
-        inputs, outputs = w.shape[:contracted], w.shape[contracted:]
+        inputs = w.shape[:contracted]
+        outputs = w.shape[contracted:]
         matrix = w.astype(jnp.float32).reshape(math.prod(inputs), -1)
         is_table = path == TABLE  # its rows are the outputs of the head
         matrix = matrix if is_table else matrix.T

@@ -84,7 +84,8 @@ def wanda(w: Float[Array, "out in"], square_sum: Float[Array, " in"], pattern: P
 
 def _smallest_in_groups(scores: Float[Array, "out groups m"], count: int) -> Bool[Array, "out groups m"]:
     """Return the mask of the `count` smallest scores of each group, by comparing all pairs in it."""
-    own, other = scores[..., :, None], scores[..., None, :]
+    own = scores[..., :, None]
+    other = scores[..., None, :]
     index = jnp.arange(scores.shape[-1])
     before = (other < own) | ((other == own) & (index < index[:, None]))
     return before.sum(axis=-1) < count

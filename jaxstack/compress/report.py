@@ -96,7 +96,8 @@ def summary_lines(report: CompressionReport) -> list[str]:
         f"bytes: {byte_size(report.bytes_before)} in bfloat16 -> {byte_size(report.bytes_after)} ({ratio:.2f}x smaller)"
     )
     if report.loss_before is not None and report.loss_after is not None:
-        before, after = report.loss_before, report.loss_after
+        before = report.loss_before
+        after = report.loss_after
         change = after.perplexity / before.perplexity - 1
         lines.append(
             f"held-out perplexity over {int(after.tokens):,} tokens: {before.perplexity:.4f} -> {after.perplexity:.4f} "
@@ -110,7 +111,8 @@ def _aligned(cell: str, width: int, right: bool) -> str:
 
 
 def _cells(report: CompressionReport, layer: str, rows: Sequence[WeightRow]) -> tuple[str, ...]:
-    before, after = sum(row.bytes_before for row in rows), sum(row.bytes_after for row in rows)
+    before = sum(row.bytes_before for row in rows)
+    after = sum(row.bytes_after for row in rows)
     weights = sum(math.prod(row.shape) for row in rows)
     alone = report.loss_by_layer.get(layer)
     return (
@@ -162,7 +164,8 @@ def _tiles(report: CompressionReport) -> list[Tile]:
         ("Bytes", byte_size(report.bytes_after), f"{ratio:.2f}x smaller than {byte_size(report.bytes_before)}"),
     ]
     if report.loss_before is not None and report.loss_after is not None:
-        before, after = report.loss_before.perplexity, report.loss_after.perplexity
+        before = report.loss_before.perplexity
+        after = report.loss_after.perplexity
         tiles.append(("Perplexity before", f"{before:.3f}", f"{int(report.loss_before.tokens):,} held-out tokens"))
         tiles.append(("Perplexity after", f"{after:.3f}", f"{after / before - 1:+.2%}"))
     compressed = [row for row in report.rows if row.method != "keep"]

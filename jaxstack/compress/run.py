@@ -95,7 +95,9 @@ def compress(
       ConfigError: the recipe has a mistake or does not fit the model, or `output` exists.
       JaxstackError: there is no checkpoint.
     """
-    directory, output, options = Path(directory), Path(output), options or CompressOptions()
+    directory = Path(directory)
+    output = Path(output)
+    options = options or CompressOptions()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     source = read_config(directory)
     _check_directories(directory, output, report)
@@ -153,7 +155,9 @@ def _describe(
     report: Callable[[str], None],
 ) -> CompressionReport:
     """Measure a compressed model and return the report of its sizes, errors and losses."""
-    before, stored, errors = weights.before, weights.stored, weights.output_errors
+    before = weights.before
+    stored = weights.stored
+    errors = weights.output_errors
     rows = [_row(path, methods.get(path), dims[path], before[path], stored[path], errors.get(path)) for path in dims]
     limit = options.text.max_tokens
     return CompressionReport(
@@ -198,11 +202,13 @@ def _compress_weights(
     report: Callable[[str], None],
 ) -> _Weights:
     """Return the parameters before and after compressing each weight that has a method, and as they will be stored."""
-    before, errors = named_leaves(decoder.params), dict[str, float]()
+    before = named_leaves(decoder.params)
+    errors = dict[str, float]()
     if batches:
         model = decoder.module.merge(decoder.params, decoder.non_params)
         found = compress_layers(model, batches, methods, rules=decoder.rules, report=report)
-        after, errors = {**before, **found.weights}, found.output_errors
+        after = {**before, **found.weights}
+        errors = found.output_errors
     else:
         after = compress_leaves(before, methods, dims, report)
     return _Weights(before, after, {path: as_stored(leaf, recipe) for path, leaf in after.items()}, errors)
@@ -262,7 +268,8 @@ def _row(
     output_error: float | None,
 ) -> WeightRow:
     dense = dense_parameter(path, after).astype(jnp.float32)
-    wide, difference = before.astype(jnp.float32), dense - before.astype(jnp.float32)
+    wide = before.astype(jnp.float32)
+    difference = dense - before.astype(jnp.float32)
     return WeightRow(
         path=path,
         layer=layer_name(path),

@@ -143,7 +143,8 @@ def _iterate(data: jax.Array, counts: jax.Array, settings: Clustering) -> tuple[
         shares = jax.nn.softmax(-jnp.square(data[:, None] - centroids) / temperature, axis=-1) * counts[:, None]
         total = jnp.sum(shares, axis=0)
         moved = jnp.sum(shares * data[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
-        before, centroids = centroids, jnp.where(total > 0, moved, centroids)
+        before = centroids
+        centroids = jnp.where(total > 0, moved, centroids)
     return centroids, before
 
 

@@ -56,14 +56,16 @@ class MatrixLayout:
     @property
     def dims(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sizes of a matrix's input dims, and of its output dims."""
-        first, second = self.shape[self.stack : self._cut], self.shape[self._cut :]
+        first = self.shape[self.stack : self._cut]
+        second = self.shape[self._cut :]
         return (second, first) if self.outputs_first else (first, second)
 
     @property
     def matrix_axes(self) -> tuple[tuple[str | None, ...], str | None, str | None]:
         """Logical axes of the stack, output and input dims; dims merged into one have the logical axis of the first."""
         axes = self.axes or (None,) * len(self.shape)
-        first, second = axes[self.stack], axes[self._cut]
+        first = axes[self.stack]
+        second = axes[self._cut]
         return axes[: self.stack], *((first, second) if self.outputs_first else (second, first))
 
     @property
@@ -143,9 +145,13 @@ def _names(model: nnx.Module, path: Sequence[str | int], name: str) -> list[str]
 
 
 def _layout(node: object, name: str, param: nnx.Param) -> MatrixLayout | None:
-    shape, axes = tuple(param.shape), param.get_metadata().get("logical_axes")
+    shape = tuple(param.shape)
+    axes = param.get_metadata().get("logical_axes")
     stacked = int(bool(axes) and axes[0] == "layers")
-    layout = lambda stack, inputs, first=False: MatrixLayout(shape, stack, inputs, first, axes)  # noqa: E731
+
+    def layout(stack, inputs, first=False):
+        return MatrixLayout(shape, stack, inputs, first, axes)
+
     if isinstance(node, Linear):
         return layout(stacked, node.contracted) if name == "kernel" else None
     if isinstance(node, Experts):

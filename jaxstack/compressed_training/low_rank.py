@@ -67,7 +67,8 @@ class LowRankRule(WeightRule):
         return self._rank(layout.size)
 
     def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, "*stack"] | None) -> jax.Array:
-        u, v = stored["u"], stored["v"]
+        u = stored["u"]
+        v = stored["v"]
         if choice is not None:
             u = u * leading_rank_mask(choice, u.shape[-1])[..., None, :]
         return layout.from_matrices(_multiply(u, v))
@@ -132,7 +133,8 @@ def trim(
 
 def _products(stored: Stored) -> jax.Array:
     """Return for each rank the norm of its column of U times that of its row of V, [*stack, rank]."""
-    u, v = stored["u"], stored["v"]
+    u = stored["u"]
+    v = stored["v"]
     return jnp.linalg.norm(u, axis=-2) * jnp.linalg.norm(v, axis=-1)
 
 

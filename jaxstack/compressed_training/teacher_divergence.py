@@ -88,7 +88,8 @@ def _forward(
             sums.difference * shrink + jnp.sum(of_teacher * (t - s), axis=-1),
         ), None
 
-    zeros, least = jnp.zeros(hidden.shape[0], jnp.float32), jnp.full(hidden.shape[0], -jnp.inf, jnp.float32)
+    zeros = jnp.zeros(hidden.shape[0], jnp.float32)
+    least = jnp.full(hidden.shape[0], -jnp.inf, jnp.float32)
     sums, _ = jax.lax.scan(add, _Sums(least, zeros, least, zeros, zeros), jnp.arange(number))
     student_lse = sums.student_max + jnp.log(sums.student_sum)
     teacher_lse = sums.teacher_max + jnp.log(sums.teacher_sum)

@@ -167,7 +167,8 @@ def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence
     notes = []
     for override in overrides:
         keys, name = _chosen_name(override)
-        section, annotation = tree, kind
+        section = tree
+        annotation = kind
         for key in keys:
             components = _components_in(annotation)
             annotation = _annotation(components[0], key) if components else None
@@ -277,7 +278,8 @@ _OVERRIDE = "override "
 def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[str]) -> str:
     """Return one line about a problem that pydantic found: the key, what is wrong, and a remedy."""
     path, owner = _walk(kind, problem["loc"])
-    name, text = ".".join(path), _explain_problem(path, owner, problem)
+    name = ".".join(path)
+    text = _explain_problem(path, owner, problem)
 
     def concerns(override: str) -> bool:
         """Return True if the override set the wrong value, a part of it, or another value that the message names."""
@@ -289,7 +291,10 @@ def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[s
 
 
 def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDetails) -> str:
-    where, found, code, context = ".".join(path), problem.get("input"), problem["type"], problem.get("ctx", {})
+    where = ".".join(path)
+    found = problem.get("input")
+    code = problem["type"]
+    context = problem.get("ctx", {})
     if code == "extra_forbidden":
         section, _, inner = path[-1].partition(".")
         if inner and section in _keys(owner):

@@ -36,7 +36,8 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
 
 def _find_child(parent: Any, keys: Sequence[str], depth: int, override: str) -> tuple[str | int, Any]:
     """Return the key or list index in `parent` that `keys[depth]` names, and the value there or None."""
-    key, where = keys[depth], ".".join(keys[:depth])
+    key = keys[depth]
+    where = ".".join(keys[:depth])
     if not isinstance(parent, list):
         if key.isdecimal() and where:
             raise ConfigError(

@@ -44,7 +44,8 @@ class BatchSizes:
     """
 
     def __init__(self, train: TrainConfig):
-        self._train, self.full = train, train.global_batch_size
+        self._train = train
+        self.full = train.global_batch_size
         ramp = train.batch_ramp
         thresholds = ramp.double_at_tokens if ramp is not None else ()
         self._exponent = ramp.learning_rate_exponent if ramp is not None else 0.0
@@ -56,7 +57,8 @@ class BatchSizes:
         rows = self.full >> len(thresholds)
         phases = [Phase(0, 0, rows)]
         for tokens in thresholds:
-            before, rows = phases[-1], 2 * rows
+            before = phases[-1]
+            rows = 2 * rows
             first_row = max(before.first_row, -(-tokens // (rows * train.sequence_length)) * rows)
             steps = (first_row - before.first_row) // before.rows
             phases.append(Phase(before.first_step + steps, first_row, rows))
@@ -158,11 +160,13 @@ class SlicedBatches:
     """
 
     def __init__(self, source: UserBatches, full: int):
-        self._source, self._full = source, full
+        self._source = source
+        self._full = full
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
         """Yield the rows at indices `rows` of each batch of `global_batch_size` rows, from batch number `start` on."""
-        parts, everything = self._full // global_batch_size, np.arange(self._full)
+        parts = self._full // global_batch_size
+        everything = np.arange(self._full)
         first, skip = divmod(start, parts)
         for whole in self._source.batches(global_batch_size=self._full, rows=everything, start=first):
             for part in range(skip, parts):

@@ -183,7 +183,8 @@ def _device_dtype(name: str, value: np.ndarray) -> np.dtype:
     """
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)
     if dtype != value.dtype and dtype.kind in "iu" and value.size:
-        least, most = int(value.min()), int(value.max())
+        least = int(value.min())
+        most = int(value.max())
         limits = np.iinfo(dtype)
         if least < limits.min or most > limits.max:
             raise JaxstackError(

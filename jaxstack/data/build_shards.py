@@ -142,7 +142,8 @@ class _Builder:
         end = read = 0
         for i, result in enumerate(self._all_results(finished)):
             self._results.append(result)
-            begin, end = end, end + result.train.tokens
+            begin = end
+            end = end + result.train.tokens
             if end > finished:
                 self._append_unit(i, max(finished - begin, 0), train)
             committed = sum(s["tokens"] for s in train.shards)

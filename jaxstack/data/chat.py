@@ -153,7 +153,9 @@ def _write(place: Path, examples: Iterator[tuple[float, np.ndarray, np.ndarray]]
 
 
 def _read(place: Path) -> dict[Split, Examples]:
-    index, dtypes, found = json.loads((place / _INDEX).read_bytes()), (np.int32, np.bool_, np.int64), {}
+    index = json.loads((place / _INDEX).read_bytes())
+    dtypes = (np.int32, np.bool_, np.int64)
+    found = {}
     for split, hashes in index.items():
         arrays = []
         for name, dtype in zip(_ARRAYS, dtypes, strict=True):
@@ -196,7 +198,8 @@ def _encoded(batch: list[_Text], chats: Chats) -> Iterator[tuple[float, np.ndarr
         answers = _answer_mask(example, places)
         if chats.template is None:
             start = np.array([tokenizer.document_start], np.int32)
-            ids, answers = np.concatenate([start, ids, start]), np.concatenate([[False], answers, [True]])
+            ids = np.concatenate([start, ids, start])
+            answers = np.concatenate([[False], answers, [True]])
         yield example.score, ids, answers
 
 
@@ -210,7 +213,8 @@ def _answer_mask(example: _Text, places: np.ndarray) -> np.ndarray:
     Raises:
       ConfigError: a token is part of an answer and of the text around it.
     """
-    begins, ends = places[:, 0], places[:, 1]
+    begins = places[:, 0]
+    ends = places[:, 1]
     mask = np.zeros(len(places), np.bool_)
     for first, last in example.spans:
         for border in (first, last):
@@ -271,7 +275,8 @@ class _Reader:
 
 
 def _pair(record: dict, where: str) -> tuple[str, str]:
-    prompt, completion = record.get("prompt"), record.get("completion")
+    prompt = record.get("prompt")
+    completion = record.get("completion")
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise ConfigError(
             f"{where}: without a chat template an example has a prompt and a completion, both texts; its keys: "

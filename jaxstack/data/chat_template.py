@@ -68,7 +68,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], date: datetime.date):
-        self.source, self.tokens = source, dict(tokens)
+        self.source = source
+        self.tokens = dict(tokens)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -138,7 +139,9 @@ class ChatTemplate:
         return len(asked), len(answered)
 
     def _cut_out(self, text: str) -> tuple[str, list[Span]]:
-        parts, spans, length = [], [], 0
+        parts = []
+        spans = []
+        length = 0
         first, last = self._marks
         before, *marked = text.split(first)
         for part in (before, *marked):

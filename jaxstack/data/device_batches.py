@@ -55,7 +55,8 @@ class BatchShardings(dict[str, NamedSharding]):
 
     def __init__(self, rules: AxisRules, rows: int):
         super().__init__()
-        self._rules, self._rows = rules, rows
+        self._rules = rules
+        self._rows = rows
 
     def __missing__(self, name: str) -> NamedSharding:
         return self._rules.sharding(self._rules.batch_spec((self._rows,), name))
@@ -138,7 +139,8 @@ def put_rows(sharding: Sharding, rows: np.ndarray, global_shape: tuple[int, ...]
     wanted = local_rows(sharding, global_shape)
     if len(wanted) != len(rows):
         raise JaxstackError(f"this process holds {len(wanted)} rows of the global batch, but was given {len(rows)}")
-    shards, devices = [], []
+    shards = []
+    devices = []
     for device, index in sharding.addressable_devices_indices_map(global_shape).items():
         assert index is not None
         first, last, _ = index[0].indices(global_shape[0]) if index else (0, global_shape[0], 1)

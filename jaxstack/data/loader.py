@@ -82,7 +82,8 @@ class Data:
         """Return the `Augmenter` of the configured augmentations; raise an error if one does not suit the data."""
         chats = any(isinstance(rows, ExampleRows) for rows in self._rows)
         ids = Vocabulary(self.tokenizer.document_start, self.tokenizer.vocab_size)
-        chosen, packing = self._config.augmentations, self._config.packing
+        chosen = self._config.augmentations
+        packing = self._config.packing
         return Augmenter.make(chosen, ids, self._seed, packing=packing, chats=chats)
 
     def _check_enough(self) -> None:
@@ -104,13 +105,15 @@ class Data:
             )
 
     def _rows_of(self, stream: Stream | ExampleSet) -> Rows:
-        packing, cut = self._config.packing, self._config.chat.too_long == "truncate"
+        packing = self._config.packing
+        cut = self._config.chat.too_long == "truncate"
         if isinstance(stream, ExampleSet):
             return ExampleRows(stream, self.sequence_length, truncate=cut, packing=packing)
         return TextRows(stream, self.sequence_length, packing)
 
     def _check_chats(self, path: str, rows: ExampleRows) -> None:
-        fitted, length = rows.fitted, self.sequence_length
+        fitted = rows.fitted
+        length = self.sequence_length
         if fitted.too_long and self._config.chat.too_long == "refuse":
             raise ConfigError(
                 f"{fitted.too_long:,} of {fitted.total:,} chats of {path!r} have more than sequence_length ({length}) "

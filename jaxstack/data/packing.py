@@ -99,7 +99,8 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
             if not with_room[room]:
                 rooms &= ~(1 << room)
         else:
-            room, row = capacity, len(rows)
+            room = capacity
+            row = len(rows)
             rows.append([])
         rows[row].append(item)
         with_room[room - length].append(row)

@@ -95,7 +95,8 @@ class RemoteFolder:
 
     def open_split(self, split: str) -> TokenStream:
         index = self.read_index()
-        shards, dtype = index["splits"][split]["shards"], np.dtype(index["dtype"]).newbyteorder("<")
+        shards = index["splits"][split]["shards"]
+        dtype = np.dtype(index["dtype"]).newbyteorder("<")
         cache = self._cache_folder(shards, dtype.itemsize)
         files = RemoteFiles(self._store, {s["name"]: s["sha256"] for s in shards}, cache)
         return TokenStream(files, shards, dtype, index["shard_tokens"], index["tokenizer"]["document_start"])

@@ -146,7 +146,8 @@ class ParallelBatches:
     """
 
     def __init__(self, function: Callable[[int], HostBatch], *, threads: int = 16, ahead: int = 32):
-        self._function, self._workers = function, WorkerOptions(threads, 0, ahead)
+        self._function = function
+        self._workers = WorkerOptions(threads, 0, ahead)
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
         """Yield endlessly the rows at indices `rows` of the batches that the function returns, from number `start`."""

@@ -101,13 +101,16 @@ class RemoteFiles:
     """
 
     def __init__(self, store: ObjectStore, hashes: dict[str, str], cache: Path | None):
-        self._store, self._hashes, self._cache = store, hashes, cache
+        self._store = store
+        self._hashes = hashes
+        self._cache = cache
         self._copies = LocalFiles(cache) if cache is not None else None
         self._copied: set[str] = set()
         self._wanted: set[str] = set()
         self._failed = False
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._lock, self._copying = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._copying = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

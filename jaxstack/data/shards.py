@@ -62,7 +62,8 @@ class ShardWriter:
         content = np.concatenate(self._parts).astype(self._dtype).tobytes()
         write_file(self._folder / name, content)
         self.shards.append({"name": name, "tokens": self._count, "sha256": hashlib.sha256(content).hexdigest()})
-        self._parts, self._count = [], 0
+        self._parts = []
+        self._count = 0
         if self._on_shard:
             self._on_shard(self.shards)
 
@@ -221,7 +222,8 @@ class TokenStream:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` ids from position `start` on, fewer at the end of the stream, in the dtype of the shards."""
-        stop, size = min(start + count, self.tokens), self._dtype.itemsize
+        stop = min(start + count, self.tokens)
+        size = self._dtype.itemsize
         parts = []
         while start < stop:
             shard, offset = divmod(start, self._shard_tokens)

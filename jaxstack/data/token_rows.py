@@ -62,8 +62,11 @@ class TextRows:
     """
 
     def __init__(self, stream: Stream, sequence_length: int, packing: bool):
-        self._stream, self._length, self._packing = stream, sequence_length, packing
-        self.count, self.labels = row_count(stream.tokens, sequence_length), max(stream.tokens - 1, 0)
+        self._stream = stream
+        self._length = sequence_length
+        self._packing = packing
+        self.count = row_count(stream.tokens, sequence_length)
+        self.labels = max(stream.tokens - 1, 0)
 
     def read(self, row: int, limit: int | None = None) -> Row:
         places = self._stream.tokens if limit is None else limit + 1 if limit else 0
@@ -103,7 +106,8 @@ class ExampleRows:
     """
 
     def __init__(self, examples: ExampleSet, sequence_length: int, *, truncate: bool, packing: bool):
-        self._examples, self._length = examples, sequence_length
+        self._examples = examples
+        self._length = sequence_length
         begins = np.concatenate([[0], examples.ends[:-1]]).astype(np.int64)[: len(examples.ends)]
         lengths = examples.ends - begins
         kept = np.minimum(lengths, sequence_length + 1)
@@ -115,7 +119,8 @@ class ExampleRows:
         self.fitted = LengthStatistics(
             len(lengths), int(long.sum()), int(lengths.max(initial=0)), len(lengths) - len(chosen)
         )
-        self._begins, self._ends = begins, begins + kept
+        self._begins = begins
+        self._ends = begins + kept
         rows = pack(kept[chosen] - 1, sequence_length) if packing else [[i] for i in range(len(chosen))]
         order = np.random.default_rng(0).permutation(len(rows)) if packing else range(len(rows))
         self._rows = [chosen[rows[i]] for i in order]
@@ -126,13 +131,15 @@ class ExampleRows:
         """Fraction of the rows that is not padding."""
 
     def read(self, row: int, limit: int | None = None) -> Row:
-        length, at = self._length, 0
+        length = self._length
+        at = 0
         tokens, segments, positions = (np.zeros(length, np.int32) for _ in range(3))
         labels = np.full(length, IGNORE, np.int32)
         members = self._rows[row] if limit is None or limit > 0 else []
         for number, example in enumerate(members, 1):
             part = slice(self._begins[example], self._ends[example])
-            ids, answers = self._examples.ids[part], self._examples.answers[part]
+            ids = self._examples.ids[part]
+            answers = self._examples.answers[part]
             place = slice(at, at + len(ids) - 1)
             tokens[place], labels[place] = ids[:-1], np.where(answers[1:], ids[1:], IGNORE)
             segments[place], positions[place] = number, np.arange(len(ids) - 1)

@@ -176,7 +176,8 @@ def _group(
         for piece, piece_bytes in _pieces(source, file, kind, split, unit_bytes):
             if pending and size + piece_bytes > unit_bytes:
                 yield WorkUnit(tuple(pending), *split, size)
-                pending, size = [], 0
+                pending = []
+                size = 0
             pending.append(piece)
             size += piece_bytes
     if pending:
@@ -232,4 +233,5 @@ def _parquet_pieces(file: SourceFile, key: str, unit_bytes: int) -> Iterator[tup
         size += group_bytes
         if size >= unit_bytes or i == len(groups) - 1:
             yield Piece("parquet", file, key, first, i + 1), size
-            first, size = i + 1, 0
+            first = i + 1
+            size = 0

@@ -115,7 +115,8 @@ def _batched(parts: Iterator[Part]) -> Iterator[list[Part]]:
         size += len(part[1])
         if size >= BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

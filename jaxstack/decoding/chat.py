@@ -35,7 +35,8 @@ class ChatGenerator(TextGenerator):
         special = tokenizer.special_tokens.get(end)
         stop_tokens = generator.stop_tokens if special is None else generator.stop_tokens | {special}
         super().__init__(generator.decoder, tokenizer, (), stop_tokens)
-        self._template, self._stop = template, (end,) if end and special is None else ()
+        self._template = template
+        self._stop = (end,) if end and special is None else ()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a chat with one question, up to where the model's answer begins."""

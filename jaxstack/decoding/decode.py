@@ -53,7 +53,8 @@ class ModelOnMesh:
             raise ConfigError(
                 f"generation and tasks support only data, fsdp, expert and tensor; found {shown}: set it to 1."
             )
-        self.module, self.rules = module, rules
+        self.module = module
+        self.rules = rules
         self.config = module.merge(module.abstract_params, module.abstract_non_params).config
         self.load(params, non_params)
         packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
@@ -64,11 +65,13 @@ class ModelOnMesh:
 
     def load(self, params: Params, non_params: Params) -> None:
         """Use new parameters of the same shapes from now on, without compiling again."""
-        self.params, self.non_params = cast_matrices(self.module, params, self.rules), non_params
+        self.params = cast_matrices(self.module, params, self.rules)
+        self.non_params = non_params
 
     def unload(self) -> None:
         """Free the memory of the parameters until `load` is called again."""
-        self.params, self.non_params = {}, {}
+        self.params = {}
+        self.non_params = {}
 
     def join_projections(self) -> None:
         """Merge dense layers with the same input, such as q, k and v, for faster decoding, if weights are not sharded.
@@ -79,7 +82,9 @@ class ModelOnMesh:
         """
         if any(degree > 1 for axis, degree in self.rules.mesh.shape.items() if axis != "data"):
             return
-        make, model, self.params = self.module.make, self.module.merge(self.params, self.non_params), {}
+        make = self.module.make
+        model = self.module.merge(self.params, self.non_params)
+        self.params = {}
         with jax.set_mesh(self.rules.mesh):
             paths = join_projections(model)
 
@@ -137,7 +142,10 @@ def cast_matrices(module: FunctionalModule, params: Params, rules: AxisRules) ->
         return is_cast(names, shape, metadata)
 
     wanted = module.map_parameters(casts, rules)
-    cast = lambda x, wanted: x.astype(module.dtype) if wanted else x  # noqa: E731
+
+    def cast(x, wanted):
+        return x.astype(module.dtype) if wanted else x
+
     return jax.tree.map(cast, params, wanted, is_leaf=is_packed)
 
 
@@ -206,7 +214,8 @@ class Decoder(ModelOnMesh):
         capacity = _capacity(tokens.shape[1], max_tokens)
         self._check_cache(rows, capacity, tokens.shape[1])
         parts = self._dispatch(tokens, lengths, np.resize(seeds, rows), capacity, max_tokens, sampling)
-        ended, stops = np.zeros(len(prompts), bool), np.asarray(sorted(stop_tokens), np.int32)
+        ended = np.zeros(len(prompts), bool)
+        stops = np.asarray(sorted(stop_tokens), np.int32)
         for row in itertools.islice(_read_ahead(parts), max_tokens):
             new = np.where(ended, -1, row[: len(prompts)])
             yield new
@@ -256,7 +265,8 @@ class Decoder(ModelOnMesh):
         if not prompts or min(map(len, prompts)) == 0:
             raise ConfigError("a prompt must have at least one token.")
         self.check_ids(prompts)
-        longest, limit = max(map(len, prompts)), self.context_length
+        longest = max(map(len, prompts))
+        limit = self.context_length
         if limit is not None and longest > limit - 1:
             raise ConfigError(
                 f"a prompt of {longest} tokens leaves no room in the model's context of {limit} tokens "
@@ -393,7 +403,8 @@ def _pad(
     prompts: Sequence[Sequence[int]], rows: int, width: int
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
     """Pad prompts at their end to an int32 array [rows, width]; return it with the prompts' lengths."""
-    tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+    tokens = np.zeros((rows, width), np.int32)
+    lengths = np.ones(rows, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         lengths[row] = len(prompt)

@@ -64,7 +64,10 @@ class HarnessModel(TemplateLM):
         report: Callable[[int], object] | None = None,
     ):
         super().__init__()
-        self.generator, self.max_length, self.seed, self._report = generator, max_length, seed, report
+        self.generator = generator
+        self.max_length = max_length
+        self.seed = seed
+        self._report = report
         self.scorer = Scorer(generator.decoder, batch_size)
 
     @property
@@ -105,7 +108,8 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text, scored in windows of `max_length` tokens."""
-        rows, owners = [], []
+        rows = []
+        owners = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
             for window in get_rolling_token_windows(ids, self._with_opening([])[-1], self.max_length, 1):
@@ -120,7 +124,8 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate the answer to each of the harness's requests."""
         questions = [self._make_question(number, *request.args) for number, request in enumerate(requests)]
-        answers, progress = [""] * len(requests), self._progress("answered", len(requests), disable_tqdm)
+        answers = [""] * len(requests)
+        progress = self._progress("answered", len(requests), disable_tqdm)
         done = 0
         for settings in dict.fromkeys(question.settings for question in questions):
             alike = sorted((q for q in questions if q.settings == settings), key=lambda q: -len(q.ids))

@@ -51,11 +51,13 @@ class WeightWindow:
     """
 
     def __init__(self, count: int, size: int, read: Callable[[int], Params]):
-        self._count, self._keeps = count, size >= count
+        self._count = count
+        self._keeps = size >= count
         self._parts: list[Params] = []
         self._next = 0
         self._ready: queue.Queue[Params | BaseException] = queue.Queue()
-        self._free, self._closed = threading.Semaphore(size), False
+        self._free = threading.Semaphore(size)
+        self._closed = False
         self._thread = threading.Thread(target=self._read_ahead, args=(read,), name="weight window", daemon=True)
         self._thread.start()
 
@@ -65,7 +67,8 @@ class WeightWindow:
         Raises:
           Exception: the error of the read, if it failed.
         """
-        number, self._next = self._next, (self._next + 1) % self._count
+        number = self._next
+        self._next = (self._next + 1) % self._count
         if number < len(self._parts):
             return self._parts[number]
         found = self._ready.get()

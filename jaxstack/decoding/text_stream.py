@@ -91,7 +91,9 @@ class TextStream:
         stop_tokens: Collection[int] = (),
     ):
         self._text: _TokenText = _ByteText(tokenizer) if tokenizer.writes_bytes else _WordText(tokenizer, prompt)
-        self._stop, self._stop_tokens, self._vocab_size = tuple(stop), frozenset(stop_tokens), tokenizer.vocab_size
+        self._stop = tuple(stop)
+        self._stop_tokens = frozenset(stop_tokens)
+        self._vocab_size = tokenizer.vocab_size
         self._withheld = ""
         self.finish_reason: FinishReason | None = None
         """None until the text has ended."""
@@ -109,14 +111,16 @@ class TextStream:
         """End the text, and return the part of it that was withheld until now."""
         piece = self._release(self._text.flush())
         if self.finish_reason is None:
-            self.finish_reason, piece = reason, piece + self._withheld
+            self.finish_reason = reason
+            piece = piece + self._withheld
         return piece
 
     def _release(self, new: str) -> str:
         text = self._withheld + new
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
-            self.finish_reason, self._withheld = "stop", ""
+            self.finish_reason = "stop"
+            self._withheld = ""
             return text[: min(found)]
         overlap = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._withheld = text[len(text) - overlap :]
@@ -156,8 +160,10 @@ class TextGenerator:
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, opening: Sequence[int] = (), stop_tokens: Collection[int] = ()
     ):
-        self.decoder, self.tokenizer = decoder, tokenizer
-        self.opening, self.stop_tokens = tuple(opening), frozenset(stop_tokens)
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.opening = tuple(opening)
+        self.stop_tokens = frozenset(stop_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Return a prompt's token ids, beginning with the ids that open every text, such as the document-start id."""

@@ -10,8 +10,12 @@ from collections.abc import Mapping
 
 from jaxstack.errors import ConfigError
 
-COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-LOCAL_DEVICES, BIND, INSECURE = "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_BIND_ADDRESS", "JAXSTACK_INSECURE"
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+COUNT = "JAX_NUM_PROCESSES"
+INDEX = "JAX_PROCESS_ID"
+LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+INSECURE = "JAXSTACK_INSECURE"
 TLS_FILES = ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")
 TLS_PEER_PREFIX = "JAX_MTLS_PEER_URI_PREFIX"
 
@@ -67,7 +71,8 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
         missing = [name for name in (COORDINATOR, COUNT, INDEX) if not environ.get(name)]
         if missing:
             raise ConfigError(f"several processes need {COORDINATOR}, {COUNT} and {INDEX}; missing: {missing}.")
-        count, index = _number(environ, COUNT), _number(environ, INDEX)
+        count = _number(environ, COUNT)
+        index = _number(environ, INDEX)
         place = Place(environ[COORDINATOR], count, index, environ.get(BIND), _device_list(environ.get(LOCAL_DEVICES)))
     elif (tasks := _number(environ, "SLURM_STEP_NUM_TASKS", 1)) > 1:
         place = Place(

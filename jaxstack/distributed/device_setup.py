@@ -95,7 +95,9 @@ def keep_freed_memory() -> None:
     XLA's CPU backend allocates the temporaries of a step anew at every call. Blocks over 32 MB, and those in the arenas
     of its threads, would cause page faults in each step: a quarter of a small model's step time.
     """
-    trim_threshold, mmap_max, arena_max = -1, -4, -8
+    trim_threshold = -1
+    mmap_max = -4
+    arena_max = -8
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(arena_max, 1)

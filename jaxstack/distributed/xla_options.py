@@ -171,7 +171,8 @@ def translate_options(wanted: Mapping[str, OptionValue]) -> tuple[dict[str, Opti
     Raises:
       ConfigError: a known option cannot have its value.
     """
-    chosen, notes = {}, []
+    chosen = {}
+    notes = []
     for name, value in wanted.items():
         if is_supported(name, value):
             chosen[name] = value

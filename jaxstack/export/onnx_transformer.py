@@ -33,13 +33,17 @@ class _Writer:
     """Adds the layers of one Transformer to an ONNX graph."""
 
     def __init__(self, model: ModelConfig, parameters: Mapping[str, np.ndarray]):
-        self.model, self.parameters = model, parameters
+        self.model = model
+        self.parameters = parameters
         self.graph = Graph("jaxstack")
-        self.heads, self.kv_heads, self.width = model.num_heads, model.kv_heads, model.width_per_head
+        self.heads = model.num_heads
+        self.kv_heads = model.kv_heads
+        self.width = model.width_per_head
 
     def write(self, last_only: bool) -> Graph:
         """Add all inputs, layers and outputs of the model to the graph, and return the graph."""
-        graph, model = self.graph, self.model
+        graph = self.graph
+        model = self.model
         ids = graph.input("input_ids", "INT64", ["batch", "length"])
         mask = graph.input("attention_mask", "INT64", ["batch", "total"])
         positions = graph.input("position_ids", "INT64", ["batch", "length"])
@@ -70,7 +74,8 @@ class _Writer:
         return self.graph.weight(path.replace("/", "."), self.parameters[path])
 
     def _embed(self, ids: str, positions: str) -> str:
-        graph, model = self.graph, self.model
+        graph = self.graph
+        model = self.model
         x = graph.add("Gather", self._parameter("embedding/table"), ids)
         if model.scale_embeddings:
             x = graph.add("Mul", x, graph.constant(model.hidden_size**0.5))
@@ -79,7 +84,8 @@ class _Writer:
         return x
 
     def _logits(self, x: str) -> str:
-        graph, cap = self.graph, self.model.final_logit_softcapping
+        graph = self.graph
+        cap = self.model.final_logit_softcapping
         if self.model.tie_word_embeddings:
             head = graph.add("Transpose", "embedding.table", perm=[1, 0])
         else:
@@ -95,7 +101,8 @@ class _Writer:
     def _mask_biases(self, ids: str, mask: str) -> dict[int | None, str]:
         """Add an attention bias [B, 1, T, S] per window size to the graph: 0, or the least float for masked keys."""
         graph = self.graph
-        zero, one = graph.constant(0, np.int64), graph.constant(1, np.int64)
+        zero = graph.constant(0, np.int64)
+        one = graph.constant(1, np.int64)
         total = graph.add("Gather", graph.add("Shape", mask), one)
         past = graph.add("Sub", total, graph.add("Gather", graph.add("Shape", ids), one))
         keys = graph.add("Range", zero, total, one)
@@ -136,7 +143,8 @@ class _Writer:
         return graph.add("Cos", angles), graph.add("Sin", angles)
 
     def _norm(self, path: str, x: str, kind: str) -> str:
-        graph, scale = self.graph, self.parameters[f"{path}/scale"]
+        graph = self.graph
+        scale = self.parameters[f"{path}/scale"]
         name = path.replace("/", ".")
         if kind == "layer_norm":
             weights = (graph.weight(f"{name}.scale", scale), self._parameter(f"{path}/bias"))
@@ -153,7 +161,8 @@ class _Writer:
         self, number: int, x: str, bias: str, angles: tuple[str, str] | None, past: list[str]
     ) -> tuple[str, list[str]]:
         """Add one Transformer layer to the graph; return the residual stream and the layer's keys and values."""
-        model, path = self.model, f"decoder/layers/{number}"
+        model = self.model
+        path = f"decoder/layers/{number}"
         update, present = self._attention(
             f"{path}/attention", self._norm(f"{path}/attention_norm", x, model.norm), bias, angles, past
         )
@@ -178,7 +187,10 @@ class _Writer:
     def _attention(
         self, path: str, x: str, bias: str, angles: tuple[str, str] | None, past: list[str]
     ) -> tuple[str, list[str]]:
-        graph, n, k, h = self.graph, self.heads, self.kv_heads, self.width
+        graph = self.graph
+        n = self.heads
+        k = self.kv_heads
+        h = self.width
         x = self._linear(x, path, ("q_proj", "k_proj", "v_proj"), self.model.hidden_size)
         x = graph.add("Reshape", x, graph.integers(0, 0, n + 2 * k, h))
         x = graph.add("Transpose", x, perm=[0, 2, 1, 3])
@@ -201,7 +213,8 @@ class _Writer:
 
     def _rotate(self, x: str, cos: str, sin: str) -> str:
         """Add RoPE of x [B, N, T, H] to the graph, which rotates elements i and i + H/2 of each head as a pair."""
-        graph, half = self.graph, self.width // 2
+        graph = self.graph
+        half = self.width // 2
         first, second = graph.add_many("Split", 2, x, graph.integers(half, half), axis=3)
         real = graph.add("Sub", graph.add("Mul", first, cos), graph.add("Mul", second, sin))
         imaginary = graph.add("Add", graph.add("Mul", second, cos), graph.add("Mul", first, sin))
@@ -209,7 +222,10 @@ class _Writer:
 
     def _attend(self, query: str, key: str, value: str, bias: str) -> str:
         """Add softmax attention of queries [B, N, T, H] over keys and values [B, K, S, H]; return its output."""
-        graph, n, k, h = self.graph, self.heads, self.kv_heads, self.width
+        graph = self.graph
+        n = self.heads
+        k = self.kv_heads
+        h = self.width
         grouped = n != k
         sizes: str | None = None
         query = graph.add("Mul", query, graph.constant(self.model.attention_scale))
@@ -230,7 +246,8 @@ class _Writer:
         return graph.add("Reshape", out, shape) if grouped else out
 
     def _mlp(self, path: str, x: str) -> str:
-        model, graph = self.model, self.graph
+        model = self.model
+        graph = self.graph
         size = model.feed_forward_size
         if model.mlp == "plain":
             x = self._activate(self._linear(x, path, ("up_proj",), model.hidden_size))
@@ -241,13 +258,15 @@ class _Writer:
         return self._linear(x, path, ("down_proj",), size)
 
     def _activate(self, x: str) -> str:
-        graph, name = self.graph, self.model.hidden_act
+        graph = self.graph
+        name = self.model.hidden_act
         if name == "silu":
             return graph.add("Mul", x, graph.add("Sigmoid", x))
         if name in ("relu", "relu_squared"):
             x = graph.add("Relu", x)
             return graph.add("Mul", x, x) if name == "relu_squared" else x
-        half, one = graph.constant(0.5), graph.constant(1.0)
+        half = graph.constant(0.5)
+        one = graph.constant(1.0)
         if name == "gelu":
             inner = graph.add("Erf", graph.add("Div", x, graph.constant(math.sqrt(2))))
         else:  # gelu_tanh

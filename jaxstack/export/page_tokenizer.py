@@ -100,7 +100,9 @@ def _spaces(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | N
     Raises:
       ConfigError: it does more than that.
     """
-    prefix, split, marks = None, False, False
+    prefix = None
+    split = False
+    marks = False
     for step in (normalizer or {}).get("normalizers") or ([normalizer] if normalizer else []):
         if step["type"] == "Prepend" and step["prepend"] == _MARK:
             prefix = "always"
@@ -111,7 +113,8 @@ def _spaces(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | N
     kind = (pre_tokenizer or {}).get("type")
     if kind == "Metaspace" and pre_tokenizer is not None and pre_tokenizer["replacement"] == _MARK and not marks:
         prefix = None if pre_tokenizer.get("prepend_scheme") == "never" else "missing"
-        marks, split = True, pre_tokenizer.get("split", True)
+        marks = True
+        split = pre_tokenizer.get("split", True)
     elif pre_tokenizer is not None and not (marks and kind == "Split" and pre_tokenizer["pattern"] == {"String": " "}):
         raise _cannot(f"its pre-tokenizer {kind}")  # a split at spaces finds none after the normalizer
     if not marks:

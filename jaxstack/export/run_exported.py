@@ -27,7 +27,8 @@ class StableHLOModel:
         def read(name: str) -> Any:
             return export.deserialize(bytearray((folder / f"{name}.jax_export").read_bytes())).call
 
-        self._prefill, self._decode = jax.jit(read("prefill")), jax.jit(read("decode"), donate_argnums=3)
+        self._prefill = jax.jit(read("prefill"))
+        self._decode = jax.jit(read("decode"), donate_argnums=3)
         self._parameters = {name: jax.device_put(array) for name, array in read_safetensors(folder / PARAMETERS)}
 
     def start(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -58,7 +59,8 @@ class OnnxModel:
 
     def start(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Run the model on prompts; return each prompt's next-token logits, float32 [rows, V]."""
-        rows, longest = len(prompts), max(map(len, prompts))
+        rows = len(prompts)
+        longest = max(map(len, prompts))
         tokens, self._mask = np.zeros((2, rows, longest), np.int64)
         for row, mask, prompt in zip(tokens, self._mask, prompts, strict=True):
             row[longest - len(prompt) :] = prompt

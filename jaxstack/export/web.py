@@ -47,7 +47,8 @@ def describe_model(source: Source) -> dict[str, object]:
     model = source.model
     rope = model.positions == "rope"
     local = model.rope_local_base_freq if rope else None
-    width, norm = model.width_per_head, NORMS[model.norm]
+    width = model.width_per_head
+    norm = NORMS[model.norm]
     frequencies = rope_frequencies(width, model.rope_theta, model.rope_scaling) if rope else None
     return {
         "hidden": model.hidden_size,

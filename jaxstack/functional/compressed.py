@@ -34,11 +34,13 @@ class CompressedModule(FunctionalModule):
     """
 
     def __init__(self, module: object, rules: Sequence[WeightRule]):
-        given, self.rules = make_functional(module), tuple(rules)
+        given = make_functional(module)
+        self.rules = tuple(rules)
         model = nnx.eval_shape(lambda: given.make(nnx.Rngs(0)))
         self.chosen = choose_rules([_stored_in(given, weight) for weight in find_weights(model)], rules)
         """Path of a weight in `used` -> its rule, and the weight."""
-        staged, replaces = given.plain is not given, any(rule.replaces_matmul for rule in rules)
+        staged = given.plain is not given
+        replaces = any(rule.replaces_matmul for rule in rules)
         if staged and replaces:
             raise ConfigError("compression.rules with activations do not support a pipeline; set parallel.pipeline=1.")
         self._used = FunctionalModule(lambda rngs: self._with_matmuls(given.make(rngs))) if replaces else given
@@ -132,7 +134,9 @@ class CompressedModule(FunctionalModule):
 
         Only the drawn matrix has a value from 0 to its number of choices - 1. All parallel layouts draw the same.
         """
-        count, begins, wanted = 0, {}, {}
+        count = 0
+        begins = {}
+        wanted = {}
         for path, (rule, weight) in self.plain.chosen.items():
             if each := rule.number_of_choices(weight.layout):
                 matrices = np.arange(math.prod(weight.layout.stack_shape), dtype=np.int32)
@@ -188,7 +192,8 @@ class CompressedModule(FunctionalModule):
         for path, (rule, weight) in self._items():
             if not wanted(path):
                 continue
-            stored, layout = self._get(params, path), weight.layout
+            stored = self._get(params, path)
+            layout = weight.layout
             stored = stored if isinstance(stored, dict) else layout.to_matrices(stored)
             for place in np.ndindex(*layout.stack_shape):
                 layer, expert = (place[0], place[1:]) if layout.has_layers else (0, place)

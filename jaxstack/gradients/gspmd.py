@@ -22,8 +22,11 @@ class GlobalGradients:
     """
 
     def __init__(self, microbatches: Microbatches, context: ShardingContext):
-        self._microbatches, self._context, self._rules = microbatches, context, context.rules
-        module, zero = microbatches.module, context.layout.zero
+        self._microbatches = microbatches
+        self._context = context
+        self._rules = context.rules
+        module = microbatches.module
+        zero = context.layout.zero
         self._stored = module.split_frozen(module.parameter_specs(self._rules, zero))[0]
         spec = self._rules.parameter_spec
         self._used = module.map_parameters(lambda names, shape, _: spec(names, shape), self._rules)
@@ -41,13 +44,17 @@ class GlobalGradients:
         """Return the arrays constrained to the given shardings if ZeRO 1 or 2 is on, otherwise unchanged."""
         if not self._context.layout.zero:
             return tree
-        place = lambda x, spec: jax.lax.with_sharding_constraint(x, placed(self._rules, spec))  # noqa: E731
+
+        def place(x, spec):
+            return jax.lax.with_sharding_constraint(x, placed(self._rules, spec))
+
         return jax.tree.map(place, tree, specs)
 
     def _sums(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, noise: bool
     ) -> tuple[GradientSums, Dict]:
-        rules, context = self._rules, self._context
+        rules = self._rules
+        context = self._context
         # If rows are split into microbatches, `data` has size 1 or is manual; the batch's other axes still shard them.
         shards = rules.degree([axis for axis in rules.table["batch"] if axis != "data" and axis not in rules.manual])
         if self._microbatches.count == 1 or rules.mesh.shape["data"] == 1:
@@ -60,7 +67,8 @@ class GlobalGradients:
             with context.within(["data"]).entered():
                 return self._run(params, non_params, batch, key, shards, noise, ("data",))
 
-        whole, split = PartitionSpec(), PartitionSpec("data")
+        whole = PartitionSpec()
+        split = PartitionSpec("data")
         return jax.shard_map(
             replica,
             mesh=None if rules.manual else rules.mesh,

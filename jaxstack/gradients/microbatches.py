@@ -37,7 +37,8 @@ class GradientSums:
     def plus(self, other: "GradientSums") -> "GradientSums":
         """Add the sums of two microbatches; of their FP8 amax values, keep the larger ones."""
         gradients = jax.tree.map(jnp.add, self.gradients, other.gradients)
-        loss, count = self.loss + other.loss, self.count + other.count
+        loss = self.loss + other.loss
+        count = self.count + other.count
         return GradientSums(gradients, loss, count, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
 
 
@@ -65,7 +66,9 @@ class Microbatches:
     """
 
     def __init__(self, module: FunctionalModule, loss: Loss, count: int):
-        self.module, self.count, self._loss = module, count, loss
+        self.module = module
+        self.count = count
+        self._loss = loss
 
     def loss(
         self, params: Dict, non_params: Dict, batch: Batch, *, key: jax.Array | None, train: bool
@@ -109,8 +112,12 @@ class Microbatches:
             return (sums.plus(new), non_params), measured
 
         zero = jnp.zeros((), jnp.float32)
-        zeros = lambda tree: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), tree)  # noqa: E731
-        gradients, maxima = self.module.split_frozen(params)[0], self.module.split_scaling(non_params)[0]
+
+        def zeros(tree):
+            return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), tree)
+
+        gradients = self.module.split_frozen(params)[0]
+        maxima = self.module.split_scaling(non_params)[0]
         start = GradientSums(zeros(gradients), zero, zero, zeros(maxima))
         pieces = {name: self._split(x, shards) for name, x in batch.items()}
         carry, measured = jax.lax.scan(add, (start, non_params), (pieces, jnp.arange(self.count)))

@@ -67,19 +67,27 @@ class PipelinedGradients:
                 "parallel.pipeline trains models whose only variables are their parameters and FP8's scales; this one "
                 f"has others ({', '.join(sorted(others))}), such as running statistics. Set parallel.pipeline=1."
             )
-        rules, plan = context.rules, context.layout.pipeline
+        rules = context.rules
+        plan = context.layout.pipeline
         assert plan is not None
-        self._module, self._context, self._rules, self._plan = module, context, rules, plan
+        self._module = module
+        self._context = context
+        self._rules = rules
+        self._plan = plan
         self._loss = loss
         self._split = ("pipeline", *rules.batch_axes)
         # Experts are never gathered, not even those of a layer that runs with the head.
         self._end_axes = tuple(axis for axis in self._split if axis != "expert")
         self._manual = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
         stored = module.parameter_specs(rules, context.layout.zero)
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+
+        def is_spec(x):
+            return isinstance(x, PartitionSpec)
+
         self._specs = jax.tree.map(lambda spec: restrict(spec, self._split), stored, is_leaf=is_spec)
         self._trained_specs = module.split_frozen(self._specs)[0]
-        stacked, of_one = PartitionSpec("pipeline"), PartitionSpec()
+        stacked = PartitionSpec("pipeline")
+        of_one = PartitionSpec()
         self._scale_specs = jax.tree.map(lambda x: stacked if x.ndim == 3 else of_one, module.abstract_non_params)
 
     def __call__(
@@ -87,7 +95,9 @@ class PipelinedGradients:
     ) -> tuple[GradientSums, Dict]:
         if noise:
             check_noise_layout(self._plan.microbatches, self._rules.mesh.shape)
-        schedule, specs, module = self._plan.table(), self._trained_specs, self._module
+        schedule = self._plan.table()
+        specs = self._trained_specs
+        module = self._module
 
         def local(params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
             axes = self._rules.batch_axes
@@ -191,7 +201,10 @@ class _Functions:
         microbatches: int,
         context: ShardingContext,
     ):
-        self._model, self._loss, self._key, self._train = model, loss, key, key is not None
+        self._model = model
+        self._loss = loss
+        self._key = key
+        self._train = key is not None
         self._pieces = {name: x.reshape(microbatches, -1, *x.shape[1:]) for name, x in batch.items()}
         gathered = frozenset(["pipeline"])
         self._layer_context = dataclasses.replace(context, parameters=TracedParameters(gathered))
@@ -268,7 +281,10 @@ def _map_parameters(change: Callable[[nnx.Param], jax.Array | None], state: Stat
 
 def _is_maximum(state: Any) -> Any:
     """Return a tree of flags that is True for the FP8 scaling states, whose gradients are combined by maximum."""
-    flags = lambda v: jax.tree.map(lambda _: isinstance(v, ScalingState), v)  # noqa: E731
+
+    def flags(v):
+        return jax.tree.map(lambda _: isinstance(v, ScalingState), v)
+
     return jax.tree.map(flags, state, is_leaf=_is_variable)
 
 
@@ -288,7 +304,9 @@ def _gathered(parameter: nnx.Variable, context: ShardingContext, axes: Sequence[
 
     A matrix that stays sharded over `weight_axes` is cast where it is used, with its gather.
     """
-    rules, x, known = context.rules, parameter[...], parameter.get_metadata()
+    rules = context.rules
+    x = parameter[...]
+    known = parameter.get_metadata()
     stored, splits = _splits(parameter, context, axes)
     shard = not set(rules.weight_axes) <= set(axes) and bool(dims_of(stored, rules.weight_axes))
     if is_cast(known["logical_axes"], known["whole_shape"], known) and (splits or not shard):
@@ -316,7 +334,8 @@ def _scattered(
     gradient = parameter.get_raw_value()
     stored, splits = _splits(parameter, context, axes)
     if row:
-        stored, splits = PartitionSpec(*stored[1:]), tuple((own, dim - 1) for own, dim in splits)
+        stored = PartitionSpec(*stored[1:])
+        splits = tuple((own, dim - 1) for own, dim in splits)
 
     def scatter(x: jax.Array) -> jax.Array:
         x = x.astype(context.layout.reduce_dtype)

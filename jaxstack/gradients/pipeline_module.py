@@ -45,16 +45,23 @@ class StagedModule(FunctionalModule):
             )
         if model.teacher is not None:
             raise ConfigError("distill.teacher does not support a pipeline; set parallel.pipeline=1.")
-        config, dtype = model.config, model.dtype
+        config = model.config
+        dtype = model.dtype
         self.unrolled = not config.scan_layers
         """True if the layers of a stage are unrolled: every layer of the plain module then has leaves of its own."""
-        scanned, precision = config.model_copy(update={"scan_layers": True}), model.precision
-        stacked = lambda rngs: in_fp8(Transformer(scanned, rngs, dtype=dtype), precision)  # noqa: E731
+        scanned = config.model_copy(update={"scan_layers": True})
+        precision = model.precision
+
+        def stacked(rngs):
+            return in_fp8(Transformer(scanned, rngs, dtype=dtype), precision)
+
         super().__init__(stacked if self.unrolled else make)
         stack = self.merge_stage(self.abstract_params, self.abstract_non_params).decoder
-        self._lead, self._period = stack.scanned.start, stack.period
+        self._lead = stack.scanned.start
+        self._period = stack.period
         self.layout = StageLayout(stack.repeats if stack.repeats > 1 else 1, stages, chunks)
-        self.stages, rows = stages, self.layout.order.size
+        self.stages = stages
+        rows = self.layout.order.size
         self._set_params(_with_rows(self._params, rows))
         self._set_non_params(_with_rows(self._non_params, rows))
 
@@ -127,7 +134,8 @@ class StagedModule(FunctionalModule):
         sources: dict[str, list[Any]] = {}
         for name, x in leaves.items():  # leaves of unrolled layers in the order of their groups
             sources.setdefault(self._staged_name(name)[0], []).append((self._staged_name(name)[1], x))
-        order, found = self.layout.order.reshape(-1), []
+        order = self.layout.order.reshape(-1)
+        found = []
         for name, shape in names.items():
             group, x = sources[name][0]
             if group is not None and self._is_stack(x, shape, self.layout.groups):
@@ -152,7 +160,9 @@ class StagedModule(FunctionalModule):
         match = _LAYER.match(name)
         if match is None:
             return name, None
-        before, index, after = match[1], int(match[2]), match[3]
+        before = match[1]
+        index = int(match[2])
+        after = match[3]
         place = index - self._lead
         if not self.unrolled:
             return name, 0 if 0 <= place < self._period else None
@@ -182,7 +192,8 @@ def _pick_rows(x: Any, rows: np.ndarray) -> Any:
     goes_on = np.where(empty[1:], empty[:-1], ~empty[:-1] & (np.diff(rows) == 1))
     parts = []
     for piece in np.split(rows, 1 + np.flatnonzero(~goes_on)):
-        first, count = int(piece[0]), len(piece)
+        first = int(piece[0])
+        count = len(piece)
         parts.append(jnp.zeros((count, *x.shape[1:]), x.dtype) if first < 0 else x[first : first + count])
     return jnp.concatenate(parts)
 

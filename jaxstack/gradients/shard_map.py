@@ -55,8 +55,11 @@ class LocalGradients:
     """
 
     def __init__(self, microbatches: Microbatches, context: ShardingContext):
-        rules, layout = context.rules, context.layout
-        self._microbatches, self._rules, self._zero = microbatches, rules, layout.zero
+        rules = context.rules
+        layout = context.layout
+        self._microbatches = microbatches
+        self._rules = rules
+        self._zero = layout.zero
         # A tensor axis of one device is manual too: no axis is then left to XLA, and kernels need no shard_map.
         self._manual = [a for a in rules.free if a != "tensor" or rules.mesh.shape[a] == 1]
         self._split = rules.batch_axes
@@ -73,7 +76,8 @@ class LocalGradients:
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
     ) -> tuple[GradientSums, Dict]:
         """Return loss, item count and gradients, summed over the global batch, and updated non-parameter variables."""
-        groups, measure = None, None
+        groups = None
+        measure = None
         if noise:
             check_noise_layout(self._microbatches.count, self._rules.mesh.shape)
             groups = jax.tree.map(self._noise_group, self._trained_layouts)
@@ -83,7 +87,10 @@ class LocalGradients:
             key = jax.random.fold_in(key, jax.lax.axis_index(self._split))
             copies = self._working_copies(params)
             if self._sums_at_use:
-                prepare = lambda params: jax.tree.map(self._summing, params, copies, self._layouts)  # noqa: E731
+
+                def prepare(params):
+                    return jax.tree.map(self._summing, params, copies, self._layouts)
+
                 run = functools.partial(self._microbatches, prepare=prepare, measure=measure)
                 sums, non_params, small = run(params, non_params, batch, key)
                 gradients = sums.gradients
@@ -139,7 +146,8 @@ class LocalGradients:
 
     def _layout(self, names: Names | None, shape: tuple[int, ...], metadata: dict[str, Any]) -> ParameterLayout:
         rules = self._rules
-        spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape, self._zero)
+        spec = rules.parameter_spec(names, shape)
+        stored = rules.stored_spec(names, shape, self._zero)
         casts = is_cast(names, shape, metadata)
         dtype = self._microbatches.module.dtype if casts else None
         dtype = str(jnp.dtype(dtype or jnp.float32))
@@ -163,7 +171,10 @@ class LocalGradients:
             else:
                 weights[index] = self._working_copy(weight, layout)
         for stack in stacks.values():
-            gather = lambda layer: {i: self._working_copy(x, layouts[i].of_one_layer()) for i, x in layer.items()}  # noqa: E731
+
+            def gather(layer):
+                return {i: self._working_copy(x, layouts[i].of_one_layer()) for i, x in layer.items()}
+
             for index, copy in jax.lax.map(gather, stack).items():
                 weights[index] = copy
         return tree.unflatten(weights)

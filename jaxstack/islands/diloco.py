@@ -56,7 +56,8 @@ class DiLoCoExchange:
     phases = 1
 
     def __init__(self, settings: OuterSGD, reduction: Reduction):
-        self._settings, self._reduction = settings, reduction
+        self._settings = settings
+        self._reduction = reduction
 
     def init(self, params: Dict) -> OuterState:
         """Return the initial state: parameters (`anchor`), zero momentum (`velocity`), and the averaging's state."""
@@ -76,7 +77,8 @@ class DiLoCoExchange:
 
     def apply(self, progress: Dict, state: OuterState) -> tuple[Dict, OuterState]:
         """Apply the device groups' mean parameter change by Nesterov SGD; return the new parameters and state."""
-        anchor, velocity = state.shared["anchor"], state.shared["velocity"]
+        anchor = state.shared["anchor"]
+        velocity = state.shared["velocity"]
         stepped = jax.tree.map(self._settings.step, anchor, velocity, progress)
         anchor, velocity = jax.tree.transpose(jax.tree.structure(anchor), jax.tree.structure((0, 0)), stepped)
         return anchor, state._replace(shared={**state.shared, "anchor": anchor, "velocity": velocity})

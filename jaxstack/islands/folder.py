@@ -99,7 +99,8 @@ class FolderMean:
     """
 
     def __init__(self, settings: FolderDiLoCo):
-        self._settings, self._root = settings, Path(settings.folder).expanduser()
+        self._settings = settings
+        self._root = Path(settings.folder).expanduser()
         self._waited_for_all = False
         self.say: Callable[[str], None] = print
         """Reports a message."""

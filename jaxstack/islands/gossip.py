@@ -62,7 +62,9 @@ class GossipExchange:
     """
 
     def __init__(self, every: int, islands: int, weights: list[Weights]):
-        self._every, self._islands, self._weights = every, islands, weights
+        self._every = every
+        self._islands = islands
+        self._weights = weights
         self.phases = len(weights)
 
     def init(self, params: Dict) -> OuterState:

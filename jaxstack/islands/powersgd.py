@@ -49,7 +49,8 @@ class PowerSGD:
 
     def init(self, tree: Dict) -> OuterState:
         """Return the initial state: per compressed parameter a random Q, equal in all device groups, and zero error."""
-        factors, errors = {}, {}
+        factors = {}
+        errors = {}
         for path, x in flatten(tree).items():
             shape = self.matrix_shape("/".join(path), x)
             if shape is not None:
@@ -60,7 +61,8 @@ class PowerSGD:
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
         """Return the mean of a tree over islands (device groups), and the state with new factors and errors."""
-        factors, errors = flatten(state.shared["factors"]), flatten(state.own["error"])
+        factors = flatten(state.shared["factors"])
+        errors = flatten(state.own["error"])
         means = flatten(tree)
         for path, x in means.items():
             shape = self.matrix_shape("/".join(path), x)
@@ -69,7 +71,8 @@ class PowerSGD:
                 continue
             mean, factors[path], error = low_rank_mean((x + errors[path]).reshape(shape.full), factors[path])
             means[path], errors[path] = mean.reshape(x.shape), error.reshape(x.shape)
-        shared, own = {"factors": nest(factors.items())}, {"error": nest(errors.items())}
+        shared = {"factors": nest(factors.items())}
+        own = {"error": nest(errors.items())}
         return nest(means.items()), OuterState({**state.shared, **shared}, {**state.own, **own})
 
     def matrix_shape(self, path: str, leaf: jax.Array) -> MatrixShape | None:
@@ -78,7 +81,8 @@ class PowerSGD:
         if not is_matrix(path, leaf) or leaf.ndim < rule.inputs + rule.outputs:
             return None
         sides = leaf.ndim - rule.outputs
-        rows, columns = leaf.shape[sides - rule.inputs : sides], leaf.shape[sides:]
+        rows = leaf.shape[sides - rule.inputs : sides]
+        columns = leaf.shape[sides:]
         shape = MatrixShape(leaf.shape[: sides - rule.inputs], math.prod(rows), math.prod(columns))
         return shape if shape.pays(self._rank) else None
 
@@ -93,7 +97,10 @@ def low_rank_mean(own: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Arr
     left = orthonormal(jax.lax.pmean(own @ factor, ISLANDS))
     right = jnp.swapaxes(own, -1, -2) @ left
     factor = jax.lax.pmean(right, ISLANDS)
-    back = lambda right: left @ jnp.swapaxes(right, -1, -2)  # noqa: E731
+
+    def back(right):
+        return left @ jnp.swapaxes(right, -1, -2)
+
     return back(factor), factor, own - back(right)
 
 

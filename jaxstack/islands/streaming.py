@@ -64,8 +64,11 @@ class StreamingExchange:
     """
 
     def __init__(self, settings: StreamingDiLoCo, reduction: Reduction, stacked: Mapping[str, Any]):
-        self._settings, self._reduction, self._stacked = settings, reduction, stacked
-        self.phases, self.delay = settings.fragments, settings.delay
+        self._settings = settings
+        self._reduction = reduction
+        self._stacked = stacked
+        self.phases = settings.fragments
+        self.delay = settings.delay
 
     def init(self, params: Dict) -> OuterState:
         """Return the state at the start of a run: the parameters (`anchor`), and zero momentum (`velocity`)."""
@@ -73,7 +76,8 @@ class StreamingExchange:
 
     def due(self, step: int) -> int | None:
         """Return the fragment (part of the model) to communicate during the next train step; None if there is none."""
-        every, count = self._settings.every, self.phases
+        every = self._settings.every
+        count = self.phases
         starts = {fragment * every // count: fragment for fragment in range(count)}
         return starts.get(step % every)
 
@@ -83,10 +87,12 @@ class StreamingExchange:
 
     def send(self, phase: int, changes: dict[str, jax.Array], state: OuterState) -> OuterState:
         """Average changes of one part of the model over device groups, and apply Nesterov SGD; return the new state."""
-        anchor, velocity = state.shared["anchor"], state.shared["velocity"]
+        anchor = state.shared["anchor"]
+        velocity = state.shared["velocity"]
         with set_xla_metadata(latency_metadata=_LATENCY):
             progress, _ = self._reduction(changes, OuterState({}, {}))
-        anchors, velocities = self._parts(phase, anchor), self._parts(phase, velocity)
+        anchors = self._parts(phase, anchor)
+        velocities = self._parts(phase, velocity)
         stepped = {name: self._settings.step(anchors[name], velocities[name], x) for name, x in progress.items()}
         anchor = self._replaced(phase, anchor, {name: new for name, (new, _) in stepped.items()})
         velocity = self._replaced(phase, velocity, {name: new for name, (_, new) in stepped.items()})
@@ -94,7 +100,8 @@ class StreamingExchange:
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
         """Return the parameters, in one part of the model mixed from the device group's own and the common ones."""
-        own, anchors = self._parts(phase, params), self._parts(phase, state.shared["anchor"])
+        own = self._parts(phase, params)
+        anchors = self._parts(phase, state.shared["anchor"])
         keep = self._settings.mixing
         return self._replaced(phase, params, {name: keep * x + (1 - keep) * anchors[name] for name, x in own.items()})
 

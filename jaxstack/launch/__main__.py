@@ -83,10 +83,12 @@ def make_job(args: argparse.Namespace) -> Job:
         check_tls_files(nodes.coordinator)
     limits = Limits(args.step_seconds, args.start_seconds, args.save_seconds)
     if args.preflight:
-        command, restarts = (sys.executable, "-m", "jaxstack.launch.preflight"), 0
+        command = (sys.executable, "-m", "jaxstack.launch.preflight")
+        restarts = 0
         limits = Limits(start=min(args.start_seconds, 600.0))
     else:
-        command, restarts = tuple(args.command), args.max_restarts
+        command = tuple(args.command)
+        restarts = args.max_restarts
         if not command:
             raise ConfigError("there is no command to run: jaxstack launch -- python -m jaxstack.train --config FILE")
         if command[0].endswith((".yaml", ".yml")):

@@ -15,7 +15,8 @@ from typing import IO
 
 from jaxstack.resilience.progress_file import PROGRESS, STACKS, Record, read_record
 
-_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
+_SET_PARENT_DEATH_SIGNAL = 1
+_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _STACK_LINES = 80
 
@@ -35,7 +36,8 @@ class Child:
         self, rank: int, command: Sequence[str], environment: Mapping[str, str], folder: Path, prefix: str | None
     ):
         self.rank = rank
-        self._progress, self._stacks = folder / f"progress-{rank}", folder / f"stacks-{rank}"
+        self._progress = folder / f"progress-{rank}"
+        self._stacks = folder / f"stacks-{rank}"
         for path in (self._progress, self._stacks):
             path.unlink(missing_ok=True)
         variables = {**environment, PROGRESS: str(self._progress), STACKS: str(self._stacks)}
@@ -153,7 +155,8 @@ def descendants(pid: int) -> list[int]:
         if path.name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-    found, edge = [], {pid}
+    found = []
+    edge = {pid}
     while edge:
         edge = {child for child, parent in parents.items() if parent in edge}
         found += edge

@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-_ROUNDS, _ROUND_SECONDS = 50, 0.1
+_ROUNDS = 50
+_ROUND_SECONDS = 0.1
 
 
 class CleanupProcess:

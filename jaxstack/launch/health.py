@@ -70,7 +70,8 @@ def find_straggler(before: Mapping[int, Record], after: Mapping[int, Record]) ->
     each spends on its host instead of waiting. A process is reported if it exceeds the median of the others by at least
     a tenth of a step and 2 ms.
     """
-    own, pace = {}, []
+    own = {}
+    pace = []
     for rank, now in after.items():
         past = before.get(rank)
         if past is None or past.phase != "train" or now.phase != "train" or now.step - past.step < 3:

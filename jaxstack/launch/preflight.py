@@ -53,7 +53,8 @@ def measure_sum() -> str:
     """Time an all-reduce over all devices; return a line with its bandwidth, or one that reports a wrong result."""
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("all",))
-    split, whole = jax.NamedSharding(mesh, jax.P("all")), jax.NamedSharding(mesh, jax.P())
+    split = jax.NamedSharding(mesh, jax.P("all"))
+    whole = jax.NamedSharding(mesh, jax.P())
     size = _MEGABYTES * 2**20 // 4 if jax.default_backend() == "gpu" else 2**16
     values = jax.jit(lambda: jnp.ones((count, size)), out_shardings=split)()
     add = jax.jit(lambda x: x.sum(0), out_shardings=whole)
@@ -64,7 +65,8 @@ def measure_sum() -> str:
         began = time.perf_counter()
         add(values).block_until_ready()
         times.append(time.perf_counter() - began)
-    best, sent = min(times), 2 * (count - 1) / count * size * 4
+    best = min(times)
+    sent = 2 * (count - 1) / count * size * 4
     pace = f"{1e3 * best:.2f} ms, {sent / best / 1e9:.3g} GB/s"
     return f"a sum over {count} devices, {size * 4 / 2**20:.3g} MiB each: {pace}"
 

@@ -15,7 +15,8 @@ class RestartBudget:
     def spend(self, saved: int) -> bool:
         """Take one restart from the budget, refilled first if checkpoint `saved` is new; False if none is left."""
         if saved > self._best:
-            self._best, self.left = saved, self._size
+            self._best = saved
+            self.left = self._size
         if self.left <= 0:
             return False
         self.left -= 1

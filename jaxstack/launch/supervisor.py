@@ -75,7 +75,8 @@ class Supervisor:
         folder = Path(tempfile.mkdtemp(prefix="jaxstack-launch-"))
         cleanup = CleanupProcess(folder)
         adopt_orphans()
-        budget, attempt = RestartBudget(self.job.restarts), 0
+        budget = RestartBudget(self.job.restarts)
+        attempt = 0
         try:
             with self._signals():
                 while True:
@@ -112,7 +113,8 @@ class Supervisor:
 
     def _start(self, folder: Path, attempt: int) -> list[Child]:
         job = self.job
-        total, first = job.processes * job.nodes.count, job.processes * job.nodes.rank
+        total = job.processes * job.nodes.count
+        first = job.processes * job.nodes.rank
         shared = {**os.environ, "JAXSTACK_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1"}
         if total > 1:
             shared |= {COORDINATOR: job.nodes.coordinator or f"127.0.0.1:{free_port()}", COUNT: str(total)}
@@ -136,11 +138,13 @@ class Supervisor:
         Some of the children may still be running.
         """
         forwarded: float | None = None
-        looked, past = time.monotonic(), {child.rank: child.record() for child in children}
+        looked = time.monotonic()
+        past = {child.rank: child.record() for child in children}
         now = awake = looked
         while True:
             self._sleep(_LOOK_SECONDS)
-            before, now = now, time.monotonic()
+            before = now
+            now = time.monotonic()
             if now - before > _PAUSE_SECONDS:
                 awake = now
             if self._signum is not None and forwarded is None:
@@ -169,7 +173,8 @@ class Supervisor:
                     return 1, self._stuck(stuck, records, running)
                 if now - looked > _STRAGGLER_SECONDS:
                     self._name_straggler(past, records)
-                    looked, past = now, records
+                    looked = now
+                    past = records
 
     def _stopped(self, running: Sequence[Child]) -> tuple[int, str]:
         signum = self._signum or signal.SIGTERM
@@ -216,7 +221,8 @@ class Supervisor:
             if self._signum is not None and signum == signal.SIGINT and now - self._heard > SAME_SECONDS:
                 self.job = dataclasses.replace(self.job, grace_seconds=0.0)  # a second Ctrl-C: end at once
             if self._signum is None:
-                self._signum, self._heard = signum, now
+                self._signum = signum
+                self._heard = now
 
         before = {signum: signal.signal(signum, receive) for signum in stop_signals()}
         try:

@@ -50,8 +50,10 @@ class Adapter(nnx.Module):
     """LoRA or DoRA adapter of one dense layer, or of several layers whose weights are stacked."""
 
     def __init__(self, layer: Linear, rule: AdapterRule, rngs: nnx.Rngs):
-        kernel, known = layer.kernel, layer.kernel.get_metadata()
-        axes, stacked = known["logical_axes"], int(known["logical_axes"][:1] == ("layers",))
+        kernel = layer.kernel
+        known = layer.kernel.get_metadata()
+        axes = known["logical_axes"]
+        stacked = int(known["logical_axes"][:1] == ("layers",))
         cut = stacked + layer.contracted
         (stack, inputs, outputs), rank = _cut(kernel.shape, stacked, cut), rule.rank
         metadata = {"sum_where_used": True} if known.get("sum_where_used") else {}
@@ -68,7 +70,8 @@ class Adapter(nnx.Module):
             self.magnitude = parameter(norms, *axes[:stacked], *axes[cut:])
         self.scale = rule.alpha / rank if rule.alpha is not None else 1.0
         self.dropout = rule.dropout
-        self.contracted, self.stacked = layer.contracted, stacked
+        self.contracted = layer.contracted
+        self.stacked = stacked
         self.key: jax.Array | None = nnx.data(None)
         """Key of the dropout mask, which `set_adapter_dropout_keys` sets for one forward pass."""
 
@@ -132,7 +135,8 @@ def add_adapters(model: Module, rules: Sequence[AdapterRule], rngs: nnx.Rngs) ->
     Raises:
       ConfigError: a rule matches no dense layer, or only some of the layers that one scan runs.
     """
-    table, seen = [*((rule.path, rule) for rule in rules), (".*", None)], {}
+    table = [*((rule.path, rule) for rule in rules), (".*", None)]
+    seen = {}
     for path, layer in _dense_layers(model):
         names = weight_paths(cast(Any, model), path)
         seen.update(dict.fromkeys(names, 0))

@@ -50,16 +50,21 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs):
-        d, h = config.hidden_size, config.width_per_head
-        n, k = config.num_heads, config.kv_heads
-        inner, outer = make_initializer(config), make_initializer(config, residual=True)
+        d = config.hidden_size
+        h = config.width_per_head
+        n = config.num_heads
+        k = config.kv_heads
+        inner = make_initializer(config)
+        outer = make_initializer(config, residual=True)
 
         def project(heads: int, axis: str) -> Linear:
             return Linear(
                 (d,), (heads, h), ("embed", axis, "head_dim"), rngs=rngs, initialize=inner, bias=config.qkv_bias
             )
 
-        self.q_proj, self.k_proj, self.v_proj = project(n, "heads"), project(k, "kv_heads"), project(k, "kv_heads")
+        self.q_proj = project(n, "heads")
+        self.k_proj = project(k, "kv_heads")
+        self.v_proj = project(k, "kv_heads")
         self.qkv_proj: Linear | None = nnx.data(None)
         """The three projections as one layer, after `join_projections`."""
         self.o_proj = Linear(
@@ -67,7 +72,8 @@ class Attention(nnx.Module):
         )
         self.q_norm = make_norm(head_norm_name(config.norm), h, config.norm_eps) if config.qk_norm else None
         self.k_norm = make_norm(head_norm_name(config.norm), h, config.norm_eps) if config.qk_norm else None
-        self.kind, self.heads = config.attention, config.heads(window)
+        self.kind = config.attention
+        self.heads = config.heads(window)
         self.kind_weight = self.kind.make_weight(self.heads, rngs)
         self.rotates = config.positions == "rope"
 
@@ -76,7 +82,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Apply the sublayer to x [B, T, D]; also return the cache with this call's tokens added."""
         weight = () if self.kind_weight is None else (self.kind_weight[...],)
-        slots, kind = context.slots, self.kind.with_weight(*weight)
+        slots = context.slots
+        kind = self.kind.with_weight(*weight)
         if cache is None or slots is None or slots.first:
             q, k, v = self._queries_keys_values(x, context)
             seen = as_stored(k, v, self.heads.cache_format, self.channel_order())
@@ -141,22 +148,26 @@ class Attention(nnx.Module):
         if self.qkv_proj is None:
             q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
         else:
-            n, k = self.heads.num_heads, self.heads.num_kv_heads
+            n = self.heads.num_heads
+            k = self.heads.num_kv_heads
             q, k, v = jnp.split(apply_gathered(x, self.qkv_proj)[0], (n, n + k), axis=-2)
         q = shard(q, "batch", "length", "act_heads", "act_head_dim")
         k = shard(k, "batch", "length", "act_kv_heads", "act_head_dim")
         v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         angles = self._angles(context)
         if angles is not None:
-            q, k = apply_rope(q, angles), apply_rope(k, angles)
+            q = apply_rope(q, angles)
+            k = apply_rope(k, angles)
         return save_for_backward(q), save_for_backward(k), v
 
     def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, *weight: jax.Array
     ) -> jax.Array:
-        kind, axis = self.kind.with_weight(*weight), context_axis()
+        kind = self.kind.with_weight(*weight)
+        axis = context_axis()
         if axis is None:
             return kind.attend(q, k, v, segment_ids, self.heads)
         return kind.attend_over(axis, q, k, v, segment_ids, self.heads)

@@ -32,7 +32,8 @@ class Block(nnx.Module):
         def norm() -> Norm:
             return make_norm(config.norm, config.hidden_size, config.norm_eps)
 
-        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention_norm = norm()
+        self.mlp_norm = norm()
         self.attention = Attention(config, window, rngs)
         self.mlp = MoE(config, rngs) if mixture else MLPS[config.mlp](config, rngs)
         self.attention_post_norm = norm() if config.post_norms else None

@@ -38,8 +38,11 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     """
     if config.vocab_size is None:
         raise ValueError("ModelConfig.vocab_size must be set to count parameters.")
-    d, h, layers = config.hidden_size, config.width_per_head, config.num_layers
-    n, k = config.num_heads, config.kv_heads
+    d = config.hidden_size
+    h = config.width_per_head
+    layers = config.num_layers
+    n = config.num_heads
+    k = config.kv_heads
     norm = count_norm_parameters(config.norm, d)
     head_norms = 2 * count_norm_parameters(head_norm_name(config.norm), h) if config.qk_norm else 0
     attention = d * n * h + 2 * d * k * h + n * h * d
@@ -50,7 +53,8 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     vectors += config.attention.count_weight()
     outside = embedding + rows * d + norm + (0 if config.tie_word_embeddings else head)
     mixtures = sum(map(config.is_mixture_layer, range(layers)))
-    dense, routed = _dense_mlp(config), _mixture(config)
+    dense = _dense_mlp(config)
+    routed = _mixture(config)
     stored = (layers - mixtures) * sum(dense) + mixtures * (routed[0] + routed[2])
     used = (layers - mixtures) * sum(dense) + mixtures * (routed[1] + routed[2])
     common = layers * (attention + vectors) + outside
@@ -60,7 +64,9 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 def _dense_mlp(config: ModelConfig) -> tuple[int, int]:
     """Count the parameters of a dense feed-forward sublayer: (matrices, biases)."""
-    d, f, inner = config.hidden_size, config.feed_forward_size, 2 if config.mlp == "gated" else 1
+    d = config.hidden_size
+    f = config.feed_forward_size
+    inner = 2 if config.mlp == "gated" else 1
     return d * f * (inner + 1), (f * inner + d) * config.mlp_bias
 
 

@@ -46,7 +46,8 @@ def count_chunks(modules: PyTree, x: Float[Array, "B T D"], width: int, max_byte
     """
     rows, parts, mlp = _degrees(x.shape)
     size = x.shape[0] * x.shape[1] * width * x.dtype.itemsize // (rows * parts * mlp)
-    length, count = x.shape[1] // parts, -(-size // (max_bytes or CHUNK_BYTES))
+    length = x.shape[1] // parts
+    count = -(-size // (max_bytes or CHUNK_BYTES))
     if count <= 1 or jax.tree.leaves(nnx.split(modules, nnx.Param, ScalingState, ...)[3]):
         return 1
     # Prefer chunks of equal length, if they have at least half the wanted size.
@@ -65,7 +66,8 @@ def apply_in_chunks(
       modules: see `count_chunks`.
     """
     graphdef, params, states = nnx.split(modules, nnx.Param, ...)
-    context, parts = current_context(), _degrees(x.shape)[1]
+    context = current_context()
+    parts = _degrees(x.shape)[1]
     length = x.shape[1] // parts
     size = -(-length // count)
 

@@ -31,7 +31,10 @@ def gather_layers(states: Sequence[Weights], dtype: jax.typing.DTypeLike) -> lis
 
 def add_layers_logical_axis(state: Weights) -> Weights:
     """Add the logical axis `layers` to the metadata of variables whose arrays have been stacked."""
-    relabel = lambda p: p.copy(logical_axes=("layers", *p.get_metadata()["logical_axes"]))  # noqa: E731
+
+    def relabel(p):
+        return p.copy(logical_axes=("layers", *p.get_metadata()["logical_axes"]))
+
     return jax.tree.map(relabel, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 

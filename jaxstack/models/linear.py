@@ -122,7 +122,8 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
     On a CPU they are computed by one wide matmul, which reads x once. On a GPU that costs more than it saves: the
     gradients would have to be concatenated first (16 of 600 ms for llama3-1b on an H200).
     """
-    contracted, dot_general = layers[0].contracted, layers[0].dot_general
+    contracted = layers[0].contracted
+    dot_general = layers[0].dot_general
     if any(_is_packed(layer) for layer in layers):
         return [_apply_packed(x, layer) if _is_packed(layer) else apply_together(x, layer)[0] for layer in layers]
     if any(layer.dot_general != dot_general for layer in layers):
@@ -239,10 +240,13 @@ def multiply(
     Without sharding this is a plain two-dimensional matmul: for the weight gradient of a batched one XLA's CPU backend
     transposes the activations. Sharded dims must stay separate.
     """
-    rows, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
+    rows = x.shape[: x.ndim - contracted]
+    outputs = kernel.shape[contracted:]
     if not is_sharded():
         width = math.prod(x.shape[len(rows) :])
-        x, kernel, contracted = x.reshape(-1, width), kernel.reshape(width, -1), 1
+        x = x.reshape(-1, width)
+        kernel = kernel.reshape(width, -1)
+        contracted = 1
     dims = (tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted)))
     return dot_general(x, kernel, (dims, ((), ()))).reshape(*rows, *outputs)
 
@@ -314,7 +318,8 @@ def _save_input(x: LayerInput) -> LayerInput:
 
 def _apply_fp8(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
     """Apply FP8 dense layers to one input, which is quantized once; kernels may be quantized already."""
-    contracted, kernels = layers[0].contracted, _unpacked_kernels(layers)
+    contracted = layers[0].contracted
+    kernels = _unpacked_kernels(layers)
     states = _scaling_states(layers)
     whole = save_for_backward(gradient_carrier(x))
     rows = whole.shape[: whole.ndim - contracted]
@@ -323,7 +328,9 @@ def _apply_fp8(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> 
         x = whole
     else:
         width = math.prod(whole.shape[len(rows) :])
-        x, kernels, contracted = _save_input(x).reshape(-1, width), [k.reshape(width, -1) for k in kernels], 1
+        x = _save_input(x).reshape(-1, width)
+        kernels = [k.reshape(width, -1) for k in kernels]
+        contracted = 1
     results = matmul.together(x, kernels, contracted, states)
     shaped = zip(layers, results, outputs, strict=True)
     return [layer.finish(whole, y.reshape(*rows, *dims)) for layer, y, dims in shaped]

@@ -29,7 +29,8 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     model.precision = precision
     if precision.fp8 == "none":
         return model
-    matmul, seen = Fp8Matmul(precision.fp8, precision.fp8_gradients), {}
+    matmul = Fp8Matmul(precision.fp8, precision.fp8_gradients)
+    seen = {}
     rules = precision.path_rules(_unscanned_end_layers(model.decoder))
 
     def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
@@ -53,7 +54,8 @@ def with_kv_cache(model: Transformer, name: str) -> Transformer:
     """
     if name == "none":
         return model
-    config, cache_format = model.config, CACHE_FORMATS[name]
+    config = model.config
+    cache_format = CACHE_FORMATS[name]
     if not isinstance(config.attention, MaskedSoftmax):
         raise ConfigError(
             f"precision.kv_cache {name} needs attention.name softmax, longformer or block_sparse, which keep the keys "
@@ -96,7 +98,8 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
     layers that share an input, such as the query, key and value projections, compute its gradient in one matmul. Layers
     of one module whose inputs have the same shape count as sharing their input.
     """
-    count, inputs = 0, dict[tuple[Any, ...], int]()
+    count = 0
+    inputs = dict[tuple[Any, ...], int]()
     for path, node in nnx.iter_modules(model):
         layer: Any = node
         matmul = getattr(layer, "dot_general", None)

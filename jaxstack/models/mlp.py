@@ -25,8 +25,11 @@ class PlainMLP(nnx.Module):
     """Feed-forward sublayer down(act(up(x))), as in GPT-2."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        d, f, bias = config.hidden_size, config.feed_forward_size, config.mlp_bias
-        inner, outer = make_initializer(config), make_initializer(config, residual=True)
+        d = config.hidden_size
+        f = config.feed_forward_size
+        bias = config.mlp_bias
+        inner = make_initializer(config)
+        outer = make_initializer(config, residual=True)
         self.up_proj = Linear((d,), (f,), ("embed", "mlp"), rngs=rngs, initialize=inner, bias=bias)
         self.down_proj = Linear((f,), (d,), ("mlp", "embed"), rngs=rngs, initialize=outer, bias=bias)
         self.activation = ACTIVATIONS[config.hidden_act]
@@ -43,7 +46,8 @@ class GatedMLP(PlainMLP):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
-        d, f = config.hidden_size, config.feed_forward_size
+        d = config.hidden_size
+        f = config.feed_forward_size
         self.gate_proj = Linear(
             (d,), (f,), ("embed", "mlp"), rngs=rngs, initialize=make_initializer(config), bias=config.mlp_bias
         )

@@ -51,15 +51,19 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         moe = config.moe
         assert moe is not None
-        e, d, f = moe.num_experts, config.hidden_size, config.expert_size
-        inner, outer = make_initializer(config), make_initializer(config, residual=True)
+        e = moe.num_experts
+        d = config.hidden_size
+        f = config.expert_size
+        inner = make_initializer(config)
+        outer = make_initializer(config, residual=True)
         self.router = Router(config, moe, rngs)
         self.up_proj = Experts((e, d, f), ("expert", "embed", "mlp"), inner, rngs)
         self.gate_proj = Experts((e, d, f), ("expert", "embed", "mlp"), inner, rngs) if config.mlp == "gated" else None
         self.down_proj = Experts((e, f, d), ("expert", "mlp", "embed"), outer, rngs)
         shared = config.model_copy(update={"intermediate_size": moe.n_shared_experts * f})
         self.shared_experts = MLPS[config.mlp](shared, rngs) if moe.n_shared_experts else None
-        self.moe, self.activation = moe, ACTIVATIONS[config.hidden_act]
+        self.moe = moe
+        self.activation = ACTIVATIONS[config.hidden_act]
 
     def __call__(self, x: LayerInput, *, decoding: bool = False) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
         """Apply the sublayer to x [B, T, D]; also return the router's losses, summed over tokens.
@@ -87,7 +91,8 @@ class MoE(nnx.Module):
         self, x: jax.Array, parameters: Mapping[str, jax.Array], split: TokenSplit, decoding: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Route this device's tokens x [B, T, D] to experts; return the combined outputs and the router loss."""
-        moe, shape = self.moe, x.shape
+        moe = self.moe
+        shape = x.shape
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), parameters["router"])
         bias = parameters.get("bias")
         routing = route(moe, logits, bias, sequence_axes=split.sequence_axes, dropless=decoding)

@@ -54,7 +54,10 @@ class _Loop:
     """Forward and backward pass of the prefetching scan over layers 0 to `last`."""
 
     def __init__(self, make_layer: Callable[[Arrays], Layer], gather: Callable[[Arrays], Arrays], last: int):
-        self._make_layer, self._gather, self.last, self._context = make_layer, gather, last, current_context()
+        self._make_layer = make_layer
+        self._gather = gather
+        self.last = last
+        self._context = current_context()
         self._pull_type: Any = None
         self._places: list[int | None] = []
         """Number of the argument that each leaf of the layer's `jax.vjp` equals; None: the leaf is a saved activation.
@@ -103,7 +106,8 @@ class _Loop:
             return d_x, following, d_weights, d_stacks
 
         with self._in_context():
-            last, floats = jnp.int32(self.last), _partition(stacks, _is_differentiable)[0]
+            last = jnp.int32(self.last)
+            floats = _partition(stacks, _is_differentiable)[0]
             d_stacks = jax.tree.map(lambda stack: _empty(stack.shape, stack.dtype), floats)
             carry = d_x, self._weights(stacks, self.last), last - 1
             d_x, weights, following = jax.lax.optimization_barrier(carry)
@@ -144,7 +148,8 @@ class _Loop:
 
     def _pull(self, rows: list[jax.Array], *arguments: Arrays) -> Callable[..., tuple[jax.Array, Any]]:
         """Rebuild a layer's backward function (of `jax.vjp`) from saved activations, weights and shared inputs."""
-        given, own = jax.tree.leaves(arguments), iter(rows)
+        given = jax.tree.leaves(arguments)
+        own = iter(rows)
         leaves = [next(own) if place is None else given[place] for place in self._places]
         return jax.tree.unflatten(self._pull_type, leaves)
 

@@ -10,7 +10,8 @@ from jaxstack.models.adapters import AdapterConfig, AdapterRule
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import read_model_config
 
-_RUN_CONFIG, _HUGGING_FACE_CONFIG = "config.yaml", "config.json"
+_RUN_CONFIG = "config.yaml"
+_HUGGING_FACE_CONFIG = "config.json"
 
 
 def is_run(directory: str | Path) -> bool:
@@ -79,7 +80,8 @@ def fill_in_model_and_tokenizer(tree: dict[str, Any], directory: str) -> dict[st
     path = Path(directory).expanduser()
     if not (path / _RUN_CONFIG).is_file() and not (path / _HUGGING_FACE_CONFIG).is_file():
         return tree
-    model, data = tree.get("model") or {}, tree.get("data") or {}
+    model = tree.get("model") or {}
+    data = tree.get("data") or {}
     if isinstance(model, dict) and model.get("preset") is None:
         # How layers are stacked is for the new run to decide: FP8 keeps the first and the last layer out of the scan.
         known = read_pretrained_model_config(path).model_dump(mode="json", exclude={"unscanned_end_layers"})

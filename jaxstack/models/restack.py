@@ -60,7 +60,8 @@ def _restack(
     take: Callable[[Any, int], Any],
     stack: Callable[[Sequence[Any]], Any],
 ) -> Params:
-    source_layers, layers = params["decoder"]["layers"], {}
+    source_layers = params["decoder"]["layers"]
+    layers = {}
     for index, (numbers, stacked) in enumerate(_layer_groups(source)):
         for row, number in enumerate(numbers):
             part = source_layers[str(index)]

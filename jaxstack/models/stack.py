@@ -75,9 +75,11 @@ class Stack(nnx.Module):
         self.start, self.period = config.layer_pattern if config.scan_layers else (0, len(kinds))
         self.repeats = (len(kinds) - config.end_layers - self.start) // self.period if config.scan_layers else 1
         if self.repeats == 1:
-            self.start, self.period = 0, len(kinds)
+            self.start = 0
+            self.period = len(kinds)
         self.scanned = range(self.start, self.start + self.period) if self.repeats > 1 else range(0)
-        keys, blocks = jax.random.split(rngs.params(), len(kinds)), {}
+        keys = jax.random.split(rngs.params(), len(kinds))
+        blocks = {}
         for index in self.scanned:
             numbers = jnp.array(self.layer_numbers(index))
             blocks[index] = make_stacked_blocks(_block_maker(config, *kinds[index]), keys[numbers])
@@ -115,7 +117,8 @@ class Stack(nnx.Module):
         x, new_caches, losses = self.run_before_scan(x, context, caches, key, dtype)
         if self.scanned:
             x, found, scan_losses = self._scan(x, context, caches, key, dtype)
-            new_caches, losses = new_caches + found, losses + scan_losses
+            new_caches = new_caches + found
+            losses = losses + scan_losses
         x, found, last_losses = self.run_after_scan(x, context, caches, key, dtype)
         return x, [*new_caches, *found] if caches else None, add_losses([*losses, *last_losses])
 
@@ -159,7 +162,8 @@ class Stack(nnx.Module):
         Returns:
           x, and the layers' caches and router losses.
         """
-        new_caches, losses = [], []
+        new_caches = []
+        losses = []
         for i, state in enumerate(weights):
             run = _layer_runner(nnx.graphdef(self.layers[self.start + i]), context)
             number = self.start + step * self.period + i
@@ -219,7 +223,8 @@ class Stack(nnx.Module):
         dtype: jax.typing.DTypeLike,
     ) -> tuple[jax.Array, list[LayerCache], list[RouterLoss]]:
         """Run the unstacked layers `indices` in order; return x, their caches and their router losses."""
-        new_caches, losses = [], []
+        new_caches = []
+        losses = []
         runners: dict[nnx.GraphDef, RunLayer] = {}
         for index in indices:
             graphdef, state = nnx.split(self.layers[index])

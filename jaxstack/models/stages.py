@@ -44,7 +44,9 @@ class _LayersReached(Exception):
 
     def __init__(self, x: jax.Array, loss: RouterLoss, inputs: LayerInputs):
         super().__init__()
-        self.x, self.loss, self.inputs = x, loss, inputs
+        self.x = x
+        self.loss = loss
+        self.inputs = inputs
 
 
 class _StopBeforeScan(nnx.Module):
@@ -70,7 +72,8 @@ class _ContinueAfterScan(nnx.Module):
     """Replacement for the model's layers that runs only those after the scan, on a given residual stream."""
 
     def __init__(self, stack: Stack, x: jax.Array):
-        self.stack, self.x = stack, nnx.data(x)
+        self.stack = stack
+        self.x = nnx.data(x)
 
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
@@ -83,7 +86,8 @@ class _ZeroEmbedding(nnx.Module):
     """Embedding that outputs zeros, for use where the output is not needed; a tied head may still use its table."""
 
     def __init__(self, table: nnx.Param, size: int):
-        self.table, self.size = table, size
+        self.table = table
+        self.size = size
 
     def __call__(self, ids: Int[Array, "B T"], dtype: jax.typing.DTypeLike) -> Float[Array, "B T D"]:
         return jnp.zeros((*ids.shape, self.size), dtype)
@@ -113,7 +117,8 @@ def make_repetition_function(model: Transformer) -> RunRepetition:
 
     Its weights are an NNX state of the parameters that `is_stacked` selects, without the dim of layers.
     """
-    stack, dtype = model.decoder, model.dtype
+    stack = model.decoder
+    dtype = model.dtype
 
     def run(
         weights: Weights, x: jax.Array, inputs: LayerInputs, number: jax.Array

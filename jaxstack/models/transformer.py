@@ -61,7 +61,8 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: jax.typing.DTypeLike = jnp.float32):
         if config.vocab_size is None:
             raise ValueError("ModelConfig.vocab_size must be set to build a Transformer.")
-        vocab, d = config.vocab_size, config.hidden_size
+        vocab = config.vocab_size
+        d = config.hidden_size
         embed = embedding_initializer(config)
         self.embedding = Embedding(vocab, d, ("vocab", "embed"), embed, rngs)
         rows = config.max_position_embeddings if config.positions == "learned" else None
@@ -70,7 +71,8 @@ class Transformer(nnx.Module):
         self.final_norm = make_norm(config.norm, d, config.norm_eps)
         head = None if config.tie_word_embeddings else make_initializer(config)(rngs.params(), (d, vocab), d)
         self.head = None if head is None else nnx.Param(head, logical_axes=HEAD_AXES)
-        self.config, self.dtype = config, dtype
+        self.config = config
+        self.dtype = dtype
         scale_initial_weights(self, config)
         self.precision = PrecisionConfig()
         """Precision of the matmuls, as set by `in_fp8`."""
@@ -285,7 +287,8 @@ class Transformer(nnx.Module):
 
     def _angles(self, positions: jax.Array) -> tuple[Angles | None, Angles | None]:
         """Compute the rotary angles of all layers, and those of windowed layers if they differ."""
-        config, positions = self.config, jnp.maximum(positions, 0)
+        config = self.config
+        positions = jnp.maximum(positions, 0)
         if config.positions != "rope":
             return None, None
         frequencies = rope_frequencies(config.width_per_head, config.rope_theta, config.rope_scaling)

@@ -91,7 +91,8 @@ def _kind(execution: Execution) -> str:
 
 
 def _collective(execution: Execution, num_devices: int, mesh_axes: Mapping[str, int] | None) -> Collective:
-    instruction, kind = execution.instruction, _kind(execution)
+    instruction = execution.instruction
+    kind = _kind(execution)
     arrays = execution.operand_arrays
     if kind in ("ragged-all-to-all", "send"):
         arrays = arrays[:1]  # the others are the output buffer, offsets and sizes, or a token

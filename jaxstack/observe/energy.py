@@ -158,12 +158,18 @@ class EnergyMeter:
         interval: float = INTERVAL_SECONDS,
     ):
         self._path = run_dir / FILE if run_dir is not None else None
-        self._gpus, self._counters, self._clock = gpus, counters, clock
+        self._gpus = gpus
+        self._counters = counters
+        self._clock = clock
         self._prices = prices or EnergyPrices()
-        self._before, self._own, self._others = read_usage(self._path), Usage(), Usage()
-        self._last_joules, self._last_time = self._read_counters(), clock()
+        self._before = read_usage(self._path)
+        self._own = Usage()
+        self._others = Usage()
+        self._last_joules = self._read_counters()
+        self._last_time = clock()
         self._watts_since = (self._last_time, 0.0)
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(interval,), daemon=True) if interval else None
         if self._thread is not None:
             self._thread.start()
@@ -171,8 +177,10 @@ class EnergyMeter:
     def sample(self) -> None:
         """Take a measurement: read the counters, sum usage over all processes, and write `energy.json`."""
         with self._lock:
-            now, joules = self._clock(), self._read_counters()
-            seconds, self._last_time = self._gpus * max(0.0, now - self._last_time), now
+            now = self._clock()
+            joules = self._read_counters()
+            seconds = self._gpus * max(0.0, now - self._last_time)
+            self._last_time = now
             used = 0.0
             if joules is not None and self._last_joules is not None:
                 # A counter goes back if the driver is loaded again.
@@ -198,7 +206,8 @@ class EnergyMeter:
           `cost` if a price is set.
         """
         with self._lock:
-            start, total = self._own + self._others, self.total
+            start = self._own + self._others
+            total = self.total
             values: dict[str, float] = {}
             if total.gpu_seconds:
                 if total.joules and total.measured_gpu_seconds >= 0.99 * total.gpu_seconds:

@@ -157,7 +157,8 @@ def parse_module(text: str) -> Module:
       ValueError: the text has no entry computation.
     """
     computations: dict[str, dict[str, Instruction]] = {}
-    entry, current = None, None
+    entry = None
+    current = None
     for line in text.splitlines():
         if current is None:
             if header := _HEADER.match(line):
@@ -179,9 +180,11 @@ def _parse_instruction(line: str) -> Instruction | None:
     if not equals:
         return None
     end = _bracket_end(rest, 0) if rest.startswith("(") else rest.index(" ")
-    type_, rest = rest[:end], rest[end:].lstrip()
+    type_ = rest[:end]
+    rest = rest[end:].lstrip()
     opening = rest.index("(")
-    opcode, end = rest[:opening], _bracket_end(rest, opening)
+    opcode = rest[:opening]
+    end = _bracket_end(rest, opening)
     literal = opcode in ("constant", "parameter")
     operands = () if literal else tuple(_NAME.findall(_COMMENT.sub("", rest[opening:end])))
     attributes = rest[end:]
@@ -192,7 +195,8 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 def _bracket_end(text: str, start: int) -> int:
     """Return the index after the bracket that closes the one at `start`; brackets in quotes are skipped."""
-    depth, quoted = 0, False
+    depth = 0
+    quoted = False
     for index in range(start, len(text)):
         character = text[index]
         if character == '"' and text[index - 1] != "\\":

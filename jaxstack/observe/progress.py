@@ -100,7 +100,9 @@ class _LiveLine:
         from rich.console import Console
         from rich.live import Live
 
-        self._total, self._step, self._fields = total, start, ["starting"]
+        self._total = total
+        self._step = start
+        self._fields = ["starting"]
         self._console = Console(file=stream, highlight=False)
         self._live = Live(
             get_renderable=self._render, console=self._console, refresh_per_second=4, vertical_overflow="crop"
@@ -108,7 +110,8 @@ class _LiveLine:
         self._live.start()
 
     def update(self, step: int, fields: list[str]) -> None:
-        self._step, self._fields = step, fields
+        self._step = step
+        self._fields = fields
         self._live.refresh()
 
     def say(self, text: str) -> None:
@@ -123,7 +126,8 @@ class _LiveLine:
         from rich.text import Text
 
         counter = f"step {self._step}/{self._total}"
-        fields, room = list(self._fields), self._console.width - len(counter) - 2
+        fields = list(self._fields)
+        room = self._console.width - len(counter) - 2
         while fields and sum(len(field) + 3 for field in fields) > room:
             fields.pop()
         bar_width = min(30, room - sum(len(field) + 3 for field in fields))

@@ -68,14 +68,16 @@ def _iota(text: str) -> np.ndarray:
 
 def _mesh_groups(text: str) -> Groups:
     """Parse device groups given as mesh axes in braces: each group spans these axes, at one index of the other axes."""
-    mesh_text, axes_text = text[: text.rindex("{")], text[text.rindex("{") :]
+    mesh_text = text[: text.rindex("{")]
+    axes_text = text[text.rindex("{") :]
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh_text)}
     ids = _mesh_ids(mesh_text, math.prod(sizes.values()))
     pieces: list[tuple[str, int, int]] = []  # for every axis, in order: name, start, size
     chosen: dict[tuple[str, int], int] = {}  # (name, start) -> position in the group's order
     cuts: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}
     for place, (name, start, size) in enumerate(re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes_text)):
-        first, length = int(start or 1), int(size or sizes[name])
+        first = int(start or 1)
+        length = int(size or sizes[name])
         cuts[name] |= {first, first * length}
         chosen[name, first] = place
     for name, edges in cuts.items():

@@ -35,7 +35,10 @@ class RunLog:
     def __init__(
         self, run_dir: Path | None, total_steps: int, config: ObserveConfig, say: Callable[[str], None] | None = None
     ):
-        self._run_dir, self._total_steps, self._config, self._say = run_dir, total_steps, config, say
+        self._run_dir = run_dir
+        self._total_steps = total_steps
+        self._config = config
+        self._say = say
         self.first = jax.process_index() == 0
         self.writes = run_dir is not None and self.first
         """True if this process writes files."""
@@ -87,7 +90,8 @@ class RunLog:
           schedule: points [step, learning rate].
           planned: see `LoopSettings.planned`.
         """
-        self._start, self._meter = start, meter
+        self._start = start
+        self._meter = meter
         logged = last_logged(self._run_dir)
         self._noise = NoiseScale(start, logged if logged.get("step", 0) <= start else {})
         train_seconds = logged.get("train_seconds", 0.0) if logged.get("step", 0) <= start else 0.0

@@ -96,7 +96,10 @@ class Meter:
     def restart(self) -> None:
         """Discard the steps that were added since the last read, and measure from now on, e.g. after compiling."""
         self._began = self._ended = self._clock()
-        self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
+        self._steps = 0
+        self._tokens = 0.0
+        self._waited = 0.0
+        self._excluded = 0.0
 
     def add(self, tokens: float, waited_seconds: float = 0.0, at: float | None = None) -> None:
         """Add one completed training step to the current measurement.
@@ -130,7 +133,10 @@ class Meter:
         # The estimate follows a change of pace within a few windows; a single slow window changes it little.
         self.step_seconds = step_seconds if self.step_seconds is None else 0.7 * self.step_seconds + 0.3 * step_seconds
         self._began = self._ended
-        self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
+        self._steps = 0
+        self._tokens = 0.0
+        self._waited = 0.0
+        self._excluded = 0.0
         return values
 
     def forget_pace(self) -> None:

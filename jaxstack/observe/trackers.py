@@ -248,7 +248,8 @@ class Trackers:
     """Several trackers used as one. An error of the disk is reported once and does not stop the run."""
 
     def __init__(self, trackers: Mapping[str, Tracker], say: Callable[[str], None] = print):
-        self._trackers, self._say = dict(trackers), say
+        self._trackers = dict(trackers)
+        self._say = say
         self._failing: set[str] = set()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:

@@ -62,7 +62,10 @@ class BlockOptimizer(MatrixOptimizer):
         def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
             one = functools.partial(self.update_parameter, run, state.steps)
             results = map_by_path(one, updates, *state[1:])
-            pick = lambda index: jax.tree.map(lambda _, result: result[index], updates, results)  # noqa: E731
+
+            def pick(index):
+                return jax.tree.map(lambda _, result: result[index], updates, results)
+
             return pick(0), type(state)(state.steps + 1, *(pick(index) for index in range(1, len(state))))
 
         return optax.GradientTransformation(self.init_state, update)

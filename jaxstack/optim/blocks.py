@@ -67,7 +67,8 @@ class Blocks(NamedTuple):
         Each block is refreshed every `every` steps. Blocks of a matrix, and matrices of a layer, are staggered; layers
         are not, because they may be stored in one array or in several.
         """
-        m, n = self.rows[0], self.columns[0]
+        m = self.rows[0]
+        n = self.columns[0]
         offset = zlib.crc32("".join(c for c in path if not c.isdigit()).encode()) % every
         turn = offset + jnp.arange(m)[:, None] * n + jnp.arange(n)
         flags = (count + turn) % every == 0
@@ -126,7 +127,8 @@ def refresh(
     Returns:
       The new `renewed`.
     """
-    rank, count = len(blocks.grid_shape), len(kept)
+    rank = len(blocks.grid_shape)
+    count = len(kept)
 
     def local(first: jax.Array, due: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         flat = tuple(x.reshape(-1, *x.shape[rank:]) for x in arrays)

@@ -101,7 +101,9 @@ def _scales_and_decays(optimizer: Optimizer, params: PyTree, width: Width | None
     """Return the learning-rate factor and the weight decay of each parameter, from groups and muP."""
     rules = [*((group.path, group) for group in optimizer.groups), (".*", GroupRule(path=".*"))]
     groups = map_by_path(lambda path, leaf: match(path, rules), params)
-    is_group = lambda x: isinstance(x, GroupRule)  # noqa: E731
+
+    def is_group(x):
+        return isinstance(x, GroupRule)
 
     def decay(group: GroupRule, matrix: bool) -> float:
         return group.weight_decay if group.weight_decay is not None else optimizer.weight_decay * matrix
@@ -166,7 +168,10 @@ def _finished_core(
 ) -> optax.GradientTransformation:
     """Return the core update rule followed by the optimizer's `finish`, applied to each layer by itself."""
     core = optax.with_extra_args_support(core)
-    by_layer = lambda u, p, stack: (jax.vmap(optimizer.finish) if stack else optimizer.finish)(u, p)  # noqa: E731
+
+    def by_layer(u, p, stack):
+        return (jax.vmap(optimizer.finish) if stack else optimizer.finish)(u, p)
+
     finish = _per_parameter(by_layer, stacked)
 
     def update(
@@ -184,7 +189,8 @@ def _per_parameter(
     """Return an Optax transformation that calls `apply(update, parameter, constant)` for each parameter."""
 
     def update(updates: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
-        masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+        def masked(x):
+            return isinstance(x, optax.MaskedNode)
 
         def one(u: jax.Array | optax.MaskedNode, p: jax.Array, c: float) -> jax.Array | optax.MaskedNode:
             return u if isinstance(u, optax.MaskedNode) else apply(u, p, c)

@@ -7,7 +7,8 @@ from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.target import automatic_axes
 
-_FEWEST_ROWS, _MOST_ROWS = 256, 4096
+_FEWEST_ROWS = 256
+_MOST_ROWS = 4096
 """Bounds of the number of partial sums of a large array, a power of two that divides its size."""
 _SMALL = 2**16
 """Arrays with fewer elements are concatenated without partial sums."""

@@ -37,7 +37,9 @@ def gather(x: jax.Array, axes: tuple[str, ...], dim: int, *, peer_copies: bool) 
     """
     if not peer_copies:
         return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
-    devices, own, size = jax.lax.axis_size(axes), jax.lax.axis_index(axes), x.shape[dim]
+    devices = jax.lax.axis_size(axes)
+    own = jax.lax.axis_index(axes)
+    size = x.shape[dim]
     parts = [x, *(_from(x, axes, shift) for shift in range(1, devices))]
     # The shards are in order, starting with this device's own; a window into two rounds of them starts with shard 0.
     twice = jnp.concatenate([*parts, *parts[:-1]], dim)
@@ -59,9 +61,14 @@ def scatter(x: jax.Array, axes: tuple[str, ...], dim: int, dtype: str, *, peer_c
     """
     if not peer_copies:
         return jax.lax.psum_scatter(x.astype(dtype), axes, scatter_dimension=dim, tiled=True)
-    devices, own, size = jax.lax.axis_size(axes), jax.lax.axis_index(axes), x.shape[dim] // jax.lax.axis_size(axes)
+    devices = jax.lax.axis_size(axes)
+    own = jax.lax.axis_index(axes)
+    size = x.shape[dim] // jax.lax.axis_size(axes)
     sent = x.astype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else x
-    part = lambda shift: jax.lax.dynamic_slice_in_dim(sent, (own - shift) % devices * size, size, dim)  # noqa: E731
+
+    def part(shift):
+        return jax.lax.dynamic_slice_in_dim(sent, (own - shift) % devices * size, size, dim)
+
     parts = [part(0), *(_from(part(shift), axes, shift) for shift in range(1, devices))]
     return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]).astype(dtype)
 

@@ -141,7 +141,8 @@ class ParallelConfig(Component):
                 f"parallel.islands ({self.islands}) must divide the number of devices ({devices}); nearest: "
                 f"{lower}{f' or {upper}' if upper != lower else ''}."
             )
-        devices, degrees = devices // self.islands, self.degrees
+        devices = devices // self.islands
+        degrees = self.degrees
         fixed = math.prod(d for d in degrees.values() if d != -1)
         free = [a for a, d in degrees.items() if d == -1]
         if free and devices % fixed == 0:

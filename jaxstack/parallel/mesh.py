@@ -26,7 +26,8 @@ def make_mesh(
     devices = jax.devices() if devices is None else list(devices)
     parallel = (parallel or ParallelConfig(data=-1)).resolve(len(devices))
     several = parallel.islands > 1
-    shape, axes = (parallel.islands, *parallel.degrees.values())[not several :], (ISLANDS, *AXES)[not several :]
+    shape = (parallel.islands, *parallel.degrees.values())[not several :]
+    axes = (ISLANDS, *AXES)[not several :]
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 
@@ -43,7 +44,8 @@ def spread(x: jax.Array) -> jax.Array:
     for name in ("tensor", "context", "fsdp", "data"):
         degree = mesh.shape.get(name, 1)
         if degree > 1 and x.shape[-1] % (parts * degree) == 0:
-            axes, parts = [*axes, name], parts * degree
+            axes = [*axes, name]
+            parts = parts * degree
     if not axes:
         return x
     free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 2)

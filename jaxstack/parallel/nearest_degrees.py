@@ -38,7 +38,8 @@ def _distance(wanted: Mapping[str, int], degrees: Mapping[str, int], axes: Seque
     The distance sums, over changed axes, the logarithm of the ratio, plus one for an axis that is added or removed.
     `data` and `fsdp` count a quarter, because other numbers of devices usually mean other numbers of replicas.
     """
-    total, changed = 0.0, []
+    total = 0.0
+    changed = []
     for index, axis in enumerate(axes):
         if wanted[axis] in (-1, degrees[axis]):
             continue

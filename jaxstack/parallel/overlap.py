@@ -86,7 +86,8 @@ def gather_project(x: jax.Array, kernels: Sequence[jax.Array], unsuitable: str |
         whole = (part.reshape(*sizes, -1).swapaxes(0, 1) for part in parts)
         return [part.reshape(x.shape[0], -1, *kernel.shape[1:]) for part, kernel in zip(whole, kernels, strict=True)]
 
-    rows, split = _batch_axes(rules, x.shape[0]), PartitionSpec(None, AXIS)
+    rows = _batch_axes(rules, x.shape[0])
+    split = PartitionSpec(None, AXIS)
     ins = (PartitionSpec(rows, AXIS), *(split for _ in kernels))
     return _mapped(rules, local, ins, [PartitionSpec(rows, None, AXIS)] * len(kernels))(x, *kernels)
 
@@ -109,7 +110,8 @@ def project_scatter(y: jax.Array, kernel: jax.Array, unsuitable: str | None = No
     rules = context.rules
 
     def local(y: jax.Array, kernel: jax.Array) -> jax.Array:
-        batch, devices = y.shape[0], jax.lax.axis_size(AXIS)
+        batch = y.shape[0]
+        devices = jax.lax.axis_size(AXIS)
         matrix = _matrix(kernel, kernel.ndim - 1)
         by_device = y.reshape(batch, devices, -1, matrix.shape[0]).swapaxes(0, 1)
         out = matmul_reduce_scatter(by_device.reshape(-1, matrix.shape[0]), matrix, axis_name=AXIS)
@@ -141,7 +143,8 @@ def gather_project_scatter(
     Returns:
       [B, T, D], sharded along T.
     """
-    kernels, biases = [kernel for kernel, _ in firsts], [bias for _, bias in firsts]
+    kernels = [kernel for kernel, _ in firsts]
+    biases = [bias for _, bias in firsts]
     context = _context_for("tensor_parallel_mlp", x.shape, x.dtype, kernels, (last,), unsuitable)
     if context is None:
         return None
@@ -181,7 +184,8 @@ def _context_for(
     context = current_context()
     if context is None or len(shape) != 3:
         return None
-    rules, overlap = context.rules, context.layout.overlap
+    rules = context.rules
+    overlap = context.layout.overlap
     along = axes_of(rules.spec(("residual_length",))[0])
     if AXIS not in along:
         return None

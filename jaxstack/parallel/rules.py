@@ -156,7 +156,8 @@ class AxisRules:
         """
         if self.manual:
             return dataclasses.replace(self, manual=frozenset()).stored_spec(names, shape, zero)
-        spec, data = list(self.parameter_spec(names, shape)), self.mesh.shape["data"]
+        spec = list(self.parameter_spec(names, shape))
+        data = self.mesh.shape["data"]
         if not zero or data == 1 or not is_matrix(names, shape):
             return PartitionSpec(*spec)
         fits = [d for d, part in enumerate(spec) if shape[d] % (self.degree(axes_of(part)) * data) == 0]
@@ -237,7 +238,10 @@ def state_spec(
         return spec
     if len(state) < len(param):
         return PartitionSpec()
-    degree = lambda axes: math.prod(mesh.shape[a] for a in axes)  # noqa: E731
+
+    def degree(axes):
+        return math.prod(mesh.shape[a] for a in axes)
+
     wanted = [axes_of(part) for part in spec] + [()] * (len(state) - len(spec))
     found = [axes if size > 1 and size % degree(axes) == 0 else () for axes, size in zip(wanted, state, strict=True)]
     if len(state) > len(param):

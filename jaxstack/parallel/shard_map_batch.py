@@ -38,7 +38,8 @@ def with_local_batch(
     context = current_context()
     if context is None:
         return function(parameter[...] if as_stored else gather_parameter(parameter, dtype), *batched)
-    rules, known = context.rules, parameter.get_metadata()
+    rules = context.rules
+    known = parameter.get_metadata()
     stored = context.parameter_spec(known["logical_axes"], known.get("whole_shape", parameter.shape))
     gathered = dims_of(stored, rules.weight_axes)
     if as_stored and not gathered:

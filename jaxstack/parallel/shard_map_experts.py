@@ -50,7 +50,8 @@ def with_local_tokens(
     context = current_context()
     if context is None:
         return function(x, {name: _cast(p, names, dtype) for name, (p, names) in parameters.items()}, TokenSplit())
-    rules, layout = context.rules, _Layout.of(context, x, parameters)
+    rules = context.rules
+    layout = _Layout.of(context, x, parameters)
     if not layout.free:
         return _local(function, layout, dtype, x, {name: p for name, (p, _) in parameters.items()})
     inner = context.within(tuple(layout.free))
@@ -96,7 +97,8 @@ class _Layout(NamedTuple):
     @classmethod
     def of(cls, context: ShardingContext, x: jax.Array, parameters: Parameters) -> "_Layout":
         """Return how the sharding rules in `context` split the tokens x [B, T, D] and the experts' parameters."""
-        rules, sizes = context.rules, context.rules.mesh.shape
+        rules = context.rules
+        sizes = context.rules.mesh.shape
         free = set(rules.mesh.axis_names) - rules.manual
         free = free if any(sizes[a] > 1 for a in free) else set()
         batch, residual, _ = (axes_of(part) for part in rules.spec(("batch", "residual_length", "act_embed"), x.shape))

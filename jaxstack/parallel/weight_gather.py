@@ -51,7 +51,8 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
     over the `weight_axes`. If its metadata has `sum_where_used`, the gradient is also summed over the axes of
     `TracedParameters.summed`. If it has `KEEP_FLOAT32`, the parameter is not cast.
     """
-    context, known = current_context(), parameter.get_metadata()
+    context = current_context()
+    known = parameter.get_metadata()
     dtype = None if known.get(KEEP_FLOAT32) else dtype
     names = known.get("logical_axes")
     if isinstance(value := parameter.get_raw_value(), PackedWeight):

@@ -85,7 +85,8 @@ def _present_cluster(devices: int) -> Cluster:
     device, which a file may overstate: an A100 has 40 or 80 GB.
     """
     known = cluster_of_devices(jax.devices()[0].device_kind, devices, one_host=jax.process_count() == 1)
-    cluster, memory = known or resized(parse_cluster("h200"), devices), memory_per_device()
+    cluster = known or resized(parse_cluster("h200"), devices)
+    memory = memory_per_device()
     return cluster.model_copy(update={"memory_bytes": int(memory / DEVICE_FRACTION)}) if memory else cluster
 
 
@@ -101,7 +102,8 @@ def with_evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> 
     Raises:
       ConfigError: the layout does not fit the model or the devices.
     """
-    simulated, config = config.parallel.simulate_devices, config.one_island
+    simulated = config.parallel.simulate_devices
+    config = config.one_island
     parallel = config.parallel.model_copy(update={"simulate_devices": simulated})
     if chosen or -1 in parallel.degrees.values():
         parallel = _within(parallel, devices)
@@ -109,7 +111,8 @@ def with_evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> 
         return config
     else:
         parallel = ParallelConfig(fsdp=devices, simulate_devices=simulated)
-    train, stages = config.train, parallel.pipeline
+    train = config.train
+    stages = parallel.pipeline
     unit = parallel.data * parallel.fsdp * parallel.expert * (2 * stages if stages > 1 else 1)
     size = train.eval_batch_size or train.global_batch_size // train.gradient_accumulation
     size = -(-size // unit) * unit

@@ -111,7 +111,8 @@ def parse_cluster(text: str) -> Cluster:
         )
     tree = load_yaml(kind if is_file else _DIRECTORY / f"{kind.lower()}.yaml")
     if found["gpus"] or found["hosts"]:
-        hosts, gpus = found["hosts"], found["gpus"]
+        hosts = found["hosts"]
+        gpus = found["gpus"]
         # `8 x h200` has one number, which counts GPUs of one host.
         tree |= {"hosts": int(hosts or 1), "gpus_per_host": int(gpus)} if gpus else {"gpus_per_host": int(hosts)}
     return build_component(Cluster, tree, f"cluster {kind}")

@@ -110,7 +110,8 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
         cluster = cluster.model_copy(update={"price_per_gpu_hour": options.price})
     model, assumed = resolve_vocabulary(config)
     known = config.model_copy(update={"model": model})
-    tokens, notes = parse_tokens(options.tokens, known), []
+    tokens = parse_tokens(options.tokens, known)
+    notes = []
     if assumed:
         notes.append("(assuming the vocabulary of the tokenizer that the run would train)")
     recipes = tuple(dict.fromkeys((config.precision.fp8, *FP8_RECIPES))) if options.fp8 else None

@@ -50,7 +50,8 @@ def group_of(degree: ArrayLike, stride: ArrayLike, gpus_per_host: int) -> Group:
       stride: product of the degrees of the faster axes, the distance between neighbours.
       gpus_per_host: GPUs of a host.
     """
-    size, stride = np.asarray(degree, float), np.asarray(stride, float)
+    size = np.asarray(degree, float)
+    stride = np.asarray(stride, float)
     within = np.maximum(np.floor(gpus_per_host / stride), 1.0)
     # An axis that does not fill whole hosts has as many members in a host as divide its degree.
     return Group(size, np.gcd(size.astype(int), within.astype(int)).astype(float))

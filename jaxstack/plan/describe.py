@@ -57,7 +57,8 @@ def describe_plan(config: RunConfig, devices: int | None = None) -> LayoutPlan:
     degrees = config.parallel.degrees
     mesh = AbstractMesh(tuple(degrees.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
-    count, train = count_parameters(config.model), config.train
+    count = count_parameters(config.model)
+    train = config.train
     tokens = train.global_batch_size * train.sequence_length
     flops = model_flops_per_token(config.model, train.sequence_length) * tokens
     plan: LayoutPlan = {

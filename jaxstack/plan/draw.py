@@ -28,7 +28,8 @@ def draw_plan(plan: LayoutPlan, show_sharding: bool = False) -> str:
       show_sharding: also list all parameters, and draw which device holds which shard.
     """
     sharding = plan["sharding"]
-    mesh, stored = sharding["mesh"], sharding["device_bytes"]
+    mesh = sharding["mesh"]
+    stored = sharding["device_bytes"]
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "no axis above 1"
     count = plan["devices"]
     lines = [
@@ -77,7 +78,8 @@ def draw_mesh(mesh: Mapping[str, int]) -> list[str]:
     for _, size in outer:
         total *= size
     for row in range(min(total, _MAX_CELLS)):
-        place, remaining = [], row
+        place = []
+        remaining = row
         for _, size in reversed(outer):
             place.insert(0, str(remaining % size))
             remaining //= size

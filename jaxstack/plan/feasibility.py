@@ -70,7 +70,8 @@ def near_multiples(number: int, unit: int) -> str:
 
 def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     """Return messages on what the degree `tensor` does not divide: attention heads, feed-forward width."""
-    problems, tensor = [], parallel.tensor
+    problems = []
+    tensor = parallel.tensor
     if model.num_heads % tensor:
         problems.append(
             f"model.num_heads ({model.num_heads}) must be divisible by parallel.tensor ({tensor}); "
@@ -92,7 +93,9 @@ def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     """Return why a layout does not fit a mixture of experts, e.g. degrees that do not divide the experts."""
-    moe, expert, tensor = model.moe, parallel.expert, parallel.tensor
+    moe = model.moe
+    expert = parallel.expert
+    tensor = parallel.tensor
     if moe is None:
         reason = f"parallel.expert ({expert}) splits the experts of model.moe, but this model has none"
         return [f"{reason}; use data or fsdp."] if expert > 1 else []
@@ -117,10 +120,12 @@ def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 def _batch_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
     """Return a message for each batch size that data parallelism and gradient accumulation do not divide."""
-    problems, shards = [], parallel.islands * parallel.data * parallel.fsdp * parallel.expert
+    problems = []
+    shards = parallel.islands * parallel.data * parallel.fsdp * parallel.expert
     unit = shards * train.gradient_accumulation
     used = ["islands"] * (parallel.islands > 1) + ["data", "fsdp"] + ["expert"] * (parallel.expert > 1)
-    axes, degrees = " x ".join(used), " x ".join(str(getattr(parallel, axis)) for axis in used)
+    axes = " x ".join(used)
+    degrees = " x ".join(str(getattr(parallel, axis)) for axis in used)
     if train.global_batch_size % unit:
         problems.append(
             f"train.global_batch_size ({train.global_batch_size}) must be divisible by {axes} x "
@@ -138,7 +143,8 @@ def _batch_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
 
 def _sequence_problems(sections: LayoutSections) -> list[str]:
     """Return why the sequence length does not fit context or sequence parallelism, which must divide it."""
-    parallel, length = sections.parallel, sections.train.sequence_length
+    parallel = sections.parallel
+    length = sections.train.sequence_length
     problems = _context_problems(sections) if parallel.context > 1 else []
     unit = parallel.context * parallel.tensor
     if parallel.sequence and length % unit:
@@ -152,9 +158,13 @@ def _sequence_problems(sections: LayoutSections) -> list[str]:
 
 def _context_problems(sections: LayoutSections) -> list[str]:
     """Return why a model's attention cannot compute sequences that are split over the devices of `context`."""
-    parallel, model, length = sections.parallel, sections.model, sections.train.sequence_length
-    problems, context = [], parallel.context
-    unit, method = 2 * context, None if parallel.context_method == "auto" else parallel.context_method
+    parallel = sections.parallel
+    model = sections.model
+    length = sections.train.sequence_length
+    problems = []
+    context = parallel.context
+    unit = 2 * context
+    method = None if parallel.context_method == "auto" else parallel.context_method
     if length % unit:
         problems.append(
             f"sequence_length {length} must be divisible by 2 x context parallel degree ({context}), because each "
@@ -187,7 +197,8 @@ def _task_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
 
 def _pipeline_problems(sections: LayoutSections) -> list[str]:
     """Return why a pipeline is not possible: microbatches, adapters or a number of layers that do not suit it."""
-    model, train = sections.model, sections.train
+    model = sections.model
+    train = sections.train
     try:
         plan = plan_pipeline(sections.parallel, train.global_batch_size, train.gradient_accumulation)
         if sections.adapters.rules:

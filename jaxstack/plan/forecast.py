@@ -100,7 +100,8 @@ class TrainingBudget:
 def training_budget(forecast: Forecast, tokens: float) -> TrainingBudget:
     """Return time, cost and energy of training on `tokens` at the predicted speed, without interruptions."""
     hours = tokens / forecast.tokens_per_second / 3600
-    gpu_hours, price = hours * forecast.devices, forecast.cluster.price_per_gpu_hour
+    gpu_hours = hours * forecast.devices
+    price = forecast.cluster.price_per_gpu_hour
     energy = gpu_hours * forecast.cluster.watts / 1000
     return TrainingBudget(tokens, hours / 24, gpu_hours, None if price is None else gpu_hours * price, energy)
 
@@ -126,10 +127,12 @@ class LayoutModel:
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None):
-        self.config, self.cluster = config, cluster
+        self.config = config
+        self.cluster = cluster
         self.shape: ModelShape = model_shape(config.model)
         self.optimizer_bytes = optimizer_bytes(config.optimizer, self.shape)
-        length, model = config.train.sequence_length, config.model
+        length = config.train.sequence_length
+        model = config.model
         trained = trained_share(config.optimizer, config.adapters, self.shape)
         self.time = StepModel(
             shape=self.shape,
@@ -174,7 +177,8 @@ class LayoutModel:
 
     def forecasts(self, layouts: LayoutTable) -> list[Forecast]:
         """Return a forecast of memory, step time and throughput for each layout."""
-        memory, seconds = self.memory(layouts), self.seconds(layouts)
+        memory = self.memory(layouts)
+        seconds = self.seconds(layouts)
         return [
             Forecast(
                 layouts.configuration(row, self.config),

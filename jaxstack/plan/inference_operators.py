@@ -33,7 +33,11 @@ GPT2 = Architecture(12, 768, 12, 3072)
 
 def encoder_operators(model: Architecture, tokens: int) -> list[OperatorCost]:
     """Return FLOPs and bytes of an encoder's forward pass over `tokens` tokens at batch size 1, in four groups."""
-    n, d, h, f, layers = tokens, model.width, model.heads, model.feed_forward, model.layers
+    n = tokens
+    d = model.width
+    h = model.heads
+    f = model.feed_forward
+    layers = model.layers
     head = d // h
     scores = n * n * h
     wide = n * (model.activation_width or f)
@@ -51,7 +55,10 @@ def decoder_operators(model: Architecture, tokens: int) -> list[OperatorCost]:
 
     The feed-forward sublayer is four times as wide as the model. Softmax and norms are in "other".
     """
-    n, d, h, layers = tokens, model.width, model.heads, model.layers
+    n = tokens
+    d = model.width
+    h = model.heads
+    layers = model.layers
     cached = n * (n + 1) // 2  # sum of the lengths that the steps attend to
     parts = [
         ("matrices", "matmul", 24 * d * d * n, (12 * d * d + 18 * d) * n),

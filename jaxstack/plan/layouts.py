@@ -90,7 +90,8 @@ class LayoutTable:
 
 def layout_table_of(config: RunConfig) -> LayoutTable:
     """Return a layout table with a single row: the layout of a configuration whose degrees are given."""
-    parallel, train = config.parallel, config.train
+    parallel = config.parallel
+    train = config.train
     stages = parallel.pipeline > 1
     plan = plan_pipeline(parallel, train.global_batch_size, train.gradient_accumulation) if stages else None
     row = {

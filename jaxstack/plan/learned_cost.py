@@ -21,7 +21,9 @@ from jaxtyping import Float
 from jaxstack.errors import ConfigError
 from jaxstack.plan.program_features import ProgramFeatures
 
-_DISPATCH_SECONDS, _KERNEL_SECONDS, _TRIP_SECONDS = 3e-5, 3e-6, 1e-5
+_DISPATCH_SECONDS = 3e-5
+_KERNEL_SECONDS = 3e-6
+_TRIP_SECONDS = 1e-5
 """Rough times to start a program, a kernel, and an iteration of a loop; the fit scales them."""
 
 

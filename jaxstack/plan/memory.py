@@ -111,7 +111,8 @@ def _gradients(shape: ModelShape, layouts: LayoutTable) -> Floats:
     In a pipeline the gradients of embedding and head stay whole until the end of the step; where weights are gathered,
     so do those of one table.
     """
-    local, whole = stored_parameters(shape, layouts, zero_from=2), shape.tables / layouts["tensor"]
+    local = stored_parameters(shape, layouts, zero_from=2)
+    whole = shape.tables / layouts["tensor"]
     several = (layouts["microbatches"] > 1) & (layouts["pipeline"] == 1)
     one = np.where(layouts["zero"] == 1, 2, 4) * local
     tables = np.where(layouts["pipeline"] > 1, 4 * whole, np.where(gathers_weights(layouts), whole, 0))
@@ -132,7 +133,9 @@ def layers_of_stage(shape: ModelShape, layouts: LayoutTable) -> Floats:
 
 def in_flight(layouts: LayoutTable) -> Floats:
     """Return the number of microbatches whose activations a pipeline stage stores at a time."""
-    stages, chunks, count = layouts["pipeline"], layouts["chunks"], layouts["microbatches"]
+    stages = layouts["pipeline"]
+    chunks = layouts["chunks"]
+    count = layouts["microbatches"]
     found = np.where(layouts.schedule_in("gpipe"), count, 2 * stages - 1)
     found = np.where(layouts.schedule_in("interleaved"), ((chunks + 1) * stages - 1) / chunks, found)
     return np.where(stages > 1, np.minimum(found, count), 1.0)
@@ -140,7 +143,10 @@ def in_flight(layouts: LayoutTable) -> Floats:
 
 def saved_values_per_token(shape: ModelShape, layouts: LayoutTable, *, scanned: bool) -> Floats:
     """Return the number of activation values per token and layer that one device saves for the backward pass."""
-    d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
+    d = shape.hidden
+    q = shape.query
+    k = shape.key
+    f = shape.active_width
     inner = 2 if shape.gated else 1
     stream = np.where(layouts["sequence"] > 0, layouts["tensor"], 1)
     tensor = layouts["tensor"]
@@ -151,7 +157,8 @@ def saved_values_per_token(shape: ModelShape, layouts: LayoutTable, *, scanned: 
     routed = np.where(layouts["expert"] > 1, 6, 4) * shape.routed * d * shape.mixtures / shape.layers
     # Sequence parallelism saves the gathered inputs of matmuls.
     more = routed + np.where(layouts["sequence"] > 0, d, 0)
-    whole, dots = whole + more, dots + more
+    whole = whole + more
+    dots = dots + more
     cases = {
         "none": np.where(gathers_weights(layouts) & scanned, dots, whole),
         "save_dots": dots,
@@ -176,8 +183,12 @@ def microbatch_tokens_per_device(layouts: LayoutTable, tokens: int) -> Floats:
 
 def _working_set(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats:
     """Return the bytes of activations and gradients of the one layer that is in its backward pass."""
-    d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
-    rows, tensor = microbatch_tokens_per_device(layouts, tokens), layouts["tensor"]
+    d = shape.hidden
+    q = shape.query
+    k = shape.key
+    f = shape.active_width
+    rows = microbatch_tokens_per_device(layouts, tokens)
+    tensor = layouts["tensor"]
     stream = np.where(layouts["sequence"] > 0, tensor, 1)
     narrow = (4 * d / stream + (2 * q + 2 * k) / tensor) * rows * _COMPUTE
     wide = (3 if shape.gated else 2) * f / tensor * rows * _COMPUTE
@@ -189,7 +200,8 @@ def _working_set(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats
 
 def _working_copies(shape: ModelShape, layouts: LayoutTable, prefetch: bool) -> Floats:
     """Return the bytes of the compute-dtype copies of weights that a device holds at a time for the matmuls."""
-    tensor, experts = layouts["tensor"], layouts["expert"]
+    tensor = layouts["tensor"]
+    experts = layouts["expert"]
     layers = layers_of_stage(shape, layouts)
     of_layers = (shape.layer_parameters + shape.all_experts / experts) / shape.layers * layers / tensor
     one = of_layers / layers * (2 if prefetch else 1)
@@ -199,7 +211,8 @@ def _working_copies(shape: ModelShape, layouts: LayoutTable, prefetch: bool) -> 
 
 def _buffers(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats:
     """Return the bytes of buffers for tokens routed to experts, and for keys and values from other devices."""
-    rows, tensor = microbatch_tokens_per_device(layouts, tokens), layouts["tensor"]
+    rows = microbatch_tokens_per_device(layouts, tokens)
+    tensor = layouts["tensor"]
     copies = shape.routed * shape.hidden * (shape.exchange_factor * (layouts["expert"] > 1) + 1) * 2
     experts = copies * rows * _COMPUTE * (shape.mixtures > 0)
     keys = np.where(layouts["context"] > 1, 2 * shape.key * 2 * (_COMPUTE + 4) * rows / tensor, 0)

@@ -97,9 +97,11 @@ class ModelShape:
 def model_shape(model: ModelConfig) -> ModelShape:
     """Return the widths and parameter counts of a model from its configuration, whose `vocab_size` must be set."""
     assert model.vocab_size is not None
-    d, inner = model.hidden_size, 3 if model.mlp == "gated" else 2
+    d = model.hidden_size
+    inner = 3 if model.mlp == "gated" else 2
     query, key = (count * model.width_per_head for count in (model.num_heads, model.kv_heads))
-    count, moe = count_parameters(model), model.moe
+    count = count_parameters(model)
+    moe = model.moe
     mixtures = sum(map(model.is_mixture_layer, range(model.num_layers)))
     expert = d * model.expert_size * inner if moe else 0
     shared = moe.n_shared_experts * model.expert_size if moe else 0

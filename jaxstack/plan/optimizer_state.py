@@ -20,7 +20,9 @@ def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
       optimizer: settings of the optimizer; groups are left out.
       shape: the model, of which one layer, the embedding and the head are counted.
     """
-    plain, total, parameters = optimizer.model_copy(update={"groups": ()}), 0.0, 0
+    plain = optimizer.model_copy(update={"groups": ()})
+    total = 0.0
+    parameters = 0
     for path, (inputs, outputs, count) in _matrices(shape).items():
         dims = (*inputs, *outputs)
         tree: object = jax.ShapeDtypeStruct(dims, jnp.float32)
@@ -47,9 +49,11 @@ def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelSha
         return 1.0
     groups = [*((group.path, group.frozen) for group in optimizer.groups), (".*", None)]
     frozen_by_default = bool(adapters.rules)
-    trained, total = (0.0 if frozen_by_default else float(shape.all_experts)), float(shape.all_experts)
+    trained = 0.0 if frozen_by_default else float(shape.all_experts)
+    total = float(shape.all_experts)
     for path, (inputs, outputs, count) in _matrices(shape).items():
-        wide, high = math.prod(inputs), math.prod(outputs)
+        wide = math.prod(inputs)
+        high = math.prod(outputs)
         total += count * wide * high
         frozen = match(path, groups)
         if not (frozen_by_default if frozen is None else frozen):
@@ -66,8 +70,12 @@ def _matrices(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], tuple[int, 
 
     Embedding and head count as one layer each; routed experts are left out.
     """
-    d, width, head, heads = shape.hidden, shape.feed_forward, shape.head_dim, shape.heads
-    keys, layers = shape.key // head, shape.layers
+    d = shape.hidden
+    width = shape.feed_forward
+    head = shape.head_dim
+    heads = shape.heads
+    keys = shape.key // head
+    layers = shape.layers
     gate = {"decoder/layers/0/mlp/gate_proj/kernel": ((d,), (width,), layers)} if shape.gated else {}
     return {
         "decoder/layers/0/attention/q_proj/kernel": ((d,), (heads, head), layers),

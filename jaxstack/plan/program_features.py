@@ -15,7 +15,8 @@ _NO_KERNEL = {
 }
 _TRANSCENDENTAL = {"exponential", "tanh", "log", "logistic", "power", "erf", "sine", "cosine", "rsqrt", "sqrt"}
 _MATMUL_CALL = re.compile(r"matmul|gemm", re.IGNORECASE)
-SMALL, LARGE = 64, 512
+SMALL = 64
+LARGE = 512
 """Bounds of the smallest dim of a matmul: below the first it is small, from the second on large."""
 
 
@@ -75,7 +76,9 @@ def parse_program_features(text: str | Module) -> ProgramFeatures:
       ValueError: the text is not that of an XLA module.
     """
     module = parse_module(text) if isinstance(text, str) else text
-    flops, transcendentals, trips = _by_size(0.0, 0), 0.0, 0
+    flops = _by_size(0.0, 0)
+    transcendentals = 0.0
+    trips = 0
     inside: dict[str, float] = {}  # FLOPs of matmuls inside a fusion, by its name
     for one in module.executions:
         opcode = one.instruction.opcode
@@ -170,7 +173,9 @@ def _matmul(one: Execution) -> tuple[float, int] | None:
     operands = one.operand_arrays
     if len(operands) < 2 or not instruction.arrays:
         return None
-    left, right, out = operands[0].dims, operands[1].dims, instruction.arrays[0].dims
+    left = operands[0].dims
+    right = operands[1].dims
+    out = instruction.arrays[0].dims
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
     batched = re.search(r"lhs_batch_dims=\{([\d,]*)\}", instruction.attributes)
     if instruction.opcode == "convolution":

@@ -69,7 +69,8 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
     began = time.perf_counter()
     with lowering_platform("cuda"):
         compiled = trainer.compile(abstract_batch(batch, trainer.rules, rows))
-    memory, usable = compiler_memory_estimate(compiled), int(DEVICE_FRACTION * device_memory(kind))
+    memory = compiler_memory_estimate(compiled)
+    usable = int(DEVICE_FRACTION * device_memory(kind))
     kernels = dict.fromkeys((choice.operation, choice.backend) for choice in trainer.choices)
     return {
         "kind": kind,

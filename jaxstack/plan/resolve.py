@@ -52,7 +52,8 @@ def resolve_vocabulary(config: RunConfig) -> tuple[ModelConfig, bool]:
     Raises:
       ConfigError: the model's vocabulary is smaller than the tokenizer's, or the tokenizer's file cannot be read.
     """
-    model, tokenizer = config.model, config.data.tokenizer
+    model = config.model
+    tokenizer = config.data.tokenizer
     if model.vocab_size is not None:
         return model, False
     return resolve_model(model, _tokenizer_size(tokenizer)), tokenizer.name in ("auto", "bpe") and not tokenizer.path

@@ -118,14 +118,18 @@ def _matmul(name: str, work: Workload, inputs: float, outputs: float, calls: int
       calls: number of calls.
       weights: number of matrices of this size that are read.
     """
-    n, size = work.tokens, work.itemsize
+    n = work.tokens
+    size = work.itemsize
     traffic = size * (n * inputs + n * outputs + weights * inputs * outputs)
     return OperatorCost(name, "matmul", _PASSES * 2 * n * inputs * outputs, _PASSES * traffic, calls)
 
 
 def _attention_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
-    d, h, parts = model.hidden_size, model.width_per_head, work.tensor
-    heads, kv = model.num_heads / parts, model.kv_heads / min(parts, model.kv_heads)
+    d = model.hidden_size
+    h = model.width_per_head
+    parts = work.tensor
+    heads = model.num_heads / parts
+    kv = model.kv_heads / min(parts, model.kv_heads)
     layers = model.num_layers * work.microbatches
     found = [
         _matmul("query, key, value projection", work, d, (heads + 2 * kv) * h, layers),
@@ -143,7 +147,8 @@ def _attention_operators(model: ModelConfig, work: Workload) -> list[OperatorCos
 
 
 def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[OperatorCost]:
-    d, f = model.hidden_size, model.feed_forward_size / work.tensor
+    d = model.hidden_size
+    f = model.feed_forward_size / work.tensor
     inner = 2 if model.mlp == "gated" else 1
     return [
         _matmul("feed-forward, gate and up" if inner == 2 else "feed-forward, up", work, d, inner * f, calls),
@@ -165,8 +170,11 @@ def _activation(name: str, work: Workload, width: float, inner: int, calls: int)
 def _mixture_operators(model: ModelConfig, work: Workload, calls: int) -> list[OperatorCost]:
     moe = model.moe
     assert moe is not None
-    d, f, inner = model.hidden_size, model.expert_size / work.tensor, 2 if model.mlp == "gated" else 1
-    chosen, here = moe.num_experts_per_tok, moe.num_experts / work.expert
+    d = model.hidden_size
+    f = model.expert_size / work.tensor
+    inner = 2 if model.mlp == "gated" else 1
+    chosen = moe.num_experts_per_tok
+    here = moe.num_experts / work.expert
     routed = dataclasses.replace(work, rows=work.rows * chosen)
     found = [
         _matmul("router", work, d, moe.num_experts, calls),
@@ -184,7 +192,8 @@ def _mixture_operators(model: ModelConfig, work: Workload, calls: int) -> list[O
 
 
 def _elementwise_operators(model: ModelConfig, work: Workload, layers: int) -> list[OperatorCost]:
-    values, size = work.tokens * model.hidden_size, work.itemsize
+    values = work.tokens * model.hidden_size
+    size = work.itemsize
     norms = 4 if model.post_norms else 2
     found = [
         # Read and write; backward: read the input and the gradient, write a gradient.
@@ -200,7 +209,8 @@ def _elementwise_operators(model: ModelConfig, work: Workload, layers: int) -> l
 
 def _end_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
     """Return the operators outside of the layers: embedding, head with loss (per microbatch), optimizer (per step)."""
-    d, size = model.hidden_size, work.itemsize
+    d = model.hidden_size
+    size = work.itemsize
     assert model.vocab_size is not None
     vocabulary = model.vocab_size / work.tensor
     n = work.tokens

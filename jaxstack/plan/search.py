@@ -153,7 +153,8 @@ def faster_part(config: RunConfig, best: Forecast) -> Forecast | None:
 
 def _suggest_cluster(model: LayoutModel) -> str:
     """Return a sentence that suggests the smallest cluster of these GPUs that would fit, or a smaller model."""
-    cluster, config = model.cluster, model.config
+    cluster = model.cluster
+    config = model.config
     for factor in _MORE_DEVICES:
         larger = _enlarged(cluster, factor)
         layouts, _ = enumerate_layouts(config, larger.devices, ("full",))

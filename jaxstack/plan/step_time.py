@@ -82,7 +82,8 @@ class StepModel:
         count = layouts["microbatches"]
         layer = self._layer_seconds(layouts)
         head = self._head_seconds(layouts)
-        matmul, attention = count * (layer["matmul"] + head["matmul"]), count * layer["attention"]
+        matmul = count * (layer["matmul"] + head["matmul"])
+        attention = count * layer["attention"]
         elementwise = count * (layer["elementwise"] + head["elementwise"])
         each = self._exposed_per_microbatch(layouts, layer["matmul"] + layer["attention"] + layer["elementwise"])
         work = matmul + attention + elementwise + count * each
@@ -102,8 +103,10 @@ class StepModel:
 
     def _layer_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the compute seconds of a stage's layers per microbatch, by part: matmul, attention, elementwise."""
-        shape, tensor = self.shape, layouts["tensor"]
-        rows, layers = microbatch_tokens_per_device(layouts, self.tokens), layers_of_stage(shape, layouts)
+        shape = self.shape
+        tensor = layouts["tensor"]
+        rows = microbatch_tokens_per_device(layouts, self.tokens)
+        layers = layers_of_stage(shape, layouts)
         again, attention_again = self._recomputed(layouts)
         flops = 2 * shape.active_layer_parameters * rows / tensor
         narrow = np.minimum(shape.expert_width or shape.feed_forward, min(shape.hidden, shape.query)) / tensor
@@ -128,7 +131,8 @@ class StepModel:
 
     def _head_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the seconds of embedding, head and loss for one microbatch; all pipeline stages wait for them."""
-        shape, rows = self.shape, microbatch_tokens_per_device(layouts, self.tokens) / layouts["tensor"]
+        shape = self.shape
+        rows = microbatch_tokens_per_device(layouts, self.tokens) / layouts["tensor"]
         narrow = np.minimum(shape.hidden, rows * layouts["tensor"])
         rate = 1e12 * self.cluster.peak_tflops.bfloat16 * self.efficiency.head * narrow / (narrow + SMALL_DIM)
         moved = (LOGIT_PASSES * shape.vocabulary + 8 * shape.hidden) * 2 * rows
@@ -137,7 +141,8 @@ class StepModel:
 
     def _rate(self, layouts: LayoutTable, narrow: Floats) -> Floats:
         """Return, for each parallel layout, the FLOP/s reached by layers' matmuls whose smallest dim is `narrow`."""
-        peaks, efficiency = self.cluster.peak_tflops, self.efficiency
+        peaks = self.cluster.peak_tflops
+        efficiency = self.efficiency
         wide = peaks.bfloat16 * efficiency.matmul
         fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
         return 1e12 * np.where(layouts["fp8"] > 0, fast, wide) * narrow / (narrow + SMALL_DIM)
@@ -147,7 +152,8 @@ class StepModel:
 
         With c devices along `context` each kernel call sees one of the 2c chunks into which a sequence is cut.
         """
-        efficiency, context = self.efficiency, layouts["context"]
+        efficiency = self.efficiency
+        context = layouts["context"]
         wide = np.interp(self.shape.head_dim, [64, 128], [efficiency.attention_64, efficiency.attention_128])
         length = self.length / np.where(context > 1, 2 * context, 1)
         share = length / (length + efficiency.attention_half_length)
@@ -167,10 +173,12 @@ class StepModel:
 
     def _layer_bytes(self, layouts: LayoutTable) -> Floats:
         """Return the bytes that a layer's elementwise operations move for each token, forward and backward."""
-        shape, tensor = self.shape, layouts["tensor"]
+        shape = self.shape
+        tensor = layouts["tensor"]
         stream = np.where(layouts["sequence"] > 0, tensor, 1)
         # A plain MLP's bias and activation are computed in the epilogues of its matmuls.
-        passes, turns = 11 if shape.gated else 3, 6 if self.rotates else 2
+        passes = 11 if shape.gated else 3
+        turns = 6 if self.rotates else 2
         values = 24 * shape.hidden / stream
         values = values + (passes * shape.active_width + turns * (shape.query + 2 * shape.key)) / tensor
         # Each token is copied to its experts and back, forward and backward.
@@ -193,7 +201,8 @@ class StepModel:
 
     def _groups(self, layouts: LayoutTable) -> dict[str, Group]:
         """Return the device group of each mesh axis; `tensor` is the innermost axis, `pipeline` the outermost."""
-        found, stride = {}, np.ones(len(layouts))
+        found = {}
+        stride = np.ones(len(layouts))
         for axis in ("tensor", "context", "expert", "fsdp", "data", "pipeline"):
             found[axis] = group_of(layouts[axis], stride, self.cluster.gpus_per_host)
             stride = stride * layouts[axis]
@@ -218,7 +227,9 @@ class StepModel:
 
     def _weight_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds per microbatch to all-gather one layer's weights twice and reduce-scatter its gradient."""
-        shape, model, group = self.shape, self._collective_model, combined_group(groups["fsdp"], groups["context"])
+        shape = self.shape
+        model = self._collective_model
+        group = combined_group(groups["fsdp"], groups["context"])
         size = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / layouts["tensor"]
         byte = np.where(layouts["fp8"] > 0, 1, 2)
         # Copy engines send gradients as they were computed.
@@ -236,8 +247,11 @@ class StepModel:
 
         `data` sums the gradients while the backward pass goes on, unless they are accumulated or ZeRO 1 shards them.
         """
-        shape, model, groups = self.shape, self._collective_model, self._groups(layouts)
-        tensor, experts = layouts["tensor"], layouts["expert"]
+        shape = self.shape
+        model = self._collective_model
+        groups = self._groups(layouts)
+        tensor = layouts["tensor"]
+        experts = layouts["expert"]
         weights = combined_group(groups["fsdp"], groups["context"])
         per_stage = layers_of_stage(shape, layouts) / shape.layers
         local = (shape.layer_parameters + shape.all_experts / experts) * per_stage / tensor / weights.size
@@ -254,7 +268,8 @@ class StepModel:
 
     def _table_seconds(self, layouts: LayoutTable, groups: dict[str, Group], weights: Group) -> Floats:
         """Return the seconds to all-gather embedding and head once per step, and to sum their gradients."""
-        model, size = self._collective_model, self.shape.tables / layouts["tensor"]
+        model = self._collective_model
+        size = self.shape.tables / layouts["tensor"]
         across = combined_group(weights, groups["pipeline"])
         seconds = model.all_gather(2 * size, across) + model.reduce_scatter(self.reduce_bytes * size, across)
         summed = model.all_reduce(
@@ -268,7 +283,8 @@ class StepModel:
         Each of the two passes has two all-gathers and two reduce-scatters, or without sequence parallelism two
         all-reduces; recomputation adds to them.
         """
-        model, group = self._collective_model, groups["tensor"]
+        model = self._collective_model
+        group = groups["tensor"]
         size = microbatch_tokens_per_device(layouts, self.tokens) * self.shape.hidden * 2
         again = np.where(layouts.remat_in("none", "save_dots"), 0, 1)
         pairs = model.all_gather(size, group) + model.reduce_scatter(size, group)
@@ -287,8 +303,11 @@ class StepModel:
         - all-gather: keys and values in both passes, and a reduce-scatter of their gradients in float32. Attention
           needs all of them, so that nothing is hidden.
         """
-        model, group, shape = self._collective_model, groups["context"], self.shape
-        rows, devices = microbatch_tokens_per_device(layouts, self.tokens), group.size
+        model = self._collective_model
+        group = groups["context"]
+        shape = self.shape
+        rows = microbatch_tokens_per_device(layouts, self.tokens)
+        devices = group.size
         keys, queries = (rows * 2 * width / layouts["tensor"] for width in (shape.key, shape.query))
         sent = np.maximum(devices - 1, 0) * (2 * model.send(2 * keys, group) + model.send(4 * keys, group))
         ring = np.maximum(sent - compute, 0) + 0.1 * np.minimum(sent, compute)
@@ -300,7 +319,8 @@ class StepModel:
 
     def _expert_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds of the all-to-alls for a stage's experts: two forward, two backward, one if recomputed."""
-        shape, rows = self.shape, microbatch_tokens_per_device(layouts, self.tokens)
+        shape = self.shape
+        rows = microbatch_tokens_per_device(layouts, self.tokens)
         if not shape.mixtures:
             return np.zeros(len(layouts))
         size = rows * shape.routed * shape.hidden * 2 * shape.exchange_factor
@@ -310,14 +330,17 @@ class StepModel:
 
     def _ticks(self, layouts: LayoutTable) -> Floats:
         """Return the number of time slots of the pipeline schedule, forward and backward."""
-        stages, chunks = layouts["pipeline"], layouts["chunks"]
+        stages = layouts["pipeline"]
+        chunks = layouts["chunks"]
         slots = 2 * (layouts["microbatches"] * chunks + (chunks + 1) * stages - 2)
         return np.where(stages > 1, slots * np.where(layouts.schedule_in("zero_bubble"), 1.5, 1.0), 0)
 
 
 def bubble_of_work(layouts: LayoutTable) -> Floats:
     """Return the pipeline bubble: a stage's idle time divided by its busy time."""
-    stages, count, chunks = layouts["pipeline"], layouts["microbatches"], layouts["chunks"]
+    stages = layouts["pipeline"]
+    count = layouts["microbatches"]
+    chunks = layouts["chunks"]
     plain = (stages - 1) / count
     # ZB-H1 fills the bubble with weight gradients of enough microbatches, and not with those that recompute a layer.
     fills = layouts.schedule_in("zero_bubble") & (count >= 2 * stages - 1) & layouts.remat_in("none", "save_dots")

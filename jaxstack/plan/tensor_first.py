@@ -62,7 +62,8 @@ class GptJob:
 
     def divides(self, tensor: int, pipeline: int) -> bool:
         """Return True if these degrees divide the job's heads, layers, GPUs and batch."""
-        model, replicas = tensor * pipeline, self.gpus // (tensor * pipeline)
+        model = tensor * pipeline
+        replicas = self.gpus // (tensor * pipeline)
         whole = self.heads % tensor == 0 and self.layers % pipeline == 0 and self.gpus % model == 0
         return whole and self.batch % replicas == 0
 
@@ -74,7 +75,12 @@ class GptJob:
           pipeline: degree of pipeline parallelism.
           state_bytes: bytes for each parameter: float16 weight and gradient, float32 gradient, master weight, moments.
         """
-        l, h, s, v, t, p = self.layers, self.hidden, self.sequence, self.vocabulary, tensor, pipeline  # noqa: E741
+        l = self.layers  # noqa: E741
+        h = self.hidden
+        s = self.sequence
+        v = self.vocabulary
+        t = tensor
+        p = pipeline
         parameters = (12 * l * h**2 / p + v * h) / t + 13 * l * h / p + s * h
         microbatches = self.batch // (self.gpus // (t * p))
         inputs = min(microbatches, p) * (l / p) * 2 * s * h

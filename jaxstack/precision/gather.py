@@ -31,10 +31,13 @@ def gather_quantized(
       dtype: compute dtype, in which a weight is gathered that is not quantized.
       blockwise: scale blocks of 128 x 128 values instead of the whole tensor.
     """
-    context, known, own = current_context(), parameter.get_metadata(), parameter.get_raw_value()
+    context = current_context()
+    known = parameter.get_metadata()
+    own = parameter.get_raw_value()
     is_working_copy = isinstance(own, WorkingCopy)
     own = own.copy if isinstance(own, WorkingCopy) else own
-    names, shape = known.get("logical_axes"), tuple(known.get("whole_shape", own.shape))
+    names = known.get("logical_axes")
+    shape = tuple(known.get("whole_shape", own.shape))
     if context is None or not dims_of(context.parameter_spec(names, shape), context.rules.weight_axes):
         # The FP8 matmul quantizes the stored values. Converting them to `dtype` first would write a copy for nothing.
         return gather_parameter(parameter, dtype if is_working_copy else None)
@@ -49,7 +52,8 @@ def gather_quantized(
 
 def _gather_whole(own: jax.Array, context: ShardingContext, names: Names | None, shape: tuple[int, ...]) -> Quantized:
     """Quantize a weight with one scale, equal on every device, and all-gather the FP8 values."""
-    rules, spec = context.rules, context.parameter_spec(names, shape)
+    rules = context.rules
+    spec = context.parameter_spec(names, shape)
     if "fsdp" in rules.manual:
         ((axes, dim),) = dims_of(spec, rules.weight_axes)
         amax = jax.lax.pmax(absolute_maximum(own), axes)
@@ -59,7 +63,8 @@ def _gather_whole(own: jax.Array, context: ShardingContext, names: Names | None,
             return gather(x, axes, dim, peer_copies=context.layout.peer_copies)
 
         return Quantized(on_tensor_shards(whole_shard, spec, rules)(values), inverse_scale)
-    stored, whole = restrict(spec, rules.free), restrict(spec, set(rules.free) - set(rules.weight_axes))
+    stored = restrict(spec, rules.free)
+    whole = restrict(spec, set(rules.free) - set(rules.weight_axes))
     # Both constraints are needed, as for a plain all-gather: without them XLA moves the values before it rounds them.
     values, inverse_scale = quantize(jax.lax.with_sharding_constraint(own, placed(rules, stored)), E4M3)
     for layout in (stored, whole):

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PROGRESS, STACKS = "JAXSTACK_PROGRESS_FILE", "JAXSTACK_STACKS_FILE"
+PROGRESS = "JAXSTACK_PROGRESS_FILE"
+STACKS = "JAXSTACK_STACKS_FILE"
 _BYTES = 256
 
 
@@ -39,7 +40,9 @@ class ProgressFile:
     def __init__(self, path: str | Path | None = None):
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600) if path else None
         self.record = Record("start")
-        self._waited, self._depth, self._first_step = 0.0, 0, 0.0
+        self._waited = 0.0
+        self._depth = 0
+        self._first_step = 0.0
 
     @classmethod
     def of_this_process(cls) -> "ProgressFile":

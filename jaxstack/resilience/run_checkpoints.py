@@ -43,9 +43,13 @@ class RunCheckpoints:
         accept_data_change: bool,
         say: Callable[[str], None],
     ):
-        self.manager, self._run_dir, self._say = manager, run_dir, say
+        self.manager = manager
+        self._run_dir = run_dir
+        self._say = say
         self._sources = sources
-        self._data, self._settings, self._accepts_data_change = data, settings, accept_data_change
+        self._data = data
+        self._settings = settings
+        self._accepts_data_change = accept_data_change
         self.saved_step = -1
         """The step of the newest checkpoint that was restored or saved; -1: none."""
 

@@ -54,7 +54,8 @@ class SkippedSteps:
 
         The step is the last one before the skipped steps; the reason names the limit.
         """
-        most, share = self._config.max_skipped_steps, self._config.max_skipped_share
+        most = self._config.max_skipped_steps
+        share = self._config.max_skipped_share
         if in_a_row >= most:
             why = (
                 f"{in_a_row} steps in a row had a loss or gradient that is not finite, or a spike "

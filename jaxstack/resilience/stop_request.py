@@ -44,7 +44,8 @@ class StopRequest:
         self._ticks = 0
         self._announced: int | None = None
         self._agreed: int | None = None
-        self._known, self._over = threading.Event(), threading.Event()
+        self._known = threading.Event()
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "StopRequest":
@@ -96,7 +97,8 @@ class StopRequest:
 
     def _receive(self, signum: int, _: FrameType | None) -> None:
         if self.signum is None:
-            self.signum, self._heard = signum, time.monotonic()
+            self.signum = signum
+            self._heard = time.monotonic()
         elif signum == signal.SIGINT and time.monotonic() - self._heard > SAME_SECONDS:
             raise KeyboardInterrupt
 
@@ -119,5 +121,6 @@ class StopRequest:
         wanted = (f"{self._name}/at/{other}" for other in range(self._count))
         latest = max(coordination.wait_for_value(key, _AGREE_SECONDS) for key in wanted)
         # All processes exit with the code of the first signal, even those that received none.
-        self.signum, self._agreed = signum, latest
+        self.signum = signum
+        self._agreed = latest
         self._known.set()

@@ -46,7 +46,8 @@ def _branch(config: RunConfig, source: Path, report: Callable[[str], None]) -> N
     step = link_checkpoint(source / "checkpoints", config.run.branch_step, target, config.train.steps)
     report(f"branching from {source}, step {step}")
     before = config_from_tree(load_yaml(source / "config.yaml"), str(source / "config.yaml"))
-    old, new = learning_rate_at(before, step), learning_rate_at(config, step)
+    old = learning_rate_at(before, step)
+    new = learning_rate_at(config, step)
     if abs(new - old) > _SAME_RATE * old:
         report(
             f"warning: the learning rate jumps at step {step}, from {old:.3g} to {new:.3g}: a decay that begins there "

@@ -125,7 +125,8 @@ def make_trainer(
             f"({config.parallel.pipeline})."
         )
     if isinstance(mesh, AbstractMesh):
-        platform, mesh = "gpu", cast(Mesh, mesh)
+        platform = "gpu"
+        mesh = cast(Mesh, mesh)
     else:
         mesh = mesh or make_mesh(config.parallel, devices)
         platform = mesh.devices.flat[0].platform
@@ -133,7 +134,10 @@ def make_trainer(
     train = config.train
     if platform == "cpu" and dtype.itemsize < 4:
         train = train.model_copy(update={"xla_options": {**low_precision_cpu_options(), **train.xla_options}})
-    make = lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision)  # noqa: E731
+
+    def make(rngs):
+        return in_fp8(build_model(config, dtype)(rngs), config.precision)
+
     loss = functools.partial(language_model_loss, z_loss=config.train.z_loss)
     if config.distill.teacher is not None:
         make = _with_teacher(make, config.distill.teacher, dtype)

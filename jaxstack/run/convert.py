@@ -101,7 +101,8 @@ def import_checkpoint(
       ConfigError: `output` is a run directory already, or the checkpoint is of a kind that cannot be expressed; see
         `jaxstack.models.from_huggingface`.
     """
-    source, output = Path(source), Path(output)
+    source = Path(source)
+    output = Path(output)
     if (output / "config.yaml").exists() or (output / "checkpoints").exists():
         raise ConfigError(f"{output} is a run directory already; give another one.")
     model = read_model_config(source, ignore)
@@ -188,7 +189,8 @@ def export_checkpoint(
         the model's weights.
       JaxstackError: the checkpoint is damaged, or writing failed.
     """
-    source, output = Path(source), Path(output)
+    source = Path(source)
+    output = Path(output)
     if format not in (DENSE, *FORMATS):
         raise ConfigError(f"format: there is no {format!r}; {nearest(format, (DENSE, *FORMATS))}")
     packed = None if format == DENSE else format
@@ -286,7 +288,8 @@ def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) 
     """Return a function that reads a parameter of a checkpoint by its path, with adapters merged into it."""
     model = build_model(config, jnp.float32)
     module = compress_in_training(model, config.compression.rules)
-    shapes, compressed = module.abstract_params, module.chosen if isinstance(module, CompressedModule) else {}
+    shapes = module.abstract_params
+    compressed = module.chosen if isinstance(module, CompressedModule) else {}
     adapted = adapted_layers(nnx.eval_shape(lambda: model(nnx.Rngs(0))))
 
     def stored(path: str) -> np.ndarray:

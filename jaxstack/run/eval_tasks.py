@@ -57,7 +57,9 @@ class TrainingTasks:
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer, tokenizer: Tokenizer):
-        self._config, self._trainer, self._tokenizer = config, trainer, tokenizer
+        self._config = config
+        self._trainer = trainer
+        self._tokenizer = tokenizer
         self._harness: ModuleType | None = None
         self._manager: TaskManager | None = None
         self._model: HarnessModel | None = None
@@ -73,7 +75,8 @@ class TrainingTasks:
         """
         if self._harness is None:
             return {}
-        train, state = self._config.train, self._trainer.state
+        train = self._config.train
+        state = self._trainer.state
         if self._model is None:
             self._model = self._make_model(self._harness, report_alive)
         else:
@@ -86,8 +89,11 @@ class TrainingTasks:
         return {f"eval_{task}_{name}": value for task, numbers in metrics.items() for name, value in numbers.items()}
 
     def _make_model(self, harness: ModuleType, report_alive: Callable[[], None]) -> "HarnessModel":
-        train, trainer, state = self._config.train, self._trainer, self._trainer.state
-        vocab_size, start = self._tokenizer.vocab_size, self._tokenizer.document_start
+        train = self._config.train
+        trainer = self._trainer
+        state = self._trainer.state
+        vocab_size = self._tokenizer.vocab_size
+        start = self._tokenizer.document_start
         params = _exported(trainer)
         decoder = Decoder(trainer.module.used, params, state.non_params, trainer.rules, vocab_size=vocab_size)
         return harness.HarnessModel(
@@ -100,5 +106,6 @@ class TrainingTasks:
 
 def _exported(trainer: Trainer) -> Params:
     """Return the trainer's current parameters; weights trained in compressed form become plain arrays."""
-    module, params = trainer.module, trainer.state.params
+    module = trainer.module
+    params = trainer.state.params
     return params if module.used is module else jax.jit(module.export)(params)

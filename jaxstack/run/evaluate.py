@@ -161,7 +161,8 @@ def _text_loss(
     if is_compressed(directory) or is_quantized(directory):
         if layout_chosen:
             raise ConfigError("the loss of a compressed model is computed on one device; leave parallel.* out.")
-        devices, config = 1, on_one_device(config)
+        devices = 1
+        config = on_one_device(config)
     config = with_evaluation_layout(config, devices, chosen=layout_chosen)
     trainer, data = open_evaluation(config, directory, text, report)
     params, non_params, step = restore_parameters(
@@ -237,7 +238,8 @@ def _open_text(config: RunConfig, directory: Path, text: TextOptions, report: Ca
                 "tokenizer": TokenizerConfig(name="file", path=str(folder)),
             }
         )
-    length, seed = config.train.sequence_length, config.run.seed
+    length = config.train.sequence_length
+    seed = config.run.seed
     try:
         return open_data(section, sequence_length=length, seed=seed, report=report, workers=available_cores())
     except ConfigError as error:

@@ -59,7 +59,8 @@ def open_window(
     model = config.model.model_copy(update={"scan_layers": False})
     module = FunctionalModule(build_model(config.model_copy(update={"model": model}), dtype))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
-    tokenizer, stored = read_tokenizer(directory), ModelParts(directory, model)
+    tokenizer = read_tokenizer(directory)
+    stored = ModelParts(directory, model)
     decoder = WindowDecoder(
         module, stored, non_params, rules, resident=resident_layers, vocab_size=tokenizer.vocab_size
     )

@@ -311,7 +311,8 @@ def restore_parameters(
     non_params = jax.tree.map(lambda x: with_sharding(x, jax.P()), stored.abstract_non_params)
     tree, extra = manager.restore(chosen, {"params": params, "non_params": non_params}, subset=True)
     check_tokenizer(Path(directory) / "tokenizer", chosen, extra)
-    params, non_params = tree["params"], tree["non_params"]
+    params = tree["params"]
+    non_params = tree["non_params"]
     if not module.stores_plain:
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         from_plain = functools.partial(module.from_plain, wanted=module.abstract_params)
@@ -368,14 +369,16 @@ def load_decoder(
         plain = FunctionalModule(_plain_model(stored, config.precision, dtype))
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
-        params, module = merge(*module.split_adapters(params), non_params), plain
+        params = merge(*module.split_adapters(params), non_params)
+        module = plain
     packed: dict[str, PackedWeight] = {}
     if isinstance(module, CompressedModule):
         packed = {} if master else module.pack_rounding(params)
         plain = FunctionalModule(_plain_model(stored, config.precision, dtype))
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         convert = module.master if master else module.export
-        params, module = jax.jit(convert, out_shardings=layout)(params), plain
+        params = jax.jit(convert, out_shardings=layout)(params)
+        module = plain
     if stored != unrolled:
         params = cast_matrices(module, params, rules)
         module = FunctionalModule(_plain_model(unrolled, config.precision, dtype))

@@ -34,7 +34,8 @@ class DoesNotFit(ConfigError):
 
     def __init__(self, message: str, needed: int, available: int):
         super().__init__(message)
-        self.needed, self.available = needed, available
+        self.needed = needed
+        self.available = available
 
 
 def check_state_size(config: RunConfig) -> None:
@@ -52,7 +53,8 @@ def check_state_size(config: RunConfig) -> None:
     available = memory_per_device()
     if available is None:
         return
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     count = count_parameters(model.model_copy(update={"vocab_size": model.vocab_size or 1})).total
     some_frozen = bool(config.adapters.rules) or any(group.frozen for group in config.optimizer.groups)
     weights = count * _WEIGHT_BYTES
@@ -79,7 +81,8 @@ def check_memory(trainer: Trainer) -> str | None:
     available = memory_per_device()
     if available is None:
         return None
-    state, shardings = trainer.abstract_state, trainer.shardings
+    state = trainer.abstract_state
+    shardings = trainer.shardings
     weights = _bytes_per_device(state.params, shardings.params)
     moments = (state.optimizer, state.outer)
     optimizer = _bytes_per_device(moments, (shardings.optimizer, shardings.outer))

@@ -43,5 +43,8 @@ def load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], No
     if directory is None:
         return
     _, wanted = trainer.start_shapes
-    name = lambda line: report(line.replace("starting from", "distilling from", 1))  # noqa: E731
+
+    def name(line):
+        return report(line.replace("starting from", "distilling from", 1))
+
     trainer.set_teacher(initial_parameters(directory, read_pretrained_model_config(directory), wanted, name))

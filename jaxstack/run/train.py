@@ -91,7 +91,8 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
         )
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         is_run(config.run.init_from)  # reports a wrong directory before data is prepared
-    warnings, automatic = _connect(config), config.parallel.auto
+    warnings = _connect(config)
+    automatic = config.parallel.auto
     config = with_training_layout(config, _start_devices(config))
     cache_compilations()
     first = jax.process_index() == 0
@@ -107,7 +108,8 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
             f"note: model.scan_layers is false, so each of the {config.model.num_layers:,} layers is traced and "
             "compiled by itself, which can take many minutes; model.scan_layers=true compiles one layer"
         )
-    length, workers = config.train.sequence_length, available_cores()
+    length = config.train.sequence_length
+    workers = available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
     check_teacher(config, data.tokenizer)
@@ -117,7 +119,8 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     flops = _describe(config, data, trainer, say)
     load_teacher(config, trainer, say)
     predicted = forecast_here(config)
-    baselines, tasks = _ByteBaselines(data), TrainingTasks(config, trainer, data.tokenizer)
+    baselines = _ByteBaselines(data)
+    tasks = TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
         LoopSettings(
@@ -177,7 +180,8 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
     """Load the parameters that `run.init_from` names, if it is set, into the trainer of a new run."""
     source = config.run.init_from
     if source is not None:
-        shapes, direct = trainer.start_shapes[0], config.run.direct_storage
+        shapes = trainer.start_shapes[0]
+        direct = config.run.direct_storage
         params = initial_parameters(source, config.model, shapes, say, direct)
         check_masks(trainer.module, params)
         trainer.start_from(params)
@@ -189,7 +193,8 @@ def _connect(config: RunConfig) -> list[str]:
     Returns:
       Warnings about differences between the processes.
     """
-    place, limits = find_place(), config.resilience
+    place = find_place()
+    limits = config.resilience
     if place is None:
         return []
     connect(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)

@@ -83,14 +83,16 @@ def _serve(args: argparse.Namespace) -> None:
 
         run = load(args.run, others, step=args.step, report=_report)
         run.decoder.join_projections()
-        draft, engine_config = None, config.engine
+        draft = None
+        engine_config = config.engine
         if args.draft is not None:
             draft = _load_draft(args.draft, run, others)
             engine_config = engine_config.model_copy(
                 update={"draft_tokens": engine_config.draft_tokens or _DRAFT_TOKENS}
             )
         _report(f"[{args.run}, step {run.step}] compiling")
-        tokenizer, name = run.tokenizer, args.name or Path(args.run).resolve().name
+        tokenizer = run.tokenizer
+        name = args.name or Path(args.run).resolve().name
         with open_engine(
             run.decoder, engine_config, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens, draft=draft
         ) as engine:

@@ -26,7 +26,8 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, code: str | None = None):
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 class Answers:
@@ -39,10 +40,14 @@ class Answers:
     """
 
     def __init__(self, answers: Sequence[TextAnswer], metrics: Metrics, timeout: float):
-        self.answers, self._metrics = answers, metrics
-        self._until, self._timeout = time.monotonic() + timeout, timeout
+        self.answers = answers
+        self._metrics = metrics
+        self._until = time.monotonic() + timeout
+        self._timeout = timeout
         self._newest: list[float | None] = [None] * len(answers)
-        self._event, self._loop, self._notified = asyncio.Event(), asyncio.get_running_loop(), False
+        self._event = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._notified = False
         for answer in answers:
             answer.handle.listen(self._notify)
 
@@ -77,8 +82,10 @@ class Answers:
                 answer.handle.cancel()
 
     def _take(self, index: int) -> str:
-        answer, before = self.answers[index], self.answers[index].tokens
-        text, now = answer.take(), time.perf_counter()
+        answer = self.answers[index]
+        before = self.answers[index].tokens
+        text = answer.take()
+        now = time.perf_counter()
         if answer.tokens > before:
             newest = answer.handle.times.newest_token or now
             self._metrics.observe(answer.handle, answer.tokens - before, self._newest[index], newest)

@@ -38,7 +38,8 @@ class RecentTokens(NamedTuple):
     """Number of them per row, 0 for a row of padding."""
 
 
-_GUESS, _ACCEPT = 1 << 29, 1 << 30
+_GUESS = 1 << 29
+_ACCEPT = 1 << 30
 """Added to a token's number, so that drafting and accepting it use random numbers of their own."""
 
 
@@ -63,8 +64,13 @@ class DraftPrograms:
     def __init__(self, target: Programs, model: ModelOnMesh, pages: int, width: int, together: int = 1):
         if together > 1 and model.config.scan_layers and model.config.num_layers > 1:
             raise ConfigError("engine.draft_layers_together needs a draft model with model.scan_layers=false.")
-        self.target, self.model, self.width, self.together = target, model, width, together
-        whole, options, jit = model.rules.sharding(jax.P()), model.compiler_options, target.compiler.jit
+        self.target = target
+        self.model = model
+        self.width = width
+        self.together = together
+        whole = model.rules.sharding(jax.P())
+        options = model.compiler_options
+        jit = target.compiler.jit
         with jax.set_mesh(model.rules.mesh):
             make = jax.jit(lambda params, non_params: make_pages(model, params, non_params, pages, target.page_size))
             self._pages = make(model.params, model.non_params)
@@ -106,7 +112,8 @@ class DraftPrograms:
         Returns:
           D samples of each decoded row, the sample of each chunk, and the number of accepted drafts of each row.
         """
-        model, number = self.model, np.int32(get_args(Mode).index(mode))
+        model = self.model
+        number = np.int32(get_args(Mode).index(mode))
         with jax.set_mesh(model.rules.mesh):
             drafted, guessed, self._pages = self._guess(
                 model.params, model.non_params, rows, newest, recent, number, pages=self._pages
@@ -129,7 +136,8 @@ class DraftPrograms:
     ) -> tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]:
         """Propose draft tokens for each sequence; return them with the draft model's logits and KV-cache pages."""
         self.target.compiled += 1
-        lines, first = jnp.arange(len(rows)), self.width - rows[:, Column.COUNT]
+        lines = jnp.arange(len(rows))
+        first = self.width - rows[:, Column.COUNT]
         vocabulary = self.target.model.config.vocab_size or 0
 
         def sample(logits: jax.Array, now: jax.Array, mode: Mode) -> jax.Array:
@@ -146,7 +154,8 @@ class DraftPrograms:
 
         def advance(step: jax.Array, carry: Guesses) -> Guesses:
             drafted, guessed, pages = carry
-            model, column = self.model.module.merge(params, non_params), jnp.minimum(first + step, self.width - 1)
+            model = self.model.module.merge(params, non_params)
+            column = jnp.minimum(first + step, self.width - 1)
             logits, pages = decode_rows(
                 model, rows_at_step(rows, step), drafted[lines, column][:, None], pages, together=self.together
             )
@@ -234,7 +243,8 @@ def accept_drafts(
     """
     lines, width, vocabulary = logits.shape
     offset = jnp.arange(width) - (width - counts[:, None])
-    draft, is_draft = jnp.roll(drafted, -1, axis=1), (offset >= 0) & (jnp.arange(width) < width - 1)
+    draft = jnp.roll(drafted, -1, axis=1)
+    is_draft = (offset >= 0) & (jnp.arange(width) < width - 1)
     if mode == "greedy":  # all probabilities are 0 or 1, so that no random number is needed
         likeliest = jnp.argmax(logits, -1).astype(jnp.int32)
         accepted = is_draft & (draft == likeliest)
@@ -242,7 +252,10 @@ def accept_drafts(
     each = RowSampling(*(jnp.repeat(x, width) for x in sampling))
     each = each._replace(number=each.number + jnp.maximum(offset, 0).ravel())
     p, q = (probabilities(x.reshape(-1, vocabulary), each, mode) for x in (logits, guessed))
-    take = lambda x: jnp.take_along_axis(x, draft.reshape(-1, 1), axis=1)[:, 0]  # noqa: E731
+
+    def take(x):
+        return jnp.take_along_axis(x, draft.reshape(-1, 1), axis=1)[:, 0]
+
     chance = uniform(each._replace(number=each.number + _ACCEPT))
     accepted: Bool[Array, "R D"] = is_draft & (chance * take(q) < take(p)).reshape(lines, width)
     left = jnp.where(is_draft.reshape(-1, 1), jnp.maximum(p - q, 0), p)

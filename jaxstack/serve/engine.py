@@ -63,7 +63,9 @@ class Engine:
         warm_up: bool = True,
         start: bool = True,
     ):
-        self.model, self.config, self.stop_tokens = model, config or EngineConfig(), frozenset(stop_tokens)
+        self.model = model
+        self.config = config or EngineConfig()
+        self.stop_tokens = frozenset(stop_tokens)
         self.vocab_size = vocab_size or model.config.vocab_size or 0
         if draft is not None and not self.config.draft_tokens:
             raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
@@ -87,7 +89,8 @@ class Engine:
             vocab_size=vocab_size,
             halves_from=_halves_from(model, self.config),
         )
-        self.stats, self.failure = EngineStats(), None
+        self.stats = EngineStats()
+        self.failure = None
         self._runner = Runner(self.programs, self.config, self.stats)
         if draft is not None:
             together = self.config.draft_layers_together
@@ -98,7 +101,8 @@ class Engine:
         self._new: deque[Handle] = deque()
         self._cancelled: deque[Handle] = deque()
         self._changed = threading.Condition()
-        self._closed, self._count = False, 0
+        self._closed = False
+        self._count = 0
         if warm_up:
             self.warm_up()
         self._thread = threading.Thread(target=self._run, name="jaxstack engine", daemon=True) if start else None
@@ -186,7 +190,8 @@ class Engine:
     @property
     def state(self) -> EngineState:
         """Current numbers of running and waiting requests, KV-cache pages and tokens."""
-        scheduler, pool = self.scheduler, self.pool
+        scheduler = self.scheduler
+        pool = self.pool
         return EngineState(
             self.running,
             self.waiting,
@@ -291,7 +296,8 @@ class Engine:
     def _take_messages(self) -> None:
         """Receive what other threads sent: queue newly submitted requests and end cancelled ones."""
         while self._new:
-            handle, self._count = self._new[0], self._count + 1
+            handle = self._new[0]
+            self._count = self._count + 1
             sequence = schedule.Sequence(handle, self._count)
             self._sequences[id(handle)] = sequence
             self.scheduler.add(sequence)
@@ -312,7 +318,9 @@ class Engine:
 
     def _receive(self, sequence: schedule.Sequence, tokens: list[int]) -> None:
         """Append new tokens to the answer of a request; finish it at a stop token or at its token limit."""
-        request, added, reason = sequence.handle.request, list[int](), None
+        request = sequence.handle.request
+        added = list[int]()
+        reason = None
         if not sequence.num_read:
             self.stats.prompt_tokens += len(request.prompt)
         for token in tokens:

@@ -25,7 +25,8 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int]):
-        self._tokenizer, self._stop_tokens = tokenizer, sorted(stop_tokens)
+        self._tokenizer = tokenizer
+        self._stop_tokens = sorted(stop_tokens)
 
     def compile(self, kind: Kind, value: object) -> "GrammarConstraint":
         """Compile a grammar and return it as the constraint for one answer.
@@ -76,7 +77,8 @@ class _TokenTable:
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Sequence[int]):
-        self._tokenizer, self.eos_token_id = tokenizer, stop_tokens[0]
+        self._tokenizer = tokenizer
+        self.eos_token_id = stop_tokens[0]
         bytes_of = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
         self.special_token_ids = [i for i, text in enumerate(bytes_of) if not text]
         # An empty text would be allowed everywhere; llguidance marks special tokens by the byte 0xff.

@@ -57,8 +57,12 @@ class Server:
         *,
         api_key: str | None = None,
     ):
-        self.engine, self.tokenizer, self.name = engine, tokenizer, name
-        self.config, self._api_key, self._created = config or ServerConfig(), api_key, int(time.time())
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = config or ServerConfig()
+        self._api_key = api_key
+        self._created = int(time.time())
         self.metrics = Metrics(engine, name)
         self._grammars = Grammars(tokenizer, engine.stop_tokens or {tokenizer.document_start})
         self._chat: ChatFormatter | None = None
@@ -135,7 +139,8 @@ class Server:
         return await self._answer(request, body, answers, Envelope(self.name, chat=False), before)
 
     async def _complete_chat(self, request: Request) -> Response:
-        body, chat = await self._parse(request, ChatRequest), self._chat
+        body = await self._parse(request, ChatRequest)
+        chat = self._chat
         if chat is None:
             raise Refused(
                 400,
@@ -185,7 +190,10 @@ class Server:
         Raises:
           Refused: it is too large, does not arrive in time, or the client is gone.
         """
-        limit, timeout, size, parts = self.config.max_body_bytes, self.config.timeout, 0, list[bytes]()
+        limit = self.config.max_body_bytes
+        timeout = self.config.timeout
+        size = 0
+        parts = list[bytes]()
         too_large = Refused(413, f"the body exceeds {limit} bytes (server.max_body_bytes).")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
@@ -218,7 +226,8 @@ class Server:
         """
         if max_tokens > self.config.max_tokens:
             raise Refused(400, f"max_tokens must be at most {self.config.max_tokens}; found {max_tokens}.")
-        count, most = (body.n or 1) * len(prompts), self.engine.most_requests
+        count = (body.n or 1) * len(prompts)
+        most = self.engine.most_requests
         if not 1 <= count <= most:
             raise Refused(400, f"a request must ask for 1 to {most} answers; found {count}.")
         grammar = _refuse_on_error(lambda: body.grammar)
@@ -228,7 +237,8 @@ class Server:
         try:
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n or 1)):
                 constraint = await asyncio.to_thread(self._grammars.compile, *grammar) if grammar is not None else None
-                seed, sampling = body.first_seed + index % (body.n or 1), body.sampling
+                seed = body.first_seed + index % (body.n or 1)
+                sampling = body.sampling
                 handle = self.engine.submit(
                     prompt, max_tokens, sampling, seed=seed, stop_tokens=stops, constraint=constraint
                 )

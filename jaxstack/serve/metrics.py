@@ -22,7 +22,8 @@ class Metrics:
     """
 
     def __init__(self, engine: Engine | EngineGroup, model: str):
-        self._engine, self._model = engine, model
+        self._engine = engine
+        self._model = model
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -47,7 +48,8 @@ class Metrics:
             times = handle.times
             self._first.observe((times.first_token or now) - times.submitted)
             self._queue.observe((times.started or now) - times.submitted)
-            before, tokens = times.first_token or now, tokens - 1
+            before = times.first_token or now
+            tokens = tokens - 1
         for _ in range(tokens):
             self._between.observe((now - before) / tokens)
 
@@ -57,7 +59,8 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Yield the engine's current metrics; called by the Prometheus registry at each scrape."""
-        state, stats = self._engine.state, self._engine.state.stats
+        state = self._engine.state
+        stats = self._engine.state.stats
         usage = state.used_pages / state.pages
         gauges = {
             "num_requests_running": ("Requests that have a slot.", state.running),

@@ -35,7 +35,9 @@ class PagePool:
     """
 
     def __init__(self, count: int, page_size: int, *, cache_prefixes: bool = True):
-        self.count, self.page_size, self.cache_prefixes = count, page_size, cache_prefixes
+        self.count = count
+        self.page_size = page_size
+        self.cache_prefixes = cache_prefixes
         self._free = deque(range(count))
         self._users = [0] * count
         self._digests: list[bytes | None] = [None] * count
@@ -64,7 +66,9 @@ class PagePool:
         Returns:
           The pages in order, and their digests.
         """
-        pages, digests, digest = [], [], ROOT
+        pages = []
+        digests = []
+        digest = ROOT
         for start in range(0, (len(tokens) - 1) // self.page_size * self.page_size, self.page_size):
             digest = page_digest(digest, tokens[start : start + self.page_size])
             page = self._by_digest.get(digest)

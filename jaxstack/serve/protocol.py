@@ -264,7 +264,8 @@ class Envelope:
     """Builds the JSON responses and stream events for one request to the completion or chat route."""
 
     def __init__(self, model: str, *, chat: bool):
-        self._model, self._chat = model, chat
+        self._model = model
+        self._chat = chat
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 

@@ -25,7 +25,8 @@ class EngineGroup:
     def __init__(self, engines: Sequence[Engine]):
         self.engines = list(engines)
         first = self.engines[0]
-        self.context, self.stop_tokens = first.context, first.stop_tokens
+        self.context = first.context
+        self.stop_tokens = first.stop_tokens
         self.most_requests = sum(engine.most_requests for engine in self.engines)
 
     def __enter__(self) -> "EngineGroup":

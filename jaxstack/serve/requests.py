@@ -68,14 +68,18 @@ class Handle:
     """
 
     def __init__(self, request: Request, cancel: Callable[["Handle"], None]):
-        self.request, self.times = request, Times()
+        self.request = request
+        self.times = Times()
         self.cached_tokens = 0
         """Prompt tokens whose keys and values were found in the prefix cache."""
         self.finish_reason: FinishReason | None = None
         """None until the answer has ended."""
         self.error: str | None = None
-        self._cancel, self._tokens, self._read = cancel, list[int](), 0
-        self._changed, self._ended = threading.Condition(), threading.Event()
+        self._cancel = cancel
+        self._tokens = list[int]()
+        self._read = 0
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
         self._listener: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[int]:
@@ -97,7 +101,8 @@ class Handle:
     def take(self) -> tuple[list[int], FinishReason | None]:
         """Return the tokens generated since the last call and the finish reason, if any, without blocking."""
         with self._changed:
-            new, self._read = self._tokens[self._read :], len(self._tokens)
+            new = self._tokens[self._read :]
+            self._read = len(self._tokens)
             return new, self.finish_reason
 
     def result(self) -> list[int]:
@@ -135,7 +140,8 @@ class Handle:
                 self.times.first_token = self.times.first_token or now
                 self.times.newest_token = now
             self._tokens += tokens
-            self.finish_reason, self.error = reason, error
+            self.finish_reason = reason
+            self.error = error
             self._changed.notify_all()
         if reason is not None:
             self._ended.set()

@@ -85,7 +85,8 @@ def run_rows(
     splits = [_split(*group) for group in groups]
     first, pages = _run_packed(model, [parts[0] for parts, _ in splits], pages, together)
     second, pages = _run_packed(model, [parts[1] for parts, _ in splits if len(parts) > 1], pages, together)
-    rest, hidden = iter(second), list[jax.Array]()
+    rest = iter(second)
+    hidden = list[jax.Array]()
     for found, (parts, axis) in zip(first, splits, strict=True):
         hidden.append(found if len(parts) == 1 else jnp.concatenate([found, next(rest)], axis))
     return hidden, pages
@@ -136,7 +137,9 @@ def pack_rows(
     """Flatten rows of tokens; return ids, positions and KV-cache slots of all tokens, and each row's pages and size."""
     *_, number, page_size, _, _ = jax.tree.leaves(pages)[0].shape
     total = number * page_size
-    width, start, count = tokens.shape[1], rows[:, Column.START, None], rows[:, Column.COUNT, None]
+    width = tokens.shape[1]
+    start = rows[:, Column.START, None]
+    count = rows[:, Column.COUNT, None]
     offset = jnp.arange(width, dtype=jnp.int32) - (width - count)
     positions = jnp.where(offset >= 0, start + offset, -1)
     table = rows[:, Column.PAGES :]

@@ -42,11 +42,14 @@ class Runner:
     """
 
     def __init__(self, programs: Programs, config: EngineConfig, stats: EngineStats):
-        self.programs, self._slots, self._stats = programs, config.slots, stats
+        self.programs = programs
+        self._slots = config.slots
+        self._stats = stats
         self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
         self._steps = 1 if config.draft_tokens else config.decode_steps
         self._in_flight = deque[tuple[StepPlan, Int[Array, "..."], int]]()
-        self._step_seconds, self._read_at = 0.0, 0
+        self._step_seconds = 0.0
+        self._read_at = 0
 
     @property
     def busy(self) -> bool:
@@ -77,7 +80,8 @@ class Runner:
         self._run_all(shapes)
         rows = self.programs.describe([], self._slots)
         decode = seconds_of(lambda: self._run_empty(rows, None, None))
-        at_start, at_end = dict[ChunkShape, float](), dict[ChunkShape, float]()
+        at_start = dict[ChunkShape, float]()
+        at_end = dict[ChunkShape, float]()
         for shape in shapes:
             at_start[shape] = self._time_chunks(shape, self.programs.describe([], shape.rows))
             at_end[shape] = at_start[shape]
@@ -106,7 +110,8 @@ class Runner:
 
     def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
         """Return the seconds of a step of all batch slots and these rows of prompt chunks."""
-        rows, tokens = self.programs.describe([], self._slots), pad_chunks([], shape)
+        rows = self.programs.describe([], self._slots)
+        tokens = pad_chunks([], shape)
         return seconds_of(lambda: self._run_empty(rows, chunks, tokens))
 
     def _sample_padding(self, totals: Collection[int]) -> None:
@@ -131,7 +136,8 @@ class Runner:
     def read(self) -> Iterator[tuple[Row, list[int]]]:
         """Wait for the oldest dispatched step; return an iterator of (row, its new tokens) over its batch."""
         plan, sampled, dispatched = self._in_flight.popleft()
-        began, asked = max(dispatched, self._read_at), time.perf_counter_ns()
+        began = max(dispatched, self._read_at)
+        asked = time.perf_counter_ns()
         tokens = np.asarray(sampled)
         self._read_at = time.perf_counter_ns()
         kind = "decode" if plan.shape is None else f"chunks {plan.shape.rows}x{plan.shape.width}"
@@ -157,8 +163,11 @@ class Runner:
         return self.programs.run(*arguments, self._newest(plan.decoded, len(arguments.rows)))
 
     def _arguments(self, plan: StepPlan) -> _Arguments:
-        programs, count = self.programs, self._row_count(plan)
-        rows, chunks, tokens = programs.describe(plan.decoded, count), None, None
+        programs = self.programs
+        count = self._row_count(plan)
+        rows = programs.describe(plan.decoded, count)
+        chunks = None
+        tokens = None
         if plan.shape is not None:
             chunks = programs.describe(plan.chunks, plan.shape.rows)
             tokens = pad_chunks(plan.chunks, plan.shape)
@@ -197,7 +206,8 @@ class Runner:
             yield row, tokens[: row.count]
 
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[tuple[Row, list[int]]]:
-        tokens, width = sampled.tolist(), self._width
+        tokens = sampled.tolist()
+        width = self._width
         for place, row in enumerate(plan.decoded, 1):
             yield row, accept(row.drafts, tokens[place * width - row.count : place * width])
         first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
@@ -230,8 +240,10 @@ class DraftRunner(Runner):
         chunks: Int[np.ndarray, "Q columns"] | None,
         tokens: Int[np.ndarray, "Q C"] | None,
     ) -> Int[Array, " found"]:
-        newest, free = np.zeros(len(rows), np.int32), len(rows) * self._width + (0 if chunks is None else len(chunks))
-        recent, mask = self._recent([], len(rows)), np.full((free, self.programs.words), -1, np.int32)
+        newest = np.zeros(len(rows), np.int32)
+        free = len(rows) * self._width + (0 if chunks is None else len(chunks))
+        recent = self._recent([], len(rows))
+        mask = np.full((free, self.programs.words), -1, np.int32)
         self._draft.run(rows, newest, chunks, tokens, "greedy", mask, recent)
         return self._draft.run(rows, newest, chunks, tokens, "greedy", None, recent)
 
@@ -245,14 +257,17 @@ class DraftRunner(Runner):
         """Return each row's newest tokens, to recompute if the draft model's KV cache is approximate; else None."""
         if self._draft.together == 1:
             return None
-        tokens, counts = np.zeros((count, self._width), np.int32), np.zeros(count, np.int32)
+        tokens = np.zeros((count, self._width), np.int32)
+        counts = np.zeros(count, np.int32)
         for number, row in enumerate(rows):
             tokens[number, -row.again :], counts[number] = row.sequence.tokens[-row.again :], row.again
         return RecentTokens(tokens, counts)
 
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[tuple[Row, list[int]]]:
-        count, width = self._row_count(plan), self._width
-        tokens, accepted = sampled[:-count].tolist(), sampled[-count:].tolist()
+        count = self._row_count(plan)
+        width = self._width
+        tokens = sampled[:-count].tolist()
+        accepted = sampled[-count:].tolist()
         for place, (row, kept) in enumerate(zip(plan.decoded, accepted, strict=False), 1):
             first = place * width - row.count
             yield row, tokens[first : first + kept + 1]

@@ -31,9 +31,13 @@ class Sequence:
     """
 
     def __init__(self, handle: Handle, number: int):
-        self.handle, self.number = handle, number
+        self.handle = handle
+        self.number = number
         self.tokens = list(handle.request.prompt)
-        self.target, self.filled, self.exact, self.sampled = len(self.tokens), 0, 0, 0
+        self.target = len(self.tokens)
+        self.filled = 0
+        self.exact = 0
+        self.sampled = 0
         self.pages: list[int] = []
         self.digests: list[bytes] = []
         self.slot: int | None = None
@@ -134,10 +138,14 @@ class Scheduler:
         *,
         draft_model: bool = False,
     ):
-        self.context, self.pool, self.shapes = context, pool, shapes
+        self.context = context
+        self.pool = pool
+        self.shapes = shapes
         self.shapes_beside: Callable[[float], tuple[ChunkShape, ...]] = lambda depth: self.shapes
         self.decode_steps = 1
-        self.draft_tokens, self._draft_model, self.approximate = draft_tokens, draft_model, False
+        self.draft_tokens = draft_tokens
+        self._draft_model = draft_model
+        self.approximate = False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_slots = list(reversed(range(slots)))
@@ -193,7 +201,8 @@ class Scheduler:
         """Add the full KV-cache pages of a sequence to the prefix cache, so that others can share them."""
         if not self.pool.cache_prefixes:
             return
-        size, known = self.pool.page_size, min(sequence.filled, len(sequence.tokens))
+        size = self.pool.page_size
+        known = min(sequence.filled, len(sequence.tokens))
         if self.approximate:
             known = min(known, sequence.exact)
         for index in range(len(sequence.digests), known // size):
@@ -268,7 +277,8 @@ class Scheduler:
         assert sequence.slot is not None
         self.register_pages(sequence)
         self.pool.release(sequence.pages)
-        sequence.pages, sequence.digests = [], []
+        sequence.pages = []
+        sequence.digests = []
         self._free_slots.append(sequence.slot)
         sequence.slot = None
 
@@ -278,14 +288,16 @@ class Scheduler:
         One free page has to remain for each running request.
         """
         while self.waiting and self._free_slots:
-            sequence, size = self.waiting[0], self.pool.page_size
+            sequence = self.waiting[0]
+            size = self.pool.page_size
             sequence.pages, sequence.digests = self.pool.share_prefix(sequence.tokens)
             needed = -(-(len(sequence.tokens) + 1) // size) - len(sequence.pages)
             spare = len(self.running) if self.running else 0
             pages = self.pool.allocate(needed) if needed + spare <= self.pool.available else None
             if pages is None:
                 self.pool.release(sequence.pages)
-                sequence.pages, sequence.digests = [], []
+                sequence.pages = []
+                sequence.digests = []
                 return
             self.waiting.popleft()
             cached = len(sequence.pages) * size
@@ -293,7 +305,8 @@ class Scheduler:
             self.prefix_hits += cached
             sequence.pages += pages
             sequence.filled = sequence.exact = cached
-            sequence.slot, sequence.described_pages = self._free_slots.pop(), -1
+            sequence.slot = self._free_slots.pop()
+            sequence.described_pages = -1
             if sequence.handle.times.started is None:
                 sequence.handle.times.started, sequence.handle.cached_tokens = time.perf_counter(), cached
             self.running.append(sequence)

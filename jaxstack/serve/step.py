@@ -55,7 +55,10 @@ class Programs:
         vocab_size: int | None,
         halves_from: int | None = None,
     ):
-        self.model, self.slots, self.page_size, self.halves_from = model, slots, page_size, halves_from
+        self.model = model
+        self.slots = slots
+        self.page_size = page_size
+        self.halves_from = halves_from
         self.table_width = -(-context // page_size)
         self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
         self.vocab_size = vocab_size
@@ -71,7 +74,8 @@ class Programs:
             self._last = jax.device_put(jnp.zeros(slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
         self._sample = self.compiler.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
-        self._forward, self._advance = dict[bool, Any](), dict[bool, Any]()
+        self._forward = dict[bool, Any]()
+        self._advance = dict[bool, Any]()
         for halves in (False,) if halves_from is None else (False, True):
             options = _compiler_options(model, halves)
             self._forward[halves] = self.compiler.jit(
@@ -107,7 +111,8 @@ class Programs:
 
     def describe_deepest(self, shape: ChunkShape, page: int) -> Int[np.ndarray, "Q columns"]:
         """Encode full prompt chunks at the end of the longest prompt, all of whose pages are `page`, to time them."""
-        chunks, longest = self.describe([], shape.rows), self.table_width * self.page_size
+        chunks = self.describe([], shape.rows)
+        longest = self.table_width * self.page_size
         count = min(shape.width, longest)
         chunks[:, Column.START], chunks[:, Column.COUNT] = longest - count, count
         chunks[:, Column.PAGES :] = page
@@ -115,10 +120,13 @@ class Programs:
 
     def _describe_sequence(self, sequence: schedule.Sequence) -> None:
         """Write a sequence's sampling settings and new page numbers into the table that `describe` copies from."""
-        line, known = self._described[sequence.slot], sequence.described_pages
+        line = self._described[sequence.slot]
+        known = sequence.described_pages
         if known < 0:
-            request, known = sequence.handle.request, 0
-            sampling, floats = request.sampling, line.view(np.float32)
+            request = sequence.handle.request
+            known = 0
+            sampling = request.sampling
+            floats = line.view(np.float32)
             line[:] = 0
             line[Column.SLOT] = sequence.slot
             line[Column.SEED] = np.uint32(request.seed).view(np.int32)
@@ -165,7 +173,8 @@ class Programs:
         drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
     ) -> Float[Array, "all V"]:
         """Dispatch the forward pass of a step; return the logits to sample from. Arguments as of `run`."""
-        model, count = self.model, (len(rows) if drafted is None else drafted.size)
+        model = self.model
+        count = len(rows) if drafted is None else drafted.size
         halves = self._halves(count + (0 if tokens is None else tokens.size))
         logits, self._pages = self._forward[halves](
             model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
@@ -181,7 +190,8 @@ class Programs:
           most: upper limit of `steps`, for which the program is compiled.
           mode: how tokens are sampled.
         """
-        model, number = self.model, np.int32(get_args(Mode).index(mode))
+        model = self.model
+        number = np.int32(get_args(Mode).index(mode))
         with jax.set_mesh(model.rules.mesh):
             tokens, self._last, self._pages = self._advance[self._halves(len(rows))](
                 model.params, model.non_params, self._last, rows, np.int32(steps), number, pages=self._pages, most=most
@@ -205,12 +215,14 @@ class Programs:
 
         Their calls run nothing and return shapes. The device state stays as it is.
         """
-        last, pages = self._last, self._pages
+        last = self._last
+        pages = self._pages
         try:
             with self.compiler.compiling():
                 yield
         finally:
-            self._last, self._pages = last, pages
+            self._last = last
+            self._pages = pages
 
     def sample_padding(self, totals: Iterable[int]) -> None:
         """Sample for batches of these numbers of rows of padding, in each mode with and without a mask, to compile it.
@@ -296,7 +308,8 @@ class Programs:
 
         def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
             newest, sampled, pages = carry
-            model, now = self.model.module.merge(params, non_params), rows_at_step(rows, step)
+            model = self.model.module.merge(params, non_params)
+            now = rows_at_step(rows, step)
             logits, pages = decode_rows(model, now, newest[:, None], pages, halves=halves)
             branches = [partial(self._sample_tokens, mask=None, mode=name) for name in get_args(Mode)]
             tokens = jax.lax.switch(mode, branches, logits, now[:, : Column.PAGES])
@@ -304,7 +317,8 @@ class Programs:
             return newest, sampled.at[step].set(newest), pages
 
         with logical_axis_rules(self.model.rules):
-            newest, sampled = last[rows[:, Column.SLOT]], jnp.zeros((most, len(rows)), jnp.int32)
+            newest = last[rows[:, Column.SLOT]]
+            sampled = jnp.zeros((most, len(rows)), jnp.int32)
             newest, sampled, pages = jax.lax.fori_loop(0, steps, advance, (newest, sampled, pages))
         return sampled, last.at[rows[:, Column.STORE]].set(newest, mode="drop"), pages
 

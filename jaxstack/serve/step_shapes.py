@@ -89,8 +89,10 @@ def choose_shape(shapes: Sequence[ChunkShape], left: Sequence[int]) -> ChunkShap
 
 def _covered(shape: ChunkShape, left: Sequence[int]) -> int:
     """Return the number of prompt tokens that a step computes with a chunk shape, given each prompt's tokens `left`."""
-    rows, covered = shape.rows, 0
+    rows = shape.rows
+    covered = 0
     for tokens in left:
         taken = min(-(-tokens // shape.width), rows)
-        covered, rows = covered + min(tokens, taken * shape.width), rows - taken
+        covered = covered + min(tokens, taken * shape.width)
+        rows = rows - taken
     return covered

@@ -75,7 +75,9 @@ def _study(arguments: argparse.Namespace) -> None:
         raise ConfigError("studies need Optuna, which is not installed: pip install 'jaxstack[tune]'.")
     from jaxstack.tune.search import run_study
 
-    say = lambda line: print(line, flush=True)  # noqa: E731
+    def say(line):
+        return print(line, flush=True)
+
     result = run_study(arguments.config, arguments.study, arguments.overrides, report=say)
     print("\n".join(_summary(result)))
 

@@ -117,7 +117,8 @@ def check_coordinates(
         raise ConfigError("a coordinate check needs two widths or more (--widths 64,128,256) and one step or more.")
     config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
-    length, seed = config.train.sequence_length, config.run.seed
+    length = config.train.sequence_length
+    seed = config.run.seed
     data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())
     config = config.model_copy(
         update={
@@ -157,15 +158,18 @@ def _measure(config: RunConfig, data: Data, steps: int) -> dict[str, float]:
     return {name: float(values[name]) for name in QUANTITIES}
 
 
-_PANEL, _MARGIN = 300, 56
+_PANEL = 300
+_MARGIN = 56
 _COLOURS = ("#4269d0", "#efb118", "#ff725c")
 
 
 def draw(found: CoordinateCheckResult) -> str:
     """Return the result of the check as an SVG drawing: activation magnitude over width, with and without muP."""
     values = [value for series in found.values.values() for value in series if value > 0]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    width, height = 2 * (_PANEL + _MARGIN) + _MARGIN, _PANEL + 2 * _MARGIN
+    low = math.floor(math.log10(min(values)))
+    high = math.ceil(math.log10(max(values)))
+    width = 2 * (_PANEL + _MARGIN) + _MARGIN
+    height = _PANEL + 2 * _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="system-ui, sans-serif" font-size="12">',
@@ -183,9 +187,13 @@ def draw(found: CoordinateCheckResult) -> str:
 
 def _panel(found: CoordinateCheckResult, parametrization: str, left: int, decades: tuple[int, int]) -> str:
     low, high = decades
-    first, last = math.log2(found.widths[0]), math.log2(found.widths[-1])
+    first = math.log2(found.widths[0])
+    last = math.log2(found.widths[-1])
     x = [left + _PANEL * (math.log2(width) - first) / (last - first) for width in found.widths]
-    place = lambda value: _MARGIN + _PANEL * (high - math.log10(max(value, 10.0**low))) / (high - low)  # noqa: E731
+
+    def place(value):
+        return _MARGIN + _PANEL * (high - math.log10(max(value, 10.0**low))) / (high - low)
+
     title = html.escape(f"{parametrization}: mean magnitude after {found.steps} steps")
     parts = [f'<text x="{left}" y="{_MARGIN - 16}" font-weight="600">{title}</text>']
     for decade in range(low, high + 1):

@@ -142,7 +142,8 @@ def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] |
       JaxstackError: the averaged loss never falls.
     """
     kept = diverged_at(average(np.asarray(losses, np.float64)))
-    found, kept_losses = np.asarray(rates, np.float64)[:kept], np.asarray(losses, np.float64)[:kept]
+    found = np.asarray(rates, np.float64)[:kept]
+    kept_losses = np.asarray(losses, np.float64)[:kept]
     # Losses are limited to the first one: a steep rise would otherwise distort the averages of the steps before it.
     averages = smooth(np.minimum(kept_losses, kept_losses[:1])) if kept else kept_losses
     lowest = int(np.argmin(averages)) if kept else 0
@@ -161,7 +162,8 @@ def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] |
 
 def average(losses: np.ndarray, decay: float = _DECAY) -> np.ndarray:
     """Smooth losses by an exponential moving average with bias correction; NaN from the first NaN loss on."""
-    mean, averages = 0.0, []
+    mean = 0.0
+    averages = []
     for count, loss in enumerate(losses, start=1):
         mean = decay * mean + (1 - decay) * float(loss)
         averages.append(mean / (1 - decay**count))
@@ -202,7 +204,8 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
     """Return a trainer of a fresh model with a rising learning rate, and the complete configuration."""
     config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
-    length, seed = config.train.sequence_length, config.run.seed
+    length = config.train.sequence_length
+    seed = config.run.seed
     data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())
     changed = {
         "model": resolve_model(config.model, data.vocab_size),
@@ -241,7 +244,8 @@ def _render(config: RunConfig, finding: LearningRateResult) -> str:
         Point(float(rate), float(loss), f"{rate:.3g}: {loss:.4f}", "second" if index in marked else "first")
         for index, (rate, loss) in enumerate(zip(finding.rates, finding.averages, strict=True))
     ]
-    low, high = float(finding.rates[0]), float(finding.rates[-1])
+    low = float(finding.rates[0])
+    high = float(finding.rates[-1])
     chart = Scatter("Averaged training loss over the learning rate", points, low, high, True, joined=True, wide=True)
     tiles = render_tiles(
         [

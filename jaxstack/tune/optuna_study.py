@@ -99,7 +99,8 @@ class OptunaStudy:
         base_first: bool = True,
     ):
         optuna.logging.set_verbosity(logging.ERROR)
-        self.config, self.space = config, space
+        self.config = config
+        self.space = space
         self._distributions = {key: to_distribution(one) for key, one in space.dimensions.items()}
         self._used: dict[int, dict[str, Any]] = {}
         place = config.storage or str(directory / "study.journal")

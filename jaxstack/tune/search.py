@@ -129,14 +129,17 @@ class Search:
     """
 
     def __init__(self, study: OptunaStudy, directory: Path, say: Callable[[str], None]):
-        self.study, self.directory, self._say = study, directory, say
+        self.study = study
+        self.directory = directory
+        self._say = say
         self._running: list[_Running] = []
         self._workers = study.config.workers
         self._gpus = self._split_gpus()
 
     def _split_gpus(self) -> list[str] | None:
         """Divide the host's GPUs among workers: return CUDA_VISIBLE_DEVICES of each; None without GPUs."""
-        count, workers = count_gpus(), self._workers
+        count = count_gpus()
+        workers = self._workers
         if count == 0:
             return None
         if count % workers:
@@ -164,7 +167,8 @@ class Search:
             time.sleep(_POLL_SECONDS)
 
     def _announce(self) -> None:
-        done, total = self.study.started(), self.study.config.trials
+        done = self.study.started()
+        total = self.study.config.trials
         count = f"{total} trials" if not done else f"{done} of {total} trials started before"
         self._say(f"study {self.study.config.name} in {self.directory}: {count}")
         self._update_report()
@@ -286,7 +290,8 @@ class Search:
             how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
             killed = code == -9  # killed by the Linux kernel: the host ran out of memory
             return Outcome("memory" if killed else "failed", reason=f"its process {how}; see {trial.directory / LOG}")
-        excess, reason = found.get("memory_excess"), found.get("reason", "")
+        excess = found.get("memory_excess")
+        reason = found.get("reason", "")
         if found["state"] != "complete":
             return Outcome(found["state"], None, excess, reason)
         value = found["metrics"].get(self.study.config.metric)

@@ -151,7 +151,8 @@ def _read_dimension(text: object, where: str) -> Dimension:
             raise ConfigError(f"{where}: unknown key {name!r}; {nearest(str(name), _RANGE_KEYS)}")
     if not isinstance(text, dict) or not {"low", "high"} <= text.keys():
         raise ConfigError(f"{where} must be a list of choices or {{low: ..., high: ...}}; found {text!r}.")
-    low, high = _number(text, "low", where), _number(text, "high", where)
+    low = _number(text, "low", where)
+    high = _number(text, "high", where)
     step = _number(text, "step", where) if text.get("step") is not None else None
     log = text.get("log", False)
     if not isinstance(log, bool):

@@ -11,7 +11,8 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import write_json
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
 
-OUTCOME, LOG = "outcome.json", "log.txt"
+OUTCOME = "outcome.json"
+LOG = "log.txt"
 """Files of a trial's directory: how it ended, and all that it printed."""
 
 
@@ -59,7 +60,8 @@ def _train(directory: Path) -> dict[str, Any]:
         exhausted = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return {"state": "memory" if exhausted else "failed", "reason": reason}
-    peak, available = trained.metrics.get("peak_memory_bytes"), memory_per_device()
+    peak = trained.metrics.get("peak_memory_bytes")
+    available = memory_per_device()
     excess = peak / available - 1 if peak and available else None
     return {"state": "complete", "metrics": dict(trained.metrics), "memory_excess": excess}
 

@@ -96,7 +96,8 @@ def _ring_lower_priority(request: ContextRequest) -> str | None:
 
 
 def _ulysses_lower_priority(request: ContextRequest) -> str | None:
-    queries, keys = request.q.shape[2], request.k.shape[2]
+    queries = request.q.shape[2]
+    keys = request.k.shape[2]
     if request.mask.window is not None and request.mask.causal:
         return "a window needs few keys of other devices, and all_to_all sends whole sequences"
     if queries + keys >= keys * request.devices:
@@ -133,7 +134,8 @@ def _attend_gathered(request: ContextRequest, *, use_all_gather: bool = True) ->
 
 
 def _attend_exchanged(request: ContextRequest) -> tuple[jax.Array, None]:
-    options, mask = request.options, request.mask
+    options = request.options
+    mask = request.mask
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
         out = flash_attention(
@@ -258,9 +260,12 @@ def ring_attention(  # noqa: PLR0913
 def _make_request(
     q: AnyArray, k: AnyArray, v: AnyArray, ids: AnyArray | None, axis_name: str, layout: str, mask: Mask
 ) -> ContextRequest:
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    q = jnp.asarray(q)
+    k = jnp.asarray(k)
+    v = jnp.asarray(v)
     check_arrays(q, k, v)
-    devices, cuts = lax.axis_size(axis_name), chunks_per_device(layout)
+    devices = lax.axis_size(axis_name)
+    cuts = chunks_per_device(layout)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"queries and keys must be of the same shard of the sequence; got {q.shape[1]}, {k.shape[1]}")
     if q.shape[1] % cuts:

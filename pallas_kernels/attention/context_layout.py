@@ -62,7 +62,8 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> Int[np.
 
 def own_chunks(axis_name: str, layout: str) -> list[jax.Array]:
     """Return the (traced) indices of the sequence's chunks that this device holds, in the order of its shard."""
-    index, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
+    index = lax.axis_index(axis_name)
+    devices = lax.axis_size(axis_name)
     return [index, 2 * devices - 1 - index][: chunks_per_device(layout)]
 
 

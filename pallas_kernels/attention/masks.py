@@ -90,7 +90,8 @@ class Mask:
             near = [functools.reduce(operator.and_, near) | query[..., :, None] | key[..., None, :]]
         rules = [*near, *([distance >= 0] if self.causal else [])]
         if self.layout is not None:
-            rows, columns = query_positions // self.layout.block_size, key_positions // self.layout.block_size
+            rows = query_positions // self.layout.block_size
+            columns = key_positions // self.layout.block_size
             rules.append(jnp.asarray(self.layout.pattern)[rows[..., :, None], columns[..., None, :]])
         return functools.reduce(operator.and_, rules) if rules else None
 

@@ -94,7 +94,9 @@ def key_value_gradient(
         entry, which the first arrays do not contain.
     """
     batch, key_length, num_kv_heads, head_dim = residuals.k.shape
-    dtype, groups, stages = residuals.k.dtype, config.warpgroups, config.stages
+    dtype = residuals.k.dtype
+    groups = config.warpgroups
+    stages = config.stages
     packed = segments is not None
     columns = head_dim if d_q is None else _part_columns(config, head_dim)
     query_tile = config.tiled_smem((stages, config.query_block, head_dim), dtype, columns)
@@ -127,7 +129,8 @@ def key_value_gradient(
     like_k = jax.ShapeDtypeStruct(residuals.k.shape, dtype)
     if parts > 1:
         like_k = jax.ShapeDtypeStruct((parts, *residuals.k.shape), jnp.float32)
-    blocks, results = pl.cdiv(key_length, config.key_block), (like_k,) * len(wanted)
+    blocks = pl.cdiv(key_length, config.key_block)
+    results = (like_k,) * len(wanted)
     grid = {"head": num_kv_heads * parts, "block": blocks, "batch": batch}
     if config.tail is not None:
         if config.tail.parts < 2 or parts > 1:
@@ -171,7 +174,8 @@ def _key_body(
     d_q: Ref | None,
     *refs: Ref,
 ) -> None:
-    inputs, outputs = Inputs(*inputs), dict(zip(wanted, refs, strict=False))
+    inputs = Inputs(*inputs)
+    outputs = dict(zip(wanted, refs, strict=False))
     tails = {} if config.tail is None else dict(zip(wanted, refs[len(wanted) :], strict=False))
     buffers = _KeyBuffers(*refs[len(outputs) + len(tails) :])
     warpgroup = lax.axis_index("warpgroup")
@@ -241,7 +245,8 @@ def _key_load(config: KernelConfig, inputs: Inputs, ids: Segments | None, buffer
         plgpu.copy_gmem_to_smem(inputs.lse.at[place.batch, head, rows], buffers.lse.at[slot], full)
         if ids is not None and buffers.query_ids is not None:
             plgpu.copy_gmem_to_smem(ids.query.at[place.batch, rows], buffers.query_ids.at[slot], full)
-        d_out_full, delta_full = buffers.d_out_full.at[slot], buffers.delta_full.at[slot]
+        d_out_full = buffers.d_out_full.at[slot]
+        delta_full = buffers.delta_full.at[slot]
         plgpu.copy_gmem_to_smem(inputs.d_out.at[place.batch, rows, head], buffers.d_out.at[slot], d_out_full)
         plgpu.copy_gmem_to_smem(inputs.delta.at[place.batch, head, rows], buffers.delta.at[slot], delta_full)
 
@@ -270,7 +275,8 @@ def _key_compute(
         plgpu.copy_gmem_to_smem(ids.key.at[place.batch, keys], buffers.key_ids.at[warpgroup], full)
     plgpu.barrier_wait(full)
     key_ids = None if buffers.key_ids is None else wgmma.load_rows(buffers.key_ids.at[warpgroup])
-    head_dim, group = inputs.k.shape[3], inputs.q.shape[2] // lax.axis_size("head")
+    head_dim = inputs.k.shape[3]
+    group = inputs.q.shape[2] // lax.axis_size("head")
 
     def step(masked: bool, index: Index, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
         visited = _Visited(config.ring.slot(index), place.visits.tile(index), first_key, key_ids, masked)
@@ -340,7 +346,8 @@ def _start_products(
 
     `wait` says that the tile's operands have not been waited for yet.
     """
-    warpgroup, slot = lax.axis_index("warpgroup"), visited.slot
+    warpgroup = lax.axis_index("warpgroup")
+    slot = visited.slot
     if wait:
         plgpu.barrier_wait(buffers.q_full.at[slot])
     scores.add(buffers.k.at[warpgroup], buffers.q.at[slot].transpose((1, 0)))
@@ -402,7 +409,8 @@ def _key_tile(
     config: KernelConfig, buffers: _KeyBuffers, state: dict[str, jax.Array], visited: _Visited
 ) -> dict[str, jax.Array]:
     """Return the sums in `state` (dK, dV or both) with the contribution of one block of queries added."""
-    q, d_out = buffers.q.at[visited.slot], buffers.d_out.at[visited.slot]
+    q = buffers.q.at[visited.slot]
+    d_out = buffers.d_out.at[visited.slot]
     operands = {}
     if "d_k" in state:
         weights, gradient = _both_gradients(config, buffers, visited)
@@ -479,7 +487,8 @@ def _visit_fused(
 
 def _query_part(config: KernelConfig, head_dim: int) -> tuple[Any, Any]:
     """Return the slices (rows, columns) of a tile's dQ that this warpgroup computes; the other computes the rest."""
-    warpgroup, columns = lax.axis_index("warpgroup"), _part_columns(config, head_dim)
+    warpgroup = lax.axis_index("warpgroup")
+    columns = _part_columns(config, head_dim)
     if config.query_block > ROWS:
         return pl.ds(warpgroup * ROWS, ROWS), pl.ds(0, columns)
     return pl.ds(0, ROWS), pl.ds(warpgroup * columns, columns)
@@ -535,8 +544,10 @@ def _fused_tile(
 
     One block later the other warpgroup has long exchanged its part, so that neither waits for the other.
     """
-    warpgroup, slot = lax.axis_index("warpgroup"), visited.slot
-    q, d_out = buffers.q.at[slot], buffers.d_out.at[slot]
+    warpgroup = lax.axis_index("warpgroup")
+    slot = visited.slot
+    q = buffers.q.at[slot]
+    d_out = buffers.d_out.at[slot]
 
     def differentiate(weighed: Weighed, d_weights: jax.Array) -> jax.Array:
         plgpu.barrier_wait(buffers.delta_full.at[slot])

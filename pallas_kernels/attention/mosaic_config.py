@@ -134,13 +134,17 @@ class Visits(NamedTuple):
 
     def part(self, number: Index, parts: Index) -> "Visits":
         """Return share `number` (from 0) of the visits, divided into `parts` shares of about the same size."""
-        start, end = lax.div(self.total * number, parts), lax.div(self.total * (number + 1), parts)
+        start = lax.div(self.total * number, parts)
+        end = lax.div(self.total * (number + 1), parts)
         whole, end_whole = (jnp.clip(edge, start, end) - start for edge in (self.whole, self.end_whole))
         return Visits(end - start, whole, end_whole, lambda count: self.tile(count + start), self.runs)
 
     def repeat(self, times: int) -> "Visits":
         """Return visits in which each tile is visited `times` times in a row."""
-        tile = lambda count: self.tile(lax.div(count, jnp.int32(times)))  # noqa: E731
+
+        def tile(count):
+            return self.tile(lax.div(count, jnp.int32(times)))
+
         return Visits(self.total * times, self.whole * times, self.end_whole * times, tile, self.runs)
 
     def fold_in_one_loop(self, step: Callable[[bool | jax.Array, Index, State], State], state: State) -> State:

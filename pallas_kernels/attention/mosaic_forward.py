@@ -127,7 +127,9 @@ def forward(
 
 
 def _scratch(config: KernelConfig, q: jax.Array, packed: bool) -> _Buffers:
-    head_dim, groups, stages = q.shape[-1], config.warpgroups, config.stages
+    head_dim = q.shape[-1]
+    groups = config.warpgroups
+    stages = config.stages
     row_bytes = head_dim * q.dtype.itemsize
     left = _TILE_BYTES - 2 * stages * config.key_block * row_bytes
     query_stages = 2 if 2 * groups * ROWS * row_bytes <= left else 1
@@ -177,11 +179,14 @@ def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item
 
     def step(number: Index, index: Index, before: jax.Array) -> jax.Array:
         if equal:
-            sequence, block = lax.div(index, blocks), lax.rem(index, blocks)
+            sequence = lax.div(index, blocks)
+            block = lax.rem(index, blocks)
         else:
             # The last blocks of queries have the most causal work: they come first.
-            sequence, block = lax.rem(index, heads * batches), blocks - 1 - lax.div(index, heads * batches)
-        batch, head = lax.div(sequence, heads), lax.rem(sequence, heads)
+            sequence = lax.rem(index, heads * batches)
+            block = blocks - 1 - lax.div(index, heads * batches)
+        batch = lax.div(sequence, heads)
+        head = lax.rem(sequence, heads)
         visits = read_visits(inputs.schedule, batch, block, runs, descending=True)
         visit(_Item(number, before, batch, head, block, visits))
         return before + visits.total
@@ -320,7 +325,8 @@ def _pass_tile(config: KernelConfig, buffers: _Buffers, item: _Item, index: Inde
 
 def _scores(config: KernelConfig, products: jax.Array) -> jax.Array:
     """Return the (soft-capped) scores without the positive factor that the softmax applies (`scoring.late_factor`)."""
-    scores, factor = scoring.cap(config, products), scoring.base2_factor(config)
+    scores = scoring.cap(config, products)
+    factor = scoring.base2_factor(config)
     return scores if factor > 0 else scores * factor
 
 
@@ -370,7 +376,8 @@ def _attend_tile(
 ) -> _State:
     """Compute a tile's softmax while the tensor cores multiply the weights and values of the tile before."""
     count = rows.item.before + index
-    slot, slot_before = config.ring.slot(count), config.ring.slot(count - 1)
+    slot = config.ring.slot(count)
+    slot_before = config.ring.slot(count - 1)
     plgpu.barrier_wait(buffers.k_full.at[slot])
 
     def softmax(products: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -410,7 +417,9 @@ def _last_product(config: KernelConfig, buffers: _Buffers, rows: _Rows, _: Index
 def _store(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, rows: _Rows, state: _State) -> None:
     """Store output and log-sum-exp of 64 queries, through the shared memory that held the queries."""
     (out, lse), item = outputs, rows.item
-    acc, maximum, total = state.acc, state.maximum, state.total.sum(axis=1)
+    acc = state.acc
+    maximum = state.maximum
+    total = state.total.sum(axis=1)
     empty = maximum < scoring.empty_row_threshold(config)
     inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
     rows.q[...] = (acc * wgmma.broadcast_row_values(inverse, acc)).astype(out.dtype)

@@ -51,7 +51,9 @@ def query_gradient(
     `schedule` lists the key blocks of each query block (`tiles.key_schedule`).
     """
     batch, length, num_heads, head_dim = residuals.q.shape
-    dtype, groups, stages = residuals.q.dtype, config.warpgroups, config.stages
+    dtype = residuals.q.dtype
+    groups = config.warpgroups
+    stages = config.stages
     packed = segments is not None
     key_tile = config.tiled_smem((stages, config.key_block, head_dim), dtype)
     own_tile = config.tiled_smem((groups, ROWS, head_dim), dtype)
@@ -85,7 +87,8 @@ def query_gradient(
 def _query_body(
     config: KernelConfig, inputs: Inputs, schedule: tuple[Ref, ...], ids: Segments | None, d_q: Ref, *scratch: Ref
 ) -> None:
-    inputs, buffers = Inputs(*inputs), _QueryBuffers(*scratch)
+    inputs = Inputs(*inputs)
+    buffers = _QueryBuffers(*scratch)
     warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     block = lax.axis_size("block") - 1 - lax.axis_index("block")
     runs = key_runs(config.options.mask, config.blocks, ids is not None)
@@ -133,14 +136,18 @@ def _query_compute(
     if ids is not None and buffers.query_ids is not None:
         plgpu.copy_gmem_to_smem(ids.query.at[place.batch, rows], buffers.query_ids.at[warpgroup], full)
     plgpu.barrier_wait(full)
-    lse, delta = wgmma.load_rows(buffers.lse.at[warpgroup]), wgmma.load_rows(buffers.delta.at[warpgroup])
+    lse = wgmma.load_rows(buffers.lse.at[warpgroup])
+    delta = wgmma.load_rows(buffers.delta.at[warpgroup])
     query_ids = None if buffers.query_ids is None else wgmma.load_rows(buffers.query_ids.at[warpgroup])
-    q, d_out = buffers.q.at[warpgroup], buffers.d_out.at[warpgroup]
+    q = buffers.q.at[warpgroup]
+    d_out = buffers.d_out.at[warpgroup]
     shape = (ROWS, config.key_block)
 
     def step(masked: bool, count: Index, acc: jax.Array) -> jax.Array:
-        slot, tile = config.ring.slot(count), place.visits.tile(count)
-        k, v = buffers.k.at[slot], buffers.v.at[slot]
+        slot = config.ring.slot(count)
+        tile = place.visits.tile(count)
+        k = buffers.k.at[slot]
+        v = buffers.v.at[slot]
 
         def start(scores: Accumulator, d_weights: Accumulator) -> None:
             plgpu.barrier_wait(buffers.k_full.at[slot])

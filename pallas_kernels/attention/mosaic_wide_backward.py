@@ -97,12 +97,14 @@ def all_gradients(
         ValueError: the kernel has no such tiles, or the parts do not divide the query heads of a key head.
     """
     batch, key_length, num_kv_heads, head_dim = residuals.k.shape
-    dtype, parts = residuals.k.dtype, config.head_parts
+    dtype = residuals.k.dtype
+    parts = config.head_parts
     if (config.query_block, config.key_block, config.warpgroups) != (QUERIES, KEYS, _GROUPS):
         raise ValueError(f"has tiles of {QUERIES} queries by {KEYS} keys and {_GROUPS} warpgroups, got {config}")
     if residuals.q.shape[2] % (num_kv_heads * parts):
         raise ValueError(f"{parts} parts of the query heads must divide a key head's share of {residuals.q.shape[2]}")
-    packed, stages = segments is not None, config.stages
+    packed = segments is not None
+    stages = config.stages
     columns = head_dim // _GROUPS
     # All operands have one layout in shared memory, with a swizzle no wider than the narrowest slice in a product.
     slices = min(columns, _HALF)
@@ -153,7 +155,8 @@ def _body(
     d_v: Ref,
     *scratch: Ref,
 ) -> None:
-    inputs, buffers = Inputs(*inputs), _Buffers(*scratch)
+    inputs = Inputs(*inputs)
+    buffers = _Buffers(*scratch)
     warpgroup, batch, head, block = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "block"))
     # The order of work is that of `mosaic_backward`.
     runs = query_runs(config.options.mask, config.blocks, ids is not None, descending=True)
@@ -182,7 +185,8 @@ def _load(config: KernelConfig, inputs: Inputs, ids: Segments | None, buffers: _
     Queries are loaded once more than there are tiles, because the scores of the next tile are computed even after the
     last one.
     """
-    group, visits = _group(inputs), place.visits
+    group = _group(inputs)
+    visits = place.visits
     keys = place.batch, pl.ds(place.first, KEYS), lax.div(place.head, config.head_parts)
     plgpu.copy_gmem_to_smem(inputs.k.at[keys], buffers.k, buffers.own_full)
     plgpu.copy_gmem_to_smem(inputs.v.at[keys], buffers.v, buffers.own_full)
@@ -233,10 +237,12 @@ def _compute(
     """Compute and store half of the columns of dK and dV, and of the part of dQ that comes from the program's keys."""
     plgpu.barrier_wait(buffers.own_full)
     key_ids = None if buffers.key_ids is None else wgmma.load_rows(buffers.key_ids)
-    group, visits = _group(inputs), place.visits
+    group = _group(inputs)
+    visits = place.visits
 
     def step(masked: bool, index: Index, state: _State) -> _State:
-        tile, head = visits.tile(index), place.head * group + lax.rem(index, group)
+        tile = visits.tile(index)
+        head = place.head * group + lax.rem(index, group)
         copy = lax.axis_index("block") if config.interpret else 0
         target = d_q.at[copy, place.batch, pl.ds(tile * QUERIES, QUERIES), head]
         visited = _Visited(index, config.ring.slot(index), tile * QUERIES, place.first, key_ids, masked)
@@ -288,7 +294,8 @@ def _weigh(
     config: KernelConfig, buffers: _Buffers, visited: _Visited, products: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the softmax weights [keys, half of the queries] of a tile, and the scores if they are soft-capped."""
-    capped, queries = scoring.cap(config, products), _queries()
+    capped = scoring.cap(config, products)
+    queries = _queries()
     lse = wgmma.broadcast_column_values(wgmma.load_columns(buffers.lse.at[visited.slot, queries]), capped)
     weights = jnp.exp2(capped * scoring.base2_factor(config) - lse)
     capped = None if config.options.soft_cap is None else capped
@@ -337,8 +344,11 @@ def _differentiate(
 
 def _visit(config: KernelConfig, buffers: _Buffers, state: _State, visited: _Visited, d_q: Ref) -> _State:
     """Add a block of queries' contribution to dK, dV and dQ, and compute the next block's scores."""
-    turn, columns, others = lax.rem(visited.number, 2), _columns(buffers), _queries(own=False)
-    weights, gradients = buffers.weights.at[turn], buffers.gradients.at[turn]
+    turn = lax.rem(visited.number, 2)
+    columns = _columns(buffers)
+    others = _queries(own=False)
+    weights = buffers.weights.at[turn]
+    gradients = buffers.gradients.at[turn]
     following = config.ring.slot(visited.number + 1)
 
     def finish(part: Accumulator, scores: Accumulator) -> jax.Array:

@@ -21,7 +21,8 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
     dtype = jnp.promote_types(request.q.dtype, jnp.float32)
     q, k, v = (x.astype(dtype) for x in (request.q, request.k, request.v))
     group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    k = jnp.repeat(k, group, axis=2)
+    v = jnp.repeat(v, group, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * request.options.scale
     if request.options.soft_cap is not None:
         scores = request.options.soft_cap * jnp.tanh(scores / request.options.soft_cap)
@@ -37,13 +38,12 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
 
 def _visible(request: AttentionRequest) -> Bool[Array, "_ 1 T S"]:
     """Return which keys each query sees under mask and segments, boolean [B or 1, 1, T, S]."""
-    length, key_length, mask, segments = (
-        request.query_length,
-        request.key_length,
-        request.options.mask,
-        request.segments,
-    )
-    positions, key_positions = jnp.arange(length) + key_length - length, jnp.arange(key_length)
+    length = request.query_length
+    key_length = request.key_length
+    mask = request.options.mask
+    segments = request.segments
+    positions = jnp.arange(length) + key_length - length
+    key_positions = jnp.arange(key_length)
     visible = mask.visible(positions, key_positions, segments.global_tokens(mask) if segments is not None else None)
     visible = jnp.ones((1, length, key_length), bool) if visible is None else visible.reshape(-1, length, key_length)
     if segments is not None:

@@ -121,7 +121,9 @@ def make_request(
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    q = jnp.asarray(q)
+    k = jnp.asarray(k)
+    v = jnp.asarray(v)
     check_arrays(q, k, v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
@@ -196,7 +198,8 @@ def _check_segments(segment_ids: SegmentIds | None, q: jax.Array, k: jax.Array) 
     pair = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
     if len(pair) != 2:
         raise ValueError(f"segment_ids must be one array or (query ids, key ids); got {len(pair)} arrays")
-    query, key = jnp.asarray(pair[0]), jnp.asarray(pair[1])
+    query = jnp.asarray(pair[0])
+    key = jnp.asarray(pair[1])
     for name, ids, like in (("query", query, q), ("key", key, k)):
         expected = like.shape[:2]
         if ids.shape != expected:

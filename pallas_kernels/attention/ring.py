@@ -139,7 +139,8 @@ def _forward(
         kv = received
         if step + 1 < ring.devices:
             received, state = _send_after(kv, state, ring.axis_name)
-        keys, key_ids = _chunks(ring, kv), _ids_of(all_ids, ring, step)
+        keys = _chunks(ring, kv)
+        key_ids = _ids_of(all_ids, ring, step)
         queries, state = _order_after(queries, state)
         for tile in _tiles_of_step(ring, step):
             arrays = _operands([queries], keys, tile)
@@ -193,14 +194,17 @@ def _backward(ring: RingOptions, saved: tuple, cotangents: tuple) -> tuple:
     ]
 
     def add(tile: _Tile, mask: Mask, keys: list, key_ids: list | None, d_q: list, d_keys: list) -> tuple[list, list]:
-        operands, ids_here = _operands(rows, keys, tile), _pair(query_ids, key_ids, tile)
+        operands = _operands(rows, keys, tile)
+        ids_here = _pair(query_ids, key_ids, tile)
         found = _if_active(
             tile.active, lambda: part_gradients(ring.options, mask, operands[:3], ids_here, operands[3:]), operands
         )
         return _add(d_q, found[0], tile.query), _add(d_keys, jnp.concatenate(found[1:]), tile.key)
 
     own = _chunks(ring, jnp.concatenate([k, v]))
-    d_q, d_own, d_kv = [None] * len(own), [None] * len(own), None
+    d_q = [None] * len(own)
+    d_own = [None] * len(own)
+    d_kv = None
     received: Any = receive_from_previous(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
     # One whole pair of chunks of this device's own keys overlaps with the first transfer; the others with the last one,
     # in which the gradients return to their owner.
@@ -210,9 +214,11 @@ def _backward(ring: RingOptions, saved: tuple, cotangents: tuple) -> tuple:
         kv = received
         if step + 1 < ring.devices:
             received, d_q = _send_after(kv, d_q, ring.axis_name)
-        keys, key_ids = _chunks(ring, kv), _ids_of(all_ids, ring, step)
+        keys = _chunks(ring, kv)
+        key_ids = _ids_of(all_ids, ring, step)
         rows, d_q = _order_after(rows, d_q)
-        d_keys, tiles = [None] * len(keys), _tiles_of_step(ring, step)
+        d_keys = [None] * len(keys)
+        tiles = _tiles_of_step(ring, step)
         for tile in tiles:
             if tile is tiles[-1] and d_kv is not None:
                 # Keys are sent during the first tile and gradients during the last: one transfer at a time.

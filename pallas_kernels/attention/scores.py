@@ -140,7 +140,8 @@ def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array
     """
     (out_a, lse_a), (out_b, lse_b) = first, second
     maximum = jax.lax.stop_gradient(finite_or_zero(jnp.maximum(lse_a, lse_b)))
-    weight_a, weight_b = jnp.exp(lse_a - maximum), jnp.exp(lse_b - maximum)
+    weight_a = jnp.exp(lse_a - maximum)
+    weight_b = jnp.exp(lse_b - maximum)
     total = weight_a + weight_b
     empty = total == 0.0
     safe_total = jnp.where(empty, 1.0, total)

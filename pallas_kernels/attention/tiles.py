@@ -162,7 +162,9 @@ def _runs(
     if contiguous:
         total, whole, end_whole = visit_bounds(*_ranges(some, every, descending).T, descending=descending)
     else:
-        total, whole, end_whole = some.sum(axis=1), np.zeros(len(some), int), every.sum(axis=1)
+        total = some.sum(axis=1)
+        whole = np.zeros(len(some), int)
+        end_whole = every.sum(axis=1)
     bounds = np.maximum([0 * total, whole, end_whole, total], np.minimum(total, start))
     return Runs(*map(bool, (np.diff(bounds, axis=0) > 0).any(axis=1)))
 
@@ -185,12 +187,15 @@ def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tupl
     some, every = (visible[None] for visible in _visibility(dataclasses.replace(mask, global_tokens=0), blocks))
     marks = segments.global_tokens(mask)
     if marks is not None:
-        query, key = _any(marks[0], blocks.query_block), _any(marks[1], blocks.key_block)
+        query = _any(marks[0], blocks.query_block)
+        key = _any(marks[1], blocks.key_block)
         some = some | (possible_tiles(mask, blocks, True) & (query[:, :, None] | key[:, None, :]))
     low_query, high_query = _extremes(segments.query, blocks.query_block)
     low_key, high_key = _extremes(segments.key, blocks.key_block)
-    low_query, high_query = low_query[:, :, None], high_query[:, :, None]
-    low_key, high_key = low_key[:, None, :], high_key[:, None, :]
+    low_query = low_query[:, :, None]
+    high_query = high_query[:, :, None]
+    low_key = low_key[:, None, :]
+    high_key = high_key[:, None, :]
     share = (low_query <= high_key) & (low_key <= high_query)
     one = (low_query == high_query) & (low_key == high_key) & (low_query == low_key)
     return some & share, every & one
@@ -212,7 +217,8 @@ def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
     some, every = _cell_visibility(mask, rows[:, :, None], columns[:, None, :])
     if mask.layout is not None and size is not None:
         seen = mask.layout.pattern[np.ix_(rows[0] // size, columns[0] // size)]
-        some, every = some & seen, every & seen
+        some = some & seen
+        every = every & seen
     some = np.logical_or.reduceat(np.logical_or.reduceat(some, row_tiles, axis=0), column_tiles, axis=1)
     every = np.logical_and.reduceat(np.logical_and.reduceat(every, row_tiles, axis=0), column_tiles, axis=1)
     ends = (np.arange(every.shape[1]) + 1) * key_block
@@ -248,11 +254,13 @@ def _cell_visibility(mask: Mask, rows: np.ndarray, columns: np.ndarray) -> tuple
         first_q: np.ndarray, last_q: np.ndarray, first_k: np.ndarray, last_k: np.ndarray, band: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         # The distances of a cell are all integers between its corners': one of them must lie within the limits.
-        low, high = (0 if mask.causal else -_FAR), _FAR
+        low = 0 if mask.causal else -_FAR
+        high = _FAR
         if band:
             high = high if mask.window is None else mask.window - 1
             low = low if mask.window_after is None else max(low, 1 - mask.window_after)
-        least, most = first_q - last_k, last_q - first_k
+        least = first_q - last_k
+        most = last_q - first_k
         return (least <= high) & (most >= low), (least >= low) & (most <= high)
 
     (first_q, last_q), (first_k, last_k) = rows, columns

@@ -219,14 +219,18 @@ class AttentionKernelPlan:
 
 
 def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool) -> AttentionKernelPlan:
-    scale, soft_cap = options.scale, options.soft_cap
+    scale = options.scale
+    soft_cap = options.soft_cap
     if soft_cap is not None:
-        input_scale, output_scale = 2.0 * _LOG2E * scale / soft_cap, soft_cap * _LOG2E
+        input_scale = 2.0 * _LOG2E * scale / soft_cap
+        output_scale = soft_cap * _LOG2E
     elif scale > 0.0:
-        input_scale, output_scale = 1.0, scale * _LOG2E
+        input_scale = 1.0
+        output_scale = scale * _LOG2E
     else:
         # The kernels take the maximum of products before `output_scale`, so it must be positive.
-        input_scale, output_scale = scale, _LOG2E
+        input_scale = scale
+        output_scale = _LOG2E
     return AttentionKernelPlan(
         batch=q.shape[0],
         length=q.shape[1],
@@ -314,7 +318,8 @@ def _backward(static: _StaticArguments, arrays: tuple, segments: Segments | None
     from pallas_kernels.attention.triton_backward import key_kernel, query_kernel
 
     q, k, v, d_out, lse, delta = arrays
-    mask, packed = static.options.mask, segments is not None
+    mask = static.options.mask
+    packed = segments is not None
     rows = jnp.stack([lse * _LOG2E, delta])
     inputs = q, k, v, d_out.astype(q.dtype), rows
 
@@ -323,7 +328,8 @@ def _backward(static: _StaticArguments, arrays: tuple, segments: Segments | None
     ranges = key_ranges(mask, plan.blocks, segments)
     programs = plan.batch * plan.heads * plan.query_blocks
     arrays = *inputs, ranges, _ids(segments, ranges)
-    like_q, like_k = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)
+    like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    like_k = jax.ShapeDtypeStruct(k.shape, k.dtype)
     (d_q,) = launch(query_kernel, plan, tile, static.capability, programs, arrays, (like_q,))
 
     tile = static.tiling.key

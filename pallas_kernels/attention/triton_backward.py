@@ -20,7 +20,8 @@ def _load_statistics(rows, query, plan: tl.constexpr):
     """Load the log-sum-exp and delta of a block of queries; 0 past the last query, whose q and d_out are 0."""
     size: tl.constexpr = plan.batch * plan.heads * plan.length
     if plan.query_load_bound is None:
-        lse, delta = tl.load(rows + query), tl.load(rows + size + query)
+        lse = tl.load(rows + query)
+        delta = tl.load(rows + size + query)
     else:
         lse = tl.load(rows + query, mask=query < plan.length, other=0.0)
         delta = tl.load(rows + size + query, mask=query < plan.length, other=0.0)

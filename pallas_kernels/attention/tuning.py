@@ -161,10 +161,12 @@ def tune(
         save: Called as save(kernel, blocks, how they were measured, in words) whenever they are the fastest so far.
         report: Called with each line of progress.
     """
-    best, ran = start, 0
+    best = start
+    ran = 0
     for kernel in names:
         seconds: dict[Tiling, float] = {}
-        tried, end = candidates(kernel, best), limit.next_part()
+        tried = candidates(kernel, best)
+        end = limit.next_part()
         for place, tiling in enumerate(tried):
             # The first shows what there is to gain.
             if place and time.monotonic() > end:
@@ -198,7 +200,9 @@ class Stopwatch:
     """Timer of an attention kernel with given block sizes, on this machine's GPU: the forward or the backward."""
 
     def __init__(self, work: Work):
-        self._work, self._arrays, self._segments = work, work.arrays(), work.segments()
+        self._work = work
+        self._arrays = work.arrays()
+        self._segments = work.segments()
         self._rows: tuple[jax.Array, ...] | None = None
         self._expected: dict[bool, Any] = {}
 
@@ -209,10 +213,13 @@ class Stopwatch:
             ValueError: The result differs from that of the tiling that was measured first.
             Exception: The compiler rejects the tiling.
         """
-        function, arguments = self._attend, self._arrays
+        function = self._attend
+        arguments = self._arrays
         if kernel != "forward":
             rows = self._rows or jax.jit(functools.partial(self._rows_of_gradients, tiling))(*arguments)
-            self._rows, function, arguments = rows, self._differentiate, (*arguments, *rows)
+            self._rows = rows
+            function = self._differentiate
+            arguments = (*arguments, *rows)
         compiled = jax.jit(functools.partial(function, tiling)).lower(*arguments).compile()
         self._compare(kernel == "forward", compiled(*arguments))
         return median_seconds(compiled, *arguments)
@@ -231,7 +238,8 @@ class Stopwatch:
     def _compare(self, is_forward: bool, result: tuple[jax.Array, ...]) -> None:
         expected = self._expected.setdefault(is_forward, result)
         for x, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-            x, wanted = x.astype(jnp.float32), wanted.astype(jnp.float32)
+            x = x.astype(jnp.float32)
+            wanted = wanted.astype(jnp.float32)
             error = float(jnp.linalg.norm(x - wanted) / jnp.linalg.norm(wanted))
             if not error <= _LARGEST_DIFFERENCE:
                 raise ValueError(f"the result is wrong, it differs by {error:.2g} of its size from the first one's")

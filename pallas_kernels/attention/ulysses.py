@@ -60,7 +60,8 @@ def with_whole_sequences(
         raise ValueError(reason)
     repeats = devices // math.gcd(k.shape[2], devices)
     if repeats > 1:
-        k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
+        k = jnp.repeat(k, repeats, axis=2)
+        v = jnp.repeat(v, repeats, axis=2)
     order = chunk_order(devices, layout)
     sequence_order = np.argsort(order)
 

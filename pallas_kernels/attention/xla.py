@@ -21,7 +21,8 @@ from pallas_kernels.attention.request import AttentionRequest, Gradients, Option
 from pallas_kernels.attention.scores import SoftmaxState
 from pallas_kernels.attention.tiles import Blocks, possible_tiles, visible_block_pairs, visible_tiles
 
-_LARGEST_BLOCK, _SMALLEST_BLOCK = 1024, 128
+_LARGEST_BLOCK = 1024
+_SMALLEST_BLOCK = 128
 _TILE_BYTES = 2**28
 # Number of scores whose computation takes as long as the overhead of one loop step, fitted to the rows of
 # benchmarks/results/attention.jsonl for this backend on an H200.
@@ -61,7 +62,8 @@ def gradients(
 def _padded(request: AttentionRequest, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
     """Return q, k, v and segment ids of an attention call, padded to whole blocks."""
     q = _pad(request.q, tiling.query_block)
-    k, v = _pad(request.k, tiling.key_block), _pad(request.v, tiling.key_block)
+    k = _pad(request.k, tiling.key_block)
+    v = _pad(request.v, tiling.key_block)
     segments = request.segments
     if segments is not None:
         segments = Segments(*(_pad(ids, block, "edge") for ids, block in zip(segments, tiling[2:], strict=True)))
@@ -71,7 +73,8 @@ def _padded(request: AttentionRequest, tiling: Blocks) -> tuple[jax.Array, jax.A
 def _tiling(request: AttentionRequest) -> Blocks:
     """Choose the block sizes with the least work, of those whose float32 scores stay within `_TILE_BYTES`."""
     rows = request.q.shape[0] * request.q.shape[2]
-    length, key_length = request.query_length, request.key_length
+    length = request.query_length
+    key_length = request.key_length
     sizes = [_LARGEST_BLOCK]
     while sizes[-1] > _SMALLEST_BLOCK:
         sizes.append(sizes[-1] // 2)
@@ -171,9 +174,11 @@ class _Backward(NamedTuple):
         row_statistics: tuple,
     ) -> "_Backward":
         d_out, lse, delta = row_statistics
-        grouped, d_grouped = pieces.group_heads(q, k.shape[2]), pieces.group_heads(d_out, k.shape[2])
+        grouped = pieces.group_heads(q, k.shape[2])
+        d_grouped = pieces.group_heads(d_out, k.shape[2])
         rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
-        lse, delta = pieces.finite_or_zero(lse).reshape(rows), delta.reshape(rows)
+        lse = pieces.finite_or_zero(lse).reshape(rows)
+        delta = delta.reshape(rows)
         return cls(options, tiling, grouped, k, v, segments, d_grouped, lse, delta)
 
     def corrected(self, d_lse: jax.Array) -> "_Backward":
@@ -201,7 +206,8 @@ class _Backward(NamedTuple):
         """
         scores = tile.scores(self.q, self.k, _label(self.options.mask, self.segments))
         weights = jnp.exp(scores - tile.rows(self.lse, -1)[..., None])
-        rows, keys = tile.rows(self.d_out, 1), tile.keys(self.v, 1)
+        rows = tile.rows(self.d_out, 1)
+        keys = tile.keys(self.v, 1)
         d_weights = jnp.einsum("btkgh,bskh->bkgts", rows, keys, preferred_element_type=scores.dtype)
         if self.shift is not None:
             d_weights -= tile.rows(self.shift, -1)[..., None]
@@ -286,7 +292,8 @@ class _Tile(NamedTuple):
         if unmasked is not None:
             visible = visible & unmasked
         if labels is not None:
-            query_ids, key_ids = self.rows(labels.ids.query, 1), self.keys(labels.ids.key, 1)
+            query_ids = self.rows(labels.ids.query, 1)
+            key_ids = self.keys(labels.ids.key, 1)
             visible = visible & (query_ids[:, :, None] == key_ids[:, None, :])
         visible = visible[:, None, None] if visible.ndim == 3 else visible
         return jnp.where(visible, scores, -jnp.inf)

@@ -19,7 +19,8 @@ from pallas_kernels.attention.request import AttentionRequest, Gradients, Option
 from pallas_kernels.attention.tiles import Blocks, possible_tiles
 
 LONGEST = 1024
-_SMALLEST_BLOCK, _MOST_BLOCKS = 32, 4
+_SMALLEST_BLOCK = 32
+_MOST_BLOCKS = 4
 
 
 class _Block(NamedTuple):
@@ -83,7 +84,8 @@ def _blocks(mask: Mask, length: int, key_length: int, segmented: bool) -> list[_
 def _masked_scores(options: Options, block: _Block, q: jax.Array, k: jax.Array, segments: Segments | None) -> jax.Array:
     """Return the attention scores [B, K, G, rows, keys] of one block of queries, -inf for hidden keys."""
     offset = k.shape[1] - q.shape[1]
-    rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
+    rows = slice(block.start, block.stop)
+    keys = slice(block.first_key, block.last_key)
     scores = pieces.raw_scores(q[:, rows], k[:, keys], options)
     is_global = segments.global_tokens(options.mask) if segments is not None else None
     visible = options.mask.visible(
@@ -107,7 +109,9 @@ def _forward(
     """Compute attention: return out [B, T, N, H], lse [B, N, T] and, for the backward, each block's softmax weights."""
     grouped = pieces.group_heads(q, k.shape[2])
     rows_may_be_empty = segments is not None or q.shape[1] > k.shape[1] or options.mask.layout is not None
-    outs, lses, saved_weights = [], [], []
+    outs = []
+    lses = []
+    saved_weights = []
     for block in _blocks(options.mask, q.shape[1], k.shape[1], segments is not None):
         scores = _masked_scores(options, block, grouped, k, segments)
         maximum = scores.max(axis=-1)
@@ -165,15 +169,20 @@ def _gradients(
     num_kv_heads = k.shape[2]
     delta = delta.reshape(_grouped_rows(q, k))
     lse = pieces.finite_or_zero(lse).reshape(_grouped_rows(q, k))
-    grouped, d_grouped = pieces.group_heads(q, num_kv_heads), pieces.group_heads(d_out, num_kv_heads)
-    d_q, d_k, d_v = [], jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+    grouped = pieces.group_heads(q, num_kv_heads)
+    d_grouped = pieces.group_heads(d_out, num_kv_heads)
+    d_q = []
+    d_k = jnp.zeros(k.shape, dtype)
+    d_v = jnp.zeros(v.shape, dtype)
     for index, block in enumerate(_blocks(options.mask, q.shape[1], k.shape[1], segments is not None)):
-        rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
+        rows = slice(block.start, block.stop)
+        keys = slice(block.first_key, block.last_key)
         if saved_weights is None or options.soft_cap is not None:
             scores = _masked_scores(options, block, grouped, k, segments)
             weights = jnp.exp(scores - lse[..., rows, None])
         else:
-            scores, weights = None, saved_weights[index]
+            scores = None
+            weights = saved_weights[index]
         d_weights = jnp.einsum("btkgh,bskh->bkgts", d_grouped[:, rows], v[:, keys], preferred_element_type=dtype)
         delta_rows = delta[..., rows]
         if d_lse is not None:

@@ -19,7 +19,8 @@ from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.target import multiprocessors
 
 _MOST_DEVICES = 8
-_ROWS, _COLUMNS = 128, (256, 128)
+_ROWS = 128
+_COLUMNS = (256, 128)
 _LEAST_TILES = 3
 """Fewest tiles for each multiprocessor."""
 # Tests set this to run the kernels on a CPU, on one device.
@@ -93,8 +94,10 @@ def lower_priority_reason(request: CollectiveRequest) -> str | None:
     if request.devices == 1:
         return "on one device there is nothing to send"
     # One kernel's tiles cover F/n columns, the other's D: the backward of each is the other.
-    rows, columns = request.rows * request.devices, min(sum(request.inner), request.width)
-    tiles, least = rows * columns // (_ROWS * _COLUMNS[0]), _LEAST_TILES * multiprocessors()
+    rows = request.rows * request.devices
+    columns = min(sum(request.inner), request.width)
+    tiles = rows * columns // (_ROWS * _COLUMNS[0])
+    least = _LEAST_TILES * multiprocessors()
     if tiles < least:
         return (
             f"{rows} rows x {columns} columns are {tiles} tiles of {_ROWS} x {_COLUMNS[0]}: too little to work on "

@@ -80,7 +80,9 @@ def gather_multiply(
 
 def _body(product: CollectiveProduct, x: Ref, *references: Any) -> None:
     number = len(product.columns)
-    weights, outs, gathered = references[:number], references[number : 2 * number], references[2 * number]
+    weights = references[:number]
+    outs = references[number : 2 * number]
+    gathered = references[2 * number]
     buffers = _Buffers(*references[2 * number + 1 :])
     blocks = product.devices * product.row_tiles
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((blocks,))) if product.devices > 1 else None
@@ -149,12 +151,15 @@ def _send(product: CollectiveProduct, arrays: _Arrays, buffers: _Buffers, counte
 
     The programs of the device share its blocks through the counter. Its own gathered array is filled too.
     """
-    me, blocks = product.device(), product.row_tiles
-    arrived, travelling = arrays.arrived, buffers.travelling
+    me = product.device()
+    blocks = product.row_tiles
+    arrived = arrays.arrived
+    travelling = buffers.travelling
     assert arrived is not None and travelling is not None
 
     def send(index: Index, claim_next: Callable[[], Index]) -> Index:
-        block, part = lax.div(index, product.steps), pl.ds(lax.rem(index, product.steps) * DEPTH, DEPTH)
+        block = lax.div(index, product.steps)
+        part = pl.ds(lax.rem(index, product.steps) * DEPTH, DEPTH)
         plgpu.copy_gmem_to_smem(arrays.x.at[pl.ds(block * TILE_ROWS, TILE_ROWS), part], travelling, buffers.loaded)
         plgpu.barrier_wait(buffers.loaded)
         to = pl.ds(me * product.rows + block * TILE_ROWS, TILE_ROWS), part

@@ -72,12 +72,14 @@ def multiply_scatter(
 
 def _body(product: CollectiveProduct, *references: Any) -> None:
     number = len(product.depths)
-    lefts, rights = references[:number], references[number : 2 * number]
+    lefts = references[:number]
+    rights = references[number : 2 * number]
     out, partial = references[2 * number : 2 * number + 2]
     buffers = _Buffers(*references[2 * number + 2 :])
     arrived, (tile_counter, _) = None, product.claim_counters()
     if product.devices > 1:
-        senders, tiles_each = product.devices - 1, product.row_tiles * product.column_tiles
+        senders = product.devices - 1
+        tiles_each = product.row_tiles * product.column_tiles
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((senders * tiles_each,)))
     arrays = _Arrays(lefts, rights, out, partial, arrived)
 

@@ -88,17 +88,21 @@ def loss_and_gradient(
         return found.values, found.totals.sum(0), found.chosen.sum(0)
 
     shape, (depth, vocabulary) = labels.shape, weight.shape
-    hidden, labels, d_losses = hidden.reshape(-1, depth), labels.reshape(-1), d_losses.reshape(-1)
+    hidden = hidden.reshape(-1, depth)
+    labels = labels.reshape(-1)
+    d_losses = d_losses.reshape(-1)
     shift = (hidden.astype(average.dtype) * average).sum(axis=1)
     values, total, chosen = launch(hidden, weight, labels, shift)
 
-    lse, known = shift + jnp.log(total), (labels >= 0) & (labels < vocabulary)
+    lse = shift + jnp.log(total)
+    known = (labels >= 0) & (labels < vocabulary)
     loss = jnp.where(known, lse + options.z_loss * lse * lse - chosen, jnp.nan)
     loss = jnp.where(total < _LARGEST, jnp.where(labels == options.ignore_index, 0.0, loss), jnp.inf)
 
     slope = 1.0 + 2.0 * options.z_loss * lse
     label_value = (jnp.exp(chosen - shift) - total / slope).astype(values.dtype)
-    rows, columns = jnp.arange(labels.size, dtype=labels.dtype), jnp.where(known, labels, vocabulary)
+    rows = jnp.arange(labels.size, dtype=labels.dtype)
+    columns = jnp.where(known, labels, vocabulary)
     values = values.at[rows, columns].set(label_value, mode="drop", unique_indices=True, indices_are_sorted=True)
     factor = jnp.where(labels == options.ignore_index, 0.0, d_losses) * slope / total
     return loss.reshape(shape), values.reshape(*shape, vocabulary), factor.reshape(shape)

@@ -96,7 +96,8 @@ def exponentials(
 
 def _body(product: TiledProduct, hidden: Ref, weight: Ref, labels: Ref, shift: Ref, *references: Any) -> None:
     inputs = _Inputs(hidden, weight, labels, shift)
-    outs, buffers = _Outs(*references[:3]), _Buffers(*references[3:])
+    outs = _Outs(*references[:3])
+    buffers = _Buffers(*references[3:])
 
     def consume() -> None:
         scheduler.follow_tiles(product.order, None, functools.partial(_compute, product, inputs, outs, buffers))
@@ -159,9 +160,11 @@ def _store_exponentials(
     """
     (rows, tile_column), width, piece_width = place, product.tiling.columns, product.tiling.store_columns
     label, shift = (load_rows(ref.at[rows], optimized=False) for ref in (inputs.labels, inputs.shift))
-    label, shift = label - tile_column * width, shift * math.log2(math.e)
+    label = label - tile_column * width
+    shift = shift * math.log2(math.e)
     column = plgpu.broadcasted_iota(jnp.int32, (ROWS, piece_width), 1, layout=plgpu.Layout.WGMMA)
-    total, chosen = filled_rows(0.0, ROWS), filled_rows(0.0, ROWS)
+    total = filled_rows(0.0, ROWS)
+    chosen = filled_rows(0.0, ROWS)
 
     def value(part: slice) -> jax.Array:
         nonlocal total, chosen

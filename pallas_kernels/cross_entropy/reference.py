@@ -16,7 +16,8 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
     """Compute each token's loss [...] in float32 (float64 for float64 inputs)."""
-    options, labels = request.options, request.labels
+    options = request.options
+    labels = request.labels
     dtype = jnp.promote_types(request.hidden.dtype, jnp.float32)
     logits = jnp.matmul(request.hidden.astype(dtype), request.weight.astype(dtype), precision="highest")
     if options.soft_cap is not None:

@@ -77,7 +77,9 @@ def make_request(
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
-    hidden, weight, labels = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels)
+    hidden = jnp.asarray(hidden)
+    weight = jnp.asarray(weight)
+    labels = jnp.asarray(labels)
     shapes = f"got hidden {list(hidden.shape)}, weight {list(weight.shape)}, labels {list(labels.shape)}"
     if hidden.ndim < 1 or weight.ndim != 2:
         raise ValueError(f"hidden must be [..., D] and weight [D, V]; {shapes}")

@@ -15,7 +15,8 @@ _LEAST_CAPABILITY = (8, 0)
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """Return the first reason why the Triton kernel cannot compute this call, or None if it can."""
-    capability, vocabulary = request.target.compute_capability, request.weight.shape[1]
+    capability = request.target.compute_capability
+    vocabulary = request.weight.shape[1]
     if not all(importlib.util.find_spec(name) for name in ("triton", "jax_triton")):
         return "needs Triton: pip install 'jaxstack[cuda]'"
     if capability is None or capability < _LEAST_CAPABILITY:

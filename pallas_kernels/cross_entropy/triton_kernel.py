@@ -18,11 +18,13 @@ def gradient_kernel(logits, labels, d_losses, gradient, losses, plan: tl.constex
     vocabulary: tl.constexpr = plan.vocabulary
     log2e: tl.constexpr = plan.log2e
     row = tl.program_id(0).to(tl.int64)
-    label, d_loss = tl.load(labels + row), tl.load(d_losses + row)
+    label = tl.load(labels + row)
+    d_loss = tl.load(d_losses + row)
     known = (label >= 0) & (label < vocabulary)
     # Loaded first, because other warps may already overwrite it in the second loop when this one ends the first.
     chosen = tl.load(logits + row * vocabulary + tl.where(known, label, 0)).to(tl.float32)
-    groups, members = tl.arange(0, count), tl.arange(0, 8)
+    groups = tl.arange(0, count)
+    members = tl.arange(0, 8)
     inside = groups[:, None] * 8 + members[None, :]
 
     peak = tl.full([count], -1e30, tl.float32)

@@ -48,7 +48,8 @@ def loss_and_gradient(
 
     @jax.custom_batching.sequential_vmap
     def launch(logits: jax.Array, labels: jax.Array, d_losses: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, vocabulary = labels.size, logits.shape[-1]
+        rows = labels.size
+        vocabulary = logits.shape[-1]
         flat = (logits.reshape(rows, vocabulary), labels.reshape(rows), d_losses.reshape(rows))
         gradient, losses = _launch(options, *flat, capability)
         return losses.reshape(labels.shape), gradient.reshape(logits.shape)

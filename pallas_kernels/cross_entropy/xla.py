@@ -112,7 +112,8 @@ def chunk_token_counts(request: CrossEntropyRequest) -> list[int]:
 
 def _plan(request: CrossEntropyRequest, capability: int | None) -> tuple[_ChunkPlan, tuple[int, int, int]]:
     """Choose how a call's tokens are divided into chunks; return the plan and the shape (B, P, S) of the tokens."""
-    labels, weight = request.labels, request.weight
+    labels = request.labels
+    weight = request.weight
     # XLA may shard tokens and vocabulary over all mesh axes that no shard_map uses.
     devices = math.prod(automatic_axes().values())
     most = CHUNK_BYTES * devices // (weight.shape[1] * request.hidden.dtype.itemsize)
@@ -139,7 +140,8 @@ def _cut(
     request: CrossEntropyRequest, capability: int | None = None
 ) -> tuple[_ChunkPlan, jax.Array, jax.Array, jax.Array]:
     """Reshape a call's arrays for its chunks: return the plan, hidden [B, P, S, D], labels and weights [B, P, S]."""
-    labels, token_weights = request.labels, request.token_weights
+    labels = request.labels
+    token_weights = request.token_weights
     plan, shape = _plan(request, capability)
     if token_weights is None:
         token_weights = jnp.ones_like(labels, accumulator_dtype(request.hidden.dtype))
@@ -187,7 +189,10 @@ def _for_each_chunk(plan: _ChunkPlan, visit: Callable[[Carry, Chunk, Index], Car
         # price: the GPU waits for the host, which reads the number of steps.
         known = count > 1 or len(plan.sizes) == 1
         steps = count if known else jax.lax.optimization_barrier(jnp.int32(1))
-        visit_one = lambda i, carry, begin=begin, size=size: step(begin + i * size, size, carry)  # noqa: E731
+
+        def visit_one(i, carry, begin=begin, size=size):
+            return step(begin + i * size, size, carry)
+
         carry = jax.lax.fori_loop(0, steps, visit_one, carry)
         begin += count * size
     return carry
@@ -218,7 +223,8 @@ def _logits_gradient(
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=block * size, slice_size=size, axis=2)
         part, part_lse, part_labels, part_d_loss = (cut(x) for x in (buffer, lse, labels, d_loss))
         x = capped(part, plan.options)
-        exponentials, total = jnp.exp(x - part_lse[..., None]), jnp.ones_like(part_lse)
+        exponentials = jnp.exp(x - part_lse[..., None])
+        total = jnp.ones_like(part_lse)
         gradient = logits_gradient(exponentials, total, None, part_lse, part_labels, part_d_loss, plan.options)
         if plan.options.soft_cap is not None:
             gradient = gradient * soft_cap_derivative(part, plan.options.soft_cap)
@@ -298,7 +304,9 @@ def _sum_forward(
     found = _losses_and_gradients(plan, weight, *arrays)
     if plan.exponentials:
         # A loop of zero or one steps updates the results in place; a conditional would copy them.
-        again = lambda found: _losses_and_gradients(dataclasses.replace(plan, exponentials=False), weight, *arrays)  # noqa: E731
+        def again(found):
+            return _losses_and_gradients(dataclasses.replace(plan, exponentials=False), weight, *arrays)
+
         _, found = jax.lax.while_loop(
             lambda carry: carry[0],
             lambda carry: (jnp.bool_(False), again(carry[1])),
@@ -325,7 +333,10 @@ def _losses_and_gradients(
 
     def visit(carry: tuple, chunk: Chunk, start: Index) -> tuple:
         losses, *gradients = carry
-        rows, here, d_loss, factor = chunk(hidden), chunk(labels), chunk(token_weights), None
+        rows = chunk(hidden)
+        here = chunk(labels)
+        d_loss = chunk(token_weights)
+        factor = None
         if average is not None:
             loss, d_logits, factor = mosaic_chunk.loss_and_gradient(plan.options, rows, matrix, average, here, d_loss)
         elif plan.capability is None:

@@ -109,7 +109,8 @@ def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: in
     maximum = functools.reduce(jnp.maximum, members)
     total = functools.reduce(jnp.add, (jnp.exp(x - maximum) for x in members))
     here = labels - first_vocabulary_id(options.axis_name, vocabulary)
-    place, chosen = (here % group)[..., None], members[0]
+    place = (here % group)[..., None]
+    chosen = members[0]
     for i in range(1, group):
         chosen = jnp.where(place == i, members[i], chosen)
     chosen = jnp.where(label_mask(here // group, vocabulary // group, Options()), chosen, 0.0)

@@ -91,7 +91,8 @@ def fp8_dot_general(
     Args:
         lhs: the activation, bfloat16 or float32.
         rhs: the weight, of the same dtype or float32. A float32 weight is quantized directly, and its gradient is
-        float32. dimension_numbers: as in `jax.lax.dot_general`, without batch dims.
+            float32.
+        dimension_numbers: as in `jax.lax.dot_general`, without batch dims.
         precision: ignored: the formats determine it.
         preferred_element_type: dtype of the result; default: the dtype of `lhs`.
         out_sharding: must be None: constrain the layout around the call.
@@ -99,8 +100,9 @@ def fp8_dot_general(
             largest magnitudes of the last steps in `state`; "blockwise": one scale per 128 values of an activation or
             gradient and per 128 x 128 values of a weight (DeepSeek-V3, arXiv:2412.19437).
         gradients: format of the incoming gradient, "e5m2" (more range) or "e4m3" (more precision; always with
-        blockwise). state: state of delayed scaling [3, history], from `empty_fp8_state`. Its gradient gives the next
-            state (`updated_fp8_state`).
+            blockwise).
+        state: state of delayed scaling [3, history], from `empty_fp8_state`. Its gradient gives the next state
+            (`updated_fp8_state`).
         implementation: name of one of the recipe's backends; None takes the first that supports the call.
 
     Returns:
@@ -212,7 +214,8 @@ def _select_and_call(
     *,
     mlp: bool = False,
 ) -> tuple[jax.Array, ...]:
-    norm_inputs, epsilon = (), None
+    norm_inputs = ()
+    epsilon = None
     if isinstance(x, NormalisedInput):
         # The kernels can normalise while they quantize only if the norm's dim is the contracted one.
         fusible = contracted == 1

@@ -101,7 +101,8 @@ def quantize_weight_both(weight: jax.Array) -> tuple[Quantized, jax.Array]:
 
 def multiply_dequantized(pairs: Sequence[tuple[Quantized, Quantized]], dtype: DTypeLike) -> jax.Array:
     """Dequantize blockwise FP8 operands, and sum their products a [M, K] @ b [N, K].T in float32."""
-    contracted, wide = (((1,), (1,)), ((), ())), dtype if len(pairs) == 1 else jnp.float32
+    contracted = (((1,), (1,)), ((), ()))
+    wide = dtype if len(pairs) == 1 else jnp.float32
     products = [
         lax.dot_general(_dequantize(a, dtype), _dequantize(b, dtype), contracted, preferred_element_type=wide)
         for a, b in pairs
@@ -120,7 +121,10 @@ def _dequantize(x: Quantized, dtype: DTypeLike) -> jax.Array:
 def _resized(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """Return x [M, K] padded with zeros, or cut, at the ends of its dims to the shape [rows, columns]."""
     changes = rows - x.shape[0], columns - x.shape[1]
-    resize = lambda x: jnp.pad(x, [(0, max(c, 0)) for c in changes])[:rows, :columns]  # noqa: E731
+
+    def resize(x):
+        return jnp.pad(x, [(0, max(c, 0)) for c in changes])[:rows, :columns]
+
     if not any(changes) or not automatic_axes():
         return resize(x)
     # Gathered for the resize: XLA would move parts by permutes, which its CPU backend cannot run in a pipeline stage.

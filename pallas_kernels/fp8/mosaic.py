@@ -43,7 +43,8 @@ def product(pairs: Sequence[tuple[Quantized, Quantized]], dtype: DTypeLike) -> j
         # Each row of the kernel's left operand has its own scales, so the kernel computes the transpose of the result.
         a, b = b, a
         pairs = [(a, b)]
-    rows, columns = len(a.values), len(b.values)
+    rows = len(a.values)
+    columns = len(b.values)
     programs = 2 if INTERPRET else multiprocessors()
     # Where tall tiles would leave half of the multiprocessors idle, tiles of half the height take half the time.
     half = mosaic_product.HALF_ROWS

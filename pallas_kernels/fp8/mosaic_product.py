@@ -82,7 +82,8 @@ class ScaledProduct:
     @property
     def order(self) -> TileOrder:
         """Order in which programs compute the tiles of the result."""
-        rows, columns = self.rows // self.tile_rows, self.columns // BLOCK
+        rows = self.rows // self.tile_rows
+        columns = self.columns // BLOCK
         programs = min(self.programs, rows * columns) // self.cluster
         return TileOrder(rows, columns, _TILE_ROWS_TOGETHER, programs, cluster=self.cluster, side_by_side=True)
 
@@ -118,7 +119,8 @@ def product(spec: ScaledProduct, *pairs: tuple[Quantized, Quantized]) -> Float[A
     Scales are [K / 128, M] and [K / 128, N (or N / 128)]. It is jitted, so that a train step traces and lowers each
     shape once and not once a layer.
     """
-    stages, count = spec.ring.stages, len(pairs)
+    stages = spec.ring.stages
+    count = len(pairs)
     part = (BLOCK, ROWS) if spec.transposed else (ROWS, _STORE_COLUMNS)
     shape = (spec.columns, spec.rows) if spec.transposed else (spec.rows, spec.columns)
     kernel = pipeline.launch(
@@ -155,7 +157,8 @@ def _body(spec: ScaledProduct, *refs: Any) -> None:
     a, b, a_scale = (refs[start : start + count] for start in range(0, 3 * count, count))
     scales = count if spec.columns_scaled else 1
     (*b_scale, out), scratch = refs[3 * count : 3 * count + scales + 1], refs[3 * count + scales + 1 :]
-    inputs, buffers = _Inputs(a, b, a_scale, tuple(b_scale)), _Buffers(*scratch)
+    inputs = _Inputs(a, b, a_scale, tuple(b_scale))
+    buffers = _Buffers(*scratch)
 
     def consume() -> None:
         compute = functools.partial(_compute, spec, b_scale[0], out, buffers)
@@ -197,8 +200,10 @@ def _copy(
     spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, tile: Tile, slot: Index, place: int, index: Index
 ) -> None:
     """Start to copy block `index` of the operands of product number `place` to the buffers of a slot."""
-    full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
-    columns, shared = pl.ds(tile.column * BLOCK, BLOCK), "cluster" if spec.cluster > 1 else None
+    full = [barrier.at[slot] for barrier in buffers.full]
+    along = pl.ds(index * BLOCK, BLOCK)
+    columns = pl.ds(tile.column * BLOCK, BLOCK)
+    shared = "cluster" if spec.cluster > 1 else None
     plgpu.copy_gmem_to_smem(inputs.b[place].at[columns, along], buffers.b.at[slot], full[0])
     if buffers.b_scale is not None:
         plgpu.copy_gmem_to_smem(inputs.b_scale[place].at[index, columns], buffers.b_scale.at[slot], full[0])

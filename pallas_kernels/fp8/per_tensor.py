@@ -98,7 +98,8 @@ def swiglu_mlp(
 def _mlp_forward(
     options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[Any, ...]:
-    rows, both = x.ndim - 1, _quantize_input(options, x, norm_inputs, states)
+    rows = x.ndim - 1
+    both = _quantize_input(options, x, norm_inputs, states)
     wide, used = _products(dataclasses.replace(options, output=options.dtype), both, values[:2], states[:2])
     (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_amax_history(states[2], 0),))
     outs, last = _products(options, hidden, values[2:], states[2:])
@@ -112,7 +113,8 @@ def _mlp_forward(
 
 def _mlp_backward(options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     x, hidden, wide, used = from_bytes(saved)
-    rows, states = x.values.ndim - 1, tuple(u.state for u in used)
+    rows = x.values.ndim - 1
+    states = tuple(u.state for u in used)
     quantized_d_out = _quantize_gradients(options, gradients, rows, states[2:])
     d_hidden, d_down, d_last = _gradients(options, hidden, used[2:], quantized_d_out, rows)
     expected = [_amax_history(state, 2) for state in states[:2]]
@@ -129,14 +131,13 @@ swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
 def _products(
     options: Fp8Options, x: QuantizedWithTranspose, values: Values, states: States
 ) -> tuple[tuple[jax.Array, ...], tuple[WeightResiduals, ...]]:
-    outs, used = [], []
+    outs = []
+    used = []
     for weight, state in zip(values, states, strict=True):
         if isinstance(weight, Quantized):
             # A weight quantized by the caller has its scale already.
-            transposed, maxima = (
-                Quantized(_move_to_end(weight.values, options.contracted), weight.inverse_scale),
-                jnp.zeros(1),
-            )
+            transposed = Quantized(_move_to_end(weight.values, options.contracted), weight.inverse_scale)
+            maxima = jnp.zeros(1)
         else:
             (both,) = _quantize_both(IDENTITY, (weight,), options.contracted, E4M3, (_amax_history(state, 1),))
             weight, transposed, maxima = both
@@ -180,7 +181,8 @@ def _quantize_input(
 def _quantize_gradients(
     options: Fp8Options, arrays: Sequence[jax.Array], rows: int, states: Sequence[jax.Array | None]
 ) -> list[QuantizedWithTranspose]:
-    dtype, both = GRADIENT_FORMATS[options.gradients], []
+    dtype = GRADIENT_FORMATS[options.gradients]
+    both = []
     # The barrier costs one more read for the maxima. Without it XLA fuses these into the kernel that computes a
     # gradient, and then moves the sums for a norm's weight, which fit there better, out of that kernel.
     for x, state in zip(lax.optimization_barrier(tuple(arrays)), states, strict=True):
@@ -224,7 +226,8 @@ def _dot(options: Fp8Options, a: Quantized, b: Quantized, contracted: int, outpu
     If `output` is None the product is a gradient, with every partial sum in float32 (at 12 % less speed on an H200).
     """
     precision = lax.Precision.HIGHEST if output is None else lax.Precision.DEFAULT
-    left, right = dequantize(a, options.dtype), dequantize(b, options.dtype)
+    left = dequantize(a, options.dtype)
+    right = dequantize(b, options.dtype)
     dims = tuple(range(left.ndim - contracted, left.ndim)), tuple(range(right.ndim - contracted, right.ndim))
     return lax.dot_general(
         left, right, (dims, ((), ())), precision=precision, preferred_element_type=output or options.dtype

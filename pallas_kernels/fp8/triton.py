@@ -160,7 +160,8 @@ def quantize_both(source: Source, arrays: Sequence[jax.Array], shared: bool) -> 
         return blockwise.quantize_both(source, arrays, shared)
     warps, stages, parallel = _BLOCKWISE_TUNING[sum(x.ndim == 2 for x in arrays)]
     rows, columns = shape = arrays[0].shape
-    tiles, together = rows // BLOCK * (columns // BLOCK), math.gcd(_TILE_COLUMNS_TOGETHER, columns // BLOCK)
+    tiles = rows // BLOCK * (columns // BLOCK)
+    together = math.gcd(_TILE_COLUMNS_TOGETHER, columns // BLOCK)
     plan = BlocksPlan(rows, columns, shared, min(parallel * multiprocessors() or tiles, tiles), stages, together)
     shapes: tuple[tuple[tuple[int, ...], DTypeLike], ...] = (
         (shape, E4M3),
@@ -208,7 +209,8 @@ def cast_both(
     histories = [history.state for history in given] or [
         absolute_maximum(x).reshape(1) for x in source.compute(*arrays)
     ]
-    plan, shape = _plan(source, arrays[0], dtype, given), arrays[0].shape
+    plan = _plan(source, arrays[0], dtype, given)
+    shape = arrays[0].shape
     shapes = ((shape, dtype), (shape[::-1], dtype), ((plan.programs,), jnp.float32), ((), jnp.float32))
     results = launch(source.kernel, plan, shapes * len(expected), *arrays, *histories)
     return [_both(*results[start : start + 4]) for start in range(0, len(results), 4)]
@@ -219,7 +221,8 @@ def _plan(source: Source, x: jax.Array, dtype: DTypeLike, given: Sequence[AmaxHi
     plan = QuantizePlan(rows, columns, source.width, largest(dtype))
     if not given:
         return plan
-    amax_history, length = given[0], given[0].state.shape[-1]
+    amax_history = given[0]
+    length = given[0].state.shape[-1]
     return dataclasses.replace(
         plan,
         history_start=amax_history.role * length,
@@ -235,7 +238,8 @@ def _cast_by_tiles(
 
     Reading the FP8 tiles again moves fewer bytes than computing the operands twice.
     """
-    shape, plan = arrays[0].shape, _plan(source, arrays[0], dtype, ())
+    shape = arrays[0].shape
+    plan = _plan(source, arrays[0], dtype, ())
     tiles = launch(kernel, plan, ((shape, dtype), ((plan.programs,), jnp.float32)) * count, *arrays, warps=_TILE_WARPS)
     found = []
     for x, maxima in zip(tiles[::2], tiles[1::2], strict=True):

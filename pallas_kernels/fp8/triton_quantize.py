@@ -155,7 +155,8 @@ def swiglu_gradients_kernel(  # noqa: PLR0913
 ):  # fmt: skip
     """Quantize a tile of the gradients of SwiGLU's gate and up, and their transposes, with one scale per array."""
     rows, columns = tile_indices(plan)
-    gate_scale, up_scale = scale_of(gate_history, gate_inverse, plan), scale_of(up_history, up_inverse, plan)
+    gate_scale = scale_of(gate_history, gate_inverse, plan)
+    up_scale = scale_of(up_history, up_inverse, plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     store_both(d_gate, gate_scale, gate_values, gate_transposed, rows, columns, plan)
     tl.store(gate_maxima + tl.program_id(0), tl.max(tl.abs(d_gate.to(tl.float32))))
@@ -183,7 +184,8 @@ def norm_of(x, inverse_rms, gain, rows, columns, plan: tl.constexpr):
 def norm_kernel(x, inverse_rms, gain, history, values, transposed, maxima, inverse, plan: tl.constexpr):
     """Quantize a tile of RMSNorm's output x * inverse_rms * gain, and its transpose, with one scale per array."""
     rows, columns = tile_indices(plan)
-    block, scale = norm_of(x, inverse_rms, gain, rows, columns, plan), scale_of(history, inverse, plan)
+    block = norm_of(x, inverse_rms, gain, rows, columns, plan)
+    scale = scale_of(history, inverse, plan)
     store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 

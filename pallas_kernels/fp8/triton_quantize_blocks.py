@@ -27,8 +27,10 @@ def quantize_kernel(x, values, inverse, turned, turned_inverse, plan: tl.constex
     """
     for tile in tl.range(tl.program_id(0), plan.tiles, plan.programs, num_stages=plan.stages):
         r, c = tile_place(tile, plan)
-        p0, p1 = wide_part(x, 0, r, c, plan), wide_part(x, 1, r, c, plan)
-        p2, p3 = wide_part(x, 2, r, c, plan), wide_part(x, 3, r, c, plan)
+        p0 = wide_part(x, 0, r, c, plan)
+        p1 = wide_part(x, 1, r, c, plan)
+        p2 = wide_part(x, 2, r, c, plan)
+        p3 = wide_part(x, 3, r, c, plan)
         store_tile(p0, p1, p2, p3, values, inverse, turned, turned_inverse, r, c, plan)
 
 
@@ -107,7 +109,8 @@ def rounded(a, b, dtype: tl.constexpr):
         types: tl.constexpr = (tl.float32, tl.float32)
         a, b = tl.inline_asm_elementwise(assembly, "=f,=f,f,f", [a, b], dtype=types, is_pure=True, pack=1)
     else:
-        a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+        a = a.to(dtype).to(tl.float32)
+        b = b.to(dtype).to(tl.float32)
     return a, b
 
 
@@ -123,7 +126,8 @@ def norm_parts(x, inverse_rms, factors, part: tl.constexpr, r, c, plan: tl.const
 @triton.jit
 def swiglu_parts(gate, up, part: tl.constexpr, r, c, plan: tl.constexpr):
     """Return two parts of a tile of silu(gate) * up, rounded to their dtype."""
-    first, second = wide_part(gate, part, r, c, plan), wide_part(gate, part + 1, r, c, plan)
+    first = wide_part(gate, part, r, c, plan)
+    second = wide_part(gate, part + 1, r, c, plan)
     first = first * sigmoid(first) * wide_part(up, part, r, c, plan)
     second = second * sigmoid(second) * wide_part(up, part + 1, r, c, plan)
     return rounded(first, second, gate.dtype.element_ty)
@@ -132,7 +136,8 @@ def swiglu_parts(gate, up, part: tl.constexpr, r, c, plan: tl.constexpr):
 @triton.jit
 def swiglu_gradients_part(gate, up, d_out, part: tl.constexpr, r, c, plan: tl.constexpr):
     """Return a part of a tile of the gradients of gate and up, rounded to their dtype."""
-    wide, wide_up = wide_part(gate, part, r, c, plan), wide_part(up, part, r, c, plan)
+    wide = wide_part(gate, part, r, c, plan)
+    wide_up = wide_part(up, part, r, c, plan)
     d_wide = wide_part(d_out, part, r, c, plan)
     sigmoid_of_gate = sigmoid(wide)
     silu = wide * sigmoid_of_gate

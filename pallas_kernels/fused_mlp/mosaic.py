@@ -77,7 +77,8 @@ def make_product(inputs: int, rows: int, width: int, depth: int) -> TiledProduct
 
 def multiply(request: ActivatedMatmulRequest) -> jax.Array:
     """Compute activation(*inputs) @ weight, [..., D], with Hopper kernels."""
-    source, in_kernel = request.inputs, ACTIVATIONS[request.activation].in_kernel
+    source = request.inputs
+    in_kernel = ACTIVATIONS[request.activation].in_kernel
     if isinstance(source, BiasedProduct) and in_kernel is not None and source.x.shape[-1] % DEPTH == 0:
         rows = source.x.reshape(-1, source.x.shape[-1])
         source = source._replace(x=rows, bias=source.bias.astype(jnp.float32))
@@ -102,7 +103,8 @@ def _backward_rule(activation: str, saved: tuple, d_out: jax.Array) -> tuple:
     width, depth = weight.shape
     d_out = d_out.reshape(-1, depth)
     flat = tuple(x.reshape(-1, width) for x in inputs)
-    product, gradient = make_product(len(flat), d_out.shape[0], width, depth), ACTIVATIONS[activation].gradient
+    product = make_product(len(flat), d_out.shape[0], width, depth)
+    gradient = ACTIVATIONS[activation].gradient
     found, _ = mosaic_backward.gradients(product, gradient, d_out, weight, flat)
     d_weight = lax.dot_general(hidden.reshape(-1, width), d_out, (((0,), (0,)), ((), ())))
     return tuple(value.reshape(x.shape) for value, x in zip(found, inputs, strict=True)), d_weight
@@ -128,7 +130,8 @@ def _product_forward_rule(activation: str, source: BiasedProduct, weight: jax.Ar
 def _product_backward_rule(activation: str, saved: tuple, d_out: jax.Array) -> tuple:
     source, value, hidden, weight = saved
     width, depth = weight.shape
-    product, gradient = make_product(1, d_out.shape[0], width, depth), ACTIVATIONS[activation].gradient
+    product = make_product(1, d_out.shape[0], width, depth)
+    gradient = ACTIVATIONS[activation].gradient
     (d_value,), (sums,) = mosaic_backward.gradients(product, gradient, d_out, weight, (value,), with_sums=True)
     d_weight = lax.dot_general(hidden, d_out, (((0,), (0,)), ((), ())))
     d_first = lax.dot_general(source.x, d_value, (((0,), (0,)), ((), ())))

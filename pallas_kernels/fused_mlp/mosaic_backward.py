@@ -53,7 +53,8 @@ def _slots(product: TiledProduct, inputs: int) -> int:
 
 def _pieces(product: TiledProduct) -> list[tuple[int, int]]:
     """Return the first row and column of each piece within the part of a tile that one warpgroup computes."""
-    rows, columns = range(0, product.own_rows, ROWS), range(0, product.tiling.columns, PIECE)
+    rows = range(0, product.own_rows, ROWS)
+    columns = range(0, product.tiling.columns, PIECE)
     return [(row, column) for column in columns for row in rows]
 
 
@@ -81,7 +82,8 @@ def gradients(
         The gradients; and, with `with_sums`, for each gradient a float32 array [R, F] of partial sums, whose rows add
         up to the sum over all T rows.
     """
-    count, slots = len(inputs), _slots(product, len(inputs))
+    count = len(inputs)
+    slots = _slots(product, len(inputs))
     sums = jax.ShapeDtypeStruct((product.rows // product.own_rows * WARPS, weight.shape[0]), jnp.float32)
     kernel = product.kernel(
         "activation_gradient",
@@ -110,7 +112,8 @@ def _body(
 ) -> None:
     first_buffer = (3 if with_sums else 2) * count
     inputs, outs, sums = (references[i * count : min((i + 1) * count, first_buffer)] for i in range(3))
-    arrays, buffers = _Arrays(d_out, weight, inputs, outs, sums), _Buffers(*references[first_buffer:])
+    arrays = _Arrays(d_out, weight, inputs, outs, sums)
+    buffers = _Buffers(*references[first_buffer:])
 
     def consume() -> None:
         compute = functools.partial(_compute, product, gradient, arrays, buffers)
@@ -142,7 +145,8 @@ def _load(product: TiledProduct, arrays: _Arrays, buffers: _Buffers, number: Ind
 
 
 def _load_pieces(product: TiledProduct, arrays: _Arrays, buffers: _Buffers, number: Index, tile: Tile) -> None:
-    turns, slots = product.tiling.turns, _slots(product, len(arrays.inputs))
+    turns = product.tiling.turns
+    slots = _slots(product, len(arrays.inputs))
     warpgroups = [lax.rem(number, CONSUMERS)] if turns else range(CONSUMERS)
     for piece, (row, column) in enumerate(_pieces(product)):
         for warpgroup in warpgroups:
@@ -179,8 +183,10 @@ def _compute(
     tile: Tile,
     _: Tile,
 ) -> None:
-    warpgroup, count = lax.axis_index("warpgroup"), len(arrays.inputs)
-    slots, pieces = _slots(product, count), _pieces(product)
+    warpgroup = lax.axis_index("warpgroup")
+    count = len(arrays.inputs)
+    slots = _slots(product, count)
+    pieces = _pieces(product)
 
     def release(piece: int, later: int) -> None:
         plgpu.wait_smem_to_gmem(later * count, wait_read_only=True)
@@ -193,14 +199,16 @@ def _compute(
         return tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in parts_of(piece))
 
     def store_sums(totals: tuple[jax.Array, ...], column: Index) -> None:
-        first, columns = lax.div(product.first_own_row(tile), product.own_rows) * WARPS, pl.ds(column, PIECE)
+        first = lax.div(product.first_own_row(tile), product.own_rows) * WARPS
+        columns = pl.ds(column, PIECE)
         for total, sums in zip(totals, arrays.sums, strict=True):
             store_warp_column_sums(total, sums.at[pl.ds(first, WARPS), columns], product.interpret)
 
     def finish(d_hidden: jax.Array) -> None:
         for piece, (row, column) in enumerate(pieces):
             plgpu.barrier_wait(buffers.loaded.at[warpgroup * slots + piece % slots])
-            parts, values = parts_of(piece), values_of(piece)
+            parts = parts_of(piece)
+            values = values_of(piece)
             d_inputs = gradient(values, d_hidden[row : row + ROWS, column : column + PIECE])
             for part, value in zip(parts, d_inputs, strict=True):
                 part[...] = value.astype(part.dtype)

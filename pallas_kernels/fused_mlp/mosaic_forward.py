@@ -78,7 +78,8 @@ def _body(
     bias: Ref,
     *references: Any,
 ) -> None:
-    arrays, buffers = _Arrays(x, weight, bias, references[:2]), _Buffers(*references[2:])
+    arrays = _Arrays(x, weight, bias, references[:2])
+    buffers = _Buffers(*references[2:])
 
     def consume() -> None:
         compute = functools.partial(_compute, product, activation, arrays, buffers)
@@ -111,7 +112,8 @@ def _compute(
     tile: Tile,
     _: Tile,
 ) -> None:
-    warpgroup, row_pieces = lax.axis_index("warpgroup"), product.own_rows // ROWS
+    warpgroup = lax.axis_index("warpgroup")
+    row_pieces = product.own_rows // ROWS
 
     def finish(result: jax.Array) -> None:
         for column in range(0, product.tiling.columns, PIECE):

@@ -51,14 +51,16 @@ def _multiply(products: Products, alignment: int, x: jax.Array, weights: jax.Arr
 
 
 def _forward(products: Products, alignment: int, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple:
-    rows, x = x.shape[0], _to_tiles(products, alignment, x, sizes)
+    rows = x.shape[0]
+    x = _to_tiles(products, alignment, x, sizes)
     out = products.rows(x, weights, sizes, False)
     return _from_tiles(products, alignment, out, sizes, rows), (x, weights, sizes)
 
 
 def _backward(products: Products, alignment: int, saved: tuple, d_out: jax.Array) -> tuple:
     x, weights, sizes = saved
-    rows, d_out = d_out.shape[0], _to_tiles(products, alignment, d_out.astype(x.dtype), sizes)
+    rows = d_out.shape[0]
+    d_out = _to_tiles(products, alignment, d_out.astype(x.dtype), sizes)
     d_x = products.rows(d_out, weights, sizes, True)
     return _from_tiles(products, alignment, d_x, sizes, rows), products.matrices(x, d_out, sizes), None
 

@@ -94,7 +94,9 @@ class Kernels:
         self, x: Float[Array, "R D"], y: Float[Array, "R F"], sizes: Int[Array, " G"]
     ) -> Float[Array, "G D F"]:
         """Sum x.T @ y over the rows of each group, the gradient of the matrices: [R, D], [R, F] -> [G, D, F]."""
-        groups, depth, columns = sizes.shape[0], x.shape[1], y.shape[1]
+        groups = sizes.shape[0]
+        depth = x.shape[1]
+        columns = y.shape[1]
         width = _tile_columns(columns)
         starts, ends = group_bounds(sizes, self.tile)
         shape = _Shape(depth // self.tile, columns // width, width)
@@ -169,7 +171,9 @@ def _run(
     """
 
     def slices(visit: Callable[[Index, Index], Index]) -> Index:
-        step = lambda _, item, before: before + visit(item, before)  # noqa: E731
+        def step(_, item, before):
+            return before + visit(item, before)
+
         return scheduler.deal(total, min(total, kernels.programs), step, jnp.int32(0))[1]
 
     def consume() -> None:

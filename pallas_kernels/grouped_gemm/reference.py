@@ -15,7 +15,8 @@ def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
 
 def multiply(request: GroupedMatmulRequest) -> Float[Array, "R F"]:
     """Multiply the rows of each group with its matrix, by the definition: [R, F] in the dtype of x."""
-    x, weights = request.x, request.weights
+    x = request.x
+    weights = request.weights
     starts, _ = group_bounds(request.group_sizes, request.alignment)
     row = jnp.arange(x.shape[0])[:, None]
     in_group = (row >= starts) & (row < starts + request.group_sizes)

@@ -40,7 +40,9 @@ def make_request(x: AnyArray, weights: AnyArray, group_sizes: AnyArray, alignmen
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
-    x, weights, group_sizes = jnp.asarray(x), jnp.asarray(weights), jnp.asarray(group_sizes)
+    x = jnp.asarray(x)
+    weights = jnp.asarray(weights)
+    group_sizes = jnp.asarray(group_sizes)
     shapes = f"got x {list(x.shape)}, weights {list(weights.shape)}, group_sizes {list(group_sizes.shape)}"
     if x.ndim != 2 or weights.ndim != 3 or group_sizes.ndim != 1:
         raise ValueError(f"x must be [R, D], weights [G, D, F] and group_sizes [G]; {shapes}")

@@ -14,7 +14,8 @@ from pallas_kernels.grouped_gemm import gradients
 from pallas_kernels.grouped_gemm.groups import group_of_tiles
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
-SMALLEST_TILE, LARGEST_TILE = 8, 512
+SMALLEST_TILE = 8
+LARGEST_TILE = 512
 
 
 def unsupported_reason(request: GroupedMatmulRequest) -> str | None:

@@ -185,7 +185,8 @@ class ProductBuffers(NamedTuple):
 
 def product_scratch(product: TiledProduct, dtype: DTypeLike) -> ProductBuffers:
     """Return the types of a tiled matmul's shared-memory buffers, for the kernel's `scratch_types`."""
-    tiling, turns = product.tiling, product.tiling.turns
+    tiling = product.tiling
+    turns = product.tiling.turns
     right = (tiling.columns, DEPTH) if product.transposed else (DEPTH, tiling.columns)
     return ProductBuffers(
         left=wgmma.tiled_smem((tiling.stages, TILE_ROWS, DEPTH), dtype),
@@ -214,7 +215,8 @@ def load_tile(
         lefts: The tile's rows [128, depth] of each left operand.
         rights: The right operands, in full.
     """
-    width, first_barrier = product.tiling.columns, product.first_barrier(number)
+    width = product.tiling.columns
+    first_barrier = product.first_barrier(number)
     shared = "cluster" if product.tiling.cluster > 1 else None
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
@@ -222,7 +224,8 @@ def load_tile(
         full = buffers.full.at[first_barrier + slot]
 
         def copy(left: Ref, right: Ref, depth: Index, column: Index) -> None:
-            part, columns = pl.ds(depth * DEPTH, DEPTH), pl.ds(column * width, width)
+            part = pl.ds(depth * DEPTH, DEPTH)
+            columns = pl.ds(column * width, width)
             plgpu.copy_gmem_to_smem(left.at[:, part], buffers.left.at[slot], full)
             block = right.at[columns, part] if product.transposed else right.at[part, columns]
             plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full, collective_axes=shared)
@@ -247,7 +250,9 @@ def multiply_tile(
 
     With `ProductTiling.turns` that is the whole tile or nothing.
     """
-    warpgroup, rows, turns = lax.axis_index("warpgroup"), product.own_rows, product.tiling.turns
+    warpgroup = lax.axis_index("warpgroup")
+    rows = product.own_rows
+    turns = product.tiling.turns
     own = pl.ds(0 if turns else warpgroup * rows, rows)
 
     def operands(slot: Index) -> tuple[Ref, Ref]:
@@ -255,7 +260,8 @@ def multiply_tile(
         return buffers.left.at[slot, own], right.transpose((1, 0)) if product.transposed else right
 
     def compute() -> None:
-        shape, first_barrier = (rows, product.tiling.columns), product.first_barrier(number)
+        shape = (rows, product.tiling.columns)
+        first_barrier = product.first_barrier(number)
         barriers = (lambda slot: buffers.full.at[first_barrier + slot]), buffers.empty
         finish(product.ring.sum_products(number * product.steps, product.steps, shape, barriers, operands))
 
@@ -278,7 +284,8 @@ def store_pieces(
         value: Returns the given columns of these rows, [64, store_columns].
         copy: Called as copy(shared memory, first column); starts the copy of a piece to where it belongs.
     """
-    warpgroup, width = lax.axis_index("warpgroup"), product.tiling.store_columns
+    warpgroup = lax.axis_index("warpgroup")
+    width = product.tiling.store_columns
     for piece in range(product.tiling.columns // width):
         slot = buffers.result.at[warpgroup, piece % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)

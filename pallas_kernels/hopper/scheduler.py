@@ -79,12 +79,18 @@ class TileOrder:
     def tile(self, index: Index) -> Tile:
         """Return the coordinates of the `index`-th tile, or of this program's tile in a cluster's `index`-th group."""
         high, wide = (1, self.cluster) if self.side_by_side else (self.cluster, 1)
-        rows, columns, group = self.rows // high, self.columns // wide, self.group // high
-        chunk_tiles, band_tiles = rows * columns, group * columns
-        chunk, within = lax.div(index, chunk_tiles), lax.rem(index, chunk_tiles)
-        band, in_band = lax.div(within, band_tiles), lax.rem(within, band_tiles)
+        rows = self.rows // high
+        columns = self.columns // wide
+        group = self.group // high
+        chunk_tiles = rows * columns
+        band_tiles = group * columns
+        chunk = lax.div(index, chunk_tiles)
+        within = lax.rem(index, chunk_tiles)
+        band = lax.div(within, band_tiles)
+        in_band = lax.rem(within, band_tiles)
         height = jnp.minimum(group, rows - band * group)
-        row, column = band * group + lax.rem(in_band, height), lax.div(in_band, height)
+        row = band * group + lax.rem(in_band, height)
+        column = lax.div(in_band, height)
         if self.cluster == 1:
             return Tile(chunk, row, column)
         member = lax.axis_index("cluster")
@@ -224,7 +230,10 @@ def claim(total: int, counter: Ref, visit: Callable[[Index, Callable[[], Index]]
 
     `visit` returns the value of claim_next(), which it calls where the latency of the claim is hidden.
     """
-    claim_next = lambda: fetch_and_increment(counter)  # noqa: E731
+
+    def claim_next():
+        return fetch_and_increment(counter)
+
     _while_below(total, claim_next(), lambda _, index: visit(index, claim_next))
 
 

@@ -5,7 +5,8 @@ import weakref
 
 import numpy as np
 
-_PORTABLE, _MAPPED = 1, 2
+_PORTABLE = 1
+_MAPPED = 2
 """Flags of cuMemHostAlloc: pinned for all contexts, and visible to GPUs."""
 
 
@@ -19,7 +20,9 @@ def allocate_pinned(size: int) -> np.ndarray:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise RuntimeError(f"pinned memory needs the CUDA driver: {error}") from None
-    device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    device = ctypes.c_int()
+    context = ctypes.c_void_p()
+    pointer = ctypes.c_void_p()
     _check(cuda.cuInit(0), "cuInit")
     _check(cuda.cuDeviceGet(ctypes.byref(device), 0), "cuDeviceGet")
     _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")

@@ -73,7 +73,8 @@ def gather(request: HostGatherRequest) -> jax.Array:
     from pallas_kernels.host_table.triton_kernel import gather_rows_kernel
 
     plan = make_plan(request.table, request.ids.shape[0])
-    dtype, width = request.table.array.dtype, request.table.array.shape[1]
+    dtype = request.table.array.dtype
+    width = request.table.array.shape[1]
     if not plan.count:
         return jnp.zeros((0, width), dtype)
     major, minor = request.target.compute_capability or (0, 0)

@@ -14,7 +14,8 @@ def gather_rows_kernel(address, ids, out, plan: tl.constexpr):
     """
     block: tl.constexpr = plan.block
     block_rows: tl.constexpr = plan.block_rows
-    low, high = tl.load(address).to(tl.uint64), tl.load(address + 1).to(tl.uint64)
+    low = tl.load(address).to(tl.uint64)
+    high = tl.load(address + 1).to(tl.uint64)
     table = (low | (high << 32)).to(tl.int64).to(out.dtype)
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     word = tl.program_id(1) * block + tl.arange(0, block)

@@ -41,7 +41,8 @@ class CacheUpdateRequest:
         return self.keys.shape[3 - self.slot_axis]
 
     def __str__(self) -> str:
-        joined, keys = self.joined, self.keys
+        joined = self.joined
+        keys = self.keys
         return (
             f"joined {list(joined.shape)} {joined.dtype.name} with {self.num_heads} query heads, "
             f"cache {list(keys.shape)} {keys.dtype.name} on {self.target}"

@@ -69,8 +69,10 @@ def unsupported_reason(request: CacheUpdateRequest) -> str | None:
 
 def make_plan(request: CacheUpdateRequest) -> CacheUpdatePlan:
     """Choose the compile-time constants of the kernel for a call, such as how many heads a program takes."""
-    length, width = request.joined.shape[1], request.joined.shape[3]
-    key_heads, slots = request.key_heads, request.keys.shape[request.slot_axis]
+    length = request.joined.shape[1]
+    width = request.joined.shape[3]
+    key_heads = request.key_heads
+    slots = request.keys.shape[request.slot_axis]
     plan = CacheUpdatePlan(
         length,
         request.num_heads,

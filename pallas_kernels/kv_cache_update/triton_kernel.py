@@ -15,15 +15,18 @@ def update_kernel(joined, cos, sin, slots, old_keys, old_values, queries, keys, 
     `values` are the cache; `old_keys` and `old_values` are the same memory, from which nothing is read.
     """
     half: tl.constexpr = plan.half
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head, pair = block * plan.block_heads + tl.arange(0, plan.block_heads), tl.arange(0, plan.padded_half)
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    head = block * plan.block_heads + tl.arange(0, plan.block_heads)
+    pair = tl.arange(0, plan.padded_half)
     valid = (head < plan.heads)[:, None] & (pair < half)
     slot = tl.load(slots + token)
     source = (token * plan.heads + head)[:, None] * (2 * half) + pair
     first = tl.load(joined + source, valid, 0.0).to(tl.float32)
     second = tl.load(joined + source + half, valid, 0.0).to(tl.float32)
     angle = (token % plan.angle_rows) * half + pair
-    c, s = tl.load(cos + angle, pair < half, 0.0)[None], tl.load(sin + angle, pair < half, 0.0)[None]
+    c = tl.load(cos + angle, pair < half, 0.0)[None]
+    s = tl.load(sin + angle, pair < half, 0.0)[None]
 
     # Values are not rotated.
     rotated = (head < plan.num_heads + plan.key_heads)[:, None]
@@ -36,7 +39,8 @@ def update_kernel(joined, cos, sin, slots, old_keys, old_values, queries, keys, 
     tl.store(queries + target + half, right.to(queries.dtype.element_ty), is_query)
 
     written = valid & (slot >= 0) & (slot < plan.slots)
-    is_key, is_value = written & rotated & (head >= plan.num_heads)[:, None], written & (rotated == 0)
+    is_key = written & rotated & (head >= plan.num_heads)[:, None]
+    is_value = written & (rotated == 0)
     row = (token // plan.new_tokens) * (plan.key_heads * plan.slots) + slot.to(tl.int64) * plan.slot_stride
     key_head = (head - plan.num_heads) % plan.key_heads
     target = (row + key_head * plan.head_stride)[:, None] * (2 * half) + pair

@@ -15,7 +15,8 @@ def unsupported_reason(request: CacheUpdateRequest) -> str | None:
 
 def update(request: CacheUpdateRequest) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `rotate_into_cache` in XLA: queries [B, T, N, H], and the keys and values of the cache."""
-    first, last = request.num_heads, request.num_heads + request.key_heads
+    first = request.num_heads
+    last = request.num_heads + request.key_heads
     q, k, v = jnp.split(request.joined, (first, last), axis=-2)
     q, k = (apply_rotary(x, request.cos, request.sin) for x in (q, k))
 

@@ -53,7 +53,8 @@ class Favor:
     """
 
     def __init__(self, projection: Float[Array | np.ndarray, "F H"], scale: float):
-        self.projection, self.scale = jnp.asarray(projection), scale
+        self.projection = jnp.asarray(projection)
+        self.scale = scale
 
     def query(self, x: Float[Array, "*tokens H"]) -> Features:
         """Return the random features of queries [..., H]."""

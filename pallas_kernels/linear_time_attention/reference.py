@@ -15,8 +15,10 @@ def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], Li
     differentiated by jax. A query whose similarities sum to 0 has the output 0.
     """
     dtype = jnp.promote_types(request.q.dtype, jnp.float32)
-    query, features = request.feature_map.query(request.q).values, request.feature_map.key(request.k)
-    key, v = features.values.astype(dtype), request.v.astype(dtype)
+    query = request.feature_map.query(request.q).values
+    features = request.feature_map.key(request.k)
+    key = features.values.astype(dtype)
+    v = request.v.astype(dtype)
     weight = jnp.zeros(key.shape[:3], dtype) if features.log_weight is None else features.log_weight
     if request.hidden is not None:
         key = jnp.where(request.hidden[..., None, None], 0, key)

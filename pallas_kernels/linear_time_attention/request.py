@@ -67,7 +67,9 @@ def make_request(
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    q = jnp.asarray(q)
+    k = jnp.asarray(k)
+    v = jnp.asarray(v)
     check_arrays(q, k, v)
     if (causal or segment_ids is not None) and q.shape[1] != k.shape[1]:
         raise ValueError(

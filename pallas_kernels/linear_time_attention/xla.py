@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.linear_time_attention.request import LinearAttentionRequest
 from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
 
-_SHORTEST_CHUNK, _LONGEST_CHUNK = 64, 256
+_SHORTEST_CHUNK = 64
+_LONGEST_CHUNK = 256
 _TINY = 1e-30
 
 
@@ -78,15 +79,18 @@ def _cut(request: LinearAttentionRequest, q: jax.Array, k: jax.Array, v: jax.Arr
     if request.causal or request.documents is not None:
         chunk = query_chunk = min(request.chunk or _chunk(features, v.shape[-1]), q.shape[1])
     else:
-        chunk, query_chunk = k.shape[1], q.shape[1]
+        chunk = k.shape[1]
+        query_chunk = q.shape[1]
     # On a CPU XLA does not support some of the matmuls in bfloat16.
     dtype = jnp.promote_types(v.dtype, jnp.float32) if request.target.platform == "cpu" else v.dtype
     q = _split(q, query_chunk).reshape(q.shape[0], -1, query_chunk, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
-    k, v = _split(k, chunk), _split(v, chunk)
+    k = _split(k, chunk)
+    v = _split(v, chunk)
     key = request.feature_map.key(jnp.moveaxis(k, 3, 1))
     query = request.feature_map.query(jnp.moveaxis(q, (3, 4), (1, 3))).values
     counted = _counting(request, chunk)
-    values, log_weight = key.values, key.log_weight
+    values = key.values
+    log_weight = key.log_weight
     if counted is not None:
         values = jnp.where(counted[..., None], values, 0)
         log_weight = None if log_weight is None else jnp.where(counted, log_weight, EMPTY)
@@ -132,14 +136,18 @@ def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_StateBefore, L
     """Return the recurrent state before each chunk of tokens, and the state after the last chunk."""
     dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
     batch, heads, count, _, features = chunks.key.shape
-    in_last_document, continues, seen = None, jnp.ones((batch, 1, count), bool), None
+    in_last_document = None
+    continues = jnp.ones((batch, 1, count), bool)
+    seen = None
     if chunks.documents is not None:
-        first, last = chunks.documents[..., 0], chunks.documents[..., -1]
+        first = chunks.documents[..., 0]
+        last = chunks.documents[..., -1]
         previous = jnp.concatenate([first[..., :1], last[..., :-1]], axis=-1)
         in_last_document = chunks.documents == last[..., None]
         continues = (first == last) & (first == previous)
         seen = chunks.documents == previous[..., None]
-    log_scale, weight = jnp.zeros((batch, heads, count), dtype), None
+    log_scale = jnp.zeros((batch, heads, count), dtype)
+    weight = None
     if chunks.log_weight is not None:
         weight = (
             chunks.log_weight if in_last_document is None else jnp.where(in_last_document, chunks.log_weight, EMPTY)
@@ -149,9 +157,11 @@ def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_StateBefore, L
     if in_last_document is not None:
         weight = in_last_document.astype(dtype) if weight is None else jnp.where(in_last_document, weight, 0.0)
     # The weights multiply values and not keys: there are fewer values than features.
-    key, v = chunks.key.astype(dtype), chunks.v
+    key = chunks.key.astype(dtype)
+    v = chunks.v
     if weight is not None:
-        key, v = key * weight[..., None], (v * weight[..., None]).astype(v.dtype)
+        key = key * weight[..., None]
+        v = (v * weight[..., None]).astype(v.dtype)
     new = LinearState(
         jnp.einsum("bkncf,bknch->bknfh", chunks.key, v, preferred_element_type=dtype), key.sum(axis=-2), log_scale
     )
@@ -196,7 +206,8 @@ def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> Line
 def _combine_states(state: LinearState, new: LinearState, decay: jax.Array) -> LinearState:
     """Return state * exp(decay) + new, for two recurrent states, stored with the larger of their scales."""
     log_scale = jnp.maximum(state.log_scale + decay, new.log_scale)
-    old_scale, new_scale = jnp.exp(state.log_scale + decay - log_scale), jnp.exp(new.log_scale - log_scale)
+    old_scale = jnp.exp(state.log_scale + decay - log_scale)
+    new_scale = jnp.exp(new.log_scale - log_scale)
     return LinearState(
         state.values * old_scale[..., None, None] + new.values * new_scale[..., None, None],
         state.normalizer * old_scale[..., None] + new.normalizer * new_scale[..., None],
@@ -231,7 +242,8 @@ def _outputs(chunks: _Chunks, befores: list[_StateBefore], causal: bool) -> jax.
             share = jnp.exp(_where_seen(before, before.state.log_scale[..., None], EMPTY) - largest)
         share = _where_seen(before, share, 0.0)[:, :, :, None]
         added, added_total = _multiply(chunks.query, before.state)
-        out, total = out + share[..., None] * added, total + share * added_total
+        out = out + share[..., None] * added
+        total = total + share * added_total
     return _normalise(out, total)
 
 

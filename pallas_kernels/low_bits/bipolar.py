@@ -61,7 +61,8 @@ def _planes(u: UInt8[Array, "..."], bits: int) -> list[tuple[Int[Array, "..."], 
     if bits <= _WIDEST_IN_INT8:
         return [(decode_bipolar(u, bits).astype(jnp.int8), 1)]
     half = bits // 2
-    high, low = u >> half, u & (2**half - 1)
+    high = u >> half
+    low = u & (2**half - 1)
     return [(decode_bipolar(high, half).astype(jnp.int8), 2**half), (decode_bipolar(low, half).astype(jnp.int8), 1)]
 
 

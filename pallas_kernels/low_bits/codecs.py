@@ -63,7 +63,8 @@ class IntegerCodec(Codec):
         return _pack(q, self.grid.bits), scales.reshape(*x.shape[:-1], -1)
 
     def decode(self, parts: Parts) -> Float[Array, "*dims H"]:
-        q, scales = _unpack(parts[0], self.grid.bits), parts[1]
+        q = _unpack(parts[0], self.grid.bits)
+        scales = parts[1]
         values = self.grid.dequantize(
             q.reshape(-1, q.shape[-1]), scales.reshape(-1, scales.shape[-1]).astype(jnp.float32)
         )
@@ -121,7 +122,8 @@ class BlockFloatCodec(Codec):
         return _pack(q, self.bits), exponents
 
     def decode(self, parts: Parts) -> Float[Array, "*dims H"]:
-        q, exponents = _unpack(parts[0], self.bits), parts[1]
+        q = _unpack(parts[0], self.bits)
+        exponents = parts[1]
         blocks = q.astype(jnp.float32).reshape(*exponents.shape, self.block)
         return (blocks * powers_of_two(exponents)[..., None]).reshape(q.shape)
 

@@ -58,7 +58,8 @@ def quantize_activations(x: Float[Array, "M K"], order: Int[Array, " K"], wide: 
     blocks = x.shape[1] // BLOCK
     if x.shape[1] % BLOCK or not 0 <= wide <= blocks:
         raise ValueError(f"{x.shape[1]} channels are not blocks of {BLOCK}, {wide} of them wide; pad the channels.")
-    sorted_x, edge = x[:, order], wide * BLOCK
+    sorted_x = x[:, order]
+    edge = wide * BLOCK
     halves = ((Grid(8, BLOCK), sorted_x[:, :edge]), (Grid(4, BLOCK), sorted_x[:, edge:]))
     parts = [(grid, part) for grid, part in halves if part.shape[1]]
     scales = [grid.scales(part) for grid, part in parts]
@@ -70,7 +71,8 @@ def quantize_weights(
     w: Float[Array, "N K"], order: Int[Array, " K"]
 ) -> tuple[Int[Array, "N K"], Float[Array, "N blocks"]]:
     """Quantize weights to 4-bit integers (int8 array), inputs permuted by `order`, with a scale per block of inputs."""
-    grid, sorted_w = Grid(4, BLOCK), w[:, order]
+    grid = Grid(4, BLOCK)
+    sorted_w = w[:, order]
     scales = grid.scales(sorted_w)
     return grid.quantize(sorted_w, scales), scales
 

@@ -170,7 +170,10 @@ def _gradients(options: NormOptions, saved: tuple, d_out: jax.Array, d_residual:
 
 
 def _triton_gradients(request: NormGradientsRequest) -> tuple:
-    options, x, weight, bias = request.options, request.x, request.weight, request.bias
+    options = request.options
+    x = request.x
+    weight = request.weight
+    bias = request.bias
     assert weight is not None
     gain = weight.astype(jnp.float32) + options.offset
     d_x, sums = norm_triton.gradients(x, gain, request.d_out, request.d_residual, options.epsilon, options.centered)
@@ -178,18 +181,28 @@ def _triton_gradients(request: NormGradientsRequest) -> tuple:
 
 
 def _xla_gradients(request: NormGradientsRequest) -> tuple:
-    options, bias, d_residual = request.options, request.bias, request.d_residual
+    options = request.options
+    bias = request.bias
+    d_residual = request.d_residual
     # The barrier prevents XLA from sharing sums with the forward, whose one kernel it would then split into several.
     x, weight = jax.lax.optimization_barrier((request.x, request.weight))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    d_out, rows = request.d_out.astype(wide.dtype), tuple(range(x.ndim - 1))
-    average = lambda values: jnp.mean(values, axis=-1, keepdims=True)  # noqa: E731
+    d_out = request.d_out.astype(wide.dtype)
+    rows = tuple(range(x.ndim - 1))
+
+    def average(values):
+        return jnp.mean(values, axis=-1, keepdims=True)
+
     scaled = d_out if weight is None else d_out * (weight.astype(wide.dtype) + options.offset)
-    square, along = average(jnp.square(wide)), average(scaled * wide)
+    square = average(jnp.square(wide))
+    along = average(scaled * wide)
     if options.centered:
-        mean, ones = average(wide), average(scaled)
-        square, along = jnp.maximum(square - mean * mean, 0), along - mean * ones
-        wide, scaled = wide - mean, scaled - ones
+        mean = average(wide)
+        ones = average(scaled)
+        square = jnp.maximum(square - mean * mean, 0)
+        along = along - mean * ones
+        wide = wide - mean
+        scaled = scaled - ones
     inverse = jax.lax.rsqrt(square + options.epsilon)
     d_x = inverse * (scaled - wide * (along * jnp.square(inverse)))
     d_x = (d_x if d_residual is None else d_x + d_residual.astype(d_x.dtype)).astype(x.dtype)

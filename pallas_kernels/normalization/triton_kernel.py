@@ -20,7 +20,8 @@ def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
     """
     here = (columns < plan.width) & (row < plan.rows)
     places = row * plan.width + columns
-    value, gradient = tl.load(x + places, here, 0.0), tl.load(d_out + places, here, 0.0)
+    value = tl.load(x + places, here, 0.0)
+    gradient = tl.load(d_out + places, here, 0.0)
     residual = gradient
     if plan.has_residual:
         residual = tl.load(d_residual + places, here, 0.0)
@@ -45,15 +46,14 @@ def gradient_kernel(x, gain, d_out, d_residual, d_x, sums, plan: tl.constexpr):
     columns = tl.arange(0, padded)
     valid = columns < width
     scale = tl.load(gain + columns, valid, 0.0)
-    sum_gain, sum_bias = tl.zeros([padded], tl.float32), tl.zeros([padded], tl.float32)
+    sum_gain = tl.zeros([padded], tl.float32)
+    sum_bias = tl.zeros([padded], tl.float32)
     row = program.to(tl.int64)
     next_value, next_gradient, next_residual, next_pivot = load_row(x, d_out, d_residual, row, columns, plan)
     for _ in range(program, plan.rows, plan.programs):
-        value, gradient, residual = (
-            next_value.to(tl.float32),
-            next_gradient.to(tl.float32),
-            next_residual.to(tl.float32),
-        )
+        value = next_value.to(tl.float32)
+        gradient = next_gradient.to(tl.float32)
+        residual = next_residual.to(tl.float32)
         if plan.centered:
             value = tl.where(valid, value - next_pivot, 0.0)
         next_row = row + plan.programs
@@ -61,10 +61,13 @@ def gradient_kernel(x, gain, d_out, d_residual, d_x, sums, plan: tl.constexpr):
         scaled = gradient * scale
         square, along, total, ones = tl.reduce((value * value, scaled * value, value, scaled), 0, add_four)
         mean = 0.0
-        square, along, ones = square / width, along / width, ones / width
+        square = square / width
+        along = along / width
+        ones = ones / width
         if plan.centered:
             mean = total / width
-            square, along = tl.maximum(square - mean * mean, 0.0), along - mean * ones
+            square = tl.maximum(square - mean * mean, 0.0)
+            along = along - mean * ones
         inverse = tl.rsqrt(square + plan.epsilon)
         normal = (value - mean) * inverse
         if plan.centered:

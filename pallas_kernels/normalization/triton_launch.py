@@ -13,7 +13,8 @@ from pallas_kernels.target import automatic_axes, current_target, multiprocessor
 from pallas_kernels.triton_support import triton_call
 
 _LEAST_CAPABILITY = (8, 0)
-_NARROWEST, _WIDEST = 256, 8192
+_NARROWEST = 256
+_WIDEST = 8192
 _FEWEST_ROWS = 4096
 _WARPS = 12
 """Warps per multiprocessor over all programs, limited by registers."""

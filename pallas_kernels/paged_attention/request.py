@@ -40,7 +40,8 @@ class PagedAttentionRequest:
     target: Target
 
     def __str__(self) -> str:
-        q, pages = self.q, jax.tree.leaves(self.k_pages)[0]
+        q = self.q
+        pages = jax.tree.leaves(self.k_pages)[0]
         stored = self.k_pages.codec if isinstance(self.k_pages, Encoded) else pages.dtype.name
         return f"q {list(q.shape)} {q.dtype.name} pages {list(pages.shape)} {stored} on {self.target}"
 
@@ -61,8 +62,11 @@ def make_request(
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule and the values.
     """
-    q, page_table, lengths = jnp.asarray(q), jnp.asarray(page_table), jnp.asarray(lengths)
-    k_shape, v_shape = _value_shape(k_pages), _value_shape(v_pages)
+    q = jnp.asarray(q)
+    page_table = jnp.asarray(page_table)
+    lengths = jnp.asarray(lengths)
+    k_shape = _value_shape(k_pages)
+    v_shape = _value_shape(v_pages)
     shapes = f"got q {list(q.shape)}, k_pages {list(k_shape)}, v_pages {list(v_shape)}"
     if q.ndim != 4 or len(k_shape) != 4 or k_shape != v_shape or q.shape[-1] != k_shape[-1]:
         raise ValueError(f"q must be [B, T, N, H], and k_pages and v_pages both [P, page, K, H]; {shapes}")

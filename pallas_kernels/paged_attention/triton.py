@@ -23,7 +23,8 @@ _MOST_RANGES = 64
 """Largest number of ranges that the keys of a sequence are divided into."""
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 """Programs that run at a time: their registers and shared memory leave no room for a fifth one on an H200."""
-_FEW_BLOCK_ELEMENTS, _MANY_BLOCK_ELEMENTS = 8192, 16384
+_FEW_BLOCK_ELEMENTS = 8192
+_MANY_BLOCK_ELEMENTS = 16384
 """Elements of the keys of one step of the loop, which then has 64 to 128 keys: for few programs, and for at least
 twice as many as can run at a time."""
 
@@ -103,7 +104,9 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
     """Return the first reason why the Triton kernels cannot compute this call of paged attention, or None."""
     if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
         return reason
-    q, k_pages, v_pages = request.q, request.k_pages, request.v_pages
+    q = request.q
+    k_pages = request.k_pages
+    v_pages = request.v_pages
     if isinstance(k_pages, Encoded) or isinstance(v_pages, Encoded):
         return f"reads no pages in few bits; got {request}"
     if q.dtype != k_pages.dtype or v_pages.dtype != k_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -119,10 +122,12 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
 def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> PagedAttentionPlan:
     """Choose the compile-time constants of the kernels for a call, such as how many ranges keys are divided into."""
     batch, new_tokens, num_heads, head_dim = request.q.shape
-    page_size, key_heads = request.page_size, request.key_heads
+    page_size = request.page_size
+    key_heads = request.key_heads
     table_width = request.page_table.shape[1]
     # A few programs more than can run at a time would double the time.
-    most, pairs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(), batch * key_heads
+    most = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors()
+    pairs = batch * key_heads
     elements = _MANY_BLOCK_ELEMENTS if pairs >= 2 * most else _FEW_BLOCK_ELEMENTS
     plan = PagedAttentionPlan(
         new_tokens,
@@ -145,7 +150,8 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
     """Compute paged attention with the Triton kernels: [B, T, N, H] in the dtype of the queries."""
     from pallas_kernels.paged_attention.triton_kernel import attend_kernel, combine_kernel
 
-    plan, q = make_plan(request, tile), request.q
+    plan = make_plan(request, tile)
+    q = request.q
     major, minor = request.target.compute_capability or (0, 0)
     grid = (q.shape[0], plan.key_heads)
     partial = (*grid, plan.ranges, plan.rows)

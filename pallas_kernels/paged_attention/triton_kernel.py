@@ -18,9 +18,12 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan:
     padded_rows: tl.constexpr = plan.padded_rows
     head_dim: tl.constexpr = plan.head_dim
     key_block: tl.constexpr = plan.key_block
-    head, sequence, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    part = tl.program_id(2)
     length = tl.load(lengths + sequence)
-    row, column = tl.arange(0, padded_rows), tl.arange(0, head_dim)
+    row = tl.arange(0, padded_rows)
+    column = tl.arange(0, head_dim)
     position = length - plan.new_tokens + row // plan.group
     query = (sequence * plan.new_tokens + row // plan.group) * plan.num_heads + head * plan.group + row % plan.group
     row_valid = row < plan.rows
@@ -75,8 +78,11 @@ def combine_kernel(partial, log_sums, out, plan: tl.constexpr):
     """Combine one query's attention outputs over the ranges of its sequence's keys; `out` is [B, T, N, H]."""
     padded_ranges: tl.constexpr = plan.padded_ranges
     head_dim: tl.constexpr = plan.head_dim
-    sequence, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    part, column = tl.arange(0, padded_ranges), tl.arange(0, head_dim)
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    part = tl.arange(0, padded_ranges)
+    column = tl.arange(0, head_dim)
     valid = part < plan.ranges
     place = ((sequence * plan.key_heads + head) * plan.ranges + part) * plan.rows + row
     logs = tl.load(log_sums + place, valid, float("-inf"))

@@ -23,7 +23,8 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
 
 def attend(request: PagedAttentionRequest) -> jax.Array:
     """Compute paged attention in XLA: [B, T, N, H] in the dtype of the queries."""
-    q, lengths = request.q, request.lengths
+    q = request.q
+    lengths = request.lengths
     batch, length, heads, width = q.shape
     pages = max(1, min(_BLOCK // request.page_size, request.page_table.shape[1]))
     block = pages * request.page_size
@@ -39,14 +40,16 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
         k, v = (_rows(stored, part, q.dtype) for stored in (request.k_pages, request.v_pages))
         scores = _scores(request, grouped, k, positions, number * block)
         higher = jnp.maximum(highest, scores.max(-1))
-        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
+        weights = jnp.exp(scores - higher[..., None])
+        shrink = jnp.exp(highest - higher)
         update = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return higher, total * shrink + weights.sum(-1), values * shrink[..., None] + update
 
     shape = (batch, request.key_heads, heads // request.key_heads, length)
     # A query that sees no key of a block counts them with weight 1, until the first key that it sees shrinks that to 0.
     carry = jnp.full(shape, _LEAST), jnp.zeros(shape), jnp.zeros((*shape, width))
-    first, end = _first_block(request, block), -(-lengths.max() // block)
+    first = _first_block(request, block)
+    end = -(-lengths.max() // block)
     _, total, values = jax.lax.fori_loop(first, end, add_block, carry)
     out = values / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)

@@ -36,7 +36,8 @@ def _forward_rule(gate: jax.Array, up: jax.Array) -> tuple:
 def swiglu_gradients(gate: Values, up: Values, d_out: Values) -> tuple[Values, Values]:
     """Return the gradients of `gate` and `up` from `d_out`, the gradient of swiglu(gate, up); computed in float32."""
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
-    wide, d_out = gate.astype(dtype), d_out.astype(dtype)
+    wide = gate.astype(dtype)
+    d_out = d_out.astype(dtype)
     sigmoid = jax.nn.sigmoid(wide)
     silu = wide * sigmoid
     d_gate = d_out * up.astype(dtype) * (sigmoid + silu * (1.0 - sigmoid))

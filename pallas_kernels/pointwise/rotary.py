@@ -32,7 +32,8 @@ def apply_rotary(
         )
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     cos, sin = (angle.astype(dtype)[..., :, None, :] for angle in (cos, sin))
-    first, second = x[..., :half].astype(dtype), x[..., half : 2 * half].astype(dtype)
+    first = x[..., :half].astype(dtype)
+    second = x[..., half : 2 * half].astype(dtype)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     rotated = [part.astype(x.dtype) for part in rotated]
     return jnp.concatenate([*rotated, x[..., 2 * half :]], axis=-1)

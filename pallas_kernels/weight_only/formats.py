@@ -72,7 +72,8 @@ class IntegerFormat(Format):
         return {"q": ("out", "in"), "scales": ("out", "in"), "zeros": ("out", "in")}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
-        q, scales = arrays["q"].astype(jnp.float32), arrays["scales"].astype(jnp.float32)
+        q = arrays["q"].astype(jnp.float32)
+        scales = arrays["scales"].astype(jnp.float32)
         size = q.shape[1] // scales.shape[1]
         if "zeros" in arrays:
             q -= jnp.repeat(arrays["zeros"].astype(jnp.float32), size, axis=1)
@@ -114,7 +115,8 @@ class Float8Format(Format):
         return {"q": ("out", "in"), "scales": ("out", "in")}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
-        q, scales = arrays["q"].astype(jnp.float32), arrays["scales"].astype(jnp.float32)
+        q = arrays["q"].astype(jnp.float32)
+        scales = arrays["scales"].astype(jnp.float32)
         return q * jnp.repeat(scales, q.shape[1] // scales.shape[1], axis=1)
 
 
@@ -141,12 +143,14 @@ class LookupFormat(Format):
         return {"indices": ("out", "in"), "codebook": (None, None)}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
-        indices, codebook = arrays["indices"].astype(jnp.int32), arrays["codebook"].astype(jnp.float32)
+        indices = arrays["indices"].astype(jnp.int32)
+        codebook = arrays["codebook"].astype(jnp.float32)
         rows = indices.reshape(codebook.shape[0], -1)
         return jnp.take_along_axis(codebook, rows, axis=1).reshape(indices.shape)
 
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
-        indices, codebook = arrays["indices"], arrays["codebook"]
+        indices = arrays["indices"]
+        codebook = arrays["codebook"]
         if codebook.shape[0] > 1:
             codebook = codebook[ids // (indices.shape[0] // codebook.shape[0])]
         return {"indices": indices[ids], "codebook": codebook}
@@ -203,12 +207,15 @@ class TileFloatFormat(Format):
 
     def scales(self, arrays: Arrays) -> Float[Array, "out in"]:
         """Return the power-of-two scale of each weight, float32 [out, in]."""
-        q, exponents = arrays["q"], arrays["exponents"]
-        rows, columns = q.shape[0] // exponents.shape[0], q.shape[1] // exponents.shape[1]
+        q = arrays["q"]
+        exponents = arrays["exponents"]
+        rows = q.shape[0] // exponents.shape[0]
+        columns = q.shape[1] // exponents.shape[1]
         return jnp.repeat(jnp.repeat(powers_of_two(exponents), rows, axis=0), columns, axis=1)
 
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
-        q, exponents = arrays["q"], arrays["exponents"]
+        q = arrays["q"]
+        exponents = arrays["exponents"]
         return {"q": q[ids], "exponents": exponents[ids // (q.shape[0] // exponents.shape[0])]}
 
 
@@ -230,7 +237,8 @@ class LowRankFormat(Format):
         return {"u": ("out", None), "v": (None, "in")}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
-        u, v = arrays["u"].astype(jnp.float32), arrays["v"].astype(jnp.float32)
+        u = arrays["u"].astype(jnp.float32)
+        v = arrays["v"].astype(jnp.float32)
         return jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST)
 
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:

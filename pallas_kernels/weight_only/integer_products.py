@@ -130,7 +130,8 @@ def int8_dot_general(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _multiply(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:
     (q, scales), (wq, w_scales) = quantize_tokens(x, contracted), recover_integers(w, contracted)
-    tokens, outputs = x.shape[: x.ndim - contracted], w.shape[contracted:]
+    tokens = x.shape[: x.ndim - contracted]
+    outputs = w.shape[contracted:]
     scales = scales.reshape(*tokens, *(1,) * len(outputs))
     return scaled_product(q, scales, wq, w_scales.reshape(outputs), _contract(x, contracted)).astype(x.dtype)
 

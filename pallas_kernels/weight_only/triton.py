@@ -176,7 +176,8 @@ def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int 
     speed of the memory, and no second kernel has to add partial sums. With more rows the activations of so many slices
     would not fit into shared memory. The outputs of a program share a lookup table.
     """
-    largest, together = inputs if groups == 1 else inputs // groups, outputs // tables
+    largest = inputs if groups == 1 else inputs // groups
+    together = outputs // tables
     block_in = next(size for size in (128, 64, 32) if largest % size == 0)
     many = outputs >= 64 * multiprocessors()
     if rows <= 16 and many and together % 32 == 0 and inputs % (halves * block_in) == 0:
@@ -185,7 +186,8 @@ def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int 
         block_out = 32 if together % 32 == 0 and many else 16
         slices = next(count for count in (4, 2, 1) if inputs % (block_in * count) == 0)
         return Tile(block_out, block_in, 1, slices, slices, 4)
-    block_out, ranges = next(size for size in (64, 32, 16) if together % size == 0), 1
+    block_out = next(size for size in (64, 32, 16) if together % size == 0)
+    ranges = 1
     while outputs // block_out * ranges < 2 * multiprocessors() and inputs % (8 * block_in * ranges) == 0:
         ranges *= 2
     return Tile(block_out, block_in, ranges, 1, 4, 4)
@@ -193,7 +195,9 @@ def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int 
 
 def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
     """Return the Triton kernel's compile-time constants for a call, with tile sizes chosen for it unless given."""
-    weight, bits, rows = request.weight, stored_bits(request), request.x.shape[0]
+    weight = request.weight
+    bits = stored_bits(request)
+    rows = request.x.shape[0]
     outputs, inputs = stored_matrix(weight).shape
     lookup = isinstance(weight.format, LookupFormat)
     tables, entries = weight.arrays["codebook"].shape if lookup else (1, 0)
@@ -235,7 +239,8 @@ def _product(
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
     plan = make_plan(PackedMatmulRequest(x, weight, out_dtype, target), tile)
-    stored, ranges = stored_matrix(weight), plan.tile.ranges
+    stored = stored_matrix(weight)
+    ranges = plan.tile.ranges
     if plan.halves == 2:
         # A change of the type alone: XLA stores the integer at the even place in the low half of a byte.
         stored = jax.lax.bitcast_convert_type(stored.reshape(plan.outputs, plan.inputs // 2, 2), jnp.int8)
@@ -288,7 +293,8 @@ def unsupported_reason(request: PackedMatmulRequest) -> str | None:
 
 
 def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
-    x, weight = request.x, request.weight
+    x = request.x
+    weight = request.weight
     if not isinstance(weight.format, (IntegerFormat, LookupFormat)):
         return f"reads integers with scales and lookup tables; the weight is {weight.format}"
     if isinstance(weight.format, RoundedInputFormat):

@@ -101,9 +101,11 @@ def product_kernel(x, q, constants, out, plan: tl.constexpr):
     stride: tl.constexpr = plan.inputs // plan.halves
     block_out: tl.constexpr = plan.block_out
     padded_rows: tl.constexpr = plan.padded_rows
-    block, part = tl.program_id(0), tl.program_id(1)
+    block = tl.program_id(0)
+    part = tl.program_id(1)
     output = block * block_out + tl.arange(0, block_out)
-    row, column = tl.arange(0, padded_rows), tl.arange(0, width)
+    row = tl.arange(0, padded_rows)
+    column = tl.arange(0, width)
     row_valid = (row < plan.rows)[None]
     here = q + output.to(tl.int64)[:, None] * stride + column
     first = part * plan.steps
@@ -150,9 +152,11 @@ def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
     block_out: tl.constexpr = plan.block_out
     padded_rows: tl.constexpr = plan.padded_rows
     slices: tl.constexpr = plan.slices
-    block, part = tl.program_id(0), tl.program_id(1)
+    block = tl.program_id(0)
+    part = tl.program_id(1)
     output = block * block_out + tl.arange(0, block_out)
-    row, column = tl.arange(0, padded_rows), tl.arange(0, width)
+    row = tl.arange(0, padded_rows)
+    column = tl.arange(0, width)
     row_valid = row < plan.rows
     first = part * slices * plan.steps + tl.arange(0, slices)
     here = q + output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]

@@ -44,7 +44,8 @@ def unsupported_reason(request: PackedMatmulRequest) -> str | None:
 
 def multiply(request: PackedMatmulRequest) -> Float[Array, "rows out"]:
     """Multiply x with the transposed packed matrix by XLA."""
-    x, weight = request.x, request.weight
+    x = request.x
+    weight = request.weight
     product = _PRODUCTS[type(weight.format)]
     return product(x, weight.arrays, weight.format).astype(request.out_dtype)
 

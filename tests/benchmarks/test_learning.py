@@ -11,7 +11,9 @@ from jaxstack.run_config import load_config
 
 
 class Train:
-    steps, global_batch_size, sequence_length = 10, 2, 8
+    steps = 10
+    global_batch_size = 2
+    sequence_length = 8
 
 
 class FakeTrainer:
@@ -32,7 +34,8 @@ class FakeTrainer:
 
 
 def test_points_have_the_mean_loss_since_the_point_before():
-    trainer, said = FakeTrainer(), []
+    trainer = FakeTrainer()
+    said = []
     points = learning.learn(trainer, every=4, say=said.append)
     assert [point["step"] for point in points] == [1, 4, 8, 10] and trainer.steps == 10
     assert [point["loss"] for point in points] == [1.0, 3.0, 6.5, 9.5]

@@ -37,7 +37,8 @@ def row_of(name, seed, losses, power=0):
 
 
 def test_steps_to_the_loss_are_those_of_the_mean_curve():
-    slow, fast = [6.0 - 0.2 * k for k in range(21)], [6.0 - 0.4 * min(k, 10) for k in range(21)]
+    slow = [6.0 - 0.2 * k for k in range(21)]
+    fast = [6.0 - 0.4 * min(k, 10) for k in range(21)]
     rows = [row_of("adamw", seed, [x + seed for x in slow]) for seed in (1, 2)]
     rows += [row_of("muon", seed, [x + seed for x in fast]) for seed in (1, 2)]
     rows += [row_of("sgd", 1, [7.0] * 21), row_of("adamw", 0, slow)]
@@ -55,15 +56,19 @@ def test_a_rate_as_a_value_is_the_rate_of_the_schedule(kind):
     gradients = [jax.tree.map(lambda p, s=s: jnp.cos(3.0 * p + s), params) for s in (1.0, 2.0)]
 
     def steps(optimizer, prepare=lambda state: state):
-        state, p = prepare(optimizer.init(params)), params
+        state = prepare(optimizer.init(params))
+        p = params
         extra = {"curvature": gradients[0], "renewed": True} if optimizer.curvature_every else {}
         for gradient in gradients:
             updates, state = optimizer.update(gradient, state, p, **extra)
             p = jax.tree.map(jnp.add, p, updates)
         return p
 
-    schedule = lambda step: jnp.float32(1.0) - 0.1 * step  # noqa: E731
+    def schedule(step):
+        return jnp.float32(1.0) - 0.1 * step
+
     plain = build_optimizer(kind(weight_decay=0.1), lambda step: 0.01 * schedule(step), params, total_steps=2)
     scaled = build_optimizer(with_rate_as_value(kind(weight_decay=0.1)), schedule, params, total_steps=2)
-    wanted, found = steps(plain), steps(scaled, lambda state: set_rate(state, 0.01))
+    wanted = steps(plain)
+    found = steps(scaled, lambda state: set_rate(state, 0.01))
     assert jnp.allclose(wanted["layer"]["kernel"], found["layer"]["kernel"], atol=1e-6)

@@ -110,7 +110,8 @@ def test_without_a_driver_a_row_has_no_energy(monkeypatch):
 
 def test_rows_of_the_ablation_are_compared_with_float32_and_with_tf32():
     plain = {"milliseconds": 100.0, "final_loss": 4.0}
-    tf32, ours = {"milliseconds": 50.0, "final_loss": 4.0}, {"milliseconds": 10.0, "final_loss": 5.0}
+    tf32 = {"milliseconds": 50.0, "final_loss": 4.0}
+    ours = {"milliseconds": 10.0, "final_loss": 5.0}
     for row in (tf32, ours):
         compare(row, {"float32, nothing else": plain, "TF32 matmuls": tf32})
     assert (tf32["speedup"], tf32["speedup_tf32"]) == (2.0, 1.0)

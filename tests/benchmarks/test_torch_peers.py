@@ -44,7 +44,8 @@ def test_llama_is_our_llama():
     from benchmarks.peers.torch_step import make_module
 
     model = load_config(None, [*LLAMA, "model.rope_scaling=null", "model.scan_layers=false"]).model
-    ours, theirs = Transformer(model, nnx.Rngs(0)), make_module(model, 16)
+    ours = Transformer(model, nnx.Rngs(0))
+    theirs = make_module(model, 16)
     copy_weights(ours, theirs)
     tokens = np.random.default_rng(0).integers(0, 64, (2, 17))
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
@@ -77,7 +78,8 @@ def test_decoding_with_a_cache_gives_the_tokens_of_the_whole_forward():
 
     torch.manual_seed(0)
     llama = make_module(load_config(None, [*LLAMA, "model.rope_scaling=null"]).model, 24)
-    prompts, decoder = torch.randint(0, 64, (2, 9)), TorchDecoder(llama, 2, 24)
+    prompts = torch.randint(0, 64, (2, 9))
+    decoder = TorchDecoder(llama, 2, 24)
     found, _ = generate(decoder, decoder, prompts, 8)
     texts = torch.cat([prompts, found], 1)
     assert texts.shape == (2, 17)

@@ -11,7 +11,8 @@ from benchmarks.turns import PLACE, VARIABLE, Turn, other_first_gpu, place, run_
 
 def test_a_measurement_waits_for_compilations_and_other_measurements(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "lock"))
-    first, second = Turn(), Turn()
+    first = Turn()
+    second = Turn()
     measured: list[str] = []
 
     def measure(name: str, turn: Turn) -> None:
@@ -46,7 +47,9 @@ def test_measurements_come_in_the_order_of_their_places(monkeypatch, tmp_path):
         measured.append(name)
         turn.end()
 
-    second, first, also_second = in_place("3"), in_place("1"), in_place("3")
+    second = in_place("3")
+    first = in_place("1")
+    also_second = in_place("3")
     assert first.shared
     threads = [threading.Thread(target=measure, args=one) for one in (("second", second), ("second", also_second))]
     for thread in threads:
@@ -87,7 +90,9 @@ def test_a_turn_rotates_the_gpus_before_jax_starts(monkeypatch, tmp_path):
 
 def test_one_process_at_a_time_takes_much_memory(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "lock"))
-    first, second, entered = Turn(), Turn(), threading.Event()
+    first = Turn()
+    second = Turn()
+    entered = threading.Event()
 
     def enter() -> None:
         with second.memory():

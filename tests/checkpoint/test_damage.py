@@ -168,7 +168,8 @@ def test_a_folder_that_may_not_be_read_is_passed_over(two, open_manager, warning
 
 def rewrite_index(directory, change):
     """Changes the index of checkpoint 2, and its hash with it."""
-    path, sums = directory / "2" / "checkpoint.json", directory / "2" / "SHA256SUMS"
+    path = directory / "2" / "checkpoint.json"
+    sums = directory / "2" / "SHA256SUMS"
     index = json.loads(path.read_text())
     changed = change(index)
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))

@@ -48,7 +48,8 @@ def test_fields_that_came_later_begin_anew_where_the_checkpoint_is_older(open_ma
     manager = open_manager()
     manager.save(1, {"old": jnp.ones(4)}, wait=True)
     state = {"old": jnp.zeros(4), "new": {"a": jnp.zeros(4), "b": jnp.zeros((2, 2), jnp.int32)}}
-    wanted, later = abstract_state(state, split), {"new": lambda: {"a": jnp.arange(4.0), "b": jnp.eye(2, dtype=int)}}
+    wanted = abstract_state(state, split)
+    later = {"new": lambda: {"a": jnp.arange(4.0), "b": jnp.eye(2, dtype=int)}}
     found, _ = manager.restore(1, wanted, later=later)
     np.testing.assert_array_equal(found["old"], np.ones(4))
     np.testing.assert_array_equal(found["new"]["a"], np.arange(4.0))

@@ -157,7 +157,8 @@ def test_a_file_that_takes_the_directorys_place_fails_the_save_and_not_the_run(o
 
 
 def test_a_link_in_place_of_the_lock_is_not_written_through(open_manager, tmp_path):
-    manager, precious = open_manager(), tmp_path / "precious"
+    manager = open_manager()
+    precious = tmp_path / "precious"
     precious.write_text("kept")
     manager.directory.mkdir()
     (manager.directory / ".lock").symlink_to(precious)

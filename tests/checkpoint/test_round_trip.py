@@ -119,7 +119,10 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(open_manager):
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 - 7, tree), donate_argnums=0)
     mesh = jax.make_mesh((8,), ("d",))
     sharding = NamedSharding(mesh, PartitionSpec("d"))
-    fill = lambda seed: {f"w{i}": jnp.full((256, 512), seed + i) for i in range(8)}  # noqa: E731
+
+    def fill(seed):
+        return {f"w{i}": jnp.full((256, 512), seed + i) for i in range(8)}
+
     make = jax.jit(fill, out_shardings=sharding)
     manager = open_manager()
     for step in (1, 2):

@@ -37,7 +37,8 @@ def _values(grid: Grid, rounded: Rounded) -> jax.Array:
 @pytest.mark.parametrize("name", list(PRUNING))
 def test_pruning_errors(layer: SyntheticLayer, name: str):
     pattern, expected = PRUNING[name]
-    w, hessian = _float32(layer.w), _float32(layer.hessian)
+    w = _float32(layer.w)
+    hessian = _float32(layer.hessian)
     found = {
         "magnitude": magnitude(w, pattern),
         "wanda": wanda(w, _float32(np.square(layer.x).sum(0)), pattern),
@@ -51,7 +52,9 @@ def test_pruning_errors(layer: SyntheticLayer, name: str):
 @pytest.mark.longer
 @pytest.mark.parametrize("bits", list(ROUNDING))
 def test_rounding_errors(layer: SyntheticLayer, bits: int):
-    w, hessian, grid = _float32(layer.w), _float32(layer.hessian), Grid(bits, 128)
+    w = _float32(layer.w)
+    hessian = _float32(layer.hessian)
+    grid = Grid(bits, 128)
     rounded = gptq(w, hessian, grid)
     candidates = candidate_scales(_float32(np.abs(layer.x).mean(0)), [w], 128)
     best = candidates[jnp.argmin(rounding_errors(w, candidates, hessian, grid))]
@@ -73,7 +76,8 @@ def _eliminate(w: np.ndarray, hessian: np.ndarray, choose) -> np.ndarray:
     Args:
       choose: (w, diagonal of the inverse, i) -> new column i.
     """
-    w, inverse = w.copy(), np.linalg.inv(hessian)
+    w = w.copy()
+    inverse = np.linalg.inv(hessian)
     for i in range(w.shape[1]):
         new = choose(w, np.diag(inverse), i)
         w[:, i + 1 :] -= np.outer((w[:, i] - new) / inverse[i, i], inverse[i, i + 1 :])
@@ -88,7 +92,8 @@ def _damped(hessian: np.ndarray) -> np.ndarray:
 
 @pytest.mark.longer
 def test_gptq_equals_elimination_in_float64():
-    layer, grid = make_layer(200, 1024), Grid(4, 50)
+    layer = make_layer(200, 1024)
+    grid = Grid(4, 50)
     order = np.argsort(-np.diag(layer.hessian))
     found = gptq(_float32(layer.w), _float32(layer.hessian), grid)
     scales = np.asarray(found.scales, np.float64)
@@ -140,7 +145,8 @@ def test_factor_of_the_inverse():
 
 
 def test_failed_factorization_leaves_plain_rounding():
-    w, grid = _float32(np.random.default_rng(0).normal(size=(8, 16))), Grid(4, 8)
+    w = _float32(np.random.default_rng(0).normal(size=(8, 16)))
+    grid = Grid(4, 8)
     hessian = jnp.eye(16).at[0, 1].set(5.0).at[1, 0].set(5.0)
     found = gptq(w, hessian, grid)
     assert not bool(found.valid)

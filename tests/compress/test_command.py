@@ -39,7 +39,8 @@ def compressed(source, text, tmp_path_factory) -> Path:
 def test_the_report_has_bytes_and_losses_before_and_after(compressed, text):
     record = json.loads((compressed / "compression.json").read_text())
     assert 1.8 < record["bytes_before"] / record["bytes_after"] < 2.0
-    before, after = record["loss_before"]["loss"], record["loss_after"]["loss"]
+    before = record["loss_before"]["loss"]
+    after = record["loss_after"]["loss"]
     assert abs(after - before) < 0.02
     layers = {row["layer"] for row in record["rows"]}
     assert set(record["loss_by_layer"]) == {"none", *layers}

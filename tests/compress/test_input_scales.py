@@ -53,7 +53,8 @@ def test_folds_change_no_output(changes: dict):
     def run(state):
         return nnx.merge(graphdef, state)(x, context)[0]
 
-    before, weights = run(state), weights_by_path(state)
+    before = run(state)
+    weights = weights_by_path(state)
     for fold in find_folds(config, weights):
         inputs = 24 if fold.targets == ("mlp/down_proj",) else 16
         weights |= apply_fold(weights, fold, jnp.exp(jnp.asarray(random.normal(size=inputs), jnp.float32)), config.norm)

@@ -47,7 +47,8 @@ def _put(model: Transformer, weights: Mapping[str, Any]) -> Transformer:
 
 @pytest.mark.quick
 def test_statistics_are_those_of_the_inputs():
-    model, batches = _model(1), _batches()
+    model = _model(1)
+    batches = _batches()
     runner = LayerRunner(jnp.float32)
     streams = runner.embed(model, batches)
     block = model.decoder.layers[0]
@@ -69,7 +70,9 @@ def test_layers_of_a_scan_are_compressed_like_unrolled_ones():
     unrolled = _model(3)
     for (_, single), (_, row) in zip(layers_in_order(unrolled.decoder), layers_in_order(scanned.decoder), strict=True):
         nnx.update(single, nnx.state(row))
-    unrolled.embedding, unrolled.final_norm, unrolled.head = scanned.embedding, scanned.final_norm, scanned.head
+    unrolled.embedding = scanned.embedding
+    unrolled.final_norm = scanned.final_norm
+    unrolled.head = scanned.head
     methods = _methods(Wanda(path="."), range(3), head=True)
     first, second = (compress_layers(model, _batches(), methods) for model in (scanned, unrolled))
     assert first.weights.keys() == second.weights.keys() == methods.keys()
@@ -78,7 +81,8 @@ def test_layers_of_a_scan_are_compressed_like_unrolled_ones():
 
 
 def test_next_layer_is_calibrated_on_compressed_ones():
-    model, batches = _model(), _batches()
+    model = _model()
+    batches = _batches()
     method = Wanda(path=".", sparsity=0.9)
     whole = compress_layers(model, batches, _methods(method)).weights
     first = {path: w for path, w in whole.items() if "/0/" in path}
@@ -91,7 +95,8 @@ def test_next_layer_is_calibrated_on_compressed_ones():
 
 @pytest.mark.longer
 def test_awq_folds_scales_where_activations_are_large():
-    model, batches = _model(1), _batches()
+    model = _model(1)
+    batches = _batches()
     block = model.decoder.layers[0]
     block.attention_norm.scale[...] = block.attention_norm.scale[...].at[:2].set(20.0)
     block.mlp_norm.scale[...] = block.mlp_norm.scale[...].at[3].set(20.0)
@@ -109,7 +114,8 @@ def test_awq_folds_scales_where_activations_are_large():
 
 
 def test_methods_of_one_layer_may_differ():
-    model, batches = _model(), _batches()
+    model = _model()
+    batches = _batches()
     chosen = _methods(Wanda(path="."), range(1)) | _methods(Wanda(path=".", pattern="2:4"), range(1, 2))
     chosen["decoder/layers/0/attention/q_proj/kernel"] = SparseGpt(path=".")
     chosen["decoder/layers/0/mlp/down_proj/kernel"] = Rtn(path=".", bits=8)
@@ -133,7 +139,8 @@ def _shapes(model: Transformer) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_failed_solver_and_unknown_path_are_reported():
-    model, said = _model(1), []
+    model = _model(1)
+    said = []
     model.decoder.layers[0].attention_norm.scale[...] = jnp.full(16, jnp.nan)
     path = "decoder/layers/0/attention/q_proj/kernel"
     compress_layers(model, _batches(1), {path: Gptq(path=".", group_size=16)}, report=said.append)
@@ -143,8 +150,10 @@ def test_failed_solver_and_unknown_path_are_reported():
 
 
 def test_embedding_of_a_tied_model_is_calibrated_as_its_head():
-    model, batches = _model(1, tie_word_embeddings=True), _batches()
-    method, path = Gptq(path=".", group_size=16), "embedding/table"
+    model = _model(1, tie_word_embeddings=True)
+    batches = _batches()
+    method = Gptq(path=".", group_size=16)
+    path = "embedding/table"
     found = compress_layers(model, batches, {path: method})
     packed = found.weights[path]
     assert isinstance(packed, PackedWeight) and packed.matrix().shape == (32, 16) and found.output_errors[path] < 0.05

@@ -45,7 +45,8 @@ def test_low_rank_is_the_nearest_of_its_rank():
     packed = LowRank(path=".", rank=8, dtype="float32").compress(W, None)
     s = np.linalg.svd(np.asarray(W, np.float64), compute_uv=False)
     np.testing.assert_allclose(relative_error(W, packed), (s[8:] ** 2).sum() / (s**2).sum(), rtol=1e-4)
-    u, v = packed.arrays["u"], packed.arrays["v"]
+    u = packed.arrays["u"]
+    v = packed.arrays["v"]
     np.testing.assert_allclose(jnp.linalg.norm(u, axis=0), jnp.linalg.norm(v, axis=1), rtol=1e-4)
     exact = LowRank(path=".", rank=4, dtype="float32").compress(W[:, :4] @ W[:4], None)
     assert relative_error(W[:, :4] @ W[:4], exact) < 1e-9

@@ -53,7 +53,8 @@ def test_a_directory_of_each_recipe_holds_the_bits_of_the_model_in_memory(source
         written.clear()
         compress_by(name, source, tmp_path / name)
         (params,) = written.values()
-        in_memory, reloaded = unpack_vectors(named_leaves(params)), named_leaves(read_compressed(tmp_path / name)[0])
+        in_memory = unpack_vectors(named_leaves(params))
+        reloaded = named_leaves(read_compressed(tmp_path / name)[0])
         assert in_memory.keys() == reloaded.keys()
         for path, leaf in in_memory.items():
             assert jax.tree.structure(leaf) == jax.tree.structure(reloaded[path]), (name, path)
@@ -62,13 +63,17 @@ def test_a_directory_of_each_recipe_holds_the_bits_of_the_model_in_memory(source
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_directory_is_evaluated_generated_from_served_and_converted_alike(name, source, tmp_path):
-    out, text = tmp_path / "small", TextOptions([str(source.parent / "text.txt")])
-    report, measured = compress_by(name, source, out, text), evaluate(out, text=text).text
+    out = tmp_path / "small"
+    text = TextOptions([str(source.parent / "text.txt")])
+    report = compress_by(name, source, out, text)
+    measured = evaluate(out, text=text).text
     assert measured is not None and report.loss_after is not None
     assert measured.loss == pytest.approx(report.loss_after.loss, rel=1e-6)
-    run, prompt = load(out, ["parallel.data=1"]), list(b"A sentence to")
+    run = load(out, ["parallel.data=1"])
+    prompt = list(b"A sentence to")
     generated = np.concatenate(list(run.decoder.generate([prompt], 6, GREEDY))).tolist()
-    settings, words = EngineConfig(slots=1, chunk=16, context=64), run.tokenizer.vocab_size
+    settings = EngineConfig(slots=1, chunk=16, context=64)
+    words = run.tokenizer.vocab_size
     with Engine(run.decoder, settings, vocab_size=words, warm_up=False) as engine:
         assert engine.submit(prompt, 6, GREEDY).result() == generated
     export_checkpoint(out, tmp_path / "converted", warn=lambda line: None)

@@ -91,7 +91,8 @@ def test_a_matrix_goes_back_to_the_weight_that_it_comes_from(path, dims):
 
 
 def test_weights_that_training_rounded_are_rounded_once(trained):
-    out, text = trained.parent / "small", TextOptions([str(trained.parent / "text.txt")])
+    out = trained.parent / "small"
+    text = TextOptions([str(trained.parent / "text.txt")])
     recipe = Recipe(layers=(Rtn(path="^decoder/", bits=4, group_size=16),), store="float32")
     report = compress(trained, recipe, out, CompressOptions(text=text, layer_tokens=0))
     found = named_leaves(read_compressed(out)[0])[Q_PROJ].arrays
@@ -142,7 +143,8 @@ def test_a_run_with_rounded_inputs_computes_what_its_compressed_model_does(tmp_p
     """Training's evaluation, the run's decoder and the decoder of recipe w8a8 multiply the same integers."""
     rule = "{path: ^decoder, method: qat, bits: 8, group_size: null, activations: int8}"
     run = make_run(tmp_path, f"compression.rules=[{rule}]", "model.scan_layers=true", "model.num_layers=2")
-    out, text = tmp_path / "small", TextOptions([str(tmp_path / "text.txt")])
+    out = tmp_path / "small"
+    text = TextOptions([str(tmp_path / "text.txt")])
     recipe = load_recipe("w8a8").model_copy(update={"store": "float32"})
     report = compress(run, recipe, out, CompressOptions(text=text, layer_tokens=0))
     measured = evaluate(run, text=text).text
@@ -155,19 +157,25 @@ def test_a_run_with_rounded_inputs_computes_what_its_compressed_model_does(tmp_p
         if path.endswith("/kernel"):
             assert leaf.format.name == other.format.name == "integer_w8a8"
             jax.tree.map(np.testing.assert_array_equal, leaf, other)
-    greedy, prompt = Sampling(temperature=0.0), list(b"A sentence to")
+    greedy = Sampling(temperature=0.0)
+    prompt = list(b"A sentence to")
     texts = [np.concatenate(list(decoder.generate([prompt], 6, greedy))).tolist() for decoder in decoders]
     assert texts[0] == texts[1] and len(texts[0]) == 6
 
 
 def test_a_run_starts_from_compressed_weights(trained):
     recipe = Recipe(layers=(Magnitude(path="^decoder/"),), store="float32")
-    out, lines, text = trained.parent / "sparse", list[str](), TextOptions([str(trained.parent / "text.txt")])
+    out = trained.parent / "sparse"
+    lines = list[str]()
+    text = TextOptions([str(trained.parent / "text.txt")])
     compress(trained, recipe, out, CompressOptions(text=text, layer_tokens=0))
     weights = stored_weights(trained)
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     place = jax.NamedSharding(mesh, jax.P())
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=place)  # noqa: E731
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=place)
+
     wanted = nest((tuple(path.split("/")), shape(x)) for path, x in weights.items())
     model = load_config(trained / "config.yaml").model
     params = initial_parameters(out, model, wanted, lines.append)

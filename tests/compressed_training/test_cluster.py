@@ -25,7 +25,9 @@ def test_values_and_gradients_equal_those_of_the_dense_form():
     target = jax.random.normal(jax.random.key(1), w.shape)
 
     def value_and_gradient(function: Callable[..., jax.Array]) -> tuple[jax.Array, jax.Array]:
-        loss = lambda w: jnp.sum(function(w, SETTINGS) * target)  # noqa: E731
+        def loss(w):
+            return jnp.sum(function(w, SETTINGS) * target)
+
         return jax.jit(lambda w: (function(w, SETTINGS), jax.grad(loss)(w)))(w)
 
     (expected, expected_gradient), (found, gradient) = map(value_and_gradient, (dense_clusters, soft_clusters))
@@ -41,7 +43,8 @@ def test_the_backward_pass_needs_only_the_16_bit_weights():
 
 @pytest.mark.longer
 def test_export_has_a_table_of_values_and_the_nearest_of_them():
-    rule, w = ClusterRule(path=".*", bits=3), weights(40, 64)
+    rule = ClusterRule(path=".*", bits=3)
+    w = weights(40, 64)
     indices, table = assign(w, rule.settings)
     exported = np.asarray(rule.compress(w, train=False))
     assert len(np.unique(exported)) <= 8

@@ -41,9 +41,11 @@ def fit(target: jax.Array, rule: LowRankRule, steps: int) -> dict[str, jax.Array
 def test_training_recovers_singular_values_and_vectors():
     """Nested truncation of a linear map has the singular value decomposition as its optimum (Maestro, theorem 4.1)."""
     values = np.array([3.0, 2.2, 1.6, 1.1, 0.7, 0.4])
-    left, right = orthogonal(1), orthogonal(2)
+    left = orthogonal(1)
+    right = orthogonal(2)
     stored = fit(jnp.asarray(left * values @ right.T, jnp.float32), LowRankRule(path=".*", penalty=0.0), 6000)
-    u, v = np.asarray(stored["u"]), np.asarray(stored["v"])
+    u = np.asarray(stored["u"])
+    v = np.asarray(stored["v"])
     found = np.linalg.norm(u, axis=0) * np.linalg.norm(v, axis=1)
     np.testing.assert_allclose(found, values, rtol=0.01)
     cosines = np.abs(np.sum(u / np.linalg.norm(u, axis=0) * left, axis=0))
@@ -52,7 +54,8 @@ def test_training_recovers_singular_values_and_vectors():
 
 def test_the_penalty_finds_the_rank():
     """A map of rank 2 keeps two ranks; the others are exactly zero, and an export has no trace of them."""
-    left, right = orthogonal(1), orthogonal(2)
+    left = orthogonal(1)
+    right = orthogonal(2)
     target = jnp.asarray(left[:, :2] * np.array([3.0, 2.0]) @ right[:, :2].T, jnp.float32)
     rule = LowRankRule(path=".*", penalty=0.02, threshold=1e-3)
     stored = fit(target, rule, 2000)

@@ -22,7 +22,8 @@ def test_scales_start_on_the_grid_of_gptq_and_have_the_gradient_of_lsq():
     layout = MatrixLayout((32, 24), 0, 1)
     stored = RULE.store(layout.from_matrices(start), layout)
     np.testing.assert_array_equal(RULE.use(stored, layout, None), start.T)
-    w, scales = jnp.asarray([[0.1, 0.26, -0.74, 2.0]]), jnp.asarray([[0.25]])
+    w = jnp.asarray([[0.1, 0.26, -0.74, 2.0]])
+    scales = jnp.asarray([[0.25]])
     of_w, of_scales = jax.grad(lambda w, s: round_with_scales(w, s, Grid(3)).sum(), (0, 1))(w, scales)
     np.testing.assert_array_equal(of_w, [[1, 1, 1, 0]])  # 2.0 is clipped to 3 steps
     np.testing.assert_allclose(of_scales, [[(0 - 0.4) + (1 - 1.04) + (-3 + 2.96) + 3]], atol=1e-5)

@@ -11,7 +11,8 @@ LAYOUT = MatrixLayout((8, 6), stack=0, inputs=1)
 
 
 def test_zeros_get_no_gradient_and_stay_through_any_step():
-    rule, w = MaskRule(path=".*"), jax.random.normal(jax.random.key(0), LAYOUT.shape)
+    rule = MaskRule(path=".*")
+    w = jax.random.normal(jax.random.key(0), LAYOUT.shape)
     w = jnp.where(jax.random.uniform(jax.random.key(1), w.shape) < 0.5, 0.0, w)
     x = jax.random.normal(jax.random.key(2), w.shape)
     gradient = jax.grad(lambda w: jnp.sum(rule.use(w, LAYOUT, None) * x))(w)

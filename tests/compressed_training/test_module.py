@@ -40,7 +40,8 @@ class Small(nnx.Module):
     """Two dense layers of Flax."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.first, self.second = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 2, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.second(jnp.tanh(self.first(x)))
@@ -138,7 +139,8 @@ def test_the_penalty_is_a_part_of_the_gradient():
     trainer = small_trainer(compress_in_training(Small, [rule]), squared_error, lambda step: DATA, optax.sgd(0.5))
     assert isinstance(trainer.module, CompressedModule)
     layout = trainer.module.chosen["first/kernel"][1].layout
-    before, key = jax.device_get(trainer.state.params), jax.random.fold_in(trainer.state.key, 0)
+    before = jax.device_get(trainer.state.params)
+    key = jax.random.fold_in(trainer.state.key, 0)
     choice = jax.random.randint(jax.random.fold_in(key, 2), (), 0, rule.number_of_choices(layout))
 
     def objective(stored: dict) -> jax.Array:
@@ -181,7 +183,9 @@ def test_a_teacher_is_learnt_from_and_stays_as_it_is():
         found = distillation_loss(student, batch, train=True, settings=settings)
         return found.total / found.count
 
-    make = lambda rngs: with_teacher(Transformer(model, rngs), teacher)  # noqa: E731
+    def make(rngs):
+        return with_teacher(Transformer(model, rngs), teacher)
+
     trainer = small_trainer(make, loss, lambda step: batch_at(0, 8), optax.adamw(0.01), rows=8)
     before = np.asarray(trainer.state.params["teacher"]["head"])
     losses = run_steps(trainer, 8)
@@ -190,8 +194,12 @@ def test_a_teacher_is_learnt_from_and_stays_as_it_is():
     assert "teacher" not in trainer.stored_state.params
     batch = batch_at(0, 8)
     tokens = jnp.asarray(batch["tokens"])
-    log = lambda model: jax.nn.log_softmax(model(tokens, segment_ids=jnp.asarray(batch["segment_ids"])))  # noqa: E731
-    student, target = log(trainer.trained_module), log(teacher)
+
+    def log(model):
+        return jax.nn.log_softmax(model(tokens, segment_ids=jnp.asarray(batch["segment_ids"])))
+
+    student = log(trainer.trained_module)
+    target = log(teacher)
     counts = batch["labels"] != -100
     whole = np.sum(counts * np.sum(np.exp(target) * (target - student), axis=-1)) / counts.sum()
     found = loss(trainer.trained_module, jax.tree.map(jnp.asarray, batch))

@@ -44,13 +44,17 @@ def make(rngs: nnx.Rngs, **changed: Any) -> Transformer:
 def random_parameters(module: CompressedModule) -> Dict:
     """Parameters of which a third is zero."""
     random = np.random.default_rng(0)
-    draw = lambda shape: random.normal(size=shape) * (random.random(shape) < 0.7)  # noqa: E731
+
+    def draw(shape):
+        return random.normal(size=shape) * (random.random(shape) < 0.7)
+
     return jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), module.abstract_params)
 
 
 def everything(module: CompressedModule, to_plain: Any, stored: Dict, key: jax.Array) -> Any:
     """What a module makes of stored parameters, for a loss that is linear in the weights, in the model's order."""
-    shapes, used_shapes = module.plain.abstract_params, module.plain.used.abstract_params
+    shapes = module.plain.abstract_params
+    used_shapes = module.plain.used.abstract_params
     slopes = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), used_shapes)
 
     def loss(stored: Dict) -> tuple[jax.Array, Dict]:
@@ -86,7 +90,8 @@ def test_stacks_of_stages_are_compressed_as_the_layers_are(rules: list[WeightRul
         stored = staged.from_plain(params, staged.abstract_params)
         return everything(plain, lambda x, _: x, params, key), everything(staged, staged.to_plain, stored, key)
 
-    params, draws = random_parameters(plain), set()
+    params = random_parameters(plain)
+    draws = set()
     for seed in range(8):
         wanted, found = both(params, jax.random.key(seed))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
@@ -120,7 +125,10 @@ def trainer_with(rules: str, *overrides: str) -> Trainer:
 @functools.cache
 def pruned_start(rules: str, *overrides: str) -> TrainState:
     state = jax.device_get(trainer_with(rules, *overrides).state)
-    prune = lambda path, x: np.where(np.abs(x) < 0.01, 0, x) if "v_proj" in path or "o_proj" in path else x  # noqa: E731
+
+    def prune(path, x):
+        return np.where(np.abs(x) < 0.01, 0, x) if "v_proj" in path or "o_proj" in path else x
+
     params = jax.tree_util.tree_map_with_path(lambda path, x: prune(jax.tree_util.keystr(path), x), state.params)
     return state._replace(params=params)
 
@@ -138,12 +146,16 @@ def assert_close_parameters(found: Dict, wanted: Dict) -> None:
 
 
 def assert_trains_as_one_device(rules: str, shape: tuple[str, ...], *layout: str) -> None:
-    start, found = pruned_start(rules, *shape), []
+    start = pruned_start(rules, *shape)
+    found = []
     for overrides in ((), layout):
         trainer = load(trainer_with(rules, *shape, *overrides), start)
         found.append((metrics_of_steps(trainer, 3), jax.device_get(trainer.stored_state.params)))
     (wanted, params), (metrics, pipelined) = found
-    values = lambda found, name: [m[name] for m in found]  # noqa: E731
+
+    def values(found, name):
+        return [m[name] for m in found]
+
     np.testing.assert_allclose(values(metrics, "loss"), values(wanted, "loss"), rtol=1e-5)
     np.testing.assert_allclose(metrics[0]["grad_norm"], wanted[0]["grad_norm"], rtol=1e-5)
     # After the first step a weight between two integers may be rounded to the other one.
@@ -183,7 +195,8 @@ def test_every_method_trains_as_on_one_device(schedule: str, scan: str):
     ("first", "then"), [(LAYOUTS["zero_bubble"], ()), ((), LAYOUTS["interleaved"])], ids=["to one device", "to stages"]
 )
 def test_a_run_goes_on_under_another_layout(tmp_path, first: tuple[str, ...], then: tuple[str, ...]):
-    rules, shape = f"{MASKED}, {QUANTIZED}, {OTHERS}", ("model.num_layers=5", "schedule.name=constant")
+    rules = f"{MASKED}, {QUANTIZED}, {OTHERS}"
+    shape = ("model.num_layers=5", "schedule.name=constant")
     start = pruned_start(rules, *shape)
     settings = LoopSettings(
         checkpoint=CheckpointConfig(every_steps=2),

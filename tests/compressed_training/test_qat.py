@@ -28,12 +28,13 @@ def test_the_export_of_a_trained_weight_is_what_rtn_writes(bits: int, group: int
 
 
 def test_the_gradient_is_that_of_the_rounded_weight():
-    grid, x, y = (
-        Grid(3, 8),
-        jax.random.normal(jax.random.key(1), (5, 32)),
-        jax.random.normal(jax.random.key(2), (5, 24)),
-    )
-    loss = lambda w: jnp.sum((x @ w.T - y) ** 2)  # noqa: E731
+    grid = Grid(3, 8)
+    x = jax.random.normal(jax.random.key(1), (5, 32))
+    y = jax.random.normal(jax.random.key(2), (5, 24))
+
+    def loss(w):
+        return jnp.sum((x @ w.T - y) ** 2)
+
     found = jax.grad(lambda w: loss(round_straight_through(w, grid)))(W)
     rounded = grid.round(W)
     np.testing.assert_allclose(found, 2 * (x @ rounded.T - y).T @ x, rtol=1e-4, atol=1e-4)

@@ -39,7 +39,8 @@ def test_a_training_step_computes_what_the_packed_layer_does():
 
     @jax.jit
     def run(params, packed):
-        used, exported = module.used.merge(module.use(params, None)[0], other), module.merge(params, other)
+        used = module.used.merge(module.use(params, None)[0], other)
+        exported = module.merge(params, other)
         return used(x), exported(x), packed_matmul(x, packed)
 
     trained, evaluated, served = run(params, packed)

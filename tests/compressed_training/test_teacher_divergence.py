@@ -15,7 +15,9 @@ COUNTS = np.array([1, 0, 1, 1, 1, 0, 1], np.float32)
 
 
 def whole(hidden: jax.Array, weight: jax.Array, options: DivergenceOptions) -> jax.Array:
-    cap = lambda logits, most: logits if most is None else jnp.tanh(logits / most) * most  # noqa: E731
+    def cap(logits, most):
+        return logits if most is None else jnp.tanh(logits / most) * most
+
     student = jax.nn.log_softmax(cap(hidden @ weight, options.student_cap) / options.temperature)
     teacher = jax.nn.log_softmax(cap(TEACHER @ TEACHER_WEIGHT, options.teacher_cap) / options.temperature)
     return jnp.sum(COUNTS * jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1))

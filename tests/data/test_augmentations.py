@@ -64,13 +64,18 @@ def test_fill_in_the_middle_gives_every_document_back(order):
             opening, body = ([START], after[1:]) if before[0] == START else ([], after)
             if after[-1] != row["tokens"][-1]:  # the row has no room for three more ids of the last document
                 assert len(after) == len(before) + 3
-            first, second = body.index(258), body.index(259)
+            first = body.index(258)
+            second = body.index(259)
             assert body[0] == 257
             if order == "PSM":
-                prefix, suffix, middle = body[1:first], body[first + 1 : second], body[second + 1 :]
+                prefix = body[1:first]
+                suffix = body[first + 1 : second]
+                middle = body[second + 1 :]
             else:
                 assert first == 1
-                prefix, suffix, middle = [], body[2:second], body[second + 1 :]
+                prefix = []
+                suffix = body[2:second]
+                middle = body[second + 1 :]
             known = [*opening, *prefix, *middle, *suffix]
             if order == "PSM":
                 assert known == before
@@ -102,8 +107,10 @@ def test_span_corruption_can_be_undone():
     row = augment(row_of([], body, length=128), SpanCorruption(noise_density=0.2))
     tokens, labels = (list(x) for x in split_row(row, START)[0])
     cut = len(labels) - int(np.argmax(np.array(labels)[::-1] == IGNORE))  # the first target is predicted before it
-    inputs, targets = tokens[1 : cut + 1], tokens[cut + 1 :]
-    spans, current = {}, []
+    inputs = tokens[1 : cut + 1]
+    targets = tokens[cut + 1 :]
+    spans = {}
+    current = []
     for one in targets:
         if one >= 257:
             current = spans[one] = []
@@ -181,7 +188,8 @@ def test_training_rows_are_augmented_and_held_out_rows_are_not(byte_config):
     chosen = {"augmentations": (TokenDropout(rate=0.5),)}
     data = open_data(byte_config.model_copy(update=chosen), sequence_length=32, seed=7)
     ask = {"global_batch_size": 4, "rows": range(4)}
-    before, after = plain.batch(3, **ask), data.batch(3, **ask)
+    before = plain.batch(3, **ask)
+    after = data.batch(3, **ask)
     assert (before["tokens"] != after["tokens"]).mean() > 0.3
     np.testing.assert_array_equal(before["labels"], after["labels"])
     rows = [next(x.held_out_batches(batch_size=4, rows=range(4)))["tokens"] for x in (plain, data)]

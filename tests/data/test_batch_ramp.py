@@ -116,10 +116,12 @@ def test_training_takes_the_rows_in_order_with_the_learning_rate_of_their_batch(
     trainer = make_trainer()
     trainer.fit(None, QUIET)
     rows = {name: np.concatenate([full_batch(step)[name] for step in range(7)]) for name in ("x", "y")}
-    w, sizes = np.array([1.0, 2.0]), trainer.batch_sizes
+    w = np.array([1.0, 2.0])
+    sizes = trainer.batch_sizes
     for step in range(12):
         part = slice(sizes.rows_before(step), sizes.rows_before(step + 1))
-        x, y = rows["x"][part], rows["y"][part]
+        x = rows["x"][part]
+        y = rows["y"][part]
         w -= 0.1 * (len(y) / 8) ** 0.5 * 2 * x.T @ (x @ w - y) / len(y)
     np.testing.assert_allclose(trainer.state.params["w"], w, rtol=1e-4)
     assert sorted(trainer._smaller) == [2, 4]
@@ -165,7 +167,8 @@ def test_a_resumed_ramp_is_bit_equal(tmp_path, stop):
 
 
 def test_devices_share_the_batches_of_every_size():
-    one, two = make_trainer(), make_trainer(devices=2, gradient_accumulation=2)
+    one = make_trainer()
+    two = make_trainer(devices=2, gradient_accumulation=2)
     for trainer in (one, two):
         trainer.fit(None, QUIET)
     np.testing.assert_allclose(one.state.params["w"], two.state.params["w"], rtol=1e-5)

@@ -110,7 +110,9 @@ def test_a_batch_that_is_ready_does_not_wait_for_a_later_one(mesh):
             yield {"tokens": np.full((8, 2), i, np.int32)}
 
     iterator = device_batches(source(), NamedSharding(mesh, SPECS[0]), depth=2)
-    first, second = next(iterator)[0], next(iterator)[0]  # while the third is still being read
+    # while the third is still being read
+    first = next(iterator)[0]
+    second = next(iterator)[0]
     assert not stalled.is_set()
     stalled.set()
     numbers = [int(batch["tokens"][0, 0]) for batch in (first, second, *(batch for batch, _ in iterator))]

@@ -298,7 +298,8 @@ def test_the_cache_is_private_and_refused_where_it_cannot_be(byte_config, tmp_pa
 
 def test_two_openers_at_once_write_once(byte_config, tmp_path):
     config = changed(byte_config, cache_dir=str(tmp_path))
-    said, opened = [], []
+    said = []
+    opened = []
     threads = [
         threading.Thread(target=lambda: opened.append(open_data(config, sequence_length=8, seed=0, report=said.append)))
         for _ in range(3)
@@ -355,7 +356,8 @@ def test_batches_are_those_of_a_serial_reader_for_any_number_of_processes(byte_c
 
 
 def test_a_slow_batch_delays_no_other_and_keeps_the_order(data, monkeypatch):
-    stalled, read = threading.Event(), []
+    stalled = threading.Event()
+    read = []
     whole = TrainingBatches.__getitem__
 
     def slow(self, number):

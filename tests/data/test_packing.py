@@ -27,7 +27,10 @@ class ListStream:
 def slow_row(ids, row, length):
     """One row by the definition, with Python lists only."""
     window = ids[row * length : row * length + length + 1]
-    tokens, labels, segments, positions = [], [], [], []
+    tokens = []
+    labels = []
+    segments = []
+    positions = []
     segment = position = 0
     for t in range(length):
         token = window[t] if t < len(window) else START

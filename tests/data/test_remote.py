@@ -45,7 +45,8 @@ class Server:
     """Serves files by the protocols of a web server, S3 and Cloud Storage, for reading."""
 
     def __init__(self, folder, ranges=True):
-        self.requests, self.delay = [], 0.0
+        self.requests = []
+        self.delay = 0.0
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -68,7 +69,8 @@ class Server:
                 content = path.read_bytes()
                 if not part or not ranges:
                     return self.reply(200, content, {})
-                begin, end = int(part[1]), int(part[2] or len(content) - 1)
+                begin = int(part[1])
+                end = int(part[2] or len(content) - 1)
                 end = min(end, len(content) - 1)
                 return self.reply(
                     206, content[begin : end + 1], {"content-range": f"bytes {begin}-{end}/{len(content)}"}
@@ -108,7 +110,8 @@ def check_equal(remote, local):
     assert remote.fingerprint == local.fingerprint
     iterator = remote.batches(start=3, **ASK)
     for number in range(3, 9):
-        batch, expected = next(iterator), local.batch(number, **ASK)
+        batch = next(iterator)
+        expected = local.batch(number, **ASK)
         for name in expected:
             np.testing.assert_array_equal(batch[name], expected[name])
     iterator.close()
@@ -151,7 +154,8 @@ def test_shards_are_copied_once_and_then_read_locally(folder, server, tmp_path):
 
 
 def test_a_damaged_copy_is_made_again(folder, server, tmp_path):
-    url, cache = f"{server.url}/tokens", str(tmp_path)
+    url = f"{server.url}/tokens"
+    cache = str(tmp_path)
     remote = prepared_folders.open_folder(url, cache)
     stream = remote.open_split("train")
     stream._files._copy("train-00001.bin")
@@ -191,7 +195,8 @@ def test_a_server_without_ranges_needs_a_cache(folder, tmp_path):
     server = Server(folder, ranges=False)
     with pytest.raises(RangesIgnored, match="sends whole files only.* set data.shard_cache to a local directory"):
         opened(f"{server.url}/tokens").batch(0, **ASK)
-    remote, local = opened(f"{server.url}/tokens", shard_cache=str(tmp_path)), opened(folder)
+    remote = opened(f"{server.url}/tokens", shard_cache=str(tmp_path))
+    local = opened(folder)
     np.testing.assert_array_equal(remote.batch(0, **ASK)["tokens"], local.batch(0, **ASK)["tokens"])
     server.close()
 

@@ -77,9 +77,10 @@ def test_log_likelihoods_are_those_of_the_logits(model, logits):
 def test_a_long_text_is_scored_in_windows_each_token_once(model, logits):
     """A window begins with the last token of the one before; the last one reaches back for more context."""
     ids = np.random.default_rng(0).integers(1, 64, 37).tolist()
-    stream, non_params = [0, *ids], 37 % LENGTH
+    stream = [0, *ids]
+    rest = 37 % LENGTH
     windows = [(stream[start : start + 1], stream[start + 1 : start + LENGTH + 1]) for start in (0, LENGTH)]
-    windows.append((stream[-LENGTH - 1 : -non_params], ids[-non_params:]))
+    windows.append((stream[-LENGTH - 1 : -rest], ids[-rest:]))
     expected = sum(score(logits, *window)[0] for window in windows)
     short, long = model.loglikelihood_rolling(requests("loglikelihood_rolling", (as_words(ids[:3]),), (as_words(ids),)))
     assert short == pytest.approx(score(logits, [0], ids[:3])[0], abs=1e-4)

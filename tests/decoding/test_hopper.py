@@ -20,7 +20,8 @@ from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton
 
-BATCH, ROOM = 16, 512
+BATCH = 16
+ROOM = 512
 SPLITS = "xla_gpu_experimental_force_split_k"
 
 
@@ -55,12 +56,15 @@ def compiled_steps(
 
     params = jax.tree.map(place, module.abstract_params, module.parameter_specs(rules))
     decoder = Decoder.__new__(Decoder)  # the constructor casts arrays, of which there are none here
-    decoder.module, decoder.rules, decoder._vocab_size = module, rules, None
+    decoder.module = module
+    decoder.rules = rules
+    decoder._vocab_size = None
     cache = jax.eval_shape(lambda: module.merge(params, {}).make_cache(batch, ROOM))
     cache = jax.tree.map(
         lambda x: hopper_array(x.shape, x.dtype, rules.mesh, jax.P("data", *["tensor"] * (x.ndim == 4))), cache
     )
-    row, number = hopper_array((batch,), jnp.int32, rules.mesh), hopper_array((), jnp.int32, rules.mesh)
+    row = hopper_array((batch,), jnp.int32, rules.mesh)
+    number = hopper_array((), jnp.int32, rules.mesh)
     program = functools.partial(decoder._decode_steps, count=steps, sampling=Sampling(temperature=0))
     arguments = (params, {}, row, row, hopper_array((batch,), jnp.uint32, rules.mesh), number, cache)
     with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
@@ -102,7 +106,8 @@ def test_a_layer_with_joined_projections_launches_ten_kernels():
     """
     if not is_supported(SPLITS, 1):
         pytest.skip(f"needs a jaxlib with the option {SPLITS}")
-    rules, found = make_rules(hopper_mesh(ONE_DEVICE)), []
+    rules = make_rules(hopper_mesh(ONE_DEVICE))
+    found = []
     for layers in (2, 3):
         program = compiled_steps(rules, 8, 2, {"num_layers": layers}, joined=True, options={SPLITS: 1})
         loop = main_loop(program)
@@ -129,7 +134,8 @@ def test_the_update_of_a_stacked_layers_cache_is_one_call_in_place():
 def test_a_step_copies_no_cache_and_sends_one_sum_a_sublayer(tensor):
     axes = {"pipeline": 1, "data": tensor, "fsdp": 1, "expert": 1, "context": 1, "tensor": tensor}
     program = compiled_steps(make_rules(hopper_mesh(axes)))
-    rows, heads = BATCH // tensor, 4 // tensor
+    rows = BATCH // tensor
+    heads = 4 // tensor
     for slots in (256, 512):
         shape = re.escape(f"bf16[{rows},{heads},{slots},128]")
         made = re.findall(rf"= {shape}\S* ([\w-]+)\(", program)

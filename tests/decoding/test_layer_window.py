@@ -37,7 +37,8 @@ def tokens(decoder: Decoder, sampling: Sampling, count: int = 6) -> np.ndarray:
 
 
 def test_parts_come_in_turns_and_never_more_than_the_window():
-    live, most = set(), 0
+    live = set()
+    most = 0
 
     class Weight:
         def __init__(self, number):
@@ -85,7 +86,8 @@ def test_live_bytes_are_at_most_those_of_the_window_and_the_cache(tmp_path, monk
     _, window = open_both(tmp_path, resident=2, dtype=jnp.bfloat16)
     del model
     before = {id(x) for x in jax.live_arrays()}
-    live, run = [], window._layer
+    live = []
+    run = window._layer
 
     def watched(*args, **kwargs):
         arrays = [x for x in jax.live_arrays() if id(x) not in before and (x.shape, x.dtype) in kinds]

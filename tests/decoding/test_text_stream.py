@@ -61,7 +61,8 @@ def test_words_keep_their_spaces_also_after_the_prompt():
 
 
 def test_a_long_text_of_words_is_that_of_all_its_tokens():
-    tokenizer, random = word_tokenizer(), np.random.default_rng(0)
+    tokenizer = word_tokenizer()
+    random = np.random.default_rng(0)
     ids = random.choice(ids_of("▁Hello", "▁world", ",", "▁the", "ly"), 200).tolist()
     assert "".join(pieces(TextStream(tokenizer), ids)) == tokenizer.decode(ids)
 
@@ -112,7 +113,8 @@ class Spelled:
     """In a decoder's place: each prompt goes on with given bytes."""
 
     def __init__(self, *texts: bytes):
-        self.texts, self.steps = texts, 0
+        self.texts = texts
+        self.steps = 0
 
     def generate(self, prompts, max_tokens, sampling, *, seed, stop_tokens):
         for step in range(max_tokens):

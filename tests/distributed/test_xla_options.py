@@ -21,7 +21,8 @@ from tests.small_runs import make_trainer, run_steps, small_config, unpacked_bat
 
 
 def test_options_follow_what_the_step_holds():
-    plain, pipeline = step_options(), step_options(pipeline=True)
+    plain = step_options()
+    pipeline = step_options(pipeline=True)
     assert plain == {option.name: option.value for option in ALWAYS}
     assert plain["xla_gpu_enable_triton_gemm"] is False
     assert pipeline == {**plain, **{option.name: option.value for option in PIPELINE}}
@@ -58,8 +59,12 @@ def test_a_step_in_bfloat16_runs_on_any_cpu():
     """Of this model some products were left to nobody on a CPU with instructions for bfloat16."""
     sizes = ["model.vocab_size=512", "model.num_layers=1", "parallel.data=1"]
     config = load_config("configs/quickstart.yaml", ["precision.compute=bfloat16", *sizes])
-    rows, length = config.train.global_batch_size, config.train.sequence_length
-    data = lambda step: unpacked_batch_at(step, rows, length, 512)  # noqa: E731
+    rows = config.train.global_batch_size
+    length = config.train.sequence_length
+
+    def data(step):
+        return unpacked_batch_at(step, rows, length, 512)
+
     trainer = run_build.make_trainer(config, data, jax.devices()[:1])
     assert trainer.compiler_options == {option.name: option.value for option in NARROW_ON_CPU}
     assert run_steps(trainer, 1) == [pytest.approx(np.log(512), rel=0.02)]

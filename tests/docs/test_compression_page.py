@@ -5,7 +5,8 @@ from scripts.result_rows import RESULTS, read_rows
 
 
 def test_page_is_what_its_script_makes():
-    page, rows = compression_page.PAGE.read_text(encoding="utf-8"), read_rows(RESULTS / "compression_methods.jsonl")
+    page = compression_page.PAGE.read_text(encoding="utf-8")
+    rows = read_rows(RESULTS / "compression_methods.jsonl")
     assert page == compression_page.make_page(page, rows), "run: python scripts/compression_page.py"
 
 

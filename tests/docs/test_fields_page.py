@@ -24,7 +24,8 @@ ROW = {
 
 
 def test_fields_page_is_what_its_script_makes():
-    page, rows = fields_page.PAGE.read_text(encoding="utf-8"), fields_page.newest_rows()
+    page = fields_page.PAGE.read_text(encoding="utf-8")
+    rows = fields_page.newest_rows()
     assert page == fields_page.make_page(page, rows), "run: python scripts/fields_page.py"
     for name, drawing in fields_page.make_pictures(rows).items():
         stored = (fields_page.PICTURES / name).read_text(encoding="utf-8")
@@ -66,6 +67,7 @@ def test_criteria_that_the_page_calls_met_are_met_again(name, tmp_path):
     subprocess.run(command, cwd=fields_page.ROOT, env=environment, check=True, capture_output=True, timeout=580)
     found = json.loads((tmp_path / "fields.jsonl").read_text(encoding="utf-8"))
     (row,) = [row for row in fields_page.newest_rows() if row["work"] == name]
-    checks, simulator = row["checks"], shutil.which("iverilog")
+    checks = row["checks"]
+    simulator = shutil.which("iverilog")
     checked = [name for name in checks if simulator or "simulated by iverilog" not in name]  # needs the program
     assert not [name for name in checked if checks[name] and not found["checks"][name]], found["numbers"]

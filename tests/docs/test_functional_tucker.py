@@ -29,9 +29,11 @@ def test_chain_has_the_covariance_of_the_kernel():
 
 
 def test_smoother_equals_a_dense_gaussian_process():
-    values, noise = np.sin(7 * TIMES), np.linspace(0.02, 0.5, len(TIMES))
+    values = np.sin(7 * TIMES)
+    noise = np.linspace(0.02, 0.5, len(TIMES))
     mean, variance, evidence = example.smooth(jnp.float32(values), jnp.float32(noise), GAPS, RATE)
-    kernel, total = matern(TIMES), matern(TIMES) + np.diag(noise)
+    kernel = matern(TIMES)
+    total = matern(TIMES) + np.diag(noise)
     solved = np.linalg.solve(total, values)
     np.testing.assert_allclose(mean, kernel @ solved, atol=1e-4)
     np.testing.assert_allclose(variance, np.diag(kernel - kernel @ np.linalg.solve(total, kernel)), atol=1e-4)

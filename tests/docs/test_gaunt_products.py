@@ -63,7 +63,8 @@ def test_product_on_the_grid_equals_the_contraction(degree):
 
 
 def test_product_equals_the_route_over_a_fourier_series():
-    degree, points = 3, 16
+    degree = 3
+    points = 16
     place = (slice(None), *example.packed(degree))
     x = np.zeros((2, degree + 1, 2 * degree + 1), np.float32)
     x[place] = np.random.default_rng(0).normal(size=(2, 16))
@@ -76,7 +77,8 @@ def test_product_equals_the_route_over_a_fourier_series():
     k = np.fft.fftfreq(points, 1 / points)
     nodes, weights = np.polynomial.legendre.leggauss(8)
     longitudes = 2 * np.pi * np.arange(11) / 11
-    latitude, longitude = np.exp(1j * np.outer(k, np.arccos(nodes))), np.exp(1j * np.outer(k, longitudes))
+    latitude = np.exp(1j * np.outer(k, np.arccos(nodes)))
+    longitude = np.exp(1j * np.outer(k, longitudes))
     values = np.einsum("uv,ut,vp->tp", series, latitude, longitude).real
     down = example.legendre(degree, nodes) * weights * 2 * np.pi / 11
     expected = np.einsum("tp,mp,lmt->lm", values, example.fourier(degree, longitudes), down)

@@ -11,7 +11,8 @@ example = load_example("process_control")
 def test_crystals_take_what_the_solution_loses():
     random = np.random.default_rng(0)
     state = example.starts(16, random)
-    total, number = state[:, 4] + 8e-9 * state[:, 3], state[:, 0]
+    total = state[:, 4] + 8e-9 * state[:, 3]
+    number = state[:, 0]
     for jacket in (40.0, 30.0, 25.0, 15.0):
         state = example.advance(state, np.full(16, jacket))
     np.testing.assert_allclose(state[:, 4] + 8e-9 * state[:, 3], total, rtol=1e-12)
@@ -30,7 +31,8 @@ def test_runs_keep_the_limits_of_the_jacket():
 
 def test_labels_in_hindsight_repeat_the_run():
     random = np.random.default_rng(0)
-    state, profiles = example.starts(8, random), example.random_profiles(8, random)
+    state = example.starts(8, random)
+    profiles = example.random_profiles(8, random)
     first = example.run(lambda k, *_: profiles[:, k + 1], state, np.zeros(8), 0.0, random)
     rows = example.label(first)
     again = example.run(lambda k, m, jackets, g: jackets[:, k] + rows["targets"][:, k, 0], state, 0, 0.0, random)

@@ -40,7 +40,8 @@ def test_features_are_orthonormal_fields_of_any_frames(surface):
     np.testing.assert_allclose(np.einsum("nxk,nxl->kl", fields, fields) / 200, np.eye(20), atol=1e-4)
     assert np.all(values >= 0) and np.all(np.diff(values) >= -1e-6)
     angles = np.random.default_rng(1).uniform(0, 2 * np.pi, 200)
-    cosine, sine = np.cos(angles), np.sin(angles)
+    cosine = np.cos(angles)
+    sine = np.sin(angles)
     turns = np.stack([cosine, -sine, sine, cosine], -1).reshape(200, 2, 2)
     others, turned = example.features(frames @ turns, edges, 20)
     np.testing.assert_allclose(others, values, atol=1e-5)
@@ -51,7 +52,8 @@ def test_features_are_orthonormal_fields_of_any_frames(surface):
 
 def test_bound_is_the_evidence_of_a_dense_gaussian_process_at_its_posterior():
     random = np.random.default_rng(0)
-    fields, vectors = random.normal(size=(10, 3, 6)).astype(np.float32), random.normal(size=(10, 3)).astype(np.float32)
+    fields = random.normal(size=(10, 3, 6)).astype(np.float32)
+    vectors = random.normal(size=(10, 3)).astype(np.float32)
     model = example.FieldRegression(np.linspace(0.1, 1, 6).astype(np.float32), nnx.Rngs(0))
     weighted = (fields * np.asarray(model.weights())).reshape(30, 6).astype(np.float64)
     noise = float(model.noise())

@@ -13,7 +13,8 @@ example = load_example("wave_simulator")
 
 def test_solver_conserves_the_discrete_energy():
     found = example.simulate(3, seed=0).astype(np.float64)
-    fields, squared_courant = found[:, :-1], found[:, -1:]
+    fields = found[:, :-1]
+    squared_courant = found[:, -1:]
 
     def gradients(u):
         padded = np.pad(u, ((0, 0), (0, 0), (1, 1), (1, 1)))
@@ -36,7 +37,8 @@ def test_one_way_filters_equal_their_square_form():
 
 
 def test_rows_hold_neighbouring_times_of_one_run():
-    rows, found = example.make_rows(2, seed=3), example.simulate(2, seed=3)
+    rows = example.make_rows(2, seed=3)
+    found = example.simulate(2, seed=3)
     now, before, speed = np.moveaxis(rows["fields"], -1, 0)
     time = next(t for t in range(found.shape[1]) if np.array_equal(found[0, t], now[0]))
     np.testing.assert_array_equal(before[0], found[0, time - 1])

@@ -49,7 +49,8 @@ def test_a_model_that_a_target_cannot_hold_leaves_no_folder(to, tmp_path, capsys
 @pytest.mark.longer
 def test_a_folder_is_written_and_its_use_is_printed(tmp_path, capsys):
     pytest.importorskip("onnx")
-    source, out = make_word_model("qwen2", tmp_path / "qwen2"), tmp_path / "exports" / "onnx"
+    source = make_word_model("qwen2", tmp_path / "qwen2")
+    out = tmp_path / "exports" / "onnx"
     assert command.main(["--run", str(source), "--to", "onnx", "--out", str(out), "--context", "32"]) == 0
     assert f"{out}/run.py" in capsys.readouterr().out
     assert {path.name for path in out.iterdir()} >= {"model.onnx", "run.py", "export.json", "tokenizer.json"}

@@ -14,10 +14,12 @@ pytest.importorskip("onnxruntime")
 
 @pytest.mark.parametrize("name", [pytest.param(DENSE[0], marks=pytest.mark.quick), *DENSE[1:]])
 def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
-    source, wanted = make_source(name), expected(name)
+    source = make_source(name)
+    wanted = expected(name)
     assert onnx_target.problem(source) is None
     onnx_target.write(source, tmp_path)
-    model, tokens = OnnxModel(tmp_path), wanted["tokens"]
+    model = OnnxModel(tmp_path)
+    tokens = wanted["tokens"]
     np.testing.assert_allclose(model.start([row[:5] for row in tokens]), wanted["logits"][:, 4], atol=1e-4, rtol=0)
     for position in range(5, 24):
         found = model.advance(tokens[:, position])
@@ -45,7 +47,8 @@ def test_large_weights_are_written_beside_the_graph(tmp_path, monkeypatch):
 def test_the_head_can_be_left_to_the_last_token(tmp_path):
     import onnxruntime
 
-    source, wanted = make_source("qwen3"), expected("qwen3")
+    source = make_source("qwen3")
+    wanted = expected("qwen3")
     build_graph(source.model, source.parameters, last_only=True).save(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
     empty = np.zeros((2, source.model.kv_heads, 0, source.model.width_per_head), np.float32)

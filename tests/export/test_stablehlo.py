@@ -32,7 +32,8 @@ def folder(tmp_path_factory):
 
 
 def test_logits_and_greedy_tokens_are_those_of_transformers(folder):
-    wanted, model = expected("llama"), StableHLOModel(folder)
+    wanted = expected("llama")
+    model = StableHLOModel(folder)
     tokens = wanted["tokens"]
     found = model.start([tokens[0, :3], tokens[1, :20]])
     np.testing.assert_allclose(found, wanted["logits"][[0, 1], [2, 19]], atol=1e-4, rtol=0)
@@ -77,7 +78,8 @@ def test_a_process_with_jax_alone_generates(folder):
 def test_other_families(name, tmp_path, unchecked_shapes):
     stablehlo.write(make_source(name), tmp_path)
     wanted = expected(name)
-    model, tokens = StableHLOModel(tmp_path), wanted["tokens"]
+    model = StableHLOModel(tmp_path)
+    tokens = wanted["tokens"]
     np.testing.assert_allclose(model.start([tokens[0, :10]])[0], wanted["logits"][0, 9], atol=1e-4, rtol=0)
     for position in range(10, 24):
         found = model.advance(tokens[:1, position])

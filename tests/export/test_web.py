@@ -45,7 +45,8 @@ def ask(browser, kind, **values):
                                   pytest.param("gemma3", marks=pytest.mark.exhaustive),
                                   pytest.param("llama-biases", marks=pytest.mark.exhaustive)])  # fmt: skip
 def test_the_page_computes_what_transformers_does(name, tmp_path):
-    source, wanted = make_source(name), expected(name)
+    source = make_source(name)
+    wanted = expected(name)
     assert web.problem(source) is None
     web.write(source, tmp_path / "page")
     tokens = wanted["tokens"][0].tolist()
@@ -69,7 +70,8 @@ def test_the_page_computes_what_transformers_does(name, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_threads_of_an_isolated_page_compute_the_same(name, tmp_path):
-    source, wanted = make_source(name), expected(name)
+    source = make_source(name)
+    wanted = expected(name)
     web.write(source, tmp_path / "page")
     tokens = wanted["tokens"][0].tolist()
     with served(tmp_path / "page") as address, open_browser(tmp_path / "profile") as browser:
@@ -85,7 +87,8 @@ def test_threads_of_an_isolated_page_compute_the_same(name, tmp_path):
 @needs_chromium
 @pytest.mark.exhaustive
 def test_a_page_that_is_not_isolated_has_one_thread(tmp_path):
-    source, wanted = make_source("llama"), expected("llama")
+    source = make_source("llama")
+    wanted = expected("llama")
     web.write(source, tmp_path)
     tokens = wanted["tokens"][0].tolist()
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))  # as python -m http.server has
@@ -104,7 +107,8 @@ def test_a_page_that_is_not_isolated_has_one_thread(tmp_path):
 @pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.exhaustive)
                                               for name in ("qwen3", "gpt2", "gemma3", "llama-biases"))])  # fmt: skip
 def test_the_page_computes_the_same_on_webgpu(name, tmp_path):
-    source, wanted = make_source(name), expected(name)
+    source = make_source(name)
+    wanted = expected(name)
     web.write(source, tmp_path / "page")
     tokens = wanted["tokens"][0].tolist()
     with served(tmp_path / "page") as address, open_browser(tmp_path / "profile", SOFTWARE_GPU) as browser:
@@ -141,7 +145,8 @@ def sentencepiece(normalizer=None, pre_tokenizer=None) -> SubwordTokenizer:
     words = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), *"\u2581defx", "de", "def", "\u2581def", "\u2581x"]
     merges = [("d", "e"), ("de", "f"), ("\u2581", "def"), ("\u2581", "x")]
     model = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges, byte_fallback=True, unk_token="<unk>"))
-    model.normalizer, model.pre_tokenizer = normalizer, pre_tokenizer
+    model.normalizer = normalizer
+    model.pre_tokenizer = pre_tokenizer
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     model.decoder = decoders.Sequence(steps)
     return SubwordTokenizer(model, "file", 1)

@@ -93,7 +93,8 @@ def test_longformer_attention_is_that_of_the_dense_form():
 def test_fp8_products_and_gradients(recipe):
     """Against float32; three bits of a mantissa leave about 4 % of error, and 5 of gradients in e5m2 9 %."""
     keys = jax.random.split(jax.random.key(0), 3)
-    x, w = jax.random.normal(keys[0], (1024, 768), jnp.bfloat16), jax.random.normal(keys[1], (768, 1536), jnp.bfloat16)
+    x = jax.random.normal(keys[0], (1024, 768), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (768, 1536), jnp.bfloat16)
     cotangent = jax.random.normal(keys[2], (1024, 1536), jnp.bfloat16)
 
     def run(product, x, w):
@@ -139,7 +140,9 @@ def test_fp8_mlp(recipe):
         compiled = jax.jit(functools.partial(run, function)).lower(cotangent, x, *weights)
         return compiled.compile(compiler_options=step_options())(cotangent, x, *weights)
 
-    found, other, wanted = results(whole, x), results(apart, x), results(exact, x.astype(jnp.float32))
+    found = results(whole, x)
+    other = results(apart, x)
+    wanted = results(exact, x.astype(jnp.float32))
     assert max(relative(a, b) for a, b in zip(found, other, strict=True)) < 0.01
     assert max(relative(a, b) for a, b in zip(found, wanted, strict=True)) < 0.15
 
@@ -149,7 +152,8 @@ def test_a_norm_is_the_same_where_it_is_rounded(recipe):
     """But for values that sums in another order round another way."""
     keys = jax.random.split(jax.random.key(0), 4)
     x, cotangent = (jax.random.normal(key, (4096, 512), jnp.bfloat16) for key in keys[:2])
-    gain, w = jax.random.normal(keys[2], (512,)), 0.05 * jax.random.normal(keys[3], (512, 512))
+    gain = jax.random.normal(keys[2], (512,))
+    w = 0.05 * jax.random.normal(keys[3], (512, 512))
     states = (empty_fp8_state(),) if recipe == "delayed" else None
 
     def run(within, cotangent, x, gain, w, states):

@@ -18,7 +18,8 @@ from jaxstack.state import init_state
 from jaxstack.step import StepFunctions
 from tests.small_runs import batch_at, make_trainer, small_config
 
-WIDTH, SIGMA = 1000, 0.1
+WIDTH = 1000
+SIGMA = 0.1
 
 
 class Weight(nnx.Module):
@@ -38,8 +39,11 @@ def noise_scale(devices: int, steps: int = 300) -> dict[str, float]:
     module = FunctionalModule(Weight)
     functions = StepFunctions(module, linear, optax.sgd(0.0), None, rules, accumulation=8 // devices)
     functions.noise_scale = True
-    step, state = jax.jit(functions.train_step), init_state(module, optax.sgd(0.0), jax.random.key(0))
-    random, mean, scale = np.random.default_rng(0), np.full(WIDTH, WIDTH**-0.5), NoiseScale()
+    step = jax.jit(functions.train_step)
+    state = init_state(module, optax.sgd(0.0), jax.random.key(0))
+    random = np.random.default_rng(0)
+    mean = np.full(WIDTH, WIDTH**-0.5)
+    scale = NoiseScale()
     for _ in range(steps):
         x = (mean + SIGMA * random.standard_normal((64, WIDTH), np.float32)).astype(np.float32)
         state, metrics = step(state, {"x": x})
@@ -63,7 +67,8 @@ def test_replicas_of_a_known_covariance():
 def test_microbatches_of_unequal_size():
     """Exact means over all microbatches: |g|² = |G|² + S / b for each of them."""
     counts = np.array([10.0, 30.0, 0.0, 60.0])
-    signal, noise = 2.0, 5.0
+    signal = 2.0
+    noise = 5.0
     squares = counts**2 * (signal + noise / np.maximum(counts, 1.0))
     whole = 100.0**2 * (signal + noise / 100.0)
     group = Group()
@@ -74,7 +79,8 @@ def test_microbatches_of_unequal_size():
 
 def small_batches(layout: str, rows: int) -> tuple[list, list]:
     """Rows of the small batches of sharded and of replicated parameters, with two microbatches on two devices."""
-    half, quarter = rows // 2, rows // 4
+    half = rows // 2
+    quarter = rows // 4
     by_device = [
         list(range(device * half + micro * quarter, device * half + (micro + 1) * quarter))
         for micro in range(2)

@@ -41,7 +41,8 @@ def together(*moves):
 
 
 def test_islands_step_along_their_mean_progress(tmp_path):
-    one, other = Island(tmp_path, 0, wait_seconds=5), Island(tmp_path, 1, wait_seconds=5)
+    one = Island(tmp_path, 0, wait_seconds=5)
+    other = Island(tmp_path, 1, wait_seconds=5)
     together((one, [1.0, 0.0]), (other, [3.0, 0.0]))
     # Progress -2, velocity -2: 1 - 0.5 (-2 + 0.5 * -2).
     assert one.weights == other.weights == [2.5, 2.0]
@@ -52,7 +53,8 @@ def test_islands_step_along_their_mean_progress(tmp_path):
 
 
 def test_others_go_on_without_an_island_and_it_catches_up(tmp_path):
-    one, other = Island(tmp_path, 0), Island(tmp_path, 1)
+    one = Island(tmp_path, 0)
+    other = Island(tmp_path, 1)
     together((one, [1.0, 0.0]), (other, [3.0, 0.0]))
     one.move([1.0, 0.0])
     assert any("went on without island 1" in line for line in one.said)
@@ -74,7 +76,8 @@ def test_a_folder_of_other_islands_is_refused(tmp_path):
 
 
 def test_an_island_far_behind_is_told_that_exchanges_are_deleted(tmp_path):
-    one, late = Island(tmp_path, 0, count=1, keep=2), Island(tmp_path, 0, count=1, keep=2)
+    one = Island(tmp_path, 0, count=1, keep=2)
+    late = Island(tmp_path, 0, count=1, keep=2)
     for _ in range(3):
         one.move([1.0, 0.0])
     with pytest.raises(JaxstackError, match="exchange 0 of islands cannot be read"):
@@ -93,7 +96,8 @@ def test_a_damaged_file_is_named(tmp_path, left):
 
 
 def test_an_exchange_that_is_being_deleted_is_not_held_anew(tmp_path):
-    one, late = Island(tmp_path, 0, keep=2), Island(tmp_path, 1, keep=2)
+    one = Island(tmp_path, 0, keep=2)
+    late = Island(tmp_path, 1, keep=2)
     one.exchange.mean._waited_for_all = True
     for _ in range(3):
         one.move([1.0, 0.0])

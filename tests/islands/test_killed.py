@@ -54,7 +54,8 @@ def test_what_a_killed_run_has_contributed_counts_once(runs: Runs):
         return runs.start(runs.train(f"{name}-{island}", *STEPS, *layout, command=KILLED), KILL=kill)
 
     for name, kill in (("whole", ""), ("killed", "wait:2")):
-        one, other = start(name, 0), start(name, 1, kill)
+        one = start(name, 0)
+        other = start(name, 1, kill)
         if kill:
             code, said = finish(other)
             assert code == -9, said

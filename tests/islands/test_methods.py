@@ -128,13 +128,17 @@ def test_values_are_rounded_by_at_most_half_a_step():
 def test_gossip_mixes_as_its_matrix_says(graph):
     exchange = Gossip(every=1, graph=graph).build(8, {})
     first = x = draw(8, 5)
-    expected, nothing = np.eye(8), OuterState({}, {})
+    expected = np.eye(8)
+    nothing = OuterState({}, {})
     for turn in range(3):
         phase = exchange.due(turn + 1)
         x = on_islands(8, lambda x, phase=phase: exchange(phase, x, nothing)[0])(x)
         expected = mixing_matrix(mixing_weights(graph, 8)[phase], 8) @ expected
     np.testing.assert_allclose(x, expected @ np.asarray(first), atol=1e-6)
-    apart = lambda x: np.linalg.norm(x - np.mean(x, 0))  # noqa: E731
+
+    def apart(x):
+        return np.linalg.norm(x - np.mean(x, 0))
+
     limit = 1e-6 if graph == "exponential" else (1 / 3 + 2 / 3 * np.cos(np.pi / 4)) ** 3
     assert apart(x) <= limit * apart(first)
 
@@ -144,7 +148,9 @@ def test_diloco_steps_as_nesterov_sgd_on_the_mean_progress():
     step = on_islands(4, lambda params, state: exchange(0, params, state))
     theirs = optax.sgd(0.7, momentum=0.9, nesterov=True)
     anchor = {"w": draw(3, 2)}
-    params, state, outer = on_all(anchor, 4), on_all(exchange.init(anchor), 4), theirs.init(anchor)
+    params = on_all(anchor, 4)
+    state = on_all(exchange.init(anchor), 4)
+    outer = theirs.init(anchor)
     for _ in range(3):
         moved = {"w": params["w"] + draw(4, 3, 2)}
         gradient = {"w": anchor["w"] - moved["w"].mean(0)}
@@ -180,7 +186,8 @@ def test_powersgd_is_exact_at_full_rank_and_feeds_its_error_back():
     method = PowerSGD(rank=1)
     gradient = {"kernel": draw(4, 6, 5), "bias": draw(4, 5)}
     first = jax.tree.map(lambda x: x[0], gradient)
-    step, state = on_islands(4, lambda tree, state: method(tree, state)), on_all(method.init(first), 4)
+    step = on_islands(4, lambda tree, state: method(tree, state))
+    state = on_all(method.init(first), 4)
     total = jnp.zeros((6, 5))
     for rounds in range(1, 31):
         found, state = step(gradient, state)

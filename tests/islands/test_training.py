@@ -26,7 +26,8 @@ from tests.small_runs import batch_at, small_config
 
 class Network(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.up, self.down = nnx.Linear(8, 12, rngs=rngs), nnx.Linear(12, 1, rngs=rngs)
+        self.up = nnx.Linear(8, 12, rngs=rngs)
+        self.down = nnx.Linear(12, 1, rngs=rngs)
 
     def __call__(self, x):
         return self.down(nnx.tanh(self.up(x)))[:, 0]
@@ -79,7 +80,8 @@ def assert_close(one, other, **tolerance):
     "method", [LocalSGD(every=1), DiLoCo(every=1, outer_learning_rate=1.0, momentum=0.0)], ids=["local", "diloco"]
 )
 def test_one_inner_step_is_data_parallelism(method):
-    ours, theirs = network_trainer(4, method), network_trainer(1)
+    ours = network_trainer(4, method)
+    theirs = network_trainer(1)
     losses = steps(ours, 4), steps(theirs, 4)
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert_close(mean_params(ours), jax.device_get(theirs.state.params), atol=1e-6)

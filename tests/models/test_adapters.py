@@ -113,7 +113,9 @@ def test_rules_may_tell_layers_apart_where_they_are_unrolled():
 def test_dropout_is_for_training_only_and_differs_between_layers():
     model = moved(model_of(rules=[AdapterRule(path="q_proj", rank=4, dropout=0.5)]))
     run = nnx.jit(lambda model, key: model(TOKENS, dropout_key=key))
-    plain, one, two = logits(model), run(model, jax.random.key(0)), run(model, jax.random.key(1))
+    plain = logits(model)
+    one = run(model, jax.random.key(0))
+    two = run(model, jax.random.key(1))
     assert float(jnp.abs(one - two).max()) > 1e-3 and float(jnp.abs(one - plain).max()) > 1e-3
     np.testing.assert_array_equal(run(model, jax.random.key(0)), one)
     np.testing.assert_allclose(logits(merge_adapters(model)), plain, atol=1e-5)
@@ -173,7 +175,8 @@ def test_the_optimizer_holds_two_moments_of_the_adapters():
 
 
 def test_frozen_weights_cost_four_flops_a_parameter_instead_of_six():
-    plain, adapted = make_trainer(small_config()), trainer_of()
+    plain = make_trainer(small_config())
+    adapted = trainer_of()
     assert plain.frozen_parameters() == {}
     config = small_config().model
     assert flops_saved_per_token(config, adapted.frozen_parameters()) == 2 * count_parameters(config).matmul

@@ -49,7 +49,9 @@ MODELS = {
     "performer": {"attention": PerformerAttention(features=24)},
     "projected": {"attention": ProjectedAttention(block_size=8, summaries=3)},
 }  # fmt: skip
-T, LENGTHS, STEPS = 36, (17, 2, 6), 19
+T = 36
+LENGTHS = (17, 2, 6)
+STEPS = 19
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,7 +60,8 @@ def test_prefill_and_steps_give_the_logits_of_the_whole_forward(name):
     model = Transformer(ModelConfig(**{**BASE, **MODELS[name]}), nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 61, (len(LENGTHS), T)).astype(np.int32)
     wanted = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
-    lengths, rows = np.array(LENGTHS, np.int32), np.arange(len(LENGTHS))
+    lengths = np.array(LENGTHS, np.int32)
+    rows = np.arange(len(LENGTHS))
     prompt = np.where(np.arange(20) < lengths[:, None], tokens[:, :20], 7)
     logits, cache = nnx.jit(lambda *a: a[0].prefill(*a[1:], T))(model, prompt, lengths)
     step = nnx.jit(lambda model, *arguments: model.decode(*arguments))
@@ -89,8 +92,10 @@ def test_the_window_bounds_what_a_layer_keeps(values, slots):
 @pytest.mark.parametrize(("slots", "pinned"), [(8, 0), (5, 2), (3, 3), (1, 0)])
 def test_a_slot_holds_the_newest_token_of_its_turn(slots, pinned):
     """A token at a time, several at once, and all at once, against a list of who wrote where."""
-    heads, ring = AttentionSpec(1, 1, 1, 1.0), slots - (pinned if pinned < slots else 0)
-    first, count = slots - ring, 12
+    heads = AttentionSpec(1, 1, 1, 1.0)
+    ring = slots - (pinned if pinned < slots else 0)
+    first = slots - ring
+    count = 12
     values = (1 + jnp.arange(count, dtype=jnp.float32)).reshape(1, count, 1, 1)
 
     @jax.jit
@@ -132,9 +137,11 @@ def test_unrolled_layers_compute_the_same(lead):
 
 def test_a_cache_as_pages_gives_the_attention_over_its_slots():
     """Slots in no multiple of a block, rows of other lengths, and a soft cap."""
-    random, heads = np.random.default_rng(0), AttentionSpec(6, 2, 32, 0.2, soft_cap=4.0)
+    random = np.random.default_rng(0)
+    heads = AttentionSpec(6, 2, 32, 0.2, soft_cap=4.0)
     q, *cache = (random.normal(size=shape).astype(np.float32) for shape in ((3, 1, 6, 32), *2 * [(3, 2, 37, 32)]))
-    cache, lengths = KeyCache(*map(jnp.asarray, cache)), jnp.array([37, 5, 1])
+    cache = KeyCache(*map(jnp.asarray, cache))
+    lengths = jnp.array([37, 5, 1])
     visible = (jnp.arange(37) < lengths[:, None])[:, None]
     found = attend_newest(jnp.asarray(q), cache, lengths, heads, implementation="xla")
     assert found is not None

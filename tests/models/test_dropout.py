@@ -17,7 +17,8 @@ def test_each_token_has_a_key_of_its_own_wherever_it_lies():
 
 
 def test_a_mask_belongs_to_its_token_and_has_the_right_mean():
-    x, keys = jnp.ones((4, 6, 512)), token_keys(KEY, 4, jnp.arange(6))
+    x = jnp.ones((4, 6, 512))
+    keys = token_keys(KEY, 4, jnp.arange(6))
     whole = drop(x, 0.25, keys)
     assert jnp.array_equal(drop(x[1:3, 2:], 0.25, keys[1:3, 2:]), whole[1:3, 2:])
     np.testing.assert_allclose(np.unique(whole), [0, 1 / 0.75])
@@ -27,7 +28,8 @@ def test_a_mask_belongs_to_its_token_and_has_the_right_mean():
 
 
 def test_parts_of_the_model_draw_other_masks():
-    x, keys = jnp.ones((2, 3, 64)), token_keys(KEY, 2, jnp.arange(3))
+    x = jnp.ones((2, 3, 64))
+    keys = token_keys(KEY, 2, jnp.arange(3))
     first, second = split_key(keys)
     masks = [drop(x, 0.5, key) for key in (keys, first, second, fold_key(keys, 2), fold_key(keys, 3))]
     for i, mask in enumerate(masks):

@@ -11,7 +11,9 @@ from jaxstack.models import ModelConfig, Transformer, feed_forward_chunks, in_fp
 from jaxstack.precision.config import PrecisionConfig
 from tests.small_runs import batch_at
 
-ROWS, LENGTH, WIDTH = 4, 16, 64
+ROWS = 4
+LENGTH = 16
+WIDTH = 64
 
 
 def model_of(remat: str = "full", fp8: str = "none", dtype=jnp.float32, **changes) -> Transformer:
@@ -54,13 +56,16 @@ def test_chunks_change_nothing(monkeypatch, changes, tokens):
 @pytest.mark.longer
 def test_gradients_of_weights_are_added_up_in_float32(monkeypatch):
     """In bfloat16 each of 64 chunks would round the sum."""
-    params, x = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (1, 512, 8))
+    params = jax.random.normal(jax.random.key(0), (8, 8))
+    x = jax.random.normal(jax.random.key(1), (1, 512, 8))
     module = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     module.kernel.value = params.astype(jnp.bfloat16)
     graphdef, state = nnx.split(module)
 
     def loss(state, most):
-        apply = lambda module, x: module(x)  # noqa: E731
+        def apply(module, x):
+            return module(x)
+
         module = nnx.merge(graphdef, state)
         count = feed_forward_chunks.count_chunks(module, x.astype(jnp.bfloat16), 8, most)
         outputs = feed_forward_chunks.apply_in_chunks(apply, module, x.astype(jnp.bfloat16), count)

@@ -68,7 +68,8 @@ def assert_alike(found, expected) -> None:
 def test_decoding_gives_the_logits_and_the_cache_of_separate_projections(name):
     """Steps of one token and of two, one row with padding."""
     changes, cache_format, together = UPDATES[name]
-    prompts, lengths = np.tile(TOKENS, (2, 1)), np.array([7, 3], np.int32)
+    prompts = np.tile(TOKENS, (2, 1))
+    lengths = np.array([7, 3], np.int32)
 
     @nnx.jit
     def run(model):
@@ -118,7 +119,8 @@ def pack(layer, grid: Grid) -> None:
 def test_packed_kernels_of_one_format_are_joined_and_others_stay_apart():
     model = Transformer(CONFIG.model_copy(update={"scan_layers": False, "num_layers": 1}), nnx.Rngs(0))
     (block,) = model.decoder.layers
-    attention, mlp = block.attention, block.mlp
+    attention = block.attention
+    mlp = block.mlp
     for layer in (mlp.gate_proj, mlp.up_proj, attention.q_proj, attention.k_proj):
         pack(layer, Grid(4, 16))
     pack(attention.v_proj, Grid(8))

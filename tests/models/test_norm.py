@@ -19,7 +19,8 @@ def rms_norm(x, scale):
 
 def arrays(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 3)
-    scale, bias = 1 + 0.3 * jax.random.normal(keys[0], (48,)), jax.random.normal(keys[1], (48,))
+    scale = 1 + 0.3 * jax.random.normal(keys[0], (48,))
+    bias = jax.random.normal(keys[1], (48,))
     return (3 * jax.random.normal(keys[2], (2, 5, 48)) + 1).astype(dtype), scale, bias
 
 
@@ -32,8 +33,13 @@ def with_parameters(norm, scale, bias=None):
 
 def test_layer_norm_and_its_gradients_are_those_of_the_formula():
     weights = jnp.cos(jnp.arange(48.0))
-    ours = lambda x, scale, bias: jnp.sum(with_parameters(LayerNorm(48, 1e-5), scale, bias)(x) * weights)  # noqa: E731
-    plain = lambda *xs: jnp.sum(layer_norm(*xs) * weights)  # noqa: E731
+
+    def ours(x, scale, bias):
+        return jnp.sum(with_parameters(LayerNorm(48, 1e-5), scale, bias)(x) * weights)
+
+    def plain(*xs):
+        return jnp.sum(layer_norm(*xs) * weights)
+
     for got, wanted in zip(
         jax.value_and_grad(ours, (0, 1, 2))(*arrays())[1], jax.grad(plain, (0, 1, 2))(*arrays()), strict=True
     ):

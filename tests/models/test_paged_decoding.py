@@ -27,7 +27,9 @@ MODELS = {
     },
     "experts": {"moe": MoEConfig(num_experts=4, num_experts_per_tok=2, capacity_factor=None)},
 }  # fmt: skip
-T, PAGE, PAGES = 36, 4, 40
+T = 36
+PAGE = 4
+PAGES = 40
 
 
 def place(table: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -55,7 +57,8 @@ def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width, mo
         hidden, pages = model.decode_packed(tokens, positions, PageSlots(write, groups), pages)
         return model.logits(hidden), pages
 
-    pages, seen = model.make_pages(PAGES, PAGE), np.zeros(4, int)
+    pages = model.make_pages(PAGES, PAGE)
+    seen = np.zeros(4, int)
     for turn in range(6):
         single, chunked = ([0, 1], [2, 3]) if turn % 2 else ([2, 3], [0, 1])
         order = [*single, 0, *chunked]  # the third row is no sequence

@@ -7,7 +7,10 @@ import pytest
 from tests.hopper_steps import compile_step
 from tests.small_runs import small_config
 
-LAYERS, B, T, D = 2, 8, 1024, 256
+LAYERS = 2
+B = 8
+T = 1024
+D = 256
 SHAPE = (
     f"model.num_layers={LAYERS}", f"model.hidden_size={D}", "model.num_heads=4", "model.head_dim=64",
     "model.intermediate_size=512", "model.vocab_size=512", "model.scan_layers=false", "model.remat=none",

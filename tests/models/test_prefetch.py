@@ -20,7 +20,8 @@ def sums(trainer: Trainer):
     batches = trainer.batches(0)
     batch = next(batches)[0]
     batches.close()
-    state, gradients = trainer.state, trainer.steps.gradients
+    state = trainer.state
+    gradients = trainer.steps.gradients
 
     def compute(params, non_params, key):
         found, non_params = gradients(params, non_params, batch, key)
@@ -58,7 +59,8 @@ FP8 = (*layout(fsdp=2), "model.num_layers=5", "model.unscanned_end_layers=1", "m
 def test_gradients_are_those_of_the_plain_scan(overrides):
     config = small_config("train.global_batch_size=8", *overrides)
     ahead = small_config("train.global_batch_size=8", *overrides, "parallel.prefetch=true")
-    wanted, found = sums(make_trainer(config)), sums(make_trainer(ahead))
+    wanted = sums(make_trainer(config))
+    found = sums(make_trainer(ahead))
     assert wanted[0].loss > 0 and max(np.abs(x).max() for x in jax.tree.leaves(wanted[0].gradients)) > 1e-3
 
     def compare(found, wanted):

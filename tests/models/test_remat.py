@@ -75,7 +75,9 @@ def test_offloaded_layer_inputs_leave_the_memory_of_a_gpu(policy):
     tokens = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
 
     def memory(config: ModelConfig) -> Any:
-        make = lambda: Transformer(config, nnx.Rngs(0), dtype=jnp.bfloat16)  # noqa: E731
+        def make():
+            return Transformer(config, nnx.Rngs(0), dtype=jnp.bfloat16)
+
         graphdef, state = nnx.split(nnx.eval_shape(make))
 
         def loss(state, tokens):
@@ -84,7 +86,8 @@ def test_offloaded_layer_inputs_leave_the_memory_of_a_gpu(policy):
         with lowering_platform("cuda"):
             return compile_for_hopper(jax.grad(loss), state, tokens).memory_analysis()
 
-    offloaded, on_device = memory(config), memory(kept)
+    offloaded = memory(config)
+    on_device = memory(kept)
     inputs = config.num_layers * 2 * 4096 * config.hidden_size * 2
     assert offloaded.host_temp_size_in_bytes == inputs and on_device.host_temp_size_in_bytes == 0
     saved = on_device.temp_size_in_bytes - offloaded.temp_size_in_bytes

@@ -31,7 +31,8 @@ FAMILIES = {
     "mistral": {"layer_types": ("sliding_attention",), "sliding_window": 4},
     "no positions": {"positions": "none", "hidden_act": "relu_squared"},
 }  # fmt: skip
-B, T = 3, 16
+B = 3
+T = 16
 
 
 def build(seed: int = 0, **values) -> Transformer:
@@ -61,7 +62,8 @@ def close(a, b, tolerance: float = 2e-5) -> None:
 def test_a_later_token_changes_nothing_before_it(models, tokens, family):
     other = tokens.copy()
     other[:, 9] = (other[:, 9] + 1) % 61
-    first, second = forward(models[family], tokens), forward(models[family], other)
+    first = forward(models[family], tokens)
+    second = forward(models[family], other)
     assert first.shape == (B, T, 61) and first.dtype == jnp.float32
     close(first[:, :9], second[:, :9])
     assert np.abs(first[:, 9:] - second[:, 9:]).max() > 1e-3
@@ -85,7 +87,8 @@ def test_a_window_hides_what_lies_behind_it(tokens):
     model = build(layer_types=("sliding_attention",), sliding_window=4, num_layers=1)
     other = tokens.copy()
     other[:, 3] = (other[:, 3] + 1) % 61
-    first, second = forward(model, tokens), forward(model, other)
+    first = forward(model, tokens)
+    second = forward(model, other)
     assert np.abs(first[:, 3:7] - second[:, 3:7]).max(axis=(0, 2)).min() > 1e-4
     close(first[:, 7:], second[:, 7:])
 
@@ -105,7 +108,8 @@ def test_scanned_equals_unrolled(tokens):
     """Also their dropout masks, which each layer draws with its own index."""
     kinds = ("sliding_attention", "full_attention")
     values = {"num_layers": 5, "layer_types": kinds, "sliding_window": 3, "dropout": 0.2}
-    scanned, unrolled = build(**values), build(scan_layers=False, **values)
+    scanned = build(**values)
+    unrolled = build(scan_layers=False, **values)
     stacks = [nnx.state(layer) for layer in scanned.decoder.layers]
     assert len(stacks) == 3 and len(unrolled.decoder.layers) == 5
     for index, layer in enumerate(unrolled.decoder.layers):
@@ -141,7 +145,8 @@ def test_soft_caps_bound_and_are_close_to_nothing_when_large(tokens):
 
 
 def test_final_cap_formula(tokens):
-    plain, capped = build(), build(final_logit_softcapping=2.0)
+    plain = build()
+    capped = build(final_logit_softcapping=2.0)
     nnx.update(capped, nnx.state(plain))
     close(forward(capped, tokens), 2.0 * np.tanh(np.asarray(forward(plain, tokens)) / 2.0), 1e-4)
 
@@ -175,7 +180,9 @@ def test_rotary_positions_are_relative(tokens):
 def test_decoding_with_a_cache_equals_the_full_forward(models, tokens, family):
     """A prompt padded at the left, then a token at a time; each row as if it were alone and unpadded."""
     model = models[family]
-    lengths, width, steps = [6, 3, 1], 6, 4
+    lengths = [6, 3, 1]
+    width = 6
+    steps = 4
     prompt = np.zeros((B, width), np.int32)
     positions = np.full((B, width), -1, np.int32)
     for row, length in enumerate(lengths):
@@ -196,7 +203,8 @@ def test_decoding_with_a_cache_equals_the_full_forward(models, tokens, family):
 
 
 def test_prefill_gives_the_logits_after_the_last_token_of_each_row(models, tokens):
-    model, lengths = models["llama"], np.array([T, 5, 1], np.int32)
+    model = models["llama"]
+    lengths = np.array([T, 5, 1], np.int32)
     positions = np.broadcast_to(np.arange(T), (B, T)).astype(np.int32)
     every, cache = model.decode(tokens, positions, model.make_cache(B, T))
     assert cache.seen.tolist() == [T] * B

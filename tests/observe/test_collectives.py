@@ -13,7 +13,9 @@ from tests.compilation import fully_optimized
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 
 TRIPS = 5
-ROWS, COLUMNS = 512, 4096  # float32; 4 MiB a shard on a 2 x 2 mesh: large enough to be worth overlapping
+# float32; 4 MiB a shard on a 2 x 2 mesh: large enough to be worth overlapping
+ROWS = 512
+COLUMNS = 4096
 AXES = {"data": 2, "tensor": 2}
 
 

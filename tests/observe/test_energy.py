@@ -28,7 +28,10 @@ class FakeGpus:
     """GPUs of a constant power, and the clock that they run by."""
 
     def __init__(self, *watts: float, before: float = 1e6):
-        self.watts, self.now, self.before, self.fails = watts, 100.0, before, False
+        self.watts = watts
+        self.now = 100.0
+        self.before = before
+        self.fails = False
 
     def read(self) -> list[float]:
         if self.fails:
@@ -75,7 +78,8 @@ def test_overhead_counts_in_the_total_but_not_in_steps():
     gpus.now += 100
     meter.sample()
     meter.read(0, None)
-    gpus.watts, gpus.before = (400.0,), gpus.before - 300.0 * gpus.now
+    gpus.watts = (400.0,)
+    gpus.before = gpus.before - 300.0 * gpus.now
     gpus.now += 100
     meter.sample()
     values = meter.read(1000, 10.0)

@@ -29,7 +29,8 @@ def experts(implementation=None):
     return lambda x, w: grouped_matmul(x, w, jnp.array([100, 156]), implementation=implementation)
 
 
-WIDE, NARROW = ((256, 128), (2, 128, 64)), ((256, 128), (2, 128, 72))
+WIDE = ((256, 128), (2, 128, 64))
+NARROW = ((256, 128), (2, 128, 72))
 
 
 def norm_loss(x, weight):

@@ -26,7 +26,8 @@ def test_means_of_many_steps_are_exponential():
 
 
 def test_a_resumed_run_goes_on():
-    whole, first = NoiseScale(), NoiseScale()
+    whole = NoiseScale()
+    first = NoiseScale()
     random = np.random.default_rng(0)
     steps = [step_values(*random.normal([1.0, 10.0], 0.1)) for _ in range(150)]
     for values in steps[:120]:

@@ -21,7 +21,11 @@ class _Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.open, self.tags, self.texts, self.data, self.attributes = [], [], [], [], []
+        self.open = []
+        self.tags = []
+        self.texts = []
+        self.data = []
+        self.attributes = []
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         self.close()
@@ -253,7 +257,8 @@ def test_ticks_are_round_and_inside():
 
 
 def test_scale_follows_the_data():
-    wide, narrow = np.array([0.01, 50.0]), np.array([2.0, 11.0])
+    wide = np.array([0.01, 50.0])
+    narrow = np.array([2.0, 11.0])
     assert value_axis(wide).log and not value_axis(narrow).log
     assert not value_axis(wide, from_zero=True).log and value_axis(narrow, "log").log
     assert not value_axis(np.array([0.0, 50.0])).log

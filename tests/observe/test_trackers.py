@@ -150,7 +150,9 @@ def test_tensorboard_pulls_in_no_framework(tmp_path):
 
 class _FakeRun:
     def __init__(self):
-        self.lines, self.metrics, self.finished = [], [], False
+        self.lines = []
+        self.metrics = []
+        self.finished = False
 
     def define_metric(self, name, step_metric=None):
         self.metrics.append((name, step_metric))
@@ -196,7 +198,8 @@ def test_missing_wandb_says_how_to_install_it(tmp_path, monkeypatch):
 class _FakeMLflow:
     """mlflow's client, as far as the tracker uses it; what it holds outlives the tracker."""
 
-    experiments, runs = {}, {}
+    experiments = {}
+    runs = {}
 
     def get_experiment_by_name(self, name):
         found = self.experiments.get(name)

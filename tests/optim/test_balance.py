@@ -63,12 +63,16 @@ def test_the_bias_evens_out_the_load():
     @jax.jit
     def step(params, state, key):
         logits = preference + jax.random.normal(key, (4, 256, 8))
-        loss = lambda params: route(config, logits, params["router"]["balance_bias"]).loss  # noqa: E731
+
+        def loss(params):
+            return route(config, logits, params["router"]["balance_bias"]).loss
+
         gradients = jax.tree.map(lambda g: g / (4 * 256), jax.grad(loss)(params))
         updates, state = transformation.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, largest_overload(gradients)
 
-    state, overloads = transformation.init(params), []
+    state = transformation.init(params)
+    overloads = []
     for key in jax.random.split(jax.random.key(0), 120):
         params, state, overload = step(params, state, key)
         overloads.append(float(overload))

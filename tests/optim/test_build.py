@@ -27,7 +27,8 @@ def gradients(step: int):
 
 def train(transformation, steps: int = 5):
     update = jax.jit(transformation.update)
-    params, state = PARAMS, transformation.init(PARAMS)
+    params = PARAMS
+    state = transformation.init(PARAMS)
     for step in range(steps):
         updates, state = update(gradients(step), state, params)
         params = optax.apply_updates(params, updates)

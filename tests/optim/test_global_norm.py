@@ -38,7 +38,8 @@ def test_clipping_is_that_of_optax(limit):
 
 
 def test_the_mesh_in_context_does_not_change_it(devices=8):
-    tree, mesh = make_tree(), jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tree = make_tree()
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     placed = jax.device_put(tree, jax.NamedSharding(mesh, jax.P()))
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(jax.jit(global_norm)(placed), global_norm(tree), rtol=1e-6)

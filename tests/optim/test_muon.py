@@ -60,7 +60,8 @@ def test_an_update_is_as_large_as_asked_and_does_not_depend_on_the_gradients_siz
 def test_momentum_is_nesterovs():
     params = {"kernel": jnp.zeros((8, 16))}
     optimizer = build_optimizer(Muon(clip_norm=None, momentum=0.5, weight_decay=0.0), lambda step: -1.0, params)
-    first, second = normal(8, 16, seed=1), normal(8, 16, seed=2)
+    first = normal(8, 16, seed=1)
+    second = normal(8, 16, seed=2)
     _, state = optimizer.update({"kernel": first}, optimizer.init(params), params)
     updates, _ = optimizer.update({"kernel": second}, state, params)
     wanted = orthogonalise(second + 0.5 * (second + 0.5 * first)) * 0.2 * 4
@@ -100,7 +101,8 @@ def test_embeddings_head_and_vectors_are_moved_by_adamw_and_what_rules_say():
         built = build_optimizer(optimizer, lambda step: -1.0, params)
         return built.update(params, built.init(params), params)[0]
 
-    adamw, found = step(AdamW(**settings)), step(Muon(matrices=rules, **settings))
+    adamw = step(AdamW(**settings))
+    found = step(Muon(matrices=rules, **settings))
     for name in ("embedding", "head", "bias"):
         chex.assert_trees_all_equal(found[name], adamw[name])
     assert float(jnp.abs(found["kernel"] - adamw["kernel"]).max()) > 0.1

@@ -66,9 +66,11 @@ def test_roles_by_path():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initial_weights_scale_with_the_width_and_not_at_the_base(family):
     changes = FAMILIES[family]
-    plain, base = parameters(config(32, None, **changes)), parameters(config(32, 32, **changes))
+    plain = parameters(config(32, None, **changes))
+    base = parameters(config(32, 32, **changes))
     assert all((plain[path] == base[path]).all() for path in plain), "the base width is the standard parametrization"
-    standard, wide = parameters(config(128, None, **changes)), parameters(config(128, 32, **changes))
+    standard = parameters(config(128, None, **changes))
+    wide = parameters(config(128, 32, **changes))
     settings = config(128, 32, **changes)
     width = mup_width(settings)
     assert width is not None and width.ratio == 4
@@ -112,7 +114,8 @@ def test_learning_rates_and_decay_by_role(kind):
             updates, state = optimizer.update(g, state, params)
         return [updates[name][leaf] for name, leaf in paths.items()]
 
-    wide, plain = moves(Width(4.0, True), 0.0, steps), moves(None, 0.0, steps)
+    wide = moves(Width(4.0, True), 0.0, steps)
+    plain = moves(None, 0.0, steps)
     wanted = list(WANTED[kind])
     wanted[1] = 4.0**kind.matrix_width_power if kind is Soap else wanted[1]
     for found, base, factor in zip(wide, plain, wanted, strict=True):

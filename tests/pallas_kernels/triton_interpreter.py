@@ -33,7 +33,8 @@ class Array:
     """A numpy array with what Triton's interpreter asks of a torch tensor on the CPU."""
 
     def __init__(self, array, name):
-        self.array, self.dtype = array, name
+        self.array = array
+        self.dtype = name
 
     def data_ptr(self):
         return self.array.ctypes.data
@@ -113,7 +114,8 @@ def run_instructions(assembly, registers):
 
 def _permute(a, b, selectors):
     """`prmt.b32`: byte i is the one of (a, b) that the i-th 4 bits select; with the fourth bit, copies of its sign."""
-    both, found = a | (b << np.uint64(32)), np.uint64(0)
+    both = a | (b << np.uint64(32))
+    found = np.uint64(0)
     for place in range(4):
         selector = (selectors >> np.uint64(4 * place)) & np.uint64(15)
         byte = (both >> (np.uint64(8) * (selector & np.uint64(7)))) & np.uint64(255)

@@ -58,7 +58,10 @@ def test_copies_sum_and_scatter_as_a_collective_does(axes, dim):
 def test_gradients_in_bfloat16_are_summed_in_float32_by_copies():
     x = jax.random.normal(jax.random.key(2), (8, 8, 4)).astype(jnp.bfloat16)
     spec = PartitionSpec(("a", "b"))
-    sums = lambda x: scatter(x[0], ("a", "b"), 0, "float32", peer_copies=True)  # noqa: E731
+
+    def sums(x):
+        return scatter(x[0], ("a", "b"), 0, "float32", peer_copies=True)
+
     program = on_mesh(sums, spec, spec)
     np.testing.assert_allclose(program(x), np.asarray(x, np.float32).sum(0), rtol=1e-6)
     jaxpr = str(jax.make_jaxpr(program)(x))
@@ -97,7 +100,8 @@ def test_weights_in_fp8_travel_by_copies(recipe):
 
 
 def test_where_weights_travel_by_copies():
-    cpu, gpus = jax.devices(), hopper_topology(4).devices
+    cpu = jax.devices()
+    gpus = hopper_topology(4).devices
 
     def copies(devices, *overrides: str) -> bool:
         config = small_config("parallel.fsdp=4", "model.scan_layers=false", *overrides)

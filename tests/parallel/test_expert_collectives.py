@@ -12,7 +12,11 @@ from tests.hopper_steps import compile_step
 from tests.parallel.test_step_collectives import SHAPE, B, T, V, compiled_for_hopper
 from tests.small_runs import small_config
 
-LAYERS, D, F, E, K = 3, 256, 128, 8, 2
+LAYERS = 3
+D = 256
+F = 128
+E = 8
+K = 2
 MIXTURE = (
     *SHAPE,
     f"model.moe={{num_experts: {E}, num_experts_per_tok: {K}, moe_intermediate_size: {F}}}",
@@ -86,7 +90,9 @@ def test_expert_weights_stay_where_they_are():
 @pytest.mark.exhaustive
 def test_fsdp_gathers_a_device_s_own_experts_in_bfloat16():
     over = ("parallel.fsdp=2", "parallel.expert=2", "model.moe.exchange_factor=2")
-    matrices, router, ends = KERNELS // 2 + 4 * D * 8 * 64, D * E, 2 * V * D
+    matrices = KERNELS // 2 + 4 * D * 8 * 64
+    router = D * E
+    ends = 2 * V * D
     gathered = 2 * LAYERS * (2 * matrices + 4 * router) + 2 * ends
     summed = 4 * (LAYERS * (matrices + router) + ends)
     moved = {kind: [row for row in rows(*over) if row.kind == kind] for kind in ("all-gather", "reduce-scatter")}

@@ -89,7 +89,11 @@ def test_a_capacity_drops_the_same_tokens(overrides):
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
 
-DEVICES, TOKENS, WIDTH, EXPERTS, CHOSEN = 4, 24, 3, 8, 2
+DEVICES = 4
+TOKENS = 24
+WIDTH = 3
+EXPERTS = 8
+CHOSEN = 2
 
 
 def plainly(rows, weights, kernels, sizes, alignment):
@@ -139,7 +143,9 @@ def test_no_token_is_lost_however_uneven_the_load(load, factor):
         return compute_on_this_device(plainly, x, experts, weights, kernels)
 
     def total(function):
-        value = lambda *arrays: (jnp.sin(out := function(*arrays)).sum(), out)  # noqa: E731
+        def value(*arrays):
+            return (jnp.sin(out := function(*arrays)).sum(), out)
+
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(x, weights, kernels)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), total(apart), total(here))

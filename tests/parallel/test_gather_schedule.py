@@ -11,7 +11,8 @@ from jaxstack.observe.hlo import Instruction, Module, parse_module
 from tests.hopper_steps import compile_step
 from tests.small_runs import small_config
 
-ROWS, LENGTH = 4, 8192
+ROWS = 4
+LENGTH = 8192
 SHAPE = (
     "model.num_layers=3", "model.hidden_size=4096", "model.num_heads=32", "model.num_kv_heads=8", "model.head_dim=128",
     "model.intermediate_size=14336", "model.vocab_size=32000", "model.scan_layers=false", "model.remat=none",
@@ -29,7 +30,8 @@ def schedule_of_the_step(*overrides: str) -> str:
 def matmuls_meanwhile(schedule: str, kind: str) -> list[int]:
     """For each collective of this kind: how many matmuls and kernels stand between its start and its end."""
     begun: dict[str, int] = {}
-    found, matmuls = [], 0
+    found = []
+    matmuls = 0
     for line in schedule.splitlines():
         match = _INSTRUCTION.match(line)
         if not match:
@@ -100,7 +102,9 @@ def elements(body: dict[str, Instruction], names: Iterable[str]) -> int:
 
 def collectives_of(module: Module, body: dict[str, Instruction]) -> list[Moved]:
     """The gathers and scatters of a turn, synchronous ones among them."""
-    found, begun, matmuls = [], {}, 0
+    found = []
+    begun = {}
+    matmuls = 0
     *_, root = body.values()
     for name, instruction in body.items():
         matmuls += is_matmul(module, instruction)

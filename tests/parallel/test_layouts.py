@@ -48,7 +48,8 @@ def reference(*shape: str, packed: bool = True) -> Trained:
 
 
 def assert_trains_as_one_device(*overrides: str, shape: tuple[str, ...] = (), packed: bool = True) -> None:
-    found, wanted = train(*overrides, shape=shape, packed=packed), reference(*shape, packed=packed)
+    found = train(*overrides, shape=shape, packed=packed)
+    wanted = reference(*shape, packed=packed)
     assert wanted.losses[-1] < wanted.losses[0] - 0.02, "the reference learns"
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
     # Later ones have a tenfold larger share of what the parameters were rounded to.

@@ -40,7 +40,8 @@ def cases():
 
 @pytest.mark.parametrize("name, overrides", cases())
 def test_the_losses_are_those_of_one_device(name, overrides):
-    found, wanted = train(*overrides, shape=shape_of(name)), reference(*shape_of(name))
+    found = train(*overrides, shape=shape_of(name))
+    wanted = reference(*shape_of(name))
     assert wanted.losses[-1] < wanted.losses[0] - 0.02
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
     # A value that lies between two codes of 8 bits is rounded to either of them, a few percent of a step apart.
@@ -51,7 +52,8 @@ def test_the_losses_are_those_of_one_device(name, overrides):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive) for name in NAMES])
 def test_a_run_goes_on_exactly_from_its_stored_state(name):
     config = small_config(*shape_of(name), "parallel.fsdp=2", "parallel.tensor=2")
-    trainer, again = make_trainer(config), make_trainer(config)
+    trainer = make_trainer(config)
+    again = make_trainer(config)
     run_steps(trainer, 4)
     stored = jax.device_get(trainer.stored_state)
     stored = stored._replace(key=jax.random.clone(stored.key))

@@ -79,7 +79,9 @@ def both(layout, x, kernels, last):
 
 def test_heads_and_rows_keep_their_order():
     """Two sequences a device: the kernels' order of rows is not that of the arrays."""
-    x, kernels, last = normal(4, 6, 8), [normal(8, 4, 3), normal(8, 2, 3) / 2], normal(4, 3, 8)
+    x = normal(4, 6, 8)
+    kernels = [normal(8, 4, 3), normal(8, 2, 3) / 2]
+    last = normal(4, 3, 8)
 
     def plain(x, kernels, last):
         parts = [jnp.einsum("btd,dnh->btnh", x, kernel, precision="highest") for kernel in kernels]
@@ -135,7 +137,8 @@ SHAPE = (
 @pytest.mark.parametrize("degrees", [("parallel.tensor=4",), ("parallel.fsdp=2", "parallel.tensor=2")], ids=str)
 def test_compiled_for_h200s_only_our_kernels_move_a_layers_activations(degrees):
     trainer, program = compile_step(small_config(*SHAPE, *degrees))
-    text, axes = program.as_text(), dict(trainer.rules.mesh.shape)
+    text = program.as_text()
+    axes = dict(trainer.rules.mesh.shape)
     assert overlapped(trainer.choices) == ISLANDS
     inner = [choice for choice in trainer.choices if choice.operation in ("all_gather_matmul", "matmul_reduce_scatter")]
     assert {choice.backend for choice in inner} == {"mosaic"}

@@ -13,7 +13,8 @@ from tests.small_runs import small_config
 
 pytestmark = pytest.mark.exhaustive
 
-ROWS, HEADS = 24, 12
+ROWS = 24
+HEADS = 12
 SIZES = (
     f"train.global_batch_size={ROWS}", "train.sequence_length=24", "model.hidden_size=32", f"model.num_heads={HEADS}",
     "model.head_dim=4", "model.intermediate_size=48",

@@ -23,7 +23,9 @@ from jaxstack.parallel import (
 )
 from tests.compilation import run_jitted
 
-ROWS, INNER, COLUMNS = 8, 16, 24
+ROWS = 8
+INNER = 16
+COLUMNS = 24
 
 
 def mesh_of(**degrees: int) -> Mesh:
@@ -54,7 +56,8 @@ def test_a_product_over_a_split_dim_is_partial_and_summed_once(mesh):
     parts = redistribute(x, {"data": split(0), "tensor": split(1)}, mesh), redistribute(w, {"tensor": split(0)}, mesh)
 
     def added(x: jax.Array, w: jax.Array) -> jax.Array:
-        first, second = sbp_einsum("ij,jk->ik", x, w), sbp_einsum("ij,jk->ik", x, 2 * w)
+        first = sbp_einsum("ij,jk->ik", x, w)
+        second = sbp_einsum("ij,jk->ik", x, 2 * w)
         assert sbp_of(first)["tensor"] == sbp_of(first + second)["tensor"] == partial
         assert sbp_of(first)["data"] == split(0)
         return redistribute(first + second, {"data": split(0)})

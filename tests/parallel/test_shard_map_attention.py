@@ -96,7 +96,8 @@ def test_rules_that_split_the_heads_otherwise_are_followed():
 
 def test_inside_a_shard_map_that_has_taken_some_axes():
     """As in a pipeline: the surrounding map is manual over one axis, the island over the others."""
-    layout, inputs = rules(2, 2, 2), arrays(4, 4, 2)
+    layout = rules(2, 2, 2)
+    inputs = arrays(4, 4, 2)
 
     def outer(*arrays):
         with logical_axis_rules(layout.within(["data"])):
@@ -113,7 +114,11 @@ def test_inside_a_shard_map_that_has_taken_some_axes():
 
 # --- compiled for H200s -------------------------------------------------------------------------------------------
 
-LAYERS, BATCH, LENGTH, D, H = 4, 4, 512, 64, 64
+LAYERS = 4
+BATCH = 4
+LENGTH = 512
+D = 64
+H = 64
 
 
 @fully_optimized()

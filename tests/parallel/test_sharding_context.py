@@ -22,7 +22,8 @@ def rules(**degrees):
 def test_a_batch_is_put_in_order_with_explicit_positions():
     layout = rules(data=2, context=4)
     batch = {**batch_at(0, 4), "weights": np.ones((4, LENGTH))}
-    found, order = arrange(batch, layout), sequence_order(LENGTH, 4)
+    found = arrange(batch, layout)
+    order = sequence_order(LENGTH, 4)
     assert found["positions"].tolist() == [order.tolist()] * 4
     for name in ("tokens", "labels", "segment_ids"):
         np.testing.assert_array_equal(found[name], batch[name][:, order])
@@ -72,7 +73,9 @@ def test_held_out_loss_is_that_of_one_device():
 def test_where_a_surrounding_shard_map_has_taken_the_axis(degrees):
     """Arrays are this device's part; the loss is of its own tokens, and gradients are summed by who took the axis."""
     trainer = make_trainer(small_config(*(f"parallel.{axis}={degree}" for axis, degree in degrees.items())))
-    batch, layout, module = batch_at(3, 4), trainer.rules, trainer.module
+    batch = batch_at(3, 4)
+    layout = trainer.rules
+    module = trainer.module
     params = jax.device_get(trainer.state.params)
 
     def loss(params, batch):

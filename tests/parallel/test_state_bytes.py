@@ -9,7 +9,9 @@ import pytest
 from jaxstack.data.device_batches import abstract_batch
 from tests.small_runs import batch_at, make_trainer, small_config
 
-LAYERS, D, F = 4, 32, 80
+LAYERS = 4
+D = 32
+F = 80
 SHAPE = (f"model.num_layers={LAYERS}", "train.global_batch_size=16", f"model.intermediate_size={F}")
 
 

@@ -11,8 +11,14 @@ from jaxstack.observe.collectives import Collective, collectives
 from tests.hopper_steps import compile_step
 from tests.small_runs import small_config
 
-LAYERS, D, HEADS, H, F, V = 3, 256, 8, 64, 1024, 4096
-B, T = 16, 256
+LAYERS = 3
+D = 256
+HEADS = 8
+H = 64
+F = 1024
+V = 4096
+B = 16
+T = 256
 SHAPE = (
     f"model.num_layers={LAYERS}", f"model.hidden_size={D}", f"model.num_heads={HEADS}", f"model.head_dim={H}",
     f"model.intermediate_size={F}", f"model.vocab_size={V}", f"train.sequence_length={T}",

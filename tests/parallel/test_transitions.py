@@ -18,9 +18,13 @@ from jaxstack.parallel.sbp import ShardingType
 from tests.compilation import fully_optimized
 from tests.hopper import hopper_topology
 
-DEVICES, SHAPE = 4, (256, 512)
+DEVICES = 4
+SHAPE = (256, 512)
 T = 4 * math.prod(SHAPE)
-S0, S1, B, P = split(0), split(1), broadcast, partial
+S0 = split(0)
+S1 = split(1)
+B = broadcast
+P = partial
 SENT = {
     (S0, S1): ("all-to-all", (DEVICES - 1) / DEVICES * T),
     (S1, S0): ("all-to-all", (DEVICES - 1) / DEVICES * T),

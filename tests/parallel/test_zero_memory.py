@@ -8,7 +8,9 @@ from jaxstack.run_config import RunConfig, load_config
 from tests.hopper_steps import compile_step
 
 DEVICES = 64
-WIDTH, LAYERS, VOCABULARY = 4096, 36, 50304
+WIDTH = 4096
+LAYERS = 36
+VOCABULARY = 50304
 MODEL = (
     f"model.hidden_size={WIDTH}", f"model.num_layers={LAYERS}", "model.num_heads=32", "model.intermediate_size=10944",
     f"model.vocab_size={VOCABULARY}", "model.tie_word_embeddings=true", "model.remat=full", "model.scan_layers=true",

@@ -37,7 +37,8 @@ def test_features_of_a_matmul():
 
 
 def test_features_of_a_loop_count_its_iterations():
-    x, w = jnp.zeros((16, 8, 32)), jnp.zeros((32, 32))
+    x = jnp.zeros((16, 8, 32))
+    w = jnp.zeros((32, 32))
     found = features_of(lambda x, w: jax.lax.scan(lambda h, row: (jnp.tanh(h @ w + row), None), x[0], x)[0], x, w)
     assert found.trips == 16 and found.dot_flops["small"] == 16 * 2 * 8 * 32 * 32
     assert found.transcendentals == 16 * 8 * 32 and found.kernels >= 16
@@ -92,7 +93,8 @@ def test_a_prediction_stays_within_what_was_measured():
 def _scores(programs: list[MeasuredProgram]) -> tuple[float, float, float, float]:
     """Median error and Kendall's tau of the roofline, and of a correction that has not seen the program's family."""
     found = list(held_out_predictions(programs))
-    measured, learned = [one.seconds for one, _ in found], [value for _, value in found]
+    measured = [one.seconds for one, _ in found]
+    learned = [value for _, value in found]
     roofline = [one.roofline_seconds for one, _ in found]
     return (
         median_error(roofline, measured),

@@ -87,7 +87,8 @@ def test_more_memory_never_makes_a_feasible_layout_infeasible(memory, factor):
         model = LayoutModel(MODEL.config, MODEL.cluster.model_copy(update={"memory_bytes": int(size)}))
         return np.asarray(sum(model.memory(LAYOUTS).values())) <= model.usable_bytes
 
-    small, large = fitting(memory), fitting(memory * factor)
+    small = fitting(memory)
+    large = fitting(memory * factor)
     assert (large | ~small).all() and (factor < 4 or memory > 2**36 or large.sum() > small.sum())
 
 

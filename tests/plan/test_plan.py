@@ -45,7 +45,8 @@ def test_plan_is_where_the_arrays_really_lie(layout):
 
 def test_bytes_are_those_of_a_device():
     config = small_config("parallel.fsdp=2", "train.global_batch_size=4", "model.num_layers=1")
-    held, state = describe_plan(config)["sharding"]["device_bytes"], make_trainer(config).state
+    held = describe_plan(config)["sharding"]["device_bytes"]
+    state = make_trainer(config).state
     for name, tree in (("parameters", state.params), ("optimizer", state.optimizer)):
         assert held[name] == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 

@@ -96,7 +96,8 @@ def test_smaller_microbatches_have_lower_intensity():
 
 
 def test_time_on_the_roofline():
-    compute, memory = OperatorCost("a", "matmul", 2e12, 1e9, 3), OperatorCost("b", "elementwise", 1e9, 2e12)
+    compute = OperatorCost("a", "matmul", 2e12, 1e9, 3)
+    memory = OperatorCost("b", "elementwise", 1e9, 2e12)
     assert compute.seconds(1e12, 1e12) == 6 and memory.seconds(1e12, 1e12) == 2
     assert total_bytes([compute, memory]) == 2.003e12
 

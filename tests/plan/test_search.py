@@ -198,7 +198,8 @@ def test_attention_over_context_pays_for_the_method_that_it_chooses():
         sizes = [*llama, f"train.sequence_length={length}"]
         return exposed(*sizes, "parallel.context=4", gpus=4) - exposed(*sizes, "parallel.fsdp=4", gpus=4)
 
-    short, long = beside_fsdp(2048) / 2048, beside_fsdp(65536) / 65536
+    short = beside_fsdp(2048) / 2048
+    long = beside_fsdp(65536) / 65536
     assert 0 < long < 0.3 * short, "a ring hides its transfers behind attention"
     sizes = ["model.preset=llama3-8b", "model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8"]
     many = [*sizes, "model.head_dim=128", "train.global_batch_size=64", "train.sequence_length=4096"]

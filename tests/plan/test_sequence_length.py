@@ -13,7 +13,8 @@ from jaxstack.observe.what_ran import compiler_memory_estimate
 from jaxstack.run_config import load_config
 from tests.hopper_steps import compile_step
 
-DEVICES, LENGTH = 8, 65536
+DEVICES = 8
+LENGTH = 65536
 MODEL = (
     "model.num_layers=32", "model.hidden_size=1024", "model.num_heads=16", "model.intermediate_size=2752",
     "model.vocab_size=8192", "model.remat=full", "train.global_batch_size=1", "data.packing=false",

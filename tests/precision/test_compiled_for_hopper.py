@@ -10,7 +10,12 @@ from tests.small_runs import small_config
 
 pytestmark = pytest.mark.compiles_for_gpu
 
-LAYERS, D, HEADS, KV_HEADS, H, F = 2, 512, 4, 2, 128, 1024
+LAYERS = 2
+D = 512
+HEADS = 4
+KV_HEADS = 2
+H = 128
+F = 1024
 SHAPE = (
     f"model.num_layers={LAYERS}", f"model.hidden_size={D}", f"model.num_heads={HEADS}", "model.vocab_size=4096",
     f"model.num_kv_heads={KV_HEADS}", f"model.head_dim={H}", f"model.intermediate_size={F}",

@@ -89,7 +89,10 @@ def test_a_run_in_fp8_scans_the_layers_between():
 def test_the_log_says_which_layers_run_in_fp8(num_layers, model, staged):
     config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=num_layers, **model)
     precision = PrecisionConfig(fp8="delayed")
-    make = lambda rngs: in_fp8(Transformer(config, rngs), precision)  # noqa: E731
+
+    def make(rngs):
+        return in_fp8(Transformer(config, rngs), precision)
+
     module = StagedModule(make, 2) if staged else FunctionalModule(make)
     every = module.fp8_matmuls == 3 * len(PROJECTIONS) * num_layers
     said = describe_fp8(config, precision, staged=staged)
@@ -155,7 +158,8 @@ def test_a_step_with_fewer_fp8_matmuls_than_it_should_have_is_refused():
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
 def test_it_trains_nearly_as_float32(recipe):
-    found, wanted = on_one_device(recipe), on_one_device("none")
+    found = on_one_device(recipe)
+    wanted = on_one_device("none")
     assert found != wanted and found == pytest.approx(wanted, rel=0.01)
 
 

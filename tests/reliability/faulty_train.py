@@ -10,7 +10,8 @@ from jaxstack.train import main
 from jaxstack.trainer import Trainer
 
 _steps = 0
-_train_step, _batches = Trainer.train_step, Trainer.batches
+_train_step = Trainer.train_step
+_batches = Trainer.batches
 
 
 def _faulty_step(self: Trainer, batch: Any) -> Any:

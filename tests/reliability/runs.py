@@ -104,7 +104,8 @@ def waiting(process: subprocess.Popen, seconds: float = 240) -> Iterator[None]:
 
 def read_until(process: subprocess.Popen, *patterns: str) -> list[str]:
     """The output up to the line that has the last of the patterns, which come in this order."""
-    said, wanted = [], list(patterns)
+    said = []
+    wanted = list(patterns)
     for line in process.stdout or ():
         said.append(line)
         while wanted and re.search(wanted[0], line):

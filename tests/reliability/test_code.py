@@ -83,7 +83,8 @@ def fuzzed(chance: random.Random, base: list[str], mark: Path) -> tuple[str, lis
     lines = list(base)
     for _ in range(chance.randint(1, 4)):
         i = chance.randrange(len(lines))
-        kind, value = chance.randrange(7), chance.choice(VALUES).replace("MARK", str(mark))
+        kind = chance.randrange(7)
+        value = chance.choice(VALUES).replace("MARK", str(mark))
         if kind <= 2:
             lines[i] = lines[i].partition(":")[0] + ": " + value
         elif kind == 3:
@@ -104,9 +105,12 @@ def fuzzed(chance: random.Random, base: list[str], mark: Path) -> tuple[str, lis
 
 def test_fuzzed_configurations(tmp_path, full, record):
     """In one process each is read or refused with one message; a few go through the real command."""
-    count, chance, mark = 1000 if full else 200, random.Random(16), tmp_path / "mark"
+    count = 1000 if full else 200
+    chance = random.Random(16)
+    mark = tmp_path / "mark"
     bases = [p.read_text(encoding="utf-8").splitlines() for p in sorted((REPOSITORY / "configs").glob("*.yaml"))]
-    refused, path = [], tmp_path / "fuzzed.yaml"
+    refused = []
+    path = tmp_path / "fuzzed.yaml"
     for _ in range(count):
         text, overrides = fuzzed(chance, chance.choice(bases), mark)
         path.write_text(text, encoding="utf-8")

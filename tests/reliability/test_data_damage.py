@@ -51,7 +51,8 @@ def test_damaged_shards_are_named(prepared, record, full):
     """Each kind of damage; and single bits anywhere, with the old times set again."""
     shards = sorted(prepared.glob("train-*.bin"))
     whole = {path: path.read_bytes() for path in shards}
-    chance, cases = random.Random(10), 0
+    chance = random.Random(10)
+    cases = 0
 
     def check(victim):
         with pytest.raises(JaxstackError, match=rf"token shard .*{victim.name}"):

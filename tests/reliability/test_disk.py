@@ -47,7 +47,9 @@ manager.close()
 def test_killed_during_saves(tmp_path, pytestconfig, full, record):
     """Row 1. Each start goes on from the newest checkpoint that the killed one had committed, or a newer one."""
     count = pytestconfig.getoption("--kills", default=None) or (100 if full else 2)
-    chance, warnings, steps = random.Random(), [], [0]
+    chance = random.Random()
+    warnings = []
+    steps = [0]
 
     def open_manager():
         return CheckpointManager(tmp_path / "checkpoints", CheckpointConfig(keep=2), report=warnings.append)
@@ -89,7 +91,8 @@ def newest(folder) -> tuple[int | None, list[str]]:
 def test_flipped_bits(two, full, record):
     """Row 3."""
     folder, repair = two
-    chance, count = random.Random(3), 200 if full else 20
+    chance = random.Random(3)
+    count = 200 if full else 20
     for _ in range(count):
         files = [path for path in files_of(folder / "2") if path.stat().st_size]
         victim = chance.choices(files, [path.stat().st_size for path in files])[0]
@@ -112,7 +115,8 @@ def test_flipped_bits(two, full, record):
 def test_cut_and_deleted_files_and_strangers(two, full, record):
     """Row 4."""
     folder, repair = two
-    names, cases = [path.relative_to(folder / "2") for path in files_of(folder / "2")], 0
+    names = [path.relative_to(folder / "2") for path in files_of(folder / "2")]
+    cases = 0
     for name in names:
         size = (folder / "2" / name).stat().st_size
         for left in sorted({None, 0, size // 2, size - 1} - {size, -1}, key=str)[: None if full else 1]:
@@ -144,7 +148,8 @@ def test_full_disk(small_disk, record):  # noqa: F811
 
     import jax.numpy as jnp
 
-    told, state = [], {"x": jnp.arange(500_000, dtype=jnp.float32)}
+    told = []
+    state = {"x": jnp.arange(500_000, dtype=jnp.float32)}
     manager = CheckpointManager(small_disk / "checkpoints", CheckpointConfig(keep=1), report=told.append)
     manager.save(1, state, wait=True)
     fill(small_disk)

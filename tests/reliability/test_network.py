@@ -73,7 +73,8 @@ def test_a_port_that_is_in_use_is_one_message(runs: Runs, record):
 @pytest.mark.exhaustive
 def test_strangers_are_refused(runs: Runs, tmp_path, record):
     """While process 0 waits for its second: a client without TLS, one of another authority, and noise."""
-    ours, theirs = certificates(tmp_path / "ours", "a"), certificates(tmp_path / "theirs", "a")
+    ours = certificates(tmp_path / "ours", "a")
+    theirs = certificates(tmp_path / "theirs", "a")
     port = free_port()
     first = meet(runs, port, 0, **ours)
     strangers = []

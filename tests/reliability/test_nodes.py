@@ -17,7 +17,8 @@ HEARTBEAT = 6
 def test_a_node_whose_peer_died_ends_and_comes_back(runs: Runs, record, full):
     if not full:
         pytest.skip("--full")
-    name, port = "nodes", free_port()
+    name = "nodes"
+    port = free_port()
     command = runs.train(
         name, "train.steps=100000", "train.eval_every_steps=null", "checkpoint.every_steps=5", "checkpoint.keep=3",
         f"resilience.heartbeat_seconds={HEARTBEAT}",
@@ -27,7 +28,8 @@ def test_a_node_whose_peer_died_ends_and_comes_back(runs: Runs, record, full):
         for rank in (0, 1)
     ]
     runs.wait_for_step(nodes[0], name, 8)
-    survivor, victim = ranks(nodes[0])[0], ranks(nodes[1])[1]
+    survivor = ranks(nodes[0])[0]
+    victim = ranks(nodes[1])[1]
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     while alive(survivor):

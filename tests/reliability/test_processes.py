@@ -38,7 +38,8 @@ def test_two_then_one_then_four_processes(runs: Runs, unbroken, mixture, record,
         assert code == 0, said
         assert processes == 1 or f"in {processes} processes" in said
         assert processes == 2 or f"resuming from step {steps - 6}" in said
-    found, wanted = runs.losses("moved"), runs.losses(unbroken)
+    found = runs.losses("moved")
+    wanted = runs.losses(unbroken)
     assert sorted(found) == sorted(wanted) == list(range(1, 19))
     worst = max(abs(found[step] / wanted[step] - 1) for step in wanted)
     assert worst < 1e-5

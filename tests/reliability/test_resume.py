@@ -60,7 +60,8 @@ def test_killed_and_resumed_is_bit_equal(runs: Runs, unbroken, record):
     assert runs.saved("killed")[-1] < 20
     said = complete(runs, "killed", *PLAIN)
     assert "resuming from step" in said
-    found, wanted = runs.losses("killed"), runs.losses(unbroken)
+    found = runs.losses("killed")
+    wanted = runs.losses(unbroken)
     assert found == wanted and sorted(found) == list(range(1, 21))
     leaves = read_checkpoint(runs.folder / unbroken, 20)
     assert any("key" in name for name in leaves) and any("optimizer" in name for name in leaves)
@@ -72,7 +73,8 @@ def test_killed_and_resumed_is_bit_equal(runs: Runs, unbroken, record):
 
 def test_resumed_on_other_meshes(runs: Runs, unbroken, record, full):
     """Row 7. Checkpoint 5 of data 4: first what is on the devices after restoring, then 15 steps."""
-    wanted, worst = runs.losses(unbroken), 0.0
+    wanted = runs.losses(unbroken)
+    worst = 0.0
     stored = read_checkpoint(runs.folder / unbroken, 5)
     for number, (mesh, overrides) in enumerate(list(MESHES.items())[: None if full else 2]):
         name = f"mesh-{number}"

@@ -21,9 +21,12 @@ MODEL = REPOSITORY / "tests" / "models" / "huggingface" / "llama"
 def malformed(good: bytes) -> dict[str, bytes]:
     """What is wrong -> a file."""
     (size,) = struct.unpack("<Q", good[:8])
-    header, body = json.loads(good[8 : 8 + size]), good[8 + size :]
+    header = json.loads(good[8 : 8 + size])
+    body = good[8 + size :]
     names = sorted((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"])
-    first, second, last = names[0], names[1], names[-1]
+    first = names[0]
+    second = names[1]
+    last = names[-1]
     begin, end = header[first]["data_offsets"]
 
     def file(text: str | bytes, content: bytes = body) -> bytes:
@@ -74,7 +77,8 @@ def test_malformed_files_are_refused(tmp_path, record):
     good = (MODEL / "model.safetensors").read_bytes()
     with WeightFiles(MODEL) as files:
         assert files.shapes, "the file that they are made from is read"
-    cases, slowest = malformed(good), 0.0
+    cases = malformed(good)
+    slowest = 0.0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for what, content in cases.items():
         directory = tmp_path / what.replace(" ", "-")

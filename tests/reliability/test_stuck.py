@@ -27,7 +27,8 @@ def test_a_stuck_rank_is_named_ended_and_restarted(runs: Runs, fault, record, fu
     """The interpreter held for ever, a rank asleep, a rank suspended from outside (SIGSTOP)."""
     if fault != "gil" and not full:
         pytest.skip("--full")
-    before, name = list_files(), f"stuck-{fault}"
+    before = list_files()
+    name = f"stuck-{fault}"
     overrides = ["train.steps=3000" if fault == "stop" else "train.steps=24", *QUICK]
     command = runs.train(name, *overrides, command=TRAIN if fault == "stop" else FAULTY)
     options = ["--processes", "2", "--step-seconds", str(LIMIT)]
@@ -75,10 +76,12 @@ def test_stacks_say_where(runs: Runs, full):
 
 def test_a_random_rank_killed_during_saves(runs: Runs, record, kills):
     """Row 2. A save at every step; SIGKILL at a random moment, to a random rank."""
-    name, steps = "killed", 1000 * kills
+    name = "killed"
+    steps = 1000 * kills
     overrides = [f"train.steps={steps}", *QUICK, "checkpoint.every_steps=1", "checkpoint.keep=3"]
     launcher = runs.launch(["--processes", "2", "--max-restarts", "3"], runs.train(name, *overrides))
-    slowest, resumed_at = 0.0, 0
+    slowest = 0.0
+    resumed_at = 0
     for _ in range(kills):
         runs.wait_for_step(launcher, name, resumed_at + 4)
         pids = ranks(launcher)

@@ -9,7 +9,8 @@ from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.resilience.skipped_steps import WINDOW, SkippedSteps
 from tests.resilience.test_spikes import settings, trainer_with
 
-VALUES, LIMITS = {"loss": 9.0, "grad_norm": 1.0}, [3.0, 2.0]
+VALUES = {"loss": 9.0, "grad_norm": 1.0}
+LIMITS = [3.0, 2.0]
 
 
 def test_more_than_a_share_of_the_last_thousand_is_too_many():

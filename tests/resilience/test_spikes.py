@@ -21,7 +21,8 @@ from jaxstack.run_config import TrainConfig
 
 
 def history_of(values) -> StepHistory:
-    history, plus = StepHistory.empty(), jax.jit(StepHistory.plus)
+    history = StepHistory.empty()
+    plus = jax.jit(StepHistory.plus)
     for value in values:
         history = plus(history, jnp.float32(value), jnp.float32(2 * value))
     return history

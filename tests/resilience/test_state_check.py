@@ -74,7 +74,8 @@ class State(NamedTuple):
 
 
 def test_the_guard_looks_when_it_is_time():
-    guard, good = StateCheck(10), {"w": jax.device_put(jnp.ones(4), jax.NamedSharding(mesh(), jax.P()))}
+    guard = StateCheck(10)
+    good = {"w": jax.device_put(jnp.ones(4), jax.NamedSharding(mesh(), jax.P()))}
     bad = {"w": flip_copy(good["w"], 6, 40)}
 
     guard.check(10, State(good), before_save=True)

@@ -25,7 +25,8 @@ def test_a_signal_that_comes_twice_is_one_request(monkeypatch):
 @pytest.mark.quick
 def test_training_in_a_thread_leaves_the_signals_alone():
     """Python refuses a handler there; a notebook or a server may train in a thread."""
-    before, failed = signal.getsignal(signal.SIGTERM), []
+    before = signal.getsignal(signal.SIGTERM)
+    failed = []
 
     def enter() -> None:
         try:

@@ -78,7 +78,9 @@ RECIPES = {
 def test_a_compressed_model_survives_the_round_trip(format, tmp_path):
     source = make_word_model("qwen2", tmp_path / "qwen2")
     (tmp_path / "recipe.yaml").write_text(f"layers: {RECIPES[format]}")
-    ours, files, again = tmp_path / "ours", tmp_path / "files", tmp_path / "again"
+    ours = tmp_path / "ours"
+    files = tmp_path / "files"
+    again = tmp_path / "again"
     called(compress.main, "--run", source, "--recipe", tmp_path / "recipe.yaml", "--out", ours)
     called(convert.main, ours, "--output", files, "--format", format)
     called(convert.main, files, "--output", again)
@@ -101,7 +103,8 @@ def test_a_quantized_checkpoint_is_evaluated_and_compressed(text, tmp_path, caps
     called(compress.main, "--run", source, "--recipe", "fp8", "--out", tmp_path / "fp8")
     called(convert.main, tmp_path / "fp8", "--output", tmp_path / "files", "--format", "float-quantized")
     called(convert.main, tmp_path / "fp8", "--output", tmp_path / "dense")
-    said, texts = [], []
+    said = []
+    texts = []
     for directory in ("files", "dense"):
         capsys.readouterr()
         called(generate.main, "--run", tmp_path / directory, "--prompt", as_words([5, 6, 7]), "--temperature", 0,

@@ -77,7 +77,10 @@ def prune(source: Path, target: Path) -> None:
     """Write the run `source` with the smaller half of each attention matrix at zero."""
     decoder, _ = load_decoder(source)
     config = load_config(source / "config.yaml", [f"run.name={target.name}", "model.scan_layers=false"])
-    halve = lambda x: jnp.where(jnp.abs(x) < jnp.median(jnp.abs(x)), 0, x)  # noqa: E731
+
+    def halve(x):
+        return jnp.where(jnp.abs(x) < jnp.median(jnp.abs(x)), 0, x)
+
     flat = flatten(decoder.params)
     params = nest((path, halve(x) if "attention" in path and x.ndim > 1 else x) for path, x in flat.items())
     with CheckpointManager(target / "checkpoints") as manager:
@@ -109,7 +112,8 @@ def test_a_stopped_run_goes_on_exactly(folder, small):
     train(load_config(folder / "small.yaml", ["run.name=stopped", "train.steps=2"]))
     resumed = train(load_config(folder / "small.yaml", ["run.name=stopped"])).metrics
     assert resumed["loss"] == small["loss"] and resumed["eval_loss"] == small["eval_loss"]
-    one, other = stored(folder, "small"), stored(folder, "stopped")
+    one = stored(folder, "small")
+    other = stored(folder, "stopped")
     assert one.keys() == other.keys() and not any("teacher" in path for path in one)
     for path, value in one.items():
         np.testing.assert_array_equal(value, other[path], err_msg=path)
@@ -117,11 +121,15 @@ def test_a_stopped_run_goes_on_exactly(folder, small):
 
 @pytest.mark.exhaustive
 def test_evaluation_and_export_have_the_compressed_weights(folder, small):
-    weights, pruned = stored(folder, "small"), stored(folder, "pruned")
+    weights = stored(folder, "small")
+    pruned = stored(folder, "pruned")
     decoder, _ = load_decoder(folder / "small")
     found = {"/".join(path): np.asarray(x) for path, x in flatten(decoder.params).items()}
     for layer in range(3):
-        name = lambda part, layer=layer: f"decoder/layers/{layer}/{part}/kernel"  # noqa: E731
+
+        def name(part, layer=layer):
+            return f"decoder/layers/{layer}/{part}/kernel"
+
         q = weights["decoder/layers/0/attention/q_proj/kernel"][layer]
         rounded = Rtn(path=".*", bits=4, group_size=8).compress(jnp.asarray(q.reshape(32, -1).T), None)
         np.testing.assert_allclose(found[name("attention/q_proj")].reshape(32, -1).T, rounded.matrix(), rtol=1e-6)
@@ -149,7 +157,8 @@ def test_another_run_starts_from_the_compressed_weights(folder, small):
 @pytest.mark.exhaustive
 def test_a_pipeline_trains_and_evaluates_as_other_layouts(folder, capsys):
     alone = ["distill.teacher=null", "train.steps=2", "observe.progress=true"]
-    pipelined, said = ["parallel.pipeline=2", "parallel.fsdp=2", "run.name=pipelined"], []
+    pipelined = ["parallel.pipeline=2", "parallel.fsdp=2", "run.name=pipelined"]
+    said = []
     wanted = train(load_config(folder / "small.yaml", [*alone, "run.name=alone"]), report=said.append).metrics
     found = train(load_config(folder / "small.yaml", [*alone, *pipelined]), report=said.append).metrics
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
@@ -157,7 +166,8 @@ def test_a_pipeline_trains_and_evaluates_as_other_layouts(folder, capsys):
     lines = [line for line in said if line.startswith(("quantized to", "sparse:", "clustered around"))]
     assert len(lines) == 6 and lines[:3] == lines[3:], said
     capsys.readouterr()
-    one, other = stored(folder, "alone"), stored(folder, "pipelined")
+    one = stored(folder, "alone")
+    other = stored(folder, "pipelined")
     assert one.keys() == other.keys()
     for path, value in one.items():
         assert np.linalg.norm(other[path] - value) < 0.01 * np.linalg.norm(value), path

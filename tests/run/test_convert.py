@@ -97,7 +97,8 @@ def test_a_run_starts_from_files_or_from_a_run_and_resumes_without_their_weights
     assert load_config(path).model == load_config(converted / "config.yaml").model
     train(load_config(path))
     train(load_config(path, ["run.name=run", f"run.init_from={converted}"]))
-    first, second = losses(tmp_path / "files"), losses(tmp_path / "run")
+    first = losses(tmp_path / "files")
+    second = losses(tmp_path / "run")
     assert first == second and len(first) == 2
     tokens = np.zeros((1, 1), np.int32)
     assert from_huggingface(gone)(tokens).std() > 0.5  # far from a fresh model's, whose loss would be log(64)
@@ -161,7 +162,9 @@ def test_a_byte_tokenizer_survives_the_round_trip(tmp_path, capsys):
     tree["model"] = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 1, "intermediate_size": 32}
     path.write_text(json.dumps(tree))
     train(load_config(path))
-    run, files, again = tmp_path / "bytes", tmp_path / "files", tmp_path / "again"
+    run = tmp_path / "bytes"
+    files = tmp_path / "files"
+    again = tmp_path / "again"
     assert convert.main([str(run), "--output", str(files)]) == 0
     assert convert.main([str(files), "--output", str(again)]) == 0
     texts = []

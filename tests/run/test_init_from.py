@@ -97,7 +97,8 @@ def test_the_export_is_a_plain_checkpoint_that_computes_the_same(folder, tuned):
 
 @pytest.mark.exhaustive
 def test_transformers_loads_the_export(folder, tuned):
-    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     output = folder / "for-transformers"
     assert convert.main([str(folder / "tuned"), "--output", str(output)]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(output)

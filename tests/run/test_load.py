@@ -8,7 +8,8 @@ from jaxstack.run.load import check_tokenizer
 
 
 def test_another_tokenizer_than_the_checkpoints_is_refused(tmp_path):
-    folder, trained = tmp_path / "tokenizer", {"data": {"tokenizer": ByteTokenizer().hash}}
+    folder = tmp_path / "tokenizer"
+    trained = {"data": {"tokenizer": ByteTokenizer().hash}}
     check_tokenizer(folder, 7, trained)  # nothing is decoded without one
     ByteTokenizer().save(folder)
     for extra in (trained, {"data": None}, {"data": {"seed": 0}}, None):  # converted, or of somebody's own data

@@ -159,7 +159,8 @@ def test_taken_up_on_another_layout(folder, unbroken):
     assert code == 0 and "resuming from step" in out, err
     whole = finish(start(folder, "stayed", "model.dropout=0"))
     assert whole[0] == 0
-    found, wanted = losses_of(folder / name), losses_of(folder / "stayed")
+    found = losses_of(folder / name)
+    wanted = losses_of(folder / "stayed")
     assert [found[s] for s in range(1, 31)] == pytest.approx([wanted[s] for s in range(1, 31)], rel=1e-4)
     assert found[STEPS] == pytest.approx(wanted[STEPS], rel=1e-2)
 

@@ -79,7 +79,8 @@ def test_each_program_is_compiled_once_in_a_thread_and_none_afterwards(name, com
 
 
 def make_programs() -> tuple[ThreadedCompiler, Callable[..., jax.Array], Callable[..., jax.Array]]:
-    compiler, sharding = ThreadedCompiler(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    compiler = ThreadedCompiler()
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     fill = compiler.jit(
         lambda value, *, cache: (cache + value).at[0].set(7), donate_argnames="cache", out_shardings=sharding
     )
@@ -91,7 +92,8 @@ def make_programs() -> tuple[ThreadedCompiler, Callable[..., jax.Array], Callabl
 def test_calls_compile_at_the_same_time_and_run_nothing(monkeypatch, compiled):
     """The second program takes the first one's output; each compilation waits until the other has begun."""
     monkeypatch.setattr(compilation, "_THREADS", 2)
-    together, compile_one = threading.Barrier(2, timeout=60), jax.stages.Lowered.compile
+    together = threading.Barrier(2, timeout=60)
+    compile_one = jax.stages.Lowered.compile
 
     def compile_together(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         together.wait()

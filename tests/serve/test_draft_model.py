@@ -17,11 +17,15 @@ from tests.serve.tiny import CONFIG as CONFIG_OF_TESTS
 from tests.serve.tiny import open_tiny
 
 CONFIG = EngineConfig(slots=4, page_size=4, chunk=16, draft_tokens=3)
-ROWS, WIDTH, V = 20_000, 3, 6
+ROWS = 20_000
+WIDTH = 3
+V = 6
 
 
 def sampling_rows(temperature: float, top_k: int) -> RowSampling:
-    full = lambda value, dtype: jnp.full(ROWS, value, dtype)  # noqa: E731
+    def full(value, dtype):
+        return jnp.full(ROWS, value, dtype)
+
     seeds = jnp.arange(ROWS, dtype=jnp.uint32)
     limits = full(top_k, jnp.int32), full(1, jnp.float32), full(0, jnp.float32)
     return RowSampling(seeds, full(5, jnp.int32), full(temperature, jnp.float32), *limits)
@@ -78,7 +82,8 @@ def test_greedy_tokens_are_the_same_and_those_of_an_equal_draft_model_are_accept
 
 def test_a_text_depends_on_its_prompt_and_seed_alone():
     """Beside others, after preemption, from cached pages, and with a constraint."""
-    model, draft = open_tiny(), open_tiny(seed=1)
+    model = open_tiny()
+    draft = open_tiny(seed=1)
     asked = [(prompt, 20, SAMPLINGS[i % 5], i) for i, prompt in enumerate(prompts([8, 8, 9, 8, 7, 30]))]
     with Engine(model, CONFIG, draft=draft) as engine:
         compiled = engine.programs.compiled
@@ -100,7 +105,8 @@ def test_a_text_depends_on_its_prompt_and_seed_alone():
 def test_greedy_tokens_are_the_same_with_layers_of_the_draft_model_that_run_together():
     """Beside other requests and after a cached prefix; the last layers are fewer than a group."""
     config = CONFIG_OF_TESTS.model_copy(update={"num_layers": 3})
-    model, asked = open_tiny(config=config), prompts([21, 9, 33, 21])
+    model = open_tiny(config=config)
+    asked = prompts([21, 9, 33, 21])
     with Engine(model, CONFIG.model_copy(update={"draft_layers_together": 2}), draft=model, warm_up=False) as engine:
         handles = [engine.submit(prompt, 14, GREEDY) for prompt in asked]
         assert [handle.result() for handle in handles] == [expected(model, prompt, 14) for prompt in asked]

@@ -83,7 +83,8 @@ def test_each_request_has_its_own_text_at_any_length_and_setting(decoder, engine
 
 
 def test_a_text_depends_on_its_prompt_and_seed_and_not_on_its_neighbours(decoder, engine):
-    prompt, sampling = prompts([12])[0], Sampling(1.0)
+    prompt = prompts([12])[0]
+    sampling = Sampling(1.0)
     alone = engine.submit(prompt, 10, sampling, seed=5).result()
     others = [engine.submit(p, 30, sampling, seed=i) for i, p in enumerate(prompts((5, 25, 30), seed=1))]
     beside = [engine.submit(prompt, 10, sampling, seed=seed) for seed in (5, 6)]
@@ -103,7 +104,8 @@ def test_a_repeated_prompt_computes_at_most_a_page_and_a_token(decoder):
         longer = [*prompt, *first]
         assert engine.submit(longer, 5, GREEDY).result() == expected(decoder, longer, 5)
         assert engine.stats.computed_tokens - before <= 2 * (SMALL.page_size + 1) + 1
-        programs, nanoseconds = engine.stats.programs, engine.stats.nanoseconds
+        programs = engine.stats.programs
+        nanoseconds = engine.stats.nanoseconds
         assert programs["decode"] and len(programs) > 1 and set(programs) == set(nanoseconds)
         assert 0 < engine.stats.waiting <= sum(nanoseconds.values())
 
@@ -247,7 +249,8 @@ def test_speculation_changes_no_token_and_accepts_repetitions(decoder):
         assert 0 < engine.stats.accepted_tokens <= engine.stats.draft_tokens
         repeated = engine.submit(asked[0][0], 30, GREEDY)  # over pages that speculation has filled
         assert repeated.result() == expected(decoder, *asked[0])
-        steps, whole = engine.stats.steps, expected(decoder, [7] * 6, 40)
+        steps = engine.stats.steps
+        whole = expected(decoder, [7] * 6, 40)
         assert engine.submit([7] * 6, 40, GREEDY).result() == whole
         if len(set(whole)) < 10:  # a loop, as greedy answers of random models mostly are
             assert engine.stats.steps - steps < 40
@@ -278,12 +281,16 @@ def test_random_arrivals_are_five_times_as_fast_as_one_after_another_without_com
     config = SMALL.model_copy(update={"slots": 16, "chunk": 128, "prefix_cache": False})
     one_by_one = [expected(decoder, prompt, count) for prompt, count in asked]  # compiles
     with Engine(decoder, config) as engine:
-        compiled, sequential, together = engine.programs.compiled, [], []
+        compiled = engine.programs.compiled
+        sequential = []
+        together = []
         while not together or (min(sequential) < 5 * min(together) and len(together) < 10):
             start = time.perf_counter()
             assert [expected(decoder, prompt, count) for prompt, count in asked] == one_by_one
             sequential.append(time.perf_counter() - start)
-            start, handles, steps = time.perf_counter(), [], engine.stats.steps
+            start = time.perf_counter()
+            handles = []
+            steps = engine.stats.steps
             for (prompt, count), wait in zip(asked, waits, strict=True):
                 time.sleep(wait)
                 handles.append(engine.submit(prompt, count, GREEDY))
@@ -299,7 +306,8 @@ def test_random_arrivals_are_five_times_as_fast_as_one_after_another_without_com
 
 @pytest.mark.exhaustive
 def test_many_requests_with_random_cancellations_leak_nothing(decoder):
-    random, config = np.random.default_rng(1), SMALL.model_copy(update={"pages": 40})
+    random = np.random.default_rng(1)
+    config = SMALL.model_copy(update={"pages": 40})
     with Engine(decoder, config, warm_up=False) as engine:
         for _ in range(5):
             handles = [engine.submit(p, 15, Sampling(1.0)) for p in prompts(random.integers(1, 60, 12))]

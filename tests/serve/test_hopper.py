@@ -21,7 +21,9 @@ from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton
 
-ROWS, PAGES, PAGE = 16, 128, 16
+ROWS = 16
+PAGES = 128
+PAGE = 16
 AXES = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
 
 
@@ -46,12 +48,15 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
 
     params = jax.tree.map(place, module.abstract_params, module.parameter_specs(rules))
     programs = Programs.__new__(Programs)  # the constructor makes arrays, of which there are none here
-    programs.model, programs.slots, programs.vocab_size = types.SimpleNamespace(module=module, rules=rules), ROWS, None
+    programs.model = types.SimpleNamespace(module=module, rules=rules)
+    programs.slots = ROWS
+    programs.vocab_size = None
     programs.compiled = 0
     pages = jax.eval_shape(lambda: module.merge(params, {}).make_pages(PAGES, PAGE))
     pages = jax.tree.map(lambda x: hopper_array(x.shape, x.dtype, rules.mesh, jax.P(None, None, "tensor")), pages)
     rows = hopper_array((ROWS, Column.PAGES + 32), jnp.int32, rules.mesh)
-    number, last = hopper_array((), jnp.int32, rules.mesh), hopper_array((ROWS,), jnp.int32, rules.mesh)
+    number = hopper_array((), jnp.int32, rules.mesh)
+    last = hopper_array((ROWS,), jnp.int32, rules.mesh)
 
     def step(params, newest, rows, pages):
         with logical_axis_rules(rules):
@@ -61,12 +66,14 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
     if chunk is not None:
         program = jax.jit(functools.partial(programs._forward_step, halves=True), donate_argnames="pages")
         chunks, tokens = (hopper_array((1, n), jnp.int32, rules.mesh) for n in (rows.shape[1], chunk))
-        arguments, options = (params, {}, last, rows, None, chunks, tokens, pages), half_batch_options()
+        arguments = (params, {}, last, rows, None, chunks, tokens, pages)
+        options = half_batch_options()
     elif together is None:
         program = jax.jit(functools.partial(programs._decode_steps, most=8), donate_argnames="pages")
         arguments = (params, {}, last, rows, number, number, pages)
     else:
-        program, arguments = jax.jit(step, donate_argnames="pages"), (params, last, rows, pages)
+        program = jax.jit(step, donate_argnames="pages")
+        arguments = (params, last, rows, pages)
     with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
         return compile_for_hopper(program, *arguments, mesh=rules.mesh, options=options).as_text()
 
@@ -114,7 +121,9 @@ def test_half_batches_run_matmuls_while_the_other_half_is_summed():
     """
     program = compiled_steps(chunk=1008)
     module = parse_module(program)
-    running, sums, overlapped = set[str](), 0, set[str]()
+    running = set[str]()
+    sums = 0
+    overlapped = set[str]()
     for instruction in module.computations[module.entry].values():
         if instruction.opcode in ("all-reduce", "all-reduce-start") and "/layers/" in instruction.op_name:
             sums += 1

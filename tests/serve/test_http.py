@@ -116,7 +116,10 @@ class Echo(Engine):
     """Answers with the prompt, without a model."""
 
     def __init__(self):
-        self.stop_tokens, self.context, self.config, self.failure = frozenset({256}), 256, EngineConfig(queue=48), None
+        self.stop_tokens = frozenset({256})
+        self.context = 256
+        self.config = EngineConfig(queue=48)
+        self.failure = None
 
     def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Handle:
         handle = Handle(Request(tuple(prompt), max_tokens), lambda handle: handle.push([], "cancelled"))

@@ -17,7 +17,8 @@ def fill(pool: PagePool, tokens: list[int]) -> list[int]:
     if fresh is None:
         pool.release(pages)
         return []
-    digest, shared = digests[-1] if digests else ROOT, len(pages)
+    digest = digests[-1] if digests else ROOT
+    shared = len(pages)
     pages += fresh
     for index in range(shared, len(tokens) // pool.page_size):
         digest = page_digest(digest, tokens[index * pool.page_size : (index + 1) * pool.page_size])
@@ -32,7 +33,8 @@ class Pages(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool, self.held = PagePool(12, SIZE), []
+        self.pool = PagePool(12, SIZE)
+        self.held = []
 
     @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30))
     def begin(self, tokens):
@@ -69,7 +71,8 @@ test_pages_never_leak = Pages.TestCase
 
 
 def test_a_prefix_is_shared_but_for_the_page_of_the_last_token():
-    pool, tokens = PagePool(8, SIZE), list(range(8))
+    pool = PagePool(8, SIZE)
+    tokens = list(range(8))
     first = fill(pool, tokens)
     shared, digests = pool.share_prefix(tokens)
     assert shared == first[:1] and digests == [page_digest(ROOT, tokens[:4])]
@@ -85,7 +88,8 @@ def test_equal_tokens_after_another_prefix_are_another_page():
 
 def test_the_least_recently_used_page_is_evicted_first_and_a_prefix_from_its_end():
     pool = PagePool(4, SIZE)
-    old, new = list(range(8)), list(range(10, 18))
+    old = list(range(8))
+    new = list(range(10, 18))
     for tokens in (old, new):
         pool.release(fill(pool, tokens))
     assert pool.available == 4 and pool.used == 0

@@ -104,7 +104,8 @@ def test_a_message_of_an_answer_can_be_sent_back():
 
 def test_an_answer_has_one_id_in_all_of_its_pieces():
     envelope = Envelope("m", chat=True)
-    first, piece = envelope.first(0), envelope.piece(0, "text", None)
+    first = envelope.first(0)
+    piece = envelope.piece(0, "text", None)
     assert first is not None and first["id"] == piece["id"] != Envelope("m", chat=True).piece(0, "", None)["id"]
     assert piece["choices"][0]["delta"] == {"content": "text"}
     assert envelope.piece(0, "", "stop")["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "stop"}

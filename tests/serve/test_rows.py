@@ -19,7 +19,8 @@ from tests.decoding.test_decode import CONFIG, open_decoder
 from tests.serve.test_engine import GREEDY, expected, prompts
 from tests.serve.tiny import open_tiny
 
-PAGE, TABLE = 4, 5
+PAGE = 4
+TABLE = 5
 
 
 def describe(first_page: int, places) -> np.ndarray:
@@ -72,17 +73,20 @@ def test_halves_are_the_same_tokens_at_the_same_places():
     assert model.sizes == SIZES
     for one, other, mask in zip(whole, halved, real, strict=True):
         assert np.array_equal(np.asarray(one)[mask], np.asarray(other)[mask])
-    cache, halved_cache = np.asarray(cache), np.asarray(halved_cache)
+    cache = np.asarray(cache)
+    halved_cache = np.asarray(halved_cache)
     assert np.array_equal(cache[..., :2], halved_cache[..., :2])
     assert np.sum(cache[..., 1] >= 0) == sum(mask.sum() for mask in real)
     written = cache[..., 1] >= 0
-    position, length = halved_cache[written, 1], halved_cache[written, 2]
+    position = halved_cache[written, 1]
+    length = halved_cache[written, 2]
     assert np.all(position < length) and np.all(length <= cache[written, 2])
 
 
 @pytest.mark.exhaustive
 def test_halves_have_the_hidden_states_and_the_cache_of_the_whole():
-    decoder, random = open_tiny(), np.random.default_rng(0)
+    decoder = open_tiny()
+    random = np.random.default_rng(0)
     made = jax.eval_shape(lambda: make_pages(decoder, decoder.params, decoder.non_params, 60, PAGE))
     pages = jax.tree.map(lambda x: random.normal(size=x.shape).astype(x.dtype), made)
 
@@ -99,7 +103,8 @@ def test_halves_have_the_hidden_states_and_the_cache_of_the_whole():
 
 def test_tensor_parallel_engine_gives_the_same_text_by_half_batches():
     """Steps with chunks and several decode steps at once; stacked layers, which would not overlap, are refused."""
-    decoder, asked = open_decoder(CONFIG.model_copy(update={"num_layers": 1}), tensor=2), prompts([12, 3])
+    decoder = open_decoder(CONFIG.model_copy(update={"num_layers": 1}), tensor=2)
+    asked = prompts([12, 3])
     config = EngineConfig(slots=2, page_size=4, chunk=16, half_batches_from=2)
     with Engine(decoder, config, warm_up=False) as engine:
         handles = [engine.submit(prompt, 8, GREEDY) for prompt in asked]

@@ -48,22 +48,27 @@ class SimulatedPrograms(Programs):
     """Pages of token ids. Everything that no token has been written to holds a wrong one."""
 
     def __init__(self, model, *, slots, pages, page_size, context, vocab_size, halves_from):
-        self.slots, self.page_size, self.table_width = slots, page_size, -(-context // page_size)
+        self.slots = slots
+        self.page_size = page_size
+        self.table_width = -(-context // page_size)
         self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
-        self.memory, self.newest = np.full(pages * page_size, 255), np.full(slots, 254)
+        self.memory = np.full(pages * page_size, 255)
+        self.newest = np.full(slots, 254)
 
     def run(self, rows, chunks, tokens, mode, mask=None, drafted=None):
         newest = self.newest[rows[:, Column.SLOT], None] if drafted is None else drafted
         parts = [(rows, newest, newest.shape[1])] + ([] if chunks is None else [(chunks, tokens, 1)])
         for lines, ids, _ in parts:
             for line, own in zip(lines, ids, strict=True):
-                start, count = line[Column.START], line[Column.COUNT]
+                start = line[Column.START]
+                count = line[Column.COUNT]
                 if count:
                     self.memory[self._places(line)[start : start + count]] = own[-count:]
         sampled = []
         for lines, _, samples in parts:
             for line in lines:
-                end, memory = line[Column.START] + line[Column.COUNT], self.memory[self._places(line)].tolist()
+                end = line[Column.START] + line[Column.COUNT]
+                memory = self.memory[self._places(line)].tolist()
                 ends = range(end - samples + 1, end + 1)
                 sampled += [next_token(memory[:stop]) if line[Column.COUNT] and stop > 0 else 253 for stop in ends]
                 if drafted is None and line[Column.STORE] < self.slots:
@@ -74,7 +79,8 @@ class SimulatedPrograms(Programs):
         assert steps <= most
         sampled = np.full((most, len(rows)), 253)
         for step in range(steps):
-            now, active = rows.copy(), rows[:, Column.COUNT] > step
+            now = rows.copy()
+            active = rows[:, Column.COUNT] > step
             now[:, Column.START] += step
             now[:, Column.COUNT] = active
             now[~active, Column.STORE] = self.slots
@@ -90,7 +96,9 @@ class SimulatedDraft:
     """Guesses that depend on the newest token alone, and are sometimes right."""
 
     def __init__(self, target, model, pages, width, together):
-        self.target, self.width, self.together = target, width, together
+        self.target = target
+        self.width = width
+        self.together = together
         self.memory = np.full_like(target.memory, 251)
 
     def run(self, rows, newest, chunks, tokens, mode, mask=None, recent=None):
@@ -114,7 +122,8 @@ class SimulatedDraft:
             return
         for row, token, again, count in zip(rows, newest, *recent, strict=True):
             if row[Column.COUNT]:
-                places, start = self.target._places(row), row[Column.START]
+                places = self.target._places(row)
+                start = row[Column.START]
                 self.memory[places[start + 1 - count : start + 1]] = again[-count:]
                 assert again[-1] == token
                 assert (self.memory[places[:start]] == self.target.memory[places[:start]]).all()
@@ -175,7 +184,9 @@ def configs(draw) -> EngineConfig:
 @given(asked=requests, config=configs(), draft=st.booleans())
 def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft):
     """At any page size, pool size, number of steps ahead and of drafts."""
-    engine, handles, turn = make_engine(config, draft and config.draft_tokens > 0), {}, 0
+    engine = make_engine(config, draft and config.draft_tokens > 0)
+    handles = {}
+    turn = 0
     while len(handles) < len(asked) or engine.step():
         for number, (prompt, count, stop, arrival, _) in enumerate(asked):
             if arrival <= turn and number not in handles:
@@ -188,7 +199,8 @@ def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft):
         turn += 1
         assert turn < 2000, "the engine does not come to an end"
     for number, (prompt, count, stop, _, cancelled) in enumerate(asked):
-        found, wanted = handles[number].result(), answer(prompt, count, stop)
+        found = handles[number].result()
+        wanted = answer(prompt, count, stop)
         if handles[number].finish_reason == "cancelled":
             assert cancelled is not None and found == wanted[: len(found)]
         else:
@@ -215,7 +227,9 @@ def test_shapes_have_room_for_every_budget():
 
 
 def test_steps_beside_answers_have_the_shapes_that_are_fast_enough():
-    short, half, whole = ChunkShape(1, 64), ChunkShape(1, 256), ChunkShape(1, 512)
+    short = ChunkShape(1, 64)
+    half = ChunkShape(1, 256)
+    whole = ChunkShape(1, 512)
     seconds = StepSeconds(1.0, {short: 1.2, half: 2.0, whole: 3.4}, {short: 1.4, half: 3.0, whole: 6.4})
     assert seconds.shapes_within(2, 0) == (short, half) and seconds.shapes_within(9, 1) == (short, half, whole)
     assert seconds.shapes_within(2.5, 0.5) == (short, half) and seconds.shapes_within(2.5, 0.51) == (short,)
@@ -260,7 +274,8 @@ def test_the_shape_computes_most_tokens_with_the_least_padding(make_engine):
 
 def test_many_waiting_prompts_start_in_one_step_if_they_fill_more_than_half_of_it(make_engine):
     config = EngineConfig(slots=4, pages=40, page_size=8, chunk=16, step_tokens=64, prefix_cache=False)
-    shapes, tokens = [], [15, 14, 9, 16, 16, 16]
+    shapes = []
+    tokens = [15, 14, 9, 16, 16, 16]
     engine = make_engine(config)
     for number, count in enumerate(tokens):
         engine.submit([1] * count, 2)

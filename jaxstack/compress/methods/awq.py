@@ -27,7 +27,8 @@ class Awq(RoundingMethod):
     method: Literal["awq"] = "awq"
 
     def rescaled_weights(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
-        weights, changed = dict(block.weights), {}
+        weights = dict(block.weights)
+        changed = {}
         for fold in find_folds(block.config, weights):
             if all(block.methods.get(f"{path}/kernel") == self for path in fold.targets):
                 new = apply_fold(weights, fold, self._best_scales(block, fold), block.config.norm)

@@ -40,10 +40,13 @@ def find_cluster_centers(counts: Float[Array, "65536"], bits: int, iterations: i
     quantiles; and the distinct weights themselves, which suits weights of few values. The result with the least
     squared error is returned. A cluster without weights keeps its center.
     """
-    table, entries = pattern_values(), 2**bits
-    values, order = jnp.asarray(table), np.argsort(table, kind="stable")
+    table = pattern_values()
+    entries = 2**bits
+    values = jnp.asarray(table)
+    order = np.argsort(table, kind="stable")
     middles = (jnp.arange(entries, dtype=jnp.float32) + 0.5) / entries
-    low, high = jnp.min(values, where=counts > 0, initial=jnp.inf), jnp.max(values, where=counts > 0, initial=-jnp.inf)
+    low = jnp.min(values, where=counts > 0, initial=jnp.inf)
+    high = jnp.max(values, where=counts > 0, initial=-jnp.inf)
 
     def step(_: int, centers: jax.Array) -> jax.Array:
         cluster = _nearest(values, centers)

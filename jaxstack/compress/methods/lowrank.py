@@ -37,7 +37,8 @@ class LowRank(Method):
         return int((self.ratio or 0.5) * outputs * inputs / (outputs + inputs))
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
-        rank, most = self.rank_of(outputs, inputs), (outputs * inputs - 1) // (outputs + inputs)
+        rank = self.rank_of(outputs, inputs)
+        most = (outputs * inputs - 1) // (outputs + inputs)
         if rank < 1:
             return f"ratio {self.ratio} leaves no rank of {outputs} x {inputs} weights; take a larger one"
         if rank > most:

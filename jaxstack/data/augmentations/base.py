@@ -88,7 +88,8 @@ class Augmenter:
         Raises:
           ConfigError: an augmentation needs packing, or cannot be applied to chats.
         """
-        complete, free = [], vocabulary.size
+        complete = []
+        free = vocabulary.size
         for one in chosen:
             name = getattr(one, "name", type(one).__name__)
             if one.needs_packing and not packing:

@@ -16,7 +16,8 @@ Document = tuple[np.ndarray, np.ndarray]
 
 def split_row(row: Row, document_start: int) -> list[Document]:
     """Split a training row into its documents, in order; padding is returned as documents without labels."""
-    tokens, labels = row["tokens"], row["labels"]
+    tokens = row["tokens"]
+    labels = row["labels"]
     if "segment_ids" in row:
         begins = np.flatnonzero(np.diff(row["segment_ids"])) + 1
     else:

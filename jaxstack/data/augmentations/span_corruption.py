@@ -67,9 +67,11 @@ class SpanCorruption(TextAugmentation):
         count = len(body)
         while count + 2 * self._spans(count) > len(body):
             count -= 1
-        noise, spans = self._noise(count), self._spans(count)
+        noise = self._noise(count)
+        spans = self._spans(count)
         # Kept and noisy stretches alternate, and a kept one is first.
-        kept_sizes, noise_sizes = _random_parts(count - noise, spans, random), _random_parts(noise, spans, random)
+        kept_sizes = _random_parts(count - noise, spans, random)
+        noise_sizes = _random_parts(noise, spans, random)
         borders = np.cumsum(np.stack([kept_sizes, noise_sizes], axis=1).ravel())[:-1]
         stretches = np.split(body[:count], borders)
         assert self.first_sentinel is not None

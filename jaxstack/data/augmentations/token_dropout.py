@@ -26,7 +26,8 @@ class TokenDropout(TextAugmentation):
         return -1 if self.replacement_id is None else self.replacement_id
 
     def apply(self, row: Row, random: np.random.Generator, vocabulary: Vocabulary) -> Row:
-        tokens, start = row["tokens"], vocabulary.document_start
+        tokens = row["tokens"]
+        start = vocabulary.document_start
         dropped = (random.random(tokens.shape) < self.rate) & (tokens != start)
         if self.replacement_id is not None:
             others = np.full(tokens.shape, self.replacement_id)

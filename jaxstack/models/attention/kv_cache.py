@@ -51,7 +51,8 @@ def empty_cache(heads: AttentionSpec, batch: int, slots: int, dtype: jax.typing.
 def slot_positions(seen: Int[Array, " B"], slots: int, pinned: int = 0) -> Int[Array, "B S"]:
     """Return the position of the token in each slot, once a row has `seen` tokens; -1 for an empty slot."""
     pinned = _pinned(slots, pinned)
-    newest, slot = seen[:, None] - 1, jnp.arange(slots, dtype=jnp.int32)[None]
+    newest = seen[:, None] - 1
+    slot = jnp.arange(slots, dtype=jnp.int32)[None]
     position = newest - jnp.mod(newest - slot, slots - pinned)
     position = jnp.where(slot < pinned, slot, position)
     return jnp.where((position <= newest) & (position >= jnp.minimum(slot, pinned)), position, -1)
@@ -127,7 +128,8 @@ def extend(
     Returns:
       The new cache; the keys and values that the queries of these tokens may see; and their positions.
     """
-    after, size = put(cache, k, v, slots, pinned), cache.slots
+    after = put(cache, k, v, slots, pinned)
+    size = cache.slots
     if k.shape[1] == 1:
         return after, after, slot_positions(slots.lengths_after, size, pinned)
 
@@ -148,7 +150,8 @@ def attend_to(
     kernel where the cache is full.
     """
     batch, length, num_heads, width = q.shape
-    k, v = decode(seen.key, q.dtype), decode(seen.value, q.dtype)
+    k = decode(seen.key, q.dtype)
+    v = decode(seen.value, q.dtype)
     q = permute_query_channels(q, seen.key).reshape(batch, length, k.shape[1], -1, width)
     scores = jnp.einsum("btkgh,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * heads.scale
     if heads.soft_cap:
@@ -183,7 +186,8 @@ def attend_newest(
     def as_pages(x: jax.Array) -> jax.Array:
         return x.reshape(sequences, slots, 1, x.shape[-1])
 
-    k_pages, v_pages = map_stored(as_pages, without_order(cache.key)), map_stored(as_pages, cache.value)
+    k_pages = map_stored(as_pages, without_order(cache.key))
+    v_pages = map_stored(as_pages, cache.value)
     table = np.arange(sequences, dtype=np.int32)[:, None]
     rows = permute_query_channels(q, cache.key).reshape(sequences, 1, -1, q.shape[-1])
     call = (rows, k_pages, v_pages, table, jnp.repeat(lengths, key_heads))
@@ -195,7 +199,8 @@ def attend_newest(
 
 def _slots_of(slots: CacheSlots, size: int, pinned: int) -> Int[Array, "B T"]:
     """Return the slot of each new token in a cache of `size` slots per row; `size` for a token that is not stored."""
-    positions, pinned = slots.queries, _pinned(size, pinned)
+    positions = slots.queries
+    pinned = _pinned(size, pinned)
     ring = pinned + jnp.mod(positions - pinned, size - pinned)
     kept = (positions >= slots.lengths_after[:, None] - (size - pinned)) | (positions < pinned)
     slot = jnp.where(positions < pinned, positions, ring)

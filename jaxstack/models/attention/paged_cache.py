@@ -76,9 +76,11 @@ def attend_pages(
     q: Float[Array, "1 T N H"], cache: PagedKeys, slots: PageSlots, heads: AttentionSpec
 ) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
     """Return the attention of packed tokens, whose keys and values are in the cache, and the cache."""
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for group in slots.groups:
-        rows, width = group.lengths.shape[0], group.width
+        rows = group.lengths.shape[0]
+        width = group.width
         part = q[0, start : start + rows * width].reshape(rows, width, *q.shape[2:])
         in_place = width <= _FEW or current_target().platform == "cpu"
         attend = _attend_in_place if in_place else _attend_chunks

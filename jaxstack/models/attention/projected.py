@@ -103,7 +103,8 @@ class ProjectedAttention(AttentionKind):
         heads: AttentionSpec,
     ) -> Float[Array, "B T N H"]:
         ids = jnp.zeros(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-        devices, blocks = jax.lax.axis_size(axis_name), q.shape[1] // self.block_size
+        devices = jax.lax.axis_size(axis_name)
+        blocks = q.shape[1] // self.block_size
         order = jnp.asarray(sequence_order(devices * blocks, devices))
         numbers = jax.lax.dynamic_slice_in_dim(order, jax.lax.axis_index(axis_name) * blocks, blocks)
 
@@ -302,7 +303,8 @@ class ProjectedAttention(AttentionKind):
 
     def _add_tokens(self, summaries: BlockSums, k: jax.Array, v: jax.Array, slots: CacheSlots) -> BlockSums:
         """Add further tokens' keys and values [B, T, K, H] to the summaries of their blocks, except padding."""
-        positions, blocks = slots.queries, summaries.key.shape[2]
+        positions = slots.queries
+        blocks = summaries.key.shape[2]
         to_block = jax.nn.one_hot(jnp.where(positions < 0, -1, positions // self.block_size), blocks)
 
         def add(which: int, sums: jax.Array, x: jax.Array) -> jax.Array:

@@ -127,16 +127,20 @@ def rope(theta: float = 10000.0, local: float | None = None) -> Row:
     keys = ("rope_theta", "rope_scaling", "rope_parameters") + (("rope_local_base_freq",) if local else ())
 
     def read(config: Keys) -> dict[str, Any]:
-        newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+        newer = config.get("rope_parameters")
+        older = config.get("rope_scaling")
         if newer and older and newer != older:
             raise ConfigError("config.json has rope_scaling and rope_parameters, and they differ; remove one of them.")
-        base, narrow = config.get("rope_theta"), config.get("rope_local_base_freq")
-        said, where = newer or older or {}, "rope_parameters" if newer else "rope_scaling"
+        base = config.get("rope_theta")
+        narrow = config.get("rope_local_base_freq")
+        said = newer or older or {}
+        where = "rope_parameters" if newer else "rope_scaling"
         if newer and local and ("full_attention" in newer or "sliding_attention" in newer):
             narrow, stretched = _rope_fields(newer.get("sliding_attention") or {}, f"{where}.sliding_attention")
             if stretched:
                 raise ConfigError(f"config.json: {where}.sliding_attention: only full_attention layers may be scaled.")
-            said, where = newer.get("full_attention") or {}, f"{where}.full_attention"
+            said = newer.get("full_attention") or {}
+            where = f"{where}.full_attention"
         found, scaling = _rope_fields(said, where)
         fields = {"rope_theta": found or base or theta, "rope_scaling": scaling}
         return {**fields, "rope_local_base_freq": narrow or local} if local else fields
@@ -170,7 +174,8 @@ def windows(
     """
 
     def read(config: Keys) -> dict[str, Any]:
-        size, count = find(config, "sliding_window", default), find(config, layers)
+        size = find(config, "sliding_window", default)
+        count = find(config, layers)
         named = config.get("layer_types") if "layer_types" in keys else None
         if named is not None:
             strange = sorted({str(kind) for kind in named} - {"full_attention", "sliding_attention"})

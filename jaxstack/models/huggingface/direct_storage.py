@@ -49,7 +49,8 @@ def read_by_kvikio(path: Path, offset: int, count: int, device: Device) -> jax.A
     Raises:
       OSError: fewer bytes were read.
     """
-    cupy, kvikio = importlib.import_module("cupy"), importlib.import_module("kvikio.cufile")
+    cupy = importlib.import_module("cupy")
+    kvikio = importlib.import_module("kvikio.cufile")
     with cupy.cuda.Device(device.local_hardware_id):
         buffer = cupy.empty(count, cupy.uint8)
         with kvikio.CuFile(str(path), "r") as file:
@@ -75,7 +76,9 @@ class DirectTensor:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(size))[name]
-        self._path, self._device, self._read = path, device, read
+        self._path = path
+        self._device = device
+        self._read = read
         self._shape: tuple[int, ...] = tuple(header["shape"])
         self._dtype = jnp.dtype(_DTYPES[header["dtype"]])
         self._begin = 8 + size + header["data_offsets"][0]

@@ -100,7 +100,8 @@ class Family:
 
 def differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:
     """Return the configuration fields in which two models differ in what they compute, each as `field a, not b`."""
-    ours, theirs = _computed(wanted), _computed(found)
+    ours = _computed(wanted)
+    theirs = _computed(found)
     if wanted.max_position_embeddings is None or wanted.positions == "rope":
         theirs["max_position_embeddings"] = ours["max_position_embeddings"]  # only a bound for rotary positions
     return [f"{key} {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key]]

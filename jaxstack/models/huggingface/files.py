@@ -247,7 +247,8 @@ def write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], ma
                 flush()
                 size = 0
             pending[name] = np.ascontiguousarray(tensor)
-            size, total = size + tensor.nbytes, total + tensor.nbytes
+            size = size + tensor.nbytes
+            total = total + tensor.nbytes
         flush()
         _put_in_place(directory, parts, total)
     except BaseException as error:

@@ -179,7 +179,8 @@ def check_files(
 
 def _check_tied(files: WeightFiles, table: str) -> None:
     """Check that an output head stored in addition to a tied embedding table equals that table."""
-    head, embedding = files.slices(_HEAD), files.slices(table)
+    head = files.slices(_HEAD)
+    embedding = files.slices(table)
     rows = files.shapes[table][0]
     step = max(1, rows // 64)
     parts = (slice(start, min(start + step, rows)) for start in range(0, rows, step))

@@ -163,7 +163,8 @@ def _read_group(name: str, group: object, default: object) -> tuple[tuple[str, .
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise _refused(f"{where}.weights.{key} {first['input']!r}", first["msg"]) from None
-    size, strategy = weights.group_size, weights.strategy
+    size = weights.group_size
+    strategy = weights.strategy
     grouped = size is not None and size > 0
     strategy = strategy or ("group" if grouped else "channel" if size == -1 else "tensor")
     wrong = (
@@ -174,7 +175,8 @@ def _read_group(name: str, group: object, default: object) -> tuple[tuple[str, .
     if wrong or weights.num_bits not in (range(1, 9) if weights.type == "int" else (8,)):
         shown = weights.model_dump(exclude_none=True)
         raise _refused(f"{where}.weights {shown}", "Integers of 1 to 8 bits and FP8 (e4m3) are read")
-    inputs, outputs = group.get("input_activations"), group.get("output_activations")
+    inputs = group.get("input_activations")
+    outputs = group.get("output_activations")
     scheme = Scheme(
         format=str(format),
         bits=weights.num_bits,

@@ -80,7 +80,9 @@ class QuantizedTensor:
     """
 
     def __init__(self, files: WeightFiles, module: str, scheme: Scheme):
-        self._files, self._module, self.scheme = files, module, scheme
+        self._files = files
+        self._module = module
+        self.scheme = scheme
         self.shape = self._find_shape()
         self._check_scales()
         order = self._whole("weight_g_idx")
@@ -105,23 +107,28 @@ class QuantizedTensor:
           sharding: layout of the plain weight [*inputs, *outputs]; None: one device.
           table: True if the plain weight is [*outputs, *inputs], as that of an embedding.
         """
-        scheme, rows = self.scheme, self.shape[0]
+        scheme = self.scheme
+        rows = self.shape[0]
         if scheme.strategy == "block" or self._order is not None or (scheme.kind, scheme.bits) == ("int", 1):
             return None
         everything = slice(0, rows)
-        q, scales, zeros = self._integers(everything), self._scales(everything), self._zeros(everything)
+        q = self._integers(everything)
+        scales = self._scales(everything)
+        zeros = self._zeros(everything)
         arrays: dict[str, Any] = {"q": q, "scales": np.broadcast_to(scales, (rows, scales.shape[1]))}
         if scheme.kind == "float":
             format = Float8Format()
         else:
-            format, dtype = self._integer_format(), integer_dtype(scheme.bits)
+            format = self._integer_format()
+            dtype = integer_dtype(scheme.bits)
             arrays["q"] = q.astype(dtype)
             if zeros is not None:
                 arrays["zeros"] = np.broadcast_to(zeros, arrays["scales"].shape).astype(dtype)
         return place_packed(PackedWeight(arrays, format, inputs, outputs), sharding, transposed=table)
 
     def _integer_format(self) -> IntegerFormat:
-        scheme, grid = self.scheme, Grid(self.scheme.bits, self.scheme.group_size)
+        scheme = self.scheme
+        grid = Grid(self.scheme.bits, self.scheme.group_size)
         if scheme.rounds_inputs and scheme.symmetric and grid == Grid(8) and not unsupported_inputs(self.shape[1]):
             return RoundedInputFormat()
         return IntegerFormat(grid)
@@ -266,7 +273,8 @@ def unsupported_reason(weight: PackedWeight, format: str) -> str | None:
 
 def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarray]]:
     """Convert a packed weight to a compressed-tensors format; return its scheme, and its tensors by name suffix."""
-    q, scales = weight.arrays["q"], _scales(weight)
+    q = weight.arrays["q"]
+    scales = _scales(weight)
     size = None if format == "int-quantized" else _group_size(weight)
     scheme = Scheme(
         format=format,

@@ -44,17 +44,23 @@ class Tensor(NamedTuple):
           index: the part, as slices with start and stop.
           on_device: whether `source` returns arrays of JAX, as the result is then, instead of NumPy's.
         """
-        cuts, sizes, left = [], [], list(index)
+        cuts = []
+        sizes = []
+        left = list(index)
         for group in self.order:
-            first, inner = group[0], math.prod(piece[d] for d in group[1:])
+            first = group[0]
+            inner = math.prod(piece[d] for d in group[1:])
             if all(index[d] == slice(0, piece[d]) for d in group[1:]):
-                start, stop = index[first].start, index[first].stop
+                start = index[first].start
+                stop = index[first].stop
                 left[first] = slice(None)
             else:
-                start, stop = 0, piece[first]
+                start = 0
+                stop = piece[first]
             cuts.append(slice(start * inner, stop * inner))
             sizes += [stop - start, *(piece[d] for d in group[1:])]
-        last, whole = cuts[-1], math.prod(piece[d] for d in self.order[-1])
+        last = cuts[-1]
+        whole = math.prod(piece[d] for d in self.order[-1])
         cuts[-1] = slice(last.start + self.part[0] * whole, last.stop + self.part[0] * whole)
         dims = [d for group in self.order for d in group]
         found = source[tuple(cuts)] if on_device else np.asarray(source[tuple(cuts)])

@@ -119,7 +119,8 @@ def compute_on_expert_devices(
 def _run_round(static: _Static, operands: Operands, plan: ExchangePlan, number: int | jax.Array) -> jax.Array:
     """Send one round's tokens to their experts and the outputs back; return the round's part of the result [t, D]."""
     x, weights, kernels = operands
-    devices, slots = static.devices, static.slots
+    devices = static.devices
+    slots = static.slots
     rows = _sent_rows(static, plan, number)
     received = _all_to_all(take_rows(x, rows), devices)
     weights = _all_to_all(take_weights(weights, rows)[:, None], devices)
@@ -137,7 +138,8 @@ def _run_round(static: _Static, operands: Operands, plan: ExchangePlan, number: 
 
 def _sent_rows(static: _Static, plan: ExchangePlan, number: int | jax.Array) -> Rows:
     """Return the assignment (token, expert) in each row of one round's send buffer, grouped by target device."""
-    devices, slots = static.devices, static.slots
+    devices = static.devices
+    slots = static.slots
     local = plan.arriving.shape[1]
     first = plan.order.first[::local]
     offset = jnp.arange(slots, dtype=jnp.int32) + number * slots

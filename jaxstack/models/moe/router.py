@@ -39,7 +39,8 @@ def route(
       sequence_axes: mesh axes of a surrounding shard_map that split the sequence; the loss is then this device's share.
       dropless: ignore the capacity of the experts.
     """
-    experts_count, chosen_count = config.num_experts, config.num_experts_per_tok
+    experts_count = config.num_experts
+    chosen_count = config.num_experts_per_tok
     probabilities = jax.nn.softmax(logits, axis=-1)
     scores = probabilities if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
     ranked = scores if bias is None else scores + bias

@@ -20,7 +20,8 @@ class Axis:
     def position(self, values: np.ndarray) -> np.ndarray:
         """Return the positions of values along the axis, 0 at `low` and 1 at `high`."""
         if self.log:
-            low, high = math.log10(self.low), math.log10(self.high)
+            low = math.log10(self.low)
+            high = math.log10(self.high)
             return (np.log10(values) - low) / (high - low)
         return (values - self.low) / (self.high - self.low)
 
@@ -47,13 +48,15 @@ def value_axis(values: np.ndarray, scale: str = "auto", from_zero: bool = False)
         `from_zero` is not set.
       from_zero: let a linear axis begin at zero.
     """
-    low, high = float(np.min(values)), float(np.max(values))
+    low = float(np.min(values))
+    high = float(np.max(values))
     log = low > 0 and (scale == "log" or (scale == "auto" and not from_zero and high / low > 30))
     if log:
         low, high = (low / 1.1, high * 1.1) if high / low < 1.01 else (low, high * (high / low) ** 0.03)
         return Axis(low, high, True, log_ticks(low, high))
     if from_zero:
-        low, high = min(low, 0.0), max(high, 0.0)
+        low = min(low, 0.0)
+        high = max(high, 0.0)
     span = high - low or abs(high) or 1.0
     bottom = low if from_zero and low == 0 else low - 0.05 * span
     top = high if from_zero and high == 0 and low < 0 else high + 0.05 * span
@@ -75,7 +78,8 @@ def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
     raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return tuple(float(f"{index * step:.12g}") for index in range(first, last + 1))
 
 
@@ -85,7 +89,8 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
     These are powers of ten; if fewer than three, 1 and 3 times powers of ten; then 1, 2 and 5 times; if still fewer,
     the ticks of a linear axis.
     """
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
     for factors in ((1,), (1, 3), (1, 2, 5)):
         ticks = [f * 10.0**e for e in range(first, last + 1) for f in factors if low <= f * 10.0**e <= high]
         if len(ticks) >= 3:

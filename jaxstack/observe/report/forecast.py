@@ -24,7 +24,8 @@ def render_forecast(forecast: object, metrics: Mapping[str, Series]) -> str:
     """
     if not isinstance(forecast, Mapping):
         return ""
-    rows, warnings = [], []
+    rows = []
+    warnings = []
     for title, predicted, measured, show in _quantities(forecast, metrics):
         row = {"quantity": title, "predicted": show(predicted), "measured": "–", "difference": "–"}
         if measured:

@@ -256,7 +256,8 @@ def _schedule(points: object) -> Series:
 
 def _loss_chart(metrics: Mapping[str, Series]) -> Chart:
     empty = make_series([])
-    train, held_out = metrics.get("loss", empty), metrics.get("eval_loss", empty)
+    train = metrics.get("loss", empty)
+    held_out = metrics.get("eval_loss", empty)
     noisy = train.finite.size >= 100
     curves = [Curve("train", train, "faint" if noisy else "first")]
     if noisy:

@@ -7,7 +7,9 @@ from typing import Any
 from jaxstack.observe.report.tables import render_value
 
 WIDTH = 1000  # in units of the SVG's own coordinates
-ROW, GAP, LEFT = 22, 3, 58
+ROW = 22
+GAP = 3
+LEFT = 58
 _MAX_BOXES = 4000  # so that the page stays small
 _LOOKS = {"F": ("forward", "f"), "B": ("backward", "b"), "W": ("weight gradients", "w")}
 
@@ -55,7 +57,8 @@ def _top(stage: int) -> int:
 
 def _box(span: Sequence[Any], scale: float) -> str:
     stage, start, end, kind, microbatch, chunk = span
-    left, width = LEFT + float(start) * scale, (float(end) - float(start)) * scale
+    left = LEFT + float(start) * scale
+    width = (float(end) - float(start)) * scale
     name, look = _LOOKS.get(str(kind), ("task", "f"))
     tip = html.escape(f"{name}, microbatch {microbatch}, chunk {chunk}: {start} to {end}")
     shade = " second" if int(chunk) % 2 else ""

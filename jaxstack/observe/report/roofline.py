@@ -8,8 +8,13 @@ from typing import Any
 from jaxstack.observe.number_format import duration, short_number, si_number
 from jaxstack.observe.report.tables import render_value
 
-WIDTH, HEIGHT = 1000, 460  # in units of the SVG's own coordinates
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 40, 46
+# in units of the SVG's own coordinates
+WIDTH = 1000
+HEIGHT = 460
+_LEFT = 70
+_RIGHT = 30
+_TOP = 40
+_BOTTOM = 46
 _KINDS = ("matmul", "attention", "elementwise", "gather")
 _STYLE = """.roofline text { font: 12px system-ui, sans-serif; fill: #5c6470; }
 .roofline .roof { fill: none; stroke: #171a1f; stroke-width: 2; } .roofline .grid { stroke: #e3e6ea; fill: none; }
@@ -54,7 +59,9 @@ def draw_roofline(record: Mapping[str, Any]) -> str:
     Each operator is a circle at its intensity, whose area is its share of the time, with its number in the table.
     """
     operators: Sequence[Mapping[str, Any]] = record["operators"]
-    peak, bandwidth, ridge = float(record["peak_flops"]), float(record["bandwidth"]), float(record["ridge"])
+    peak = float(record["peak_flops"])
+    bandwidth = float(record["bandwidth"])
+    ridge = float(record["ridge"])
     known = [float(row["intensity"]) for row in operators if row["intensity"] > 0]
     low = math.floor(math.log10(min([*known, ridge]) / 2))
     high = math.ceil(math.log10(max([*known, ridge]) * 1.3))
@@ -91,7 +98,8 @@ def _axes(low: int, high: int, bottom: int, top: int, x: Callable[[float], float
     """Return the grid lines and labels of both axes, at powers of ten."""
     parts = []
     for power in range(low, high + 1):
-        left, label = x(10.0**power), short_number(10.0**power)
+        left = x(10.0**power)
+        label = short_number(10.0**power)
         parts.append(f'<path class="grid" d="M{left:.1f} {_TOP}V{HEIGHT - _BOTTOM}"/>')
         parts.append(f'<text x="{left:.1f}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle">{label}</text>')
     for power in range(bottom, top + 1):

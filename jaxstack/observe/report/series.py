@@ -80,7 +80,8 @@ def downsample(series: Series, buckets: int = 400) -> Series:
     count = series.steps.size
     if count <= 2 * buckets:
         return series
-    first, last = series.steps[0], series.steps[-1]
+    first = series.steps[0]
+    last = series.steps[-1]
     bucket = np.minimum((series.steps - first) / max(last - first, 1e-12) * buckets, buckets - 1).astype(int)
     starts = np.flatnonzero(np.r_[True, bucket[1:] != bucket[:-1]])
     kept = {0, count - 1}
@@ -104,6 +105,7 @@ def smooth(series: Series, parts: int = 40) -> Series:
     counts = np.concatenate([[0], np.cumsum(known)])
     index = np.arange(series.values.size)
     half = np.minimum(series.values.size // (2 * parts), np.minimum(index, index[::-1]))
-    first, last = index - half, index + half + 1
+    first = index - half
+    last = index + half + 1
     means = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
     return Series(series.steps, np.where(known, means, np.nan))

@@ -17,7 +17,11 @@ from jaxstack.observe.device_grid import (
 )
 from jaxstack.observe.report.tables import render_value
 
-BOX, ROW, GAP, HEAD = 64, 30, 6, 22  # in units of the SVG's own coordinates
+# in units of the SVG's own coordinates
+BOX = 64
+ROW = 30
+GAP = 6
+HEAD = 22
 _MOST = 16  # largest number of boxes in a row, rows in a panel, and panels
 _HUES = 8  # number of colours, used in turn
 
@@ -80,15 +84,18 @@ def draw_panels(panels: np.ndarray, name: str, by_part: bool = True) -> str:
     box = max(BOX if by_part else BOX // 2, 8 * longest + 14)
     title = HEAD if len(panels) > 1 else 0
     side = min(count, max(1, round(900 / (across * box + 3 * GAP))))
-    width, height = across * box + 3 * GAP, down * ROW + title + 2 * GAP
+    width = across * box + 3 * GAP
+    height = down * ROW + title + 2 * GAP
     parts = []
     for number, panel in enumerate(shown):
-        left, top = number % side * width, number // side * height
+        left = number % side * width
+        top = number // side * height
         if title:
             parts.append(f'<text class="name" x="{left}" y="{top + 14}">{html.escape(name)}, {number}</text>')
         for (row, column), devices in np.ndenumerate(panel):
             hue = (number * down * across + row * across + column if by_part else number) % _HUES
-            x, y = left + column * box, top + title + row * ROW
+            x = left + column * box
+            y = top + title + row * ROW
             parts.append(
                 f'<g class="hue{hue}"><rect x="{x}" y="{y}" width="{box - 3}" height="{ROW - 3}" rx="3"/>'
                 f'<text x="{x + (box - 3) / 2:.0f}" y="{y + 18}">{format_number_ranges(devices)}</text></g>'

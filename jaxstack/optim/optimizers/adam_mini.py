@@ -55,8 +55,12 @@ class AdamMini(Optimizer):
             mu = optax.tree.update_moment(updates, state.mu, self.b1, 1)
             squares = map_by_path(_averaged, jax.tree.map(jnp.square, updates))
             nu = optax.tree.update_moment(squares, state.nu, self.b2, 1)
-            first, second = 1 - self.b1**count, 1 - self.b2**count
-            direction = lambda m, v: (m / first) / (jnp.sqrt(v / second) + self.eps)  # noqa: E731
+            first = 1 - self.b1**count
+            second = 1 - self.b2**count
+
+            def direction(m, v):
+                return (m / first) / (jnp.sqrt(v / second) + self.eps)
+
             return jax.tree.map(direction, mu, nu), AdamMiniState(count, mu, nu)
 
         return optax.GradientTransformation(init, update)

@@ -67,9 +67,13 @@ class AdamW8bit(MatrixOptimizer):
             mu = optax.tree.update_moment(updates, _unpack(state.mu, True), self.b1, 1)
             nu = jax.tree.map(jnp.square, _unpack(state.root_nu, False))
             nu = optax.tree.update_moment(updates, nu, self.b2, 2)
-            first, second = 1 - self.b1**count, 1 - self.b2**count
+            first = 1 - self.b1**count
+            second = 1 - self.b2**count
             root = jax.tree.map(jnp.sqrt, nu)
-            direction = lambda m, r: (m / first) / (r / jnp.sqrt(second) + self.eps)  # noqa: E731
+
+            def direction(m, r):
+                return (m / first) / (r / jnp.sqrt(second) + self.eps)
+
             return jax.tree.map(direction, mu, root), AdamW8bitState(count, _pack(mu, True), _pack(root, False))
 
         return optax.GradientTransformation(init, update)
@@ -132,7 +136,9 @@ def _joined(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _pack(tree: PyTree, signed: bool) -> Quantized:
-    pairs = lambda part: jax.tree.map(lambda x: quantize(x, signed)[part], tree)  # noqa: E731
+    def pairs(part):
+        return jax.tree.map(lambda x: quantize(x, signed)[part], tree)
+
     return Quantized(pairs(0), pairs(1))
 
 

@@ -33,8 +33,14 @@ class AdEMAMix(Optimizer):
         steps = run.total_steps if self.ramp_steps is None else self.ramp_steps
         if not steps:
             return optax.contrib.scale_by_ademamix(self.b1, self.b2, self.b3, self.alpha, self.eps)
+
         # Optax calls both with the number of steps before this one; the paper counts this one too.
-        b3, alpha = lambda count: self._b3((count + 1) / steps), lambda count: self._alpha((count + 1) / steps)
+        def b3(count):
+            return self._b3((count + 1) / steps)
+
+        def alpha(count):
+            return self._alpha((count + 1) / steps)
+
         return optax.contrib.scale_by_ademamix(self.b1, self.b2, b3, alpha, self.eps)
 
     def _alpha(self, progress: jax.typing.ArrayLike) -> jax.Array:
@@ -42,6 +48,7 @@ class AdEMAMix(Optimizer):
 
     def _b3(self, progress: jax.typing.ArrayLike) -> jax.Array:
         """Return the slow momentum's decay rate; its half-life rises linearly with `progress` from that of b1 to b3."""
-        start, end = math.log(self.b1), math.log(self.b3)
+        start = math.log(self.b1)
+        end = math.log(self.b3)
         share = jnp.minimum(progress, 1.0)
         return jnp.minimum(jnp.exp(start * end / ((1 - share) * end + share * start)), self.b3)

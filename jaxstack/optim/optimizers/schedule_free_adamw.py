@@ -68,7 +68,9 @@ class ScheduleFreeAdamW(Optimizer):
         return optax.GradientTransformation(init, update)
 
     def gradient_point(self, params: PyTree, state: optax.OptState) -> PyTree:
-        is_ours = lambda x: isinstance(x, ScheduleFreeState)  # noqa: E731
+        def is_ours(x):
+            return isinstance(x, ScheduleFreeState)
+
         (own,) = filter(is_ours, jax.tree.leaves(state, is_leaf=is_ours))
         return self._point(own.z, params)
 

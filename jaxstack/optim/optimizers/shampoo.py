@@ -46,7 +46,8 @@ class Shampoo(BlockOptimizer):
     """Added to the eigenvalues of a factor, as a share of the largest."""
 
     def init_state(self, params: PyTree) -> ShampooState:
-        mu, nu = jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+        mu = jax.tree.map(jnp.zeros_like, params)
+        nu = jax.tree.map(jnp.zeros_like, params)
         return ShampooState(jnp.zeros((), jnp.int32), mu, nu, *self.zero_factors(params), *self.zero_factors(params))
 
     def update_parameter(
@@ -62,7 +63,10 @@ class Shampoo(BlockOptimizer):
         m = mu / (1 - self.b1 ** (count + 1))
         adam = blocks.split(m / (jnp.sqrt(nu / (1 - self.b2 ** (count + 1))) + self.eps))
         step = exact_einsum("...ij,...jk,...kl->...il", roots[0], blocks.split(m), roots[1])
-        norm = lambda x: jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)  # noqa: E731
+
+        def norm(x):
+            return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+
         size = norm(step)
         step = step * jnp.where(size > 0, norm(adam) / jnp.where(size > 0, size, 1), 0)
         return blocks.join(step), mu, nu, *factors, *roots

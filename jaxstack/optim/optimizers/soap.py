@@ -60,7 +60,8 @@ class Soap(BlockOptimizer):
         self, run: RunInfo, count: jax.Array, path: str, gradient: jax.Array, *state: jax.Array
     ) -> tuple[jax.Array, ...]:
         mu, nu, left, right, left_basis, right_basis = state
-        blocks, first = self.blocks(path, gradient.shape), count == 0
+        blocks = self.blocks(path, gradient.shape)
+        first = count == 0
         rotate = functools.partial(exact_einsum, "...ij,...ik,...jl->...kl")
         g = blocks.split(gradient)
         new_mu = jnp.where(first, mu, self.b1 * mu + (1 - self.b1) * gradient)

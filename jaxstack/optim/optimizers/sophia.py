@@ -45,13 +45,18 @@ class Sophia(Optimizer):
 
     def core(self, run: RunInfo) -> optax.GradientTransformation:
         def init(params: PyTree) -> SophiaState:
-            zeros = lambda: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
+            def zeros():
+                return jax.tree.map(jnp.zeros_like, params)
+
             return SophiaState(zeros(), zeros())
 
         def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, SophiaState]:
-            curvature, renewed = extra["curvature"], extra["renewed"]
+            curvature = extra["curvature"]
+            renewed = extra["renewed"]
             mu = optax.tree.update_moment(updates, state.mu, self.b1, 1)
-            is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+
+            def is_masked(x):
+                return isinstance(x, optax.MaskedNode)
 
             def average(old: jax.Array | optax.MaskedNode, new: jax.Array) -> jax.Array | optax.MaskedNode:
                 if isinstance(old, optax.MaskedNode):
@@ -59,7 +64,10 @@ class Sophia(Optimizer):
                 return jnp.where(renewed, self.b2 * old + (1 - self.b2) * new, old)
 
             held = jax.tree.map(average, state.curvature, curvature, is_leaf=is_masked)
-            clipped = lambda m, h: jnp.clip(m / jnp.maximum(self.rho * h, self.eps), -1.0, 1.0)  # noqa: E731
+
+            def clipped(m, h):
+                return jnp.clip(m / jnp.maximum(self.rho * h, self.eps), -1.0, 1.0)
+
             return jax.tree.map(clipped, mu, held), SophiaState(mu, held)
 
         return optax.GradientTransformationExtraArgs(init, update)

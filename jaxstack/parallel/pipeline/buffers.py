@@ -8,9 +8,12 @@ import numpy as np
 
 from jaxstack.parallel.pipeline.schedule import Schedule
 
-IDLE, RUN, WEIGHTS = 0, 1, 2
+IDLE = 0
+RUN = 1
+WEIGHTS = 2
 """Values of the column `slot{j}`: nothing, the slot's own kind of task, or a weight gradient."""
-HEAD, EMBEDDING = 1, 2
+HEAD = 1
+EMBEDDING = 2
 """Values of the column `ends`: the loss (on the last virtual stage), the embedding's gradient (on the first)."""
 
 
@@ -68,11 +71,13 @@ def make_program(schedule: Schedule) -> Program:
 
 class _Builder:
     def __init__(self, schedule: Schedule):
-        self.schedule, self.stages = schedule, schedule.stages
+        self.schedule = schedule
+        self.stages = schedule.stages
         self.last = schedule.stages * schedule.chunks - 1
         self.when = {key: tick for key, (tick, _) in schedule.when().items()}
         kinds = {kind for kind, _, _ in self.when}
-        self.backward, self.split = "B" in kinds, "W" in kinds
+        self.backward = "B" in kinds
+        self.split = "W" in kinds
         self._allocate()
         shape = (len(schedule.ticks) + 1, self.stages)
         names = ["first", "activation", "residual0", "arriving", "gradient", "residual1", "arriving_gradient"]
@@ -88,7 +93,8 @@ class _Builder:
 
         All stages get buffers of one size: that of the stage that needs most.
         """
-        when, sizes = self.when, [0, 0, 0, 0]
+        when = self.when
+        sizes = [0, 0, 0, 0]
         self.entries: list[list[dict[Hashable, int]]] = []
         for stage in range(self.stages):
             lives: list[list[tuple[int, int, Hashable]]] = [[], [], [], []]
@@ -110,9 +116,11 @@ class _Builder:
         self.sizes = sizes
 
     def add(self, tick: int, slot: int, stage: int, kind: str, microbatch: int, chunk: int) -> None:
-        columns, k = self.columns, chunk * self.stages + stage
+        columns = self.columns
+        k = chunk * self.stages + stage
         activations, gradients, residuals, pending = self.entries[stage]
-        at, name = (tick, stage), (microbatch, k)
+        at = (tick, stage)
+        name = (microbatch, k)
         columns[f"slot{slot}"][at] = WEIGHTS if kind == "W" else RUN
         columns[f"microbatch{slot}"][at] = microbatch
         columns[f"chunk{slot}"][at] = chunk

@@ -105,8 +105,12 @@ class _Executor:
         axis: str,
         unroll: bool,
     ):
-        self.schedule, self.layout, self.functions = schedule, layout, functions
-        self.layers, self.ends, self.axis = layers, ends, axis
+        self.schedule = schedule
+        self.layout = layout
+        self.functions = functions
+        self.layers = layers
+        self.ends = ends
+        self.axis = axis
         without_loop = unroll or layout.most_groups == 1
         self.unroll = without_loop and layout.is_even and (layout.chunks == 1 or not schedule.splits_backward)
         if self.unroll:  # a buffer for each layer, made once a step
@@ -141,7 +145,8 @@ class _Executor:
         return totals
 
     def _start(self) -> _State:
-        program, rows = self.program, self.layout.most_groups
+        program = self.program
+        rows = self.layout.most_groups
         like = self.x
 
         def buffer(entries: int, *shape: int, dtype: Any = like.dtype) -> jax.Array:
@@ -155,7 +160,10 @@ class _Executor:
         late = self.late.kept if self.late else ()
         pending = [buffer(program.weight_gradients, rows, *s.shape, dtype=s.dtype) for s in late]
         zero = jnp.zeros((), jnp.float32)
-        sums = lambda tree: jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)  # noqa: E731
+
+        def sums(tree):
+            return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)
+
         totals = Totals(*((self._zero_sums(), sums(self.ends)) if self.trains else (None, None)), zero, zero)
         return _State(
             buffer(program.activations + 1, *like.shape),
@@ -198,7 +206,8 @@ class _Executor:
 
     def _forward_slot(self, state: _State, row: dict[str, jax.Array]) -> tuple[jax.Array, _State]:
         # A branch gets and returns what it changes alone: XLA would copy buffers that merely pass through.
-        microbatch, start = row["microbatch0"], state.totals.loss
+        microbatch = row["microbatch0"]
+        start = state.totals.loss
         nothing = jnp.zeros(self.x.shape, self.x.dtype)
 
         def idle(residuals: Any, total: Any) -> Any:
@@ -246,7 +255,8 @@ class _Executor:
         def step(i: Any, carry: Any) -> Any:
             x, residuals, loss = carry
             place = self._place(chunk, i)
-            weights, index = self._row(place), self.order[place]
+            weights = self._row(place)
+            index = self.order[place]
             if self.split is None:
                 x, own = self.functions.layer(weights, x, context, index)
             else:
@@ -258,7 +268,9 @@ class _Executor:
 
     def _ends_slot(self, state: _State, y: jax.Array, row: dict[str, jax.Array]) -> _State:
         """Compute the loss and its gradient on the last virtual stage, the embedding's gradient on the first."""
-        functions, microbatch, totals = self.functions, row["ends_microbatch"], state.totals
+        functions = self.functions
+        microbatch = row["ends_microbatch"]
+        totals = state.totals
 
         def add(total: Any, gradients: Any) -> Any:
             return jax.tree.map(_combined, total, gradients, self.maxima[1])
@@ -272,7 +284,8 @@ class _Executor:
             else:
                 objective = jax.value_and_grad(lambda ends, y: functions.last(ends, y, microbatch), (0, 1), True)
                 (loss, count), (gradients, dy) = objective(self.ends, y)
-                arrived, total = _put(arrived, dy.astype(y.dtype), row["ends_gradient"]), add(total, gradients)
+                arrived = _put(arrived, dy.astype(y.dtype), row["ends_gradient"])
+                total = add(total, gradients)
             return arrived, total, totals.loss + loss, totals.count + count
 
         def embedding(arrived: Any, total: Any) -> Any:
@@ -285,7 +298,8 @@ class _Executor:
         return state._replace(gradients=arrived, totals=dataclasses.replace(totals, ends=total, loss=loss, count=count))
 
     def _backward_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
-        entry, late = row["residual1"], row["pending1"]
+        entry = row["residual1"]
+        late = row["pending1"]
 
         def idle(dx: jax.Array, total: Any, pending: Any) -> Any:
             return dx, total, pending
@@ -321,10 +335,14 @@ class _Executor:
         Those of slot 1 have no branch in its own switch: its branches pass on the values that they read, so XLA would
         copy these.
         """
-        of_slot_1, of_slot_2 = row["slot1"] == WEIGHTS, row["slot2"] == WEIGHTS
+        of_slot_1 = row["slot1"] == WEIGHTS
+        of_slot_2 = row["slot2"] == WEIGHTS
         first, second = ((row[f"chunk{slot}"], row[f"pending{slot}"]) for slot in (1, 2))
         only = [jnp.where(of_slot_1, a, b) for a, b in zip(first, second, strict=True)]
-        add = lambda total, place: self._weights(total, state.pending, *place)  # noqa: E731
+
+        def add(total, place):
+            return self._weights(total, state.pending, *place)
+
         branches = [lambda total: total, lambda total: add(total, only), lambda total: add(add(total, first), second)]
         total = lax.switch(of_slot_1.astype(jnp.int32) + of_slot_2, branches, state.totals.layers)
         return state._replace(totals=dataclasses.replace(state.totals, layers=total))

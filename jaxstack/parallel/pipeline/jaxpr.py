@@ -15,7 +15,8 @@ def needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list
 
     Dependencies are not followed through operations of the primitive `stop`: their inputs do not count.
     """
-    wanted, flags = {v for v in outputs if not isinstance(v, core.Literal)}, []
+    wanted = {v for v in outputs if not isinstance(v, core.Literal)}
+    flags = []
     for eqn in reversed(eqns):
         flags.append(any(v in wanted for v in eqn.outvars))
         if flags[-1] and eqn.primitive.name != stop:

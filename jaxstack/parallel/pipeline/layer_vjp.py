@@ -72,7 +72,8 @@ def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> 
         return leaves
 
     closed = inlined(jax.make_jaxpr(residuals)(weights, x, shared, index))
-    inputs, avals = list(closed.jaxpr.invars), closed.out_avals
+    inputs = list(closed.jaxpr.invars)
+    avals = closed.out_avals
     del inputs[len(jax.tree.leaves(weights))]  # x
     # Literals, which cannot be looked up, go by their position.
     outputs: list[Any] = [v if isinstance(v, core.Var) else i for i, v in enumerate(closed.jaxpr.outvars)]
@@ -99,7 +100,8 @@ def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> 
 
 def _views(eqns: list[Any], values: list[Any], names: tuple[str, ...]) -> tuple[list[Any], set[Any]]:
     """Return (operations named in `names` that depend on nothing but `values`, set of their results)."""
-    found, made = [], set()
+    found = []
+    made = set()
     for eqn in eqns:
         inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
         if eqn.primitive.name in names and inputs and all(v in made or v in values for v in inputs):

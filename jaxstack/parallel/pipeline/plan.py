@@ -36,7 +36,8 @@ def plan_pipeline(parallel: ParallelConfig, batch: int, accumulation: int = 1) -
     Raises:
       ConfigError: the microbatches do not fit batch or schedule; the message names the nearest numbers that do.
     """
-    stages, chunks = parallel.pipeline, parallel.virtual_stages
+    stages = parallel.pipeline
+    chunks = parallel.virtual_stages
     shards = parallel.data * parallel.fsdp * parallel.expert
     unit = _unit(parallel)
     fits = fitting_microbatches(parallel, batch)
@@ -65,7 +66,8 @@ def fitting_microbatches(parallel: ParallelConfig, batch: int) -> list[int]:
       parallel: degrees and schedule; without a pipeline the microbatches are those of gradient accumulation.
       batch: rows of a global batch.
     """
-    rows, unit = batch // (parallel.data * parallel.fsdp * parallel.expert), _unit(parallel)
+    rows = batch // (parallel.data * parallel.fsdp * parallel.expert)
+    unit = _unit(parallel)
     return [m for m in range(unit, rows + 1, unit) if rows % m == 0]
 
 

@@ -101,7 +101,8 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
         forward: list[Task | None] = list(rows[0])
         backward: list[Task | None] = list(rows[1])
         extra: list[Task | None] = list(idle)
-        some_forward, some_backward = any(forward), any(backward)
+        some_forward = any(forward)
+        some_backward = any(backward)
         for stage, tasks in enumerate(waiting):
             if some_forward and number >= microbatches + stage and tasks:
                 forward[stage] = tasks.pop(0)
@@ -169,7 +170,8 @@ def validate(schedule: Schedule) -> None:
       ValueError: it names the first task that does not.
     """
     kinds = {task.kind for _, _, _, task in schedule.tasks()}
-    when, last = schedule.when(), schedule.stages * schedule.chunks - 1
+    when = schedule.when()
+    last = schedule.stages * schedule.chunks - 1
     wanted = {(kind, m, k) for kind in kinds for m in range(schedule.microbatches) for k in range(last + 1)}
     if wanted != set(when) or len(wanted) != sum(1 for _ in schedule.tasks()):
         raise ValueError(f"{schedule.name}: tasks missing or repeated: {sorted(wanted ^ set(when))[:5]}.")

@@ -44,9 +44,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Return simulated time and memory of a pipeline schedule; each time slot lasts as long as its longest task."""
     costs = costs or (SPLIT_COSTS if schedule.splits_backward else COSTS)
     cost = {kind: value / schedule.chunks for kind, value in costs.items()}
-    clock, spans = 0.0, []
-    live, peak = [0] * schedule.stages, [0] * schedule.stages
-    late, most = [0] * schedule.stages, [0] * schedule.stages
+    clock = 0.0
+    spans = []
+    live = [0] * schedule.stages
+    peak = [0] * schedule.stages
+    late = [0] * schedule.stages
+    most = [0] * schedule.stages
     for slots in schedule.ticks:
         for row in slots:
             for stage, task in enumerate(row):

@@ -62,7 +62,8 @@ def test_the_sweep_lowers_the_error_of_outputs_on_the_same_tiles():
     x = jax.random.normal(jax.random.key(3), (512, 64)) @ jax.random.normal(jax.random.key(4), (64, 64))
     w = jax.random.normal(jax.random.key(5), (64, 64))
     statistics = InputStatistics(len(x), hessian=2 / len(x) * x.T @ x)
-    nearest, swept = Bct(path=".").compress(w, None), BctGptq(path=".").compress(w, statistics)
+    nearest = Bct(path=".").compress(w, None)
+    swept = BctGptq(path=".").compress(w, statistics)
     assert isinstance(nearest, PackedWeight) and isinstance(swept, PackedWeight)
     np.testing.assert_array_equal(swept.arrays["exponents"], nearest.arrays["exponents"])
     errors = [jnp.square(x @ (packed.matrix() - w).T).sum() for packed in (nearest, swept)]

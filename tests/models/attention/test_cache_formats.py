@@ -82,7 +82,8 @@ def test_packed_tokens_over_pages_give_the_logits_of_the_forward_with_rounded_ke
     for start, end in ((0, 18), (18, 19), (19, 20)):
         at = np.tile(np.arange(start, end), (2, 1)).astype(np.int32)
         write = np.take_along_axis(table, at // 4, 1) * 4 + at % 4
-        ids, lengths = jnp.asarray(tokens[:, start:end].ravel()), jnp.full(2, end)
+        ids = jnp.asarray(tokens[:, start:end].ravel())
+        lengths = jnp.full(2, end)
         logits, pages = step(model, ids, jnp.asarray(at.ravel()), jnp.asarray(write.ravel()), lengths, pages)
         np.testing.assert_allclose(
             logits.reshape(2, end - start, -1), wanted[:, start:end], rtol=2e-4, atol=2e-4, err_msg=str(start)
@@ -116,7 +117,8 @@ def test_the_order_of_channels_is_that_of_rotated_keys():
 
 def test_a_sorted_cache_rounds_to_the_same_values_in_any_layout():
     """`as_stored` returns keys in their own order, with the error of the sorted blocks."""
-    random, name = np.random.default_rng(0), CACHE_FORMATS["bfp12"]
+    random = np.random.default_rng(0)
+    name = CACHE_FORMATS["bfp12"]
     scale = np.exp(2 * random.normal(size=64))
     k = jnp.asarray(random.normal(size=(1, 50, 1, 64)) * scale, jnp.float32)
     order = jnp.argsort(jnp.asarray(scale))[None].astype(jnp.int32)

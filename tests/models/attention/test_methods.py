@@ -38,7 +38,8 @@ KINDS = {
     "projected": ProjectedAttention(block_size=8, summaries=3),
 }
 AS_IF_ALONE = ("softmax", "longformer", "linear", "performer")
-B, T = 2, 40
+B = 2
+T = 40
 
 
 def build(kind: str, **values) -> Transformer:
@@ -79,7 +80,8 @@ def test_the_table_and_the_union_hold_the_same_kinds():
 def test_a_later_token_changes_nothing_before_it(models, tokens, kind):
     other = tokens.copy()
     other[:, 20] = (other[:, 20] + 1) % 61
-    first, second = forward(models[kind], tokens), forward(models[kind], other)
+    first = forward(models[kind], tokens)
+    second = forward(models[kind], other)
     close(first[:, :20], second[:, :20], 1e-6)
     assert np.abs(first[:, 20:] - second[:, 20:]).max() > 1e-3
 
@@ -122,8 +124,11 @@ def test_a_layout_lies_over_the_row_and_hides_other_documents(models, tokens):
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_equals_the_full_forward(models, tokens, kind):
     """A prompt padded at the left, some tokens together, then one at a time; each row as if alone and unpadded."""
-    model, lengths, width = models[kind], [17, 5], 17
-    prompt, positions = np.zeros((B, width), np.int32), np.full((B, width), -1, np.int32)
+    model = models[kind]
+    lengths = [17, 5]
+    width = 17
+    prompt = np.zeros((B, width), np.int32)
+    positions = np.full((B, width), -1, np.int32)
     for row, length in enumerate(lengths):
         prompt[row, width - length :] = tokens[row, :length]
         positions[row, width - length :] = np.arange(length)

@@ -8,7 +8,11 @@ import pytest
 from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.projected import ProjectedAttention
 
-BLOCK, T, N, K, H = 8, 37, 4, 2, 16
+BLOCK = 8
+T = 37
+N = 4
+K = 2
+H = 16
 IDS = np.repeat([0, 1, 2], (21, 9, 7))[None]
 
 
@@ -26,7 +30,8 @@ def dense(q, k, v, weight, ids):
 
     keys = jnp.concatenate([summaries(k, weight[0]), k], axis=1)
     values = jnp.concatenate([summaries(v, weight[1]), v], axis=1)
-    count, at = weight.shape[2], np.arange(T)
+    count = weight.shape[2]
+    at = np.arange(T)
     block = np.repeat(np.arange(blocks), count)
     far = (block[None] < at[:, None] // BLOCK) & (np.repeat(last[0], count)[None] == ids[0][:, None])
     place = np.arange(blocks * BLOCK)
@@ -44,7 +49,8 @@ def test_outputs_and_gradients_are_those_of_one_softmax(summaries, packed):
     q = jax.random.normal(keys[0], (1, T, N, H))
     k, v = (jax.random.normal(key, (1, T, K, H)) for key in keys[1:3])
     weight = jax.random.normal(keys[3], (2, BLOCK, summaries)) / BLOCK**0.5
-    wanted, ids = jax.random.normal(keys[4], q.shape), IDS if packed else np.zeros_like(IDS)
+    wanted = jax.random.normal(keys[4], q.shape)
+    ids = IDS if packed else np.zeros_like(IDS)
     heads = AttentionSpec(N, K, H, scale=H**-0.5)
 
     def ours(q, k, v, weight):

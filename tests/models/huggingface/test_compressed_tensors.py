@@ -164,8 +164,10 @@ def test_other_layouts_of_scales(tmp_path):
 
 def test_groups_of_reordered_columns(tmp_path):
     """GPTQ's activation order, in files of compressed-tensors before 0.16."""
-    q, order = np.int8(Q >> 4), np.int32([1, 0, 0, 1, 2, 3, 3, 2])
-    scale, shape = np.float32(RANDOM.random((6, 4))), np.int64([6, 8])
+    q = np.int8(Q >> 4)
+    order = np.int32([1, 0, 0, 1, 2, 3, 3, 2])
+    scale = np.float32(RANDOM.random((6, 4)))
+    shape = np.int64([6, 8])
     arrays = {"weight_packed": pack_words(q, 4), "weight_scale": scale, "weight_shape": shape}
     scheme = Scheme("pack-quantized", 4, strategy="group", group_size=2)
     with written(tmp_path / "ordered", **arrays, weight_g_idx=order) as files:
@@ -228,7 +230,8 @@ def test_which_inputs_are_rounded(change, rounds):
 
 
 def test_a_model_of_two_schemes_names_their_modules():
-    four, eight = Scheme("pack-quantized", 4, strategy="group", group_size=32), Scheme("pack-quantized", 8)
+    four = Scheme("pack-quantized", 4, strategy="group", group_size=32)
+    eight = Scheme("pack-quantized", 8)
     said = make_quantization_config({"a.x": four, "a.y": eight, "b.x": four}, ["lm_head"], "pack-quantized")
     found = read_quantization({"quantization_config": said})
     assert found is not None and said["ignore"] == ["lm_head"]

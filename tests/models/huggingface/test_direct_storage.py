@@ -54,7 +54,9 @@ def parameters(name, degrees, **options):
     ("name", "degrees"), [("gpt2", {"fsdp": 2, "data": 4}), ("qwen3-moe", {"expert": 4, "fsdp": 2})], ids=str
 )
 def test_a_sharded_model_is_that_of_the_usual_way(name, degrees, monkeypatch):
-    plain, read, said = parameters(name, degrees), Reader(), []
+    plain = parameters(name, degrees)
+    read = Reader()
+    said = []
     monkeypatch.setattr(load, "why_unavailable", lambda: None)
     monkeypatch.setattr(load, "read_by_kvikio", read)
     direct = parameters(name, degrees, direct_storage=True, report=said.append)

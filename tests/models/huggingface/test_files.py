@@ -95,7 +95,8 @@ def test_old_buffers_and_names_without_prefix_are_read(tmp_path):
     bare = {name.removeprefix("transformer."): tensor for name, tensor in held.items()}
     bare["h.0.attn.bias"] = np.ones((1, 1, 64, 64), np.float32)
     save_file(bare, folder / "model.safetensors")
-    found, expected = from_huggingface(folder), from_huggingface(HERE / "gpt2")
+    found = from_huggingface(folder)
+    expected = from_huggingface(HERE / "gpt2")
     np.testing.assert_array_equal(found.embedding.table[...], expected.embedding.table[...])
     np.testing.assert_array_equal(
         found.decoder.layers[0].attention.k_proj.kernel[...], expected.decoder.layers[0].attention.k_proj.kernel[...]

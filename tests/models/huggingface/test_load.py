@@ -57,7 +57,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
 def test_sharded_weights_are_the_same_and_lie_as_in_training(name, degrees, monkeypatch):
     monkeypatch.setattr(load, "_CHUNK_BYTES", 1000)  # several chunks a device
     rules = make_rules(make_mesh(ParallelConfig(**degrees)))
-    plain, sharded = from_huggingface(HERE / name), from_huggingface(HERE / name, mesh=rules)
+    plain = from_huggingface(HERE / name)
+    sharded = from_huggingface(HERE / name, mesh=rules)
     specs = FunctionalModule(lambda rngs: Transformer(plain.config, rngs)).parameter_specs(rules)
     for (path, one), (_, many) in zip(leaves(plain), leaves(sharded), strict=True):
         spec = functools.reduce(operator.getitem, path.split("/"), specs)
@@ -69,7 +70,8 @@ class Counted:
     """Slices of a tensor, noting how many values were read at once."""
 
     def __init__(self, source, read):
-        self.source, self.read = source, read
+        self.source = source
+        self.read = read
 
     def __getitem__(self, index):
         found = self.source[index]

@@ -98,9 +98,11 @@ def test_the_ways_to_rows_and_back_are_transposed():
     rows, _ = arrange(assigned, 4, 8)
     single, _ = arrange(assigned[:, :1], 4, 8)
     keys = jax.random.split(jax.random.key(1), 3)
-    tokens, weights = jax.random.normal(keys[0], (7, 3)), jax.random.normal(keys[1], (7, 2))
+    tokens = jax.random.normal(keys[0], (7, 3))
+    weights = jax.random.normal(keys[1], (7, 2))
     y = jax.random.normal(keys[2], (rows.source.shape[0], 3))
-    u, of_rows = jax.random.normal(keys[0], (7, 3)), jax.random.normal(keys[1], y.shape)
+    u = jax.random.normal(keys[0], (7, 3))
+    of_rows = jax.random.normal(keys[1], y.shape)
     calls = (
         (lambda x: take_rows(x, rows), (tokens,), of_rows),
         (lambda y: sum_rows(y, single), (y[: single.source.shape[0]],), u),

@@ -9,7 +9,10 @@ from jax.sharding import Mesh
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.models.moe.router import balance_loss, capacity, drop_overflow, load_signal, route
 
-B, T, E, K = 3, 20, 6, 2
+B = 3
+T = 20
+E = 6
+K = 2
 LOGITS = np.random.default_rng(0).normal(size=(B, T, E)).astype(np.float32)
 
 
@@ -52,7 +55,8 @@ def test_capacity_takes_the_first_tokens_of_each_sequence():
     room = capacity(limited, T)
     assert room == -(-T * K // E)
     assert capacity(config(capacity_factor=100.0), T) == T
-    full, found = route(config(), jnp.asarray(LOGITS), None), route(limited, jnp.asarray(LOGITS), None)
+    full = route(config(), jnp.asarray(LOGITS), None)
+    found = route(limited, jnp.asarray(LOGITS), None)
     taken = np.zeros((B, E), int)
     for b in range(B):
         for t in range(T):
@@ -72,7 +76,8 @@ def test_drop_overflow_of_an_expert_that_all_want():
 
 
 def test_balance_loss_is_that_of_switch_a_sequence():
-    probabilities, experts = softmax(LOGITS), chosen(LOGITS)
+    probabilities = softmax(LOGITS)
+    experts = chosen(LOGITS)
     wanted = 0.0
     for b in range(B):
         share = np.bincount(experts[b].ravel(), minlength=E) / (T * K)
@@ -100,7 +105,9 @@ def test_losses_of_a_sequence_on_two_devices_add_up():
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
 
     def parts(x):
-        share = lambda x: route(settings, x, None, sequence_axes=("context",)).loss[None]  # noqa: E731
+        def share(x):
+            return route(settings, x, None, sequence_axes=("context",)).loss[None]
+
         spec = jax.P(None, "context")
         return jax.shard_map(share, mesh=mesh, in_specs=spec, out_specs=jax.P("context"), check_vma=False)(x).sum()
 

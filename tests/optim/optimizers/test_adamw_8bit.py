@@ -52,7 +52,10 @@ def test_values_are_rounded_to_the_nearest_of_their_block(shape, scales):
 
 def test_small_matrices_embeddings_and_vectors_are_not_quantized():
     settings = AdamW8bit()
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
     assert settings.updates_as_matrix("layers/0/mlp/up_proj/kernel", shape(3, 64, 64))
     assert not settings.updates_as_matrix("layers/0/mlp/up_proj/kernel", shape(3, 63, 64)), "4032 values a layer"
     assert settings.updates_as_matrix("layers/0/attention/q_proj/kernel", shape(64, 2, 32))
@@ -64,9 +67,14 @@ def test_small_matrices_embeddings_and_vectors_are_not_quantized():
 @pytest.mark.longer
 def test_steps_stay_close_to_those_in_float32_at_a_quarter_of_the_state():
     params = {"kernel": jnp.asarray(normal(64, 256))}
-    core, adam = AdamW8bit().core(RunInfo()), optax.scale_by_adam(0.9, 0.95)
-    state, other = core.init(params), adam.init(params)
-    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if x.ndim)  # noqa: E731
+    core = AdamW8bit().core(RunInfo())
+    adam = optax.scale_by_adam(0.9, 0.95)
+    state = core.init(params)
+    other = adam.init(params)
+
+    def size(tree):
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if x.ndim)
+
     assert size(state) == 2 * 64 * 256 + 2 * 64 * 4 and size(other) == 8 * 64 * 256
     for step in range(20):
         gradient = {"kernel": jnp.asarray(normal(64, 256, seed=step))}

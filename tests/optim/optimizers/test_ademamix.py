@@ -15,12 +15,14 @@ def algorithm(gradients, settings: AdEMAMix, total: int) -> list[np.ndarray]:
     for t, g in enumerate(gradients, start=1):
         share = min(t / total, 1)
         alpha = settings.alpha * share
-        log1, log3 = np.log(settings.b1), np.log(settings.b3)
+        log1 = np.log(settings.b1)
+        log3 = np.log(settings.b3)
         b3 = min(np.exp(log1 * log3 / ((1 - share) * log3 + share * log1)), settings.b3)
         m1 = settings.b1 * m1 + (1 - settings.b1) * g
         m2 = b3 * m2 + (1 - b3) * g
         v = settings.b2 * v + (1 - settings.b2) * g**2
-        first, second = m1 / (1 - settings.b1**t), v / (1 - settings.b2**t)
+        first = m1 / (1 - settings.b1**t)
+        second = v / (1 - settings.b2**t)
         found.append((first + alpha * m2) / (np.sqrt(second) + settings.eps))
     return found
 
@@ -38,7 +40,8 @@ def test_directions_are_those_of_the_paper(total, ramp):
 
 
 def test_without_the_slow_momentum_it_is_adam():
-    core, adam = AdEMAMix(alpha=0.0).core(RunInfo()), optax.scale_by_adam(0.9, 0.95)
+    core = AdEMAMix(alpha=0.0).core(RunInfo())
+    adam = optax.scale_by_adam(0.9, 0.95)
     g = jnp.array([1.0, -2.0, 0.5])
     ours, _ = core.update(g, core.init(g))
     theirs, _ = adam.update(g, adam.init(g))

@@ -18,11 +18,14 @@ def gradient_of(params):
 
 
 def test_parameters_are_the_averages_of_optax():
-    rate = lambda step: 0.01 * jnp.minimum((step + 1) / 4, 1.0)  # noqa: E731
+    def rate(step):
+        return 0.01 * jnp.minimum((step + 1) / 4, 1.0)
+
     settings = ScheduleFreeAdamW(weight_decay=0.1, clip_norm=None)
     ours = build_optimizer(settings, rate, START)
     assert ours.gradient_point is not None
-    x, state = START, ours.init(START)
+    x = START
+    state = ours.init(START)
     inner = optax.chain(
         optax.scale_by_rms(0.95, 1e-8, eps_in_sqrt=False, bias_correction=True),
         optax.add_decayed_weights(0.1, {"kernel": True, "bias": False}),
@@ -30,7 +33,8 @@ def test_parameters_are_the_averages_of_optax():
     )
     # Optax reads the rate one step late.
     theirs = optax.contrib.schedule_free(inner, lambda step: rate(step - 1), 0.9)
-    y, their_state = START, theirs.init(START)
+    y = START
+    their_state = theirs.init(START)
     for _ in range(12):
         point = ours.gradient_point(x, state)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), point, y)
@@ -60,7 +64,8 @@ def test_evaluation_uses_the_averages_and_a_resumed_run_goes_on_exactly():
     run_steps(trainer, 4)
     stored = jax.device_get(trainer.stored_state)
     own = [s for s in jax.tree.leaves(stored.optimizer, is_leaf=lambda s: hasattr(s, "weight_sum")) if hasattr(s, "z")]
-    z, x = own[0].z["head"], stored.params["head"]
+    z = own[0].z["head"]
+    x = stored.params["head"]
     assert float(np.abs(z - x).max()) > 1e-3, "the average is not the last iterate"
     again = make_trainer(settings)
     again.stored_state = jax.device_put(stored, jax.tree.map(lambda s: s.sharding, again.abstract_stored_state))

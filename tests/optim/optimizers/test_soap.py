@@ -56,29 +56,37 @@ def soap_in_numpy(gradients, settings: Soap, due) -> list[np.ndarray]:
     def renew(factor, basis):
         return np.linalg.qr(factor @ basis + 0.1 * np.trace(factor) / len(factor) * basis)[0]
 
-    b, found = settings.factor_decay, []
-    m, v = np.zeros(gradients[0].shape), np.zeros(gradients[0].shape)
-    left, right = np.zeros((m.shape[0],) * 2), np.zeros((m.shape[1],) * 2)
-    ql, qr = np.eye(len(left)), np.eye(len(right))
+    b = settings.factor_decay
+    found = []
+    m = np.zeros(gradients[0].shape)
+    v = np.zeros(gradients[0].shape)
+    left = np.zeros((m.shape[0],) * 2)
+    right = np.zeros((m.shape[1],) * 2)
+    ql = np.eye(len(left))
+    qr = np.eye(len(right))
     for t, g in enumerate(gradients):
         if t:
             m = settings.b1 * m + (1 - settings.b1) * g
             v = settings.b2 * v + (1 - settings.b2) * (ql.T @ g @ qr) ** 2
             step = (ql.T @ m @ qr) / (1 - settings.b1**t) / (np.sqrt(v / (1 - settings.b2**t)) + settings.eps)
             found.append(ql @ step @ qr.T)
-        left, right = b * left + (1 - b) * g @ g.T, b * right + (1 - b) * g.T @ g
+        left = b * left + (1 - b) * g @ g.T
+        right = b * right + (1 - b) * g.T @ g
         if t == 0:
             for _ in range(5):
-                ql, qr = renew(left, ql), renew(right, qr)
+                ql = renew(left, ql)
+                qr = renew(right, qr)
             found.append(np.zeros_like(g))
         elif due[t]:
-            ql, qr = renew(left, ql), renew(right, qr)
+            ql = renew(left, ql)
+            qr = renew(right, qr)
     return found
 
 
 @pytest.mark.longer
 def test_soap_is_the_papers_algorithm():
-    settings, path = Soap(refresh_every=3), "up_proj/kernel"
+    settings = Soap(refresh_every=3)
+    path = "up_proj/kernel"
     gradients = [normal(8, 6, seed=t).astype(np.float64) for t in range(9)]
     core = settings.core(RunInfo())
     params = {path: jnp.zeros((8, 6))}
@@ -92,9 +100,11 @@ def test_soap_is_the_papers_algorithm():
 @pytest.mark.longer
 def test_soap_on_blocks_of_one_value_is_adam_after_the_first_step():
     """A basis of one vector is 1 or -1."""
-    core, adam = Soap(block_size=1).core(RunInfo()), optax.scale_by_adam(0.95, 0.95)
+    core = Soap(block_size=1).core(RunInfo())
+    adam = optax.scale_by_adam(0.95, 0.95)
     params = {"kernel": jnp.zeros((3, 4))}
-    state, other = core.init(params), adam.init(params)
+    state = core.init(params)
+    other = adam.init(params)
     found, state = core.update({"kernel": jnp.asarray(normal(3, 4))}, state, params)
     assert not found["kernel"].any()
     for step in range(1, 5):
@@ -117,7 +127,8 @@ def test_bases_converge_to_the_eigenvectors():
 def test_shampoo_equalises_singular_values_and_has_adams_norm():
     """L^(-1/4) G R^(-1/4) of one gradient is U V^T."""
     settings = Shampoo(root_eps=1e-12)
-    core, adam = settings.core(RunInfo()), optax.scale_by_adam(0.9, 0.95)
+    core = settings.core(RunInfo())
+    adam = optax.scale_by_adam(0.9, 0.95)
     g = {"up_proj/kernel": jnp.asarray(normal(8, 8))}
     found, _ = core.update(g, core.init(g), g)
     wanted, _ = adam.update(g, adam.init(g))
@@ -136,7 +147,8 @@ def test_inverse_fourth_root():
 
 def test_factors_lie_with_the_blocks_of_their_parameter():
     mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
-    spec, shape = jax.P(None, "fsdp", "tensor"), (3, 16, 32)
+    spec = jax.P(None, "fsdp", "tensor")
+    shape = (3, 16, 32)
     assert state_spec(mesh, spec, shape, (3, 2, 4, 8, 8)) == jax.P(None, "fsdp", "tensor", None, None)
     assert state_spec(mesh, spec, shape, (3, 1, 4, 16, 16)) == jax.P(None, None, ("tensor", "fsdp"), None, None)
     assert state_spec(mesh, spec, shape, (3, 1, 1, 16, 16)) == jax.P(None, None, None, ("fsdp", "tensor"), None)

@@ -21,7 +21,8 @@ def test_the_rule_is_that_of_the_paper():
     state = core.init(jnp.zeros(6))
     m = h = np.zeros(6)
     for step in range(7):
-        g, c = random.normal(size=6), 5 * random.random(6)
+        g = random.normal(size=6)
+        c = 5 * random.random(6)
         found, state = core.update(
             jnp.asarray(g, jnp.float32), state, None, curvature=jnp.asarray(c, jnp.float32), renewed=step % 3 == 0
         )

@@ -73,7 +73,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 def outputs_and_gradients(attention: Any, case: Case, inputs: Inputs, dtype: Any, with_lse: bool) -> dict:
     """out, lse, d_q, d_k, d_v as float64 numpy arrays, of a function called like flash_attention."""
     ids = None if inputs.segment_ids is None else tuple(map(jnp.asarray, inputs.segment_ids))
-    d_out, d_lse = jnp.asarray(inputs.d_out, dtype), jnp.asarray(inputs.d_lse)
+    d_out = jnp.asarray(inputs.d_out, dtype)
+    d_lse = jnp.asarray(inputs.d_lse)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
         result = attention(q, k, v, segment_ids=ids, return_lse=with_lse, **case.options())
@@ -115,7 +116,8 @@ def attend_plainly(
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse for a boolean mask that broadcasts to [B, N, T, S]."""
     group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    k = jnp.repeat(k, group, axis=2)
+    v = jnp.repeat(v, group, axis=2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) * scale
     if soft_cap is not None:
@@ -144,7 +146,8 @@ def check(
     actual = outputs_and_gradients(ours, case, make_inputs(case, seed), case.dtype, with_lse)
     for name, truth in expected.items():
         np.testing.assert_array_equal(np.isfinite(actual[name]), np.isfinite(truth), err_msg=name)
-        error, allowed = _relative(actual[name], truth), 2 * _relative(plain[name], truth)
+        error = _relative(actual[name], truth)
+        allowed = 2 * _relative(plain[name], truth)
         # Where the plain version happens to be exact, rounding the result once must still be allowed.
         floor = 2 * float(jnp.finfo(case.dtype if name != "lse" else jnp.float32).eps)
         assert error <= max(allowed, floor), f"{name}: error {error:.2e}, allowed {max(allowed, floor):.2e}"

@@ -128,7 +128,8 @@ def test_wrong_dtypes():
 
 
 def test_rows_without_a_visible_key():
-    q, k = jnp.ones((1, 6, 1, 4)), jnp.ones((1, 4, 1, 4))
+    q = jnp.ones((1, 6, 1, 4))
+    k = jnp.ones((1, 4, 1, 4))
     for name in ("reference", "xla_dense", "xla"):
 
         def total(q, name=name):

@@ -22,8 +22,11 @@ from pallas_kernels import (
 )
 from tests.compilation import run_jitted
 
-METHODS, LAYOUTS = ("ring", "all_gather", "all_to_all"), ("zigzag", "contiguous")
-B, T, H = 2, 48, 8
+METHODS = ("ring", "all_gather", "all_to_all")
+LAYOUTS = ("zigzag", "contiguous")
+B = 2
+T = 48
+H = 8
 
 
 def mesh_of(*sizes: int) -> jax.sharding.Mesh:
@@ -87,7 +90,10 @@ def assert_as_on_one_device(devices, layout, method, *, heads=(4, 2), length=T, 
         )  # fmt: skip
 
     found = with_gradients(lambda q, k, v: spread(part, devices, layout)(q, k, v, ids), q, k, v, g)
-    one = lambda q, k, v: flash_attention(q, k, v, segment_ids=ids, **options, implementation="reference")  # noqa: E731
+
+    def one(q, k, v):
+        return flash_attention(q, k, v, segment_ids=ids, **options, implementation="reference")
+
     for got, wanted in zip(found, with_gradients(one, q, k, v, g), strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=1e-5)
 

@@ -16,7 +16,12 @@ from tests.hopper import hopper_array, hopper_mesh
 
 pytestmark = pytest.mark.compiles_for_gpu
 
-N, B, T, HEADS, KV_HEADS, H = 4, 2, 512, 8, 2, 64
+N = 4
+B = 2
+T = 512
+HEADS = 8
+KV_HEADS = 2
+H = 64
 """Devices, and the shape of one device's part."""
 LARGE = 1, 8192, 32, 8, 128
 """B, T, N, K, H of a part whose hops XLA does not combine."""
@@ -31,7 +36,8 @@ def compiled(
 ):
     """The program of attention, with `project` also of the output projection, or of their gradients."""
     rows, length, heads, kv_heads, width = shape
-    mesh, part = hopper_mesh({"context": N}), P(None, "context")
+    mesh = hopper_mesh({"context": N})
+    part = P(None, "context")
     attention = jax.shard_map(
         lambda q, k, v: context_attention(
             q, k, v, axis_name="context", method=method, implementation=implementation, **options
@@ -72,7 +78,8 @@ def test_the_ring_makes_one_hop_less_than_there_are_devices():
 def test_in_the_backward_keys_go_around_again_and_their_gradients_in_float32():
     got = sent("ring", True)
     assert {kind for kind, _ in got} == {"collective-permute"}
-    forward, backward = (N - 1) * 2 * 2 * KEYS, (N - 1) * 2 * (2 + 4) * KEYS
+    forward = (N - 1) * 2 * 2 * KEYS
+    backward = (N - 1) * 2 * (2 + 4) * KEYS
     assert got.total() == forward + backward
 
 
@@ -132,7 +139,8 @@ def test_hops_run_beside_kernels(gradient, implementation):
     order = schedule(program.as_text())
     hops = 3 * (N - 1) if gradient else N - 1
     assert order.count("start") == order.count("done") == hops
-    beside, kernels = [], 0
+    beside = []
+    kernels = 0
     for event in order:
         kernels = 0 if event == "start" else kernels + (event == "kernel")
         beside += [kernels] if event == "done" else []

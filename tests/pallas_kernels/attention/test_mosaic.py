@@ -167,7 +167,8 @@ def test_error_of_the_backward_whose_warpgroups_share_the_keys(name, parts, monk
 def test_the_score_of_masked_entries_times_its_factor_is_exact(scale, soft_cap):
     """A fused multiply-add subtracts the rounded product from the exact one: any difference is exponentiated."""
     config = KernelConfig(Options(Mask(), scale, soft_cap), 128, 128, 128, 64)
-    score, factor = np.float32(fill(config)), np.float32(late_factor(config))
+    score = np.float32(fill(config))
+    factor = np.float32(late_factor(config))
     assert score == fill(config)
     assert np.float64(score) * np.float64(factor) == np.float64(score * factor)
     assert -4e30 < score * factor < -1e29 or score == -(2.0**126)

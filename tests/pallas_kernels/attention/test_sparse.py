@@ -124,7 +124,8 @@ def test_a_packed_document_is_as_if_alone(backend):
     ],
 )
 def test_longformer_wrong_arguments_name_the_rule(options, message):
-    q, k = jnp.ones((1, 8, 1, 8)), jnp.ones((1, 9, 1, 8))
+    q = jnp.ones((1, 8, 1, 8))
+    k = jnp.ones((1, 9, 1, 8))
     with pytest.raises(ValueError, match=message):
         longformer_attention(q, k, k, **options)
 
@@ -318,7 +319,8 @@ def test_patterns_of_the_papers():
     ],
 )
 def test_a_causal_pattern_is_the_corner_of_a_larger_one(make):
-    small, large = make(9), make(23)
+    small = make(9)
+    large = make(23)
     np.testing.assert_array_equal(small, large[:9, :9])
     assert not np.triu(large, 1).any() and large.diagonal().all()
 

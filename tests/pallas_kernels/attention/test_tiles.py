@@ -68,7 +68,8 @@ def test_tiles_are_exactly_those_with_a_visible_pair(mask):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_with_segments_no_visible_pair_is_skipped_and_no_hidden_one_is_whole(mask):
     ids = jnp.asarray([[1] * 6 + [2] * 9 + [3] * 5, [1] * 20])
-    segments, blocks = Segments(ids, ids), Blocks(20, 20, 4, 4)
+    segments = Segments(ids, ids)
+    blocks = Blocks(20, 20, 4, 4)
     some, every = (np.asarray(x) for x in visible_tiles(mask, blocks, segments))
     positions = jnp.arange(20)
     visible = mask.visible(positions, positions, segments.global_tokens(mask))
@@ -88,7 +89,8 @@ def test_with_segments_no_visible_pair_is_skipped_and_no_hidden_one_is_whole(mas
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_lists_name_the_whole_tiles_first_and_then_the_cut_ones(mask, segmented):
     ids = jnp.asarray([[1] * 7 + [2] * 13])
-    segments, blocks = Segments(ids, ids) if segmented else None, Blocks(20, 20, 4, 5)
+    segments = Segments(ids, ids) if segmented else None
+    blocks = Blocks(20, 20, 4, 5)
     some, every = (np.asarray(x)[0] for x in visible_tiles(mask, blocks, segments))
     for lists, turned in ((key_lists, False), (query_lists, True)):
         tiles, counts = lists(mask, blocks, segments)

@@ -90,7 +90,8 @@ def test_temporary_memory_is_linear_in_the_length():
         gradient = jax.grad(lambda q, k, v: loss(q, k, v, "xla", window=100), argnums=(0, 1, 2))
         return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
-    first, second = temporary(8192), temporary(16384)
+    first = temporary(8192)
+    second = temporary(16384)
     assert second < 2.1 * first
     assert second < 16384 * 16384
 

@@ -86,7 +86,8 @@ def check_vmap():
 
 def main(names):
     let_numpy_index()
-    triton.launch, triton.tiling_for = interpret, lambda *_: TILING
+    triton.launch = interpret
+    triton.tiling_for = lambda *_: TILING
     for name in names:
         error = None
         try:
@@ -134,7 +135,8 @@ def test_compiled_kernels_fit_the_device(capability, head_dim, packed, monkeypat
     """One forward, kept by the policy, and two kernels in the backward, compiled for a GPU that is not here."""
     from jax_triton import triton_lib
 
-    results, compile_kernel = [], triton_lib.compile_ttir_inplace
+    results = []
+    compile_kernel = triton_lib.compile_ttir_inplace
 
     def record(*arguments, **options):
         results.append(compile_kernel(*arguments, **options))

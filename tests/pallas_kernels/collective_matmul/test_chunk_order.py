@@ -20,7 +20,9 @@ def test_own_rows_come_first_when_gathering_and_last_when_scattering(devices):
 @pytest.mark.parametrize("running", [(1, 1, 1), (1, 4, 2), (3, 1, 4)])
 def test_any_program_of_each_device_is_enough_for_all_tiles_to_be_scattered(running):
     """Programs claim tiles in order, hold one and the next, and stay at one of their own device until all sums came."""
-    devices, rows, columns = len(running), 3, 2
+    devices = len(running)
+    rows = 3
+    columns = 2
     order = TileOrder(rows, columns, 2, programs=1, chunks=devices)
     steps = [int(order.tile(i).chunk) for i in range(order.total)]
     claims = [iter(range(len(steps))) for _ in running]
@@ -34,7 +36,8 @@ def test_any_program_of_each_device_is_enough_for_all_tiles_to_be_scattered(runn
             if held[0] is None:
                 continue
             held.extend([next(claims[device], None)] if len(held) == 1 else [])
-            step, within = steps[held[0]], held[0] % (rows * columns)
+            step = steps[held[0]]
+            within = held[0] % (rows * columns)
             senders = set(range(devices)) - {device}
             owner = int(chunk_scattered(step, device, devices))
             if owner == device and not all((sender, device * 100 + within) in sent for sender in senders):

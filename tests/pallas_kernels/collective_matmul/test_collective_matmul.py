@@ -14,13 +14,15 @@ from pallas_kernels.collective_matmul import mosaic
 from tests.compilation import run_jitted
 
 NEEDS_MOSAIC = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
-ROWS, COLUMNS = P("tensor", None), P(None, "tensor")
+ROWS = P("tensor", None)
+COLUMNS = P(None, "tensor")
 GATHER = all_gather_matmul, (ROWS, COLUMNS), COLUMNS
 SCATTER = matmul_reduce_scatter, (COLUMNS, ROWS), ROWS
 
 
 def mesh(devices, **others):
-    shape, names = (*others.values(), devices), (*others, "tensor")
+    shape = (*others.values(), devices)
+    names = (*others, "tensor")
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -46,7 +48,9 @@ def with_gradients(function, x, w, worth):
 @pytest.mark.parametrize("devices", [2, 3, 4])
 @pytest.mark.parametrize("form", [GATHER, SCATTER], ids=["gather", "scatter"])
 def test_values_and_gradients_are_those_of_one_device(form, devices, check_vma):
-    x, w, worth = normal(24, 36), normal(36, 48, seed=1), normal(24, 48, seed=2)
+    x = normal(24, 36)
+    w = normal(36, 48, seed=1)
+    worth = normal(24, 48, seed=2)
     got = with_gradients(sharded(form, devices, check_vma), x, w, worth)
     want = with_gradients(lambda x, w: jnp.dot(x, w, precision="highest"), x, w, worth)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
@@ -56,7 +60,9 @@ def test_values_and_gradients_are_those_of_one_device(form, devices, check_vma):
 def test_rows_gathered_once_for_several_weights(monkeypatch, implementation):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
     devices = 1 if implementation == "mosaic" else 4
-    x, first, second = normal(128, 128), normal(128, 256, seed=1) / 11, normal(128, 128, seed=2) / 11
+    x = normal(128, 128)
+    first = normal(128, 256, seed=1) / 11
+    second = normal(128, 128, seed=2) / 11
     arrays = [a.astype(jnp.bfloat16 if implementation == "mosaic" else jnp.float32) for a in (x, first, second)]
     local = functools.partial(all_gather_matmul, axis_name="tensor", implementation=implementation)
     specs = (ROWS, (COLUMNS, COLUMNS)), (COLUMNS, COLUMNS)
@@ -66,7 +72,9 @@ def test_rows_gathered_once_for_several_weights(monkeypatch, implementation):
         parts = product(x, (first, second))
         return sum((part.astype(jnp.float32) ** 2).sum() for part in parts)
 
-    plain = lambda x, weights: tuple(jnp.dot(x, w, precision="highest") for w in weights)  # noqa: E731
+    def plain(x, weights):
+        return tuple(jnp.dot(x, w, precision="highest") for w in weights)
+
     got = run_jitted(jax.grad(functools.partial(total, gathering), (0, 1, 2)), *arrays)
     want = run_jitted(jax.grad(functools.partial(total, plain), (0, 1, 2)), x, first, second)
     for mine, exact in zip(got, want, strict=True):
@@ -75,7 +83,9 @@ def test_rows_gathered_once_for_several_weights(monkeypatch, implementation):
 
 
 def test_an_mlp_in_bfloat16_is_as_exact_as_plain_matmuls():
-    x, up, down = normal(32, 64), normal(64, 128, seed=1) / 8, normal(128, 64, seed=2) / 11
+    x = normal(32, 64)
+    up = normal(64, 128, seed=1) / 8
+    down = normal(128, 64, seed=2) / 11
     arrays = [a.astype(jnp.bfloat16) for a in (x, up, down)]
 
     def local(x, up, down):
@@ -99,7 +109,8 @@ def test_an_mlp_in_bfloat16_is_as_exact_as_plain_matmuls():
 
 @pytest.mark.parametrize("form", [GATHER, SCATTER], ids=["gather", "scatter"])
 def test_its_communication_is_one_collective_a_pass(form):
-    x, w = normal(24, 36), normal(36, 48, seed=1)
+    x = normal(24, 36)
+    w = normal(36, 48, seed=1)
 
     def loss(x, w):
         return (sharded(form, 4)(x, w) ** 2).sum()
@@ -168,7 +179,8 @@ def test_an_older_jax_is_refused():
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="is refused there")
 @pytest.mark.parametrize(("tokens", "backend"), [(256, "xla"), (16384, "mosaic")])
 def test_by_itself_it_takes_the_kernel_where_there_is_enough_to_multiply(tokens, backend):
-    x, w = jax.ShapeDtypeStruct((tokens, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((2048, 4096), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((tokens, 2048), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((2048, 4096), jnp.bfloat16)
     with lowering_platform("cuda"), record_choices() as choices:
         jax.eval_shape(sharded(GATHER, 2), x, w)
     assert choices[0].backend == backend

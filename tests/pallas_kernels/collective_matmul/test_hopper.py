@@ -14,7 +14,8 @@ pytestmark = [
     pytest.mark.compiles_for_gpu,
     pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11"),
 ]
-UP, DOWN = P(None, "tensor"), P("tensor", None)
+UP = P(None, "tensor")
+DOWN = P("tensor", None)
 KERNEL = 'custom_call_target="mosaic_gpu_v2"'
 
 

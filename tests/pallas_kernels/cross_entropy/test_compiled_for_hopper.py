@@ -13,7 +13,8 @@ from tests.hopper import compile_for_hopper
 
 pytestmark = pytest.mark.compiles_for_gpu
 
-D, V = 4096, 128256
+D = 4096
+V = 128256
 _MATMUL = re.compile(r'custom_call_target="__cublas\$')
 
 
@@ -25,7 +26,10 @@ def compiled(form: Any, sequences: int, weight: str, soft_cap: float | None = No
         jax.ShapeDtypeStruct((D, V), weight),
         jax.ShapeDtypeStruct((sequences, 4096), jnp.int32),
     )
-    total = lambda *arrays: form(*arrays, soft_cap=soft_cap, implementation="xla").sum()  # noqa: E731
+
+    def total(*arrays):
+        return form(*arrays, soft_cap=soft_cap, implementation="xla").sum()
+
     with lowering_platform("cuda", compute_capability=(9, 0)):
         gradients = jax.value_and_grad(total, argnums=(0, 1))
         return compile_for_hopper(gradients, *arrays, options={"xla_gpu_enable_triton_gemm": triton})

@@ -97,7 +97,8 @@ def test_large_logits_take_the_chunked_backend():
 def test_float32_weight_beside_bfloat16_hidden():
     """The weight's gradient keeps the weight's precision."""
     hidden, weight, labels, _ = make_inputs((2, 6))
-    hidden, weight = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(weight, jnp.float32)
+    hidden = jnp.asarray(hidden, jnp.bfloat16)
+    weight = jnp.asarray(weight, jnp.float32)
     for backend in BACKENDS:
         gradient = jax.grad(lambda w, b=backend: linear_cross_entropy(hidden, w, labels, implementation=b).sum())
         d_weight = run_jitted(gradient, weight)
@@ -106,7 +107,9 @@ def test_float32_weight_beside_bfloat16_hidden():
 
 
 def test_labels_out_of_range_are_not_silent():
-    hidden, weight, labels = jnp.ones((3, 4)), jnp.ones((4, 5)), jnp.asarray([4, 5, -1])
+    hidden = jnp.ones((3, 4))
+    weight = jnp.ones((4, 5))
+    labels = jnp.asarray([4, 5, -1])
     for backend in (*BACKENDS, "reference"):
         loss = linear_cross_entropy(hidden, weight, labels, implementation=backend)
         assert np.isnan(loss).tolist() == [False, True, True]
@@ -134,7 +137,10 @@ def test_wrong_arguments_name_the_rule(shapes, message):
 @pytest.mark.parametrize("sequence_axis", [None, "context"])
 def test_sharded_over_batch_and_vocabulary_moves_no_logits_and_no_batch(form, backend, sequence_axis, monkeypatch):
     """Batch over data, sequence over context, vocabulary over tensor: only numbers a token and gradients move."""
-    batch, length, width, vocabulary = 8, 64, 32, 1024
+    batch = 8
+    length = 64
+    width = 32
+    vocabulary = 1024
     monkeypatch.setattr(xla, "CHUNK_BYTES", 4 * batch * length * vocabulary // 4 // 8)
     mesh = jax.make_mesh((2, 2, 2), ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)
 

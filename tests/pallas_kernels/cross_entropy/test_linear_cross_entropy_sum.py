@@ -166,7 +166,10 @@ def test_gradients_through_checkpoint_scan_and_vmap():
 
     expected = gradients(functools.partial(total, implementation="reference"), hidden, weight)
     assert_close(gradients(jax.checkpoint(total), hidden, weight), expected)
-    mapped = lambda h, w: jax.vmap(total, (0, None, 0))(h, w, labels).sum()  # noqa: E731
+
+    def mapped(h, w):
+        return jax.vmap(total, (0, None, 0))(h, w, labels).sum()
+
     assert_close(gradients(mapped, hidden, weight), expected)
 
     def accumulated(hidden, weight):
@@ -197,7 +200,8 @@ def test_a_large_16_bit_weight_gathers_its_gradient_in_its_own_dtype(monkeypatch
     """As many roundings as are allowed, and still within twice the plain version's error."""
     monkeypatch.setattr(xla, "CHUNK_BYTES", 2 * 64 * 16)
     most = xla.MOST_ROUNDINGS
-    inputs, longer = make_inputs((1, 16 * most), vocabulary=64), make_inputs((1, 16 * most + 1), vocabulary=64)
+    inputs = make_inputs((1, 16 * most), vocabulary=64)
+    longer = make_inputs((1, 16 * most + 1), vocabulary=64)
     assert plan_of(inputs, "bfloat16") == (most, 1, jnp.float32)
     monkeypatch.setattr(xla, "ACCUMULATOR_BYTES", 0)
     assert plan_of(inputs, "bfloat16") == (most, 1, jnp.bfloat16)
@@ -209,7 +213,8 @@ def test_a_large_16_bit_weight_gathers_its_gradient_in_its_own_dtype(monkeypatch
 def test_float32_weight_beside_bfloat16_hidden():
     """The weight's gradient keeps the weight's precision, however large it is."""
     hidden, weight, labels, _ = make_inputs((2, 20))
-    hidden, weight = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(weight, jnp.float32)
+    hidden = jnp.asarray(hidden, jnp.bfloat16)
+    weight = jnp.asarray(weight, jnp.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "ACCUMULATOR_BYTES", 0)
         d_hidden, d_weight = gradients(

@@ -55,7 +55,9 @@ def summed(hidden, weight, labels, worth, **options):
 
 
 def value_and_gradients(function, hidden, weight, labels, worth):
-    total = lambda h, w, t: 1.7 * function(h, w, labels, t).sum()  # noqa: E731
+    def total(h, w, t):
+        return 1.7 * function(h, w, labels, t).sum()
+
     return run_jitted(jax.value_and_grad(total, argnums=(0, 1, 2)), hidden, weight, worth)
 
 
@@ -89,7 +91,10 @@ def test_a_replicated_weight_beside_split_rows():
     """Without axis_name too, a shard_map over the batch alone gives whole gradients under check_vma."""
     hidden, weight, labels, worth = inputs()
     specs = P("rows"), P(), P("rows"), P("rows")
-    local = lambda *arrays: jax.lax.psum(summed(*arrays, implementation="xla"), "rows")  # noqa: E731
+
+    def local(*arrays):
+        return jax.lax.psum(summed(*arrays, implementation="xla"), "rows")
+
     parts = jax.shard_map(local, mesh=mesh(), in_specs=specs, out_specs=P())
     expected = value_and_gradients(functools.partial(summed, implementation="reference"), hidden, weight, labels, worth)
     actual = value_and_gradients(parts, hidden, weight, labels, worth)
@@ -101,7 +106,10 @@ def test_wrong_axes_are_named():
     hidden, weight, labels, worth = inputs()
     with pytest.raises(ValueError, match="'vocab'.*axes here: none.*leave axis_name out"):
         linear_cross_entropy(hidden, weight, labels, axis_name="vocab")
-    local = lambda h, w, y, t: per_token(h, w, y, t, axis_name="vocab")  # noqa: E731
+
+    def local(h, w, y, t):
+        return per_token(h, w, y, t, axis_name="vocab")
+
     specs = P("rows"), P(None, "vocabulary"), P("rows"), P("rows")
     with pytest.raises(ValueError, match="'vocab'.*axes here: 'rows', 'vocabulary'"):
         jax.shard_map(local, mesh=mesh(), in_specs=specs, out_specs=P("rows"))(hidden, weight, labels, worth)

@@ -24,14 +24,17 @@ def interpret(z_loss: float) -> None:
     from pallas_kernels.cross_entropy.triton_kernel import gradient_kernel
 
     let_numpy_index()
-    rows, vocabulary, options = 6, 1000, Options(z_loss=z_loss)
+    rows = 6
+    vocabulary = 1000
+    options = Options(z_loss=z_loss)
     random = np.random.default_rng(0)
     logits = (random.normal(size=(rows, vocabulary)) * [[1], [8], [0.1], [40], [1], [1]]).astype(np.float16)
     logits[1, 17] = 3000
     labels = np.array([3, 999, 0, 512, -100, vocabulary], np.int32)
     weights = np.array([1, 0.5, 2, 1, 1, 1], np.float32)
 
-    buffer, losses = Array(logits.copy(), "fp16"), Array(np.ones(rows, np.float32), "fp32")
+    buffer = Array(logits.copy(), "fp16")
+    losses = Array(np.ones(rows, np.float32), "fp32")
     plan = RowKernelPlan(vocabulary, 16, options.ignore_index, z_loss)
     gradient_kernel[(rows,)](buffer, Array(labels, "i32"), Array(weights, "fp32"), buffer, losses, plan=plan)
 

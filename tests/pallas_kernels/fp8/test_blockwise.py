@@ -20,7 +20,8 @@ def test_a_coarser_scale_of_the_input_hardly_changes_the_error_of_weight_gradien
     x = jax.random.normal(keys[0], (1024, 256)) * jnp.exp(jax.random.normal(keys[1], (1, 256)) / 2)
     x *= jnp.where(jax.random.uniform(keys[2], (1, 256)) < 0.02, 300, 1)
     gradient = jax.random.normal(keys[3], (1024, 128)) * jnp.exp(2 * jax.random.normal(keys[4], (1024, 1)))
-    quantized, errors = blockwise.quantize_rows(gradient.T), []
+    quantized = blockwise.quantize_rows(gradient.T)
+    errors = []
     for shared in (False, True):
         ((_, transposed),) = blockwise.quantize_both(IDENTITY, [x], shared)
         found = blockwise.multiply_dequantized([(transposed, quantized)], jnp.float32)

@@ -72,7 +72,10 @@ def with_gradients(function, x, weights, incoming):
 def test_results_and_gradients_are_those_of_float32_within_fp8(recipe, gradients):
     x, weights, incoming = operands()
     outs, pulled = with_gradients(functools.partial(multiply, recipe, gradients), x, weights, incoming)
-    plain = lambda x, weights: tuple(jnp.tensordot(x, w, 1) for w in weights)  # noqa: E731
+
+    def plain(x, weights):
+        return tuple(jnp.tensordot(x, w, 1) for w in weights)
+
     exact, exact_pulled = with_gradients(plain, x, weights, incoming)
     of_gradient = STEPS["e4m3" if recipe == "blockwise" else gradients]
     for found, wanted in zip(outs, exact, strict=True):
@@ -206,7 +209,8 @@ def test_what_the_backward_pass_keeps_is_not_rounded_again(recipe):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_the_weights_of_an_mlp_have_to_fit():
-    x, w = jnp.ones((16, 32)), jnp.ones((32, 64))
+    x = jnp.ones((16, 32))
+    w = jnp.ones((32, 64))
     with pytest.raises(ValueError, match=r"down \[F, outputs\] belong together; got .*\(32, 64\), \(32, 64\)"):
         fp8_swiglu_mlp(x, w, w, w)
 
@@ -331,7 +335,8 @@ def test_the_choice_on_hopper_and_why_not(shape, recipe, backend, reason):
     with lowering_platform("cuda"), record_choices() as choices:
         jax.eval_shape(lambda x, w: fp8_multiply(x, (w,), recipe=recipe), x, w)
     if jax.__version_info__ < (0, 11) and recipe == "blockwise":
-        backend, reason = "xla", "jax 0.11"
+        backend = "xla"
+        reason = "jax 0.11"
     assert choices[0].backend == backend
     assert reason is None or reason in choices[0].refused[0][1]
 
@@ -360,7 +365,8 @@ def test_nnx_linear_takes_it():
         graphdef, params = nnx.split(nnx.Linear(32, 16, rngs=nnx.Rngs(0), **options))
         return trained(lambda p: jnp.mean((nnx.merge(graphdef, p)(X) - Y) ** 2), params)
 
-    plain, fp8 = loss_of(), loss_of(dot_general=fp8_dot_general)
+    plain = loss_of()
+    fp8 = loss_of(dot_general=fp8_dot_general)
     assert fp8 != plain and abs(fp8 / plain - 1) < 0.05
 
 
@@ -369,13 +375,15 @@ def test_linen_dense_takes_it():
         layer = linen.Dense(16, **options)
         return trained(lambda p: jnp.mean((layer.apply(p, X) - Y) ** 2), layer.init(jax.random.key(0), X))
 
-    plain, fp8 = loss_of(), loss_of(dot_general=fp8_dot_general)
+    plain = loss_of()
+    fp8 = loss_of(dot_general=fp8_dot_general)
     assert fp8 != plain and abs(fp8 / plain - 1) < 0.05
 
 
 @pytest.mark.longer
 def test_under_vmap_scan_and_checkpoint():
-    x, w = jax.random.normal(jax.random.key(0), (3, 16, 32)), 0.1 * jax.random.normal(jax.random.key(1), (3, 32, 32))
+    x = jax.random.normal(jax.random.key(0), (3, 16, 32))
+    w = 0.1 * jax.random.normal(jax.random.key(1), (3, 32, 32))
 
     def layer(x, w):
         return x + fp8_dot_general(x, w, PLAIN), None

@@ -55,7 +55,9 @@ def _assert_as_plain(pairs):
 @needs_triton
 def test_the_wide_arrays_of_an_mlp_are_written_in_fp8_only():
     """Two results of products, and the gradient of SwiGLU's, are all that is written of [rows, F] in bfloat16."""
-    rows, width, wide = 512, 128, 384
+    rows = 512
+    width = 128
+    wide = 384
 
     def both(x, *weights):
         out, pull = jax.vjp(lambda *a: fp8_swiglu_mlp(*a, recipe="blockwise"), x, *weights)

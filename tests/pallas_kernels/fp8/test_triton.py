@@ -64,7 +64,8 @@ def interpret_sources(random, size):
         (SWIGLU_GRADIENTS, arrays, [2.0, 0.125], np.float32),
         (NORM, normed, [4.0], np.float32),
     ):
-        tolerance, limit = 0 if source is IDENTITY else 1e-5, 57344.0 if dtype is E5M2 else 448.0
+        tolerance = 0 if source is IDENTITY else 1e-5
+        limit = 57344.0 if dtype is E5M2 else 448.0
         plan = triton.QuantizePlan(*size, source.width, limit, history_start=3, history=3)
         # Of what was seen only the last three are this role's.
         histories = [[9e9, 9e9, 9e9, limit / scale / 2, 0, limit / scale] for scale in scales]
@@ -93,7 +94,8 @@ def interpret_tiles(random, size):
         (NORM, normed, 448.0),
     ):
         plan = triton.QuantizePlan(*size, source.width, limit)
-        results, rows = source.compute(*given), 128
+        results = source.compute(*given)
+        rows = 128
         shapes = [(size, np.float32), ((plan.programs,), np.float32)] * len(results)
         found = launch(source.tiles_kernel, plan, shapes, *given)
         for wanted, values, maxima in zip(results, found[::2], found[1::2], strict=True):
@@ -102,7 +104,8 @@ def interpret_tiles(random, size):
             scales = power_of_two_scale(blocks, E4M3 if limit == 448 else E5M2)
             scales = np.repeat(np.repeat(scales, rows, 0), plan.width, 1)
             np.testing.assert_allclose(values, wanted * scales, 1e-5, 1e-5)
-    plan, x = triton.QuantizePlan(*size, 64, limit=448.0), random.choice([-1.75, -1.0, 1.25, 1.5], size)
+    plan = triton.QuantizePlan(*size, 64, limit=448.0)
+    x = random.choice([-1.75, -1.0, 1.25, 1.5], size)
     maxima = np.exp2(random.integers(-9, 9, plan.programs)) * 448
     wanted = x * np.repeat(np.repeat(maxima.reshape(-1, plan.column_tiles), 128, 0), 64, 1) / 448 / 16
     shapes = [(size, E5M2), (size[::-1], E5M2), ((1,), np.float32)]
@@ -117,7 +120,8 @@ def interpret_blocks(random, size):
     held = [jnp.asarray(random.normal(size=size), jnp.float32) for _ in range(3)]
     normed = [held[0], jnp.linspace(0.5, 3, size[0]), jnp.linspace(-2, 2, size[1])]
     for source, given, shared in ((SWIGLU, held[:2], True), (SWIGLU_GRADIENTS, held, False), (NORM, normed, True)):
-        results, plain = source.compute(*given), blockwise.quantize_both(source, given, shared)
+        results = source.compute(*given)
+        plain = blockwise.quantize_both(source, given, shared)
         inverses = [(size[1] // 128, size[0]), (size[0] // 128, size[1] // 128 if shared else size[1])]
         shapes = [(size, np.float32), (inverses[0], np.float32), (size[::-1], E4M3), (inverses[1], np.float32)]
         plan = triton.BlocksPlan(*size, shared, programs=4, stages=1)
@@ -180,8 +184,12 @@ def test_the_kernel_rounds_bit_by_bit_as_the_plain_form(kernels):
 
 @needs_triton
 def test_compiled_for_hopper_it_reads_the_array_once():
-    x, state = jax.ShapeDtypeStruct((512, 384), jnp.bfloat16), jax.ShapeDtypeStruct((3, 16), jnp.float32)
-    cast = lambda x, state: triton.cast_both(IDENTITY, [x], E5M2, [AmaxHistory(state, 2)])[0]  # noqa: E731
+    x = jax.ShapeDtypeStruct((512, 384), jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((3, 16), jnp.float32)
+
+    def cast(x, state):
+        return triton.cast_both(IDENTITY, [x], E5M2, [AmaxHistory(state, 2)])[0]
+
     with lowering_platform("cuda"):
         blocks = compile_for_hopper(lambda x: triton.quantize_both(IDENTITY, [x], False), x).as_text()
         whole = compile_for_hopper(cast, x, state).as_text()
@@ -218,7 +226,9 @@ def test_every_operand_of_a_product_with_one_scale_is_rounded_by_one_kernel():
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_the_wide_arrays_of_an_mlp_are_written_in_fp8_only(recipe):
     """Two results of matmuls, and the gradient of SwiGLU's, are all that is written of [rows, F] in bfloat16."""
-    rows, width, wide = 512, 128, 384
+    rows = 512
+    width = 128
+    wide = 384
 
     def both(x, gate, up, down):
         states = [empty_fp8_state() if recipe == "delayed" else None] * 3
@@ -239,7 +249,8 @@ def test_the_wide_arrays_of_an_mlp_are_written_in_fp8_only(recipe):
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_normalised_input_is_written_in_fp8_only(recipe):
     """Delayed: input, weight, gradient, and what comes of the state; current: the input twice."""
-    rows, width = 512, 256
+    rows = 512
+    width = 256
 
     def both(x, gain, w, state):
         def product(x, gain, w, state):

@@ -23,7 +23,10 @@ def operands(name, rows=256, width=512, depth=128, dtype=jnp.bfloat16):
 
 def results(name, inputs, weight, d_out, implementation):
     """The result, and the gradients of inputs and weight."""
-    call = lambda inputs, weight: activated_matmul(inputs, weight, name, implementation=implementation)  # noqa: E731
+
+    def call(inputs, weight):
+        return activated_matmul(inputs, weight, name, implementation=implementation)
+
     out, pullback = jax.vjp(call, inputs, weight)
     return jax.tree.leaves((out, pullback(d_out)))
 

@@ -39,7 +39,8 @@ class Case:
         def draw(*shape: int) -> np.ndarray:
             return np.asarray(jnp.asarray(random.normal(size=shape), self.dtype).astype(jnp.float32), np.float64)
 
-        x, cotangent = draw(self.rows, self.depth), draw(self.rows, self.columns)
+        x = draw(self.rows, self.depth)
+        cotangent = draw(self.rows, self.columns)
         mine = np.zeros((self.rows, 1), bool)
         for start, size in zip(self.starts, self.sizes, strict=True):
             mine[start : start + size] = True
@@ -65,7 +66,8 @@ def loop_over_groups(case: Case, dtype: str) -> list[np.ndarray]:
 
     def loop(x: jax.Array, weights: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         out = jnp.zeros((case.rows, case.columns), dtype)
-        d_x, d_weights = jnp.zeros_like(x), jnp.zeros_like(weights)
+        d_x = jnp.zeros_like(x)
+        d_weights = jnp.zeros_like(weights)
         for group, (start, size) in enumerate(zip(case.starts, case.sizes, strict=True)):
             rows = slice(start, start + size)
             out = out.at[rows].set(x[rows] @ weights[group])
@@ -79,10 +81,12 @@ def loop_over_groups(case: Case, dtype: str) -> list[np.ndarray]:
 
 def check(case: Case, implementation: str | None) -> None:
     """The error against float32 is at most twice that of the plain matmuls in the case's dtype."""
-    exact, plain = loop_over_groups(case, "float32"), loop_over_groups(case, case.dtype)
+    exact = loop_over_groups(case, "float32")
+    plain = loop_over_groups(case, case.dtype)
     for name, found, low, wanted in zip(
         ("out", "d_x", "d_weights"), run(case, implementation), plain, exact, strict=True
     ):
         size = np.linalg.norm(wanted) + 1e-30
-        error, allowed = np.linalg.norm(found - wanted) / size, np.linalg.norm(low - wanted) / size
+        error = np.linalg.norm(found - wanted) / size
+        allowed = np.linalg.norm(low - wanted) / size
         assert error <= 2 * allowed + 1e-6, f"{name}: {error:.2e}, plainly {allowed:.2e}"

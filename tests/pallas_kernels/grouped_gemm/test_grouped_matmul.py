@@ -46,7 +46,8 @@ def test_rows_of_no_group_are_zero():
 
 def test_sizes_are_data():
     """One compiled program serves all sizes."""
-    x, weights = jax.random.normal(jax.random.key(0), (32, 4)), jax.random.normal(jax.random.key(1), (3, 4, 5))
+    x = jax.random.normal(jax.random.key(0), (32, 4))
+    weights = jax.random.normal(jax.random.key(1), (3, 4, 5))
     compiled = jax.jit(grouped_matmul)
     for sizes in ([32, 0, 0], [1, 2, 29], [10, 10, 12]):
         owner = np.repeat(np.arange(3), sizes)
@@ -58,7 +59,8 @@ def test_sizes_are_data():
 @fully_optimized()
 def test_work_and_memory_do_not_grow_with_the_number_of_groups():
     def cost(groups: int) -> tuple[float, float]:
-        x, weights = jnp.zeros((4096, 64)), jnp.zeros((groups, 64, 64))
+        x = jnp.zeros((4096, 64))
+        weights = jnp.zeros((groups, 64, 64))
 
         def loss(x, weights):
             return grouped_matmul(x, weights, jnp.full(groups, 4096 // groups), alignment=64).sum()
@@ -73,7 +75,8 @@ def test_work_and_memory_do_not_grow_with_the_number_of_groups():
 
 
 def test_realign_moves_rows_and_back():
-    sizes, x = jnp.array([3, 0, 5]), jnp.arange(1, 13, dtype=jnp.float32)[:, None]
+    sizes = jnp.array([3, 0, 5])
+    x = jnp.arange(1, 13, dtype=jnp.float32)[:, None]
     rows = aligned_rows(12, 3, 4)
     aligned = realign(x, sizes, 1, 4, rows)
     assert aligned[:, 0].tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, *[0] * (rows - 9)]

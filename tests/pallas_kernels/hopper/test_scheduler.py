@@ -29,7 +29,8 @@ def test_a_cluster_computes_neighbouring_tiles_and_all_clusters_every_tile(side_
     order = TileOrder(6, 4, 4, programs=1, chunks=2, cluster=2, side_by_side=side_by_side)
     members = jax.vmap(lambda _: jax.vmap(order.tile)(jnp.arange(order.total)), axis_name="cluster")(jnp.arange(2))
     first, second = (zip(*(array[i].tolist() for array in members), strict=True) for i in range(2))
-    first, second = list(first), list(second)
+    first = list(first)
+    second = list(second)
     step = (0, 0, 1) if side_by_side else (0, 1, 0)
     assert second == [tuple(a + b for a, b in zip(tile, step, strict=True)) for tile in first]
     assert sorted(first + second) == [(s, r, c) for s in range(2) for r in range(6) for c in range(4)]

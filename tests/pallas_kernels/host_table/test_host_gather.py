@@ -45,7 +45,8 @@ def test_an_embedding_on_the_host_trains_the_layers_after_it():
     def loss(weight, ids):
         return jnp.sum((host_gather(table, ids) @ weight) ** 2)
 
-    weight, ids = jnp.ones((8, 2)), jnp.array([1, 4, 4])
+    weight = jnp.ones((8, 2))
+    ids = jnp.array([1, 4, 4])
     rows = table.array[np.array([1, 4, 4])]
     np.testing.assert_allclose(jax.grad(loss)(weight, ids), 2 * rows.T @ (rows @ np.ones((8, 2))), rtol=1e-5)
 
@@ -64,8 +65,10 @@ def interpret() -> None:
 
     let_numpy_index()
     for rows, words, count in SHAPES:
-        table, ids = make_table(rows, words), np.random.default_rng(1).integers(-2, rows + 2, count).astype(np.int32)
-        plan, out = triton.make_plan(table, count), np.full((count, words), -1, np.int32)
+        table = make_table(rows, words)
+        ids = np.random.default_rng(1).integers(-2, rows + 2, count).astype(np.int32)
+        plan = triton.make_plan(table, count)
+        out = np.full((count, words), -1, np.int32)
         arrays = Array(triton.address_words(table), "u32"), Array(ids, "i32"), Array(out, "i32")
         gather_rows_kernel[plan.grid](*arrays, plan=plan)
         np.testing.assert_array_equal(out.view(np.float32), table.array[np.clip(ids, 0, rows - 1)])

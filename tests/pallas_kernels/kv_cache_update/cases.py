@@ -31,7 +31,8 @@ class Case:
         slots = np.stack([random.permutation(self.slots)[: self.length] for _ in range(self.batch)])
         slots.reshape(-1)[::4] = self.slots + np.arange(slots.size)[::4]
         dtype = _dtype(self.dtype)
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        cos = np.cos(angles).astype(np.float32)
+        sin = np.sin(angles).astype(np.float32)
         return joined.astype(dtype), cos, sin, *cache.astype(_dtype(self.cache_dtype) or dtype), slots.astype(np.int32)
 
     def options(self) -> dict[str, int]:
@@ -57,12 +58,16 @@ CASES = {
 def expected(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rotated queries, and the cache with the new tokens, of the case's arguments."""
     joined, cos, sin, *cache, slots = case.arguments()
-    half, wide = case.width // 2, joined.astype(np.float32)
+    half = case.width // 2
+    wide = joined.astype(np.float32)
     cos, sin = (np.broadcast_to(x, (case.batch, *x.shape[1:]))[:, :, None] for x in (cos, sin))
-    first, second = wide[..., :half], wide[..., half:]
+    first = wide[..., :half]
+    second = wide[..., half:]
     rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-    n, k = case.heads, case.key_heads
-    q, new = rotated[:, :, :n].astype(joined.dtype), (rotated[:, :, n : n + k], wide[:, :, n + k :])
+    n = case.heads
+    k = case.key_heads
+    q = rotated[:, :, :n].astype(joined.dtype)
+    new = (rotated[:, :, n : n + k], wide[:, :, n + k :])
     for old, added in zip(cache, new, strict=True):
         for row, token in np.ndindex(slots.shape):
             slot = slots[row, token]
@@ -75,7 +80,8 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def assert_equal(found: tuple[Any, ...], wanted: tuple[Any, ...], case: Case) -> None:
     """Assert that results are equal up to the order of rounding, one unit in the last place of the narrowest dtype."""
     for one, other in zip(found, wanted, strict=True):
-        one, other = np.asarray(one), np.asarray(other)
+        one = np.asarray(one)
+        other = np.asarray(other)
         assert one.dtype == other.dtype and one.shape == other.shape
         unit = {"float32": 2e-6, "float16": 2**-10, "bfloat16": 2**-7}[str(one.dtype)]
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=unit, atol=2e-6)

@@ -21,7 +21,11 @@ from pallas_kernels.linear_time_attention import xla
 from tests.compilation import fully_optimized, run_jitted
 from tests.marks import longer
 
-B, T, N, K, H = 2, 21, 4, 2, 8
+B = 2
+T = 21
+N = 4
+K = 2
+H = 8
 PROJECTION = random_projection(20, H, seed=1)
 
 
@@ -82,8 +86,12 @@ def test_chunks_equal_the_quadratic_form_in_float32(name, kind):
 
 def plain(q, k, v):
     """Causal elu attention as one writes it in the inputs' precision."""
-    phi = lambda x: jax.nn.elu(x) + 1  # noqa: E731
-    k, v = jnp.repeat(k, N // K, axis=2), jnp.repeat(v, N // K, axis=2)
+
+    def phi(x):
+        return jax.nn.elu(x) + 1
+
+    k = jnp.repeat(k, N // K, axis=2)
+    v = jnp.repeat(v, N // K, axis=2)
     weights = jnp.tril(jnp.einsum("btnf,bsnf->bnts", phi(q), phi(k)))
     weights = (weights.astype(jnp.float32) / weights.astype(jnp.float32).sum(-1, keepdims=True)).astype(q.dtype)
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
@@ -109,10 +117,14 @@ def test_error_in_low_precision_at_most_twice_the_plain_version(dtype, platform)
 
 def test_equal_to_the_recurrence_token_by_token():
     q, k, v = (np.asarray(x, np.float64) for x in arrays())
-    phi = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))  # noqa: E731
+
+    def phi(x):
+        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
     out = np.zeros(q.shape)
     for n in range(N):
-        values, total = np.zeros((B, H, H)), np.zeros((B, H))
+        values = np.zeros((B, H, H))
+        total = np.zeros((B, H))
         for t in range(T):
             feature = phi(k[:, t, n // 2])
             values += feature[:, :, None] * v[:, t, n // 2][:, None, :]
@@ -131,7 +143,10 @@ def test_the_chunk_does_not_matter(chunk):
 
 def test_own_feature_map_may_change_the_width():
     x = arrays()
-    both = lambda x: jnp.concatenate([jax.nn.relu(x), jax.nn.relu(-x), x * x], -1)  # noqa: E731
+
+    def both(x):
+        return jnp.concatenate([jax.nn.relu(x), jax.nn.relu(-x), x * x], -1)
+
     ours, expected = (
         run_jitted(lambda *x, name=name: linear_attention(*x, feature_map=both, implementation=name), *x)
         for name in ("xla", "reference")
@@ -156,11 +171,13 @@ def test_other_lengths_of_keys_without_causal():
 @pytest.mark.parametrize("segmented", [*longer(False), True])
 @pytest.mark.parametrize("implementation", ["xla", *longer("reference")])
 def test_cut_in_two_with_a_state_is_the_same(kind, segmented, implementation):
-    x, ids = arrays(), np.asarray(documents()) if segmented else None
+    x = arrays()
+    ids = np.asarray(documents()) if segmented else None
     features = PROJECTION.shape[0] if kind == "performer" else H
 
     def run(*x, cuts):
-        state, outs = empty_linear_state(B, K, features, H), []
+        state = empty_linear_state(B, K, features, H)
+        outs = []
         for start, end in zip((0, *cuts), (*cuts, T), strict=True):
             part = [a[:, start:end] for a in x]
             own = None if ids is None else ids[:, start:end]
@@ -229,7 +246,8 @@ def test_temporary_memory_is_linear_in_the_length(monkeypatch):
         gradient = jax.grad(lambda *x: (linear_attention(*x) ** 2).sum(), argnums=(0, 1, 2))
         return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
-    first, second = temporary(2048), temporary(4096)
+    first = temporary(2048)
+    second = temporary(4096)
     # Quadratic would be four times.
     assert second < 2.5 * first and second < 4096 * 4096
 

@@ -9,7 +9,10 @@ from pallas_kernels import flash_attention, performer_attention, random_projecti
 from pallas_kernels.linear_time_attention.favor import Favor
 from tests.compilation import run_jitted
 
-B, T, N, H = 1, 48, 2, 16
+B = 1
+T = 48
+N = 2
+H = 16
 
 
 def arrays(seed=0, scale=0.5):
@@ -24,7 +27,8 @@ def kernel_estimates(features, seeds, orthogonal):
     @jax.jit
     def estimate(projection):
         favor = Favor(projection, H**-0.5)
-        query, key = favor.query(q), favor.key(k)
+        query = favor.query(q)
+        key = favor.key(k)
         weight = jnp.exp(query.log_weight[0, :, None, 0] + key.log_weight[0, None, :, 0])
         return jnp.einsum("tf,sf->ts", query.values[0, :, 0], key.values[0, :, 0]) * weight / features
 
@@ -79,7 +83,8 @@ def test_a_later_token_leaves_earlier_outputs_bit_by_bit():
     attend = jax.jit(lambda *x: performer_attention(*x, projection=projection))
     q, k, v = arrays(scale=1.0)
     other = [k.at[:, 20:].multiply(-30.0), v.at[:, 20:].add(5.0)]
-    first, second = attend(q, k, v), attend(q, *other)
+    first = attend(q, k, v)
+    second = attend(q, *other)
     np.testing.assert_array_equal(first[:, :20], second[:, :20])
     assert jnp.abs(first[:, 20:] - second[:, 20:]).max() > 0.1
 
@@ -103,7 +108,8 @@ def test_large_and_small_inputs_stay_finite(scale):
 
 @pytest.mark.longer
 def test_the_scale_is_that_of_softmax_attention():
-    projection, x = random_projection(8192, H), arrays()
+    projection = random_projection(8192, H)
+    x = arrays()
     for scale in (0.05, 0.4):
         ours = run_jitted(lambda *x, s=scale: performer_attention(*x, projection=projection, scale=s), *x)
         exact = run_jitted(lambda *x, s=scale: flash_attention(*x, scale=s), *x)

@@ -26,7 +26,8 @@ def test_products_of_all_64_pairs_are_exact():
     random = np.random.default_rng(0)
     for x_bits in range(1, 9):
         for w_bits in range(1, 9):
-            x, w = random.integers(0, 2**x_bits, (4, 96)), random.integers(0, 2**w_bits, (96, 5))
+            x = random.integers(0, 2**x_bits, (4, 96))
+            w = random.integers(0, 2**w_bits, (96, 5))
             found = bipolar_matmul(jnp.asarray(x, jnp.uint8), x_bits, jnp.asarray(w, jnp.uint8), w_bits)
             wanted = (2 * x - 2**x_bits + 1) @ (2 * w - 2**w_bits + 1)
             np.testing.assert_array_equal(found, wanted, err_msg=f"{x_bits} by {w_bits} bits")

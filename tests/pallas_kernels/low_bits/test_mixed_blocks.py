@@ -23,7 +23,8 @@ def layer():
     random = np.random.default_rng(0)
     deviation = np.exp(random.normal(size=512) * 0.3)
     deviation[random.choice(512, 12, replace=False)] *= 40
-    x, w = random.normal(size=(96, 512)) * deviation, random.normal(size=(64, 512)) / deviation.clip(1)
+    x = random.normal(size=(96, 512)) * deviation
+    w = random.normal(size=(64, 512)) / deviation.clip(1)
     return jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
 
 
@@ -49,12 +50,16 @@ def test_outliers_in_one_8_bit_block_lower_the_error(layer):
     x, w = layer
     magnitudes = jnp.abs(x).mean(0)
     assert count_wide_blocks(magnitudes) == 1
-    exact, identity, order = x @ w.T, jnp.arange(512), outlier_order(magnitudes)
+    exact = x @ w.T
+    identity = jnp.arange(512)
+    order = outlier_order(magnitudes)
 
     def error(order, wide):
         return relative_error(mixed_matmul(quantize_activations(x, order, wide), *quantize_weights(w, order)), exact)
 
-    plain, unpermuted, mixed = error(identity, 0), error(identity, 1), error(order, 1)
+    plain = error(identity, 0)
+    unpermuted = error(identity, 1)
+    mixed = error(order, 1)
     assert mixed < 0.25 * unpermuted < plain
     weights_alone = relative_error(x @ Grid(4, BLOCK).round(w[:, order])[:, jnp.argsort(order)].T, exact)
     assert mixed < 3 * weights_alone

@@ -32,10 +32,12 @@ def interpret(centered: bool, past: bool) -> None:
     from pallas_kernels.normalization.triton_kernel import gradient_kernel
 
     let_numpy_index()
-    random, rows = np.random.default_rng(0), 23
+    random = np.random.default_rng(0)
+    rows = 23
     x, d_out, d_past = (random.normal(size=(rows, WIDTH)).astype(np.float16) for _ in range(3))
     x = (x * np.exp2(random.integers(-4, 5, (rows, 1))) + random.normal(size=(rows, 1))).astype(np.float16)
-    gain, bias = (1 + random.normal(size=WIDTH)).astype(np.float32), np.ones(WIDTH, np.float32)
+    gain = (1 + random.normal(size=WIDTH)).astype(np.float32)
+    bias = np.ones(WIDTH, np.float32)
     plan = NormKernelPlan(rows, WIDTH, centered, past, 1e-5, 3)
     sums = np.full((1 + centered, 3, WIDTH), np.nan, np.float32)
     given = [Array(x, "fp16"), Array(gain, "fp32"), Array(d_out, "fp16"), Array(d_past, "fp16")]
@@ -59,7 +61,8 @@ def test_gradients_are_those_of_the_plain_form(case):
 
 def compiled(rows, dtype=jnp.bfloat16):
     """The gradients of LayerNorm of [rows, 768] and of its input beside it; the text of the program."""
-    array, vector = jax.ShapeDtypeStruct((rows, 768), dtype), jax.ShapeDtypeStruct((768,), jnp.float32)
+    array = jax.ShapeDtypeStruct((rows, 768), dtype)
+    vector = jax.ShapeDtypeStruct((768,), jnp.float32)
 
     def gradients(x, gain, bias, d_out, d_past):
         return jax.vjp(lambda *arrays: norm(True, *arrays), x, gain, bias)[1]((d_out, d_past))

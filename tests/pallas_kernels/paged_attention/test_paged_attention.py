@@ -7,7 +7,9 @@ import pytest
 from pallas_kernels import flash_attention
 from pallas_kernels.paged_attention.api import paged_attention
 
-PAGES, SIZE, LENGTHS = 30, 4, (17, 1, 5, 24)
+PAGES = 30
+SIZE = 4
+LENGTHS = (17, 1, 5, 24)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -27,8 +29,10 @@ def test_random_pages_give_the_attention_to_keys_in_a_row(queries, options):
 
 
 def test_a_row_without_tokens_is_finite_and_an_unknown_backend_refused():
-    q, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((2, SIZE, 1, 8))
-    table, lengths = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
+    q = jnp.ones((1, 1, 2, 8))
+    pages = jnp.ones((2, SIZE, 1, 8))
+    table = jnp.zeros((1, 1), jnp.int32)
+    lengths = jnp.zeros(1, jnp.int32)
     assert np.isfinite(paged_attention(q, pages, pages, table, lengths)).all()
     with pytest.raises(ValueError, match="fast"):
         paged_attention(q, pages, pages, table, lengths, implementation="fast")

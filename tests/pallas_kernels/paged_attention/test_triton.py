@@ -28,7 +28,11 @@ CASES = {
 
 def make_case(new_tokens=1, lengths=(131, 20), ranges=3, **options) -> tuple[PagedAttentionRequest, int]:
     """Return a request of two sequences whose pages are in random order, and the number of ranges."""
-    random, page, heads, key_heads, width = np.random.default_rng(0), 16, 4, 2, 32
+    random = np.random.default_rng(0)
+    page = 16
+    heads = 4
+    key_heads = 2
+    width = 32
     table = random.permutation(24)[:18].reshape(2, 9)
     q, *pages = (
         random.normal(size=shape).astype(np.float16)

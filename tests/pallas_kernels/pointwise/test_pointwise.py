@@ -19,7 +19,8 @@ def plain_rms_norm(x, weight, offset=0.0):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm(offset):
-    x, weight = normal(3, 5, 16), normal(16, seed=1)
+    x = normal(3, 5, 16)
+    weight = normal(16, seed=1)
     np.testing.assert_allclose(
         rms_norm(x, weight, weight_offset=offset), plain_rms_norm(x, weight, offset), rtol=1e-5, atol=1e-6
     )
@@ -33,7 +34,8 @@ def test_rms_norm(offset):
 
 
 def test_rms_norm_in_low_precision_is_rounded_once():
-    x, weight = normal(4, 64, dtype=jnp.bfloat16), normal(64, seed=1)
+    x = normal(4, 64, dtype=jnp.bfloat16)
+    weight = normal(64, seed=1)
     out = rms_norm(x, weight)
     exact = plain_rms_norm(x.astype(jnp.float32), weight)
     assert out.dtype == jnp.bfloat16
@@ -41,7 +43,9 @@ def test_rms_norm_in_low_precision_is_rounded_once():
 
 
 def test_rms_norm_adds_the_residual():
-    x, residual, weight = normal(2, 8), normal(2, 8, seed=2), normal(8, seed=1)
+    x = normal(2, 8)
+    residual = normal(2, 8, seed=2)
+    weight = normal(8, seed=1)
     out, total = rms_norm(x, weight, residual=residual)
     np.testing.assert_array_equal(total, x + residual)
     np.testing.assert_allclose(out, rms_norm(x + residual, weight))
@@ -58,13 +62,16 @@ def test_rotary_rotates_by_the_position():
     """Scores of rotated vectors depend on the distance of the positions only."""
     frequencies = 1.0 / 100.0 ** (jnp.arange(4) / 4)
     angles = jnp.arange(12)[:, None] * frequencies
-    q, k = jnp.tile(normal(1, 1, 2, 10), (1, 12, 1, 1)), jnp.tile(normal(1, 1, 2, 10, seed=1), (1, 12, 1, 1))
+    q = jnp.tile(normal(1, 1, 2, 10), (1, 12, 1, 1))
+    k = jnp.tile(normal(1, 1, 2, 10, seed=1), (1, 12, 1, 1))
     q, k = (apply_rotary(x, jnp.cos(angles), jnp.sin(angles)) for x in (q, k))
     scores = jnp.einsum("btnh,bsnh->nts", q, k)
     np.testing.assert_allclose(scores[:, 5, 3], scores[:, 9, 7], rtol=1e-4)
     np.testing.assert_allclose(q[0, :, :, 8:], jnp.broadcast_to(q[0, :1, :, 8:], (12, 2, 2)))
-    first, second = q[0, 3, 0, 0], q[0, 3, 0, 4]
-    cos, sin = jnp.cos(angles[3, 0]), jnp.sin(angles[3, 0])
+    first = q[0, 3, 0, 0]
+    second = q[0, 3, 0, 4]
+    cos = jnp.cos(angles[3, 0])
+    sin = jnp.sin(angles[3, 0])
     before = normal(1, 1, 2, 10)[0, 0, 0]
     np.testing.assert_allclose(
         [first, second], [before[0] * cos - before[4] * sin, before[4] * cos + before[0] * sin], rtol=1e-5
@@ -72,14 +79,16 @@ def test_rotary_rotates_by_the_position():
 
 
 def test_rotary_positions_of_each_sequence():
-    x, angles = normal(2, 6, 1, 8), normal(2, 6, 4, seed=1)
+    x = normal(2, 6, 1, 8)
+    angles = normal(2, 6, 4, seed=1)
     together = apply_rotary(x, jnp.cos(angles), jnp.sin(angles))
     alone = apply_rotary(x[1:], jnp.cos(angles[1]), jnp.sin(angles[1]))
     np.testing.assert_allclose(together[1:], alone, rtol=1e-6)
 
 
 def test_swiglu():
-    gate, up = normal(3, 8), normal(3, 8, seed=1)
+    gate = normal(3, 8)
+    up = normal(3, 8, seed=1)
     np.testing.assert_allclose(swiglu(gate, up), jax.nn.silu(gate) * up, rtol=1e-5, atol=1e-6)
     gradient = jax.grad(lambda g, u: (swiglu(g, u) ** 2).sum(), argnums=(0, 1))
     expected = jax.grad(lambda g, u: ((jax.nn.silu(g) * u) ** 2).sum(), argnums=(0, 1))

@@ -12,7 +12,8 @@ from pallas_kernels.weight_only.formats import BlockFloatFormat, Float8Format, F
 from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 from tests.hopper import compile_for_hopper
 
-OUT, IN = 14336, 4096
+OUT = 14336
+IN = 4096
 S = jax.ShapeDtypeStruct
 FORMATS: dict[str, tuple[Format, dict[str, jax.ShapeDtypeStruct]]] = {
     "int8": (IntegerFormat(Grid(8)), {"q": S((OUT, IN), jnp.int8), "scales": S((OUT, 1), jnp.bfloat16)}),

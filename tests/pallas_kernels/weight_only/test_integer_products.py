@@ -9,7 +9,9 @@ from pallas_kernels import Grid, int8_dot_general, packed_matmul
 from pallas_kernels.weight_only.integer_products import MOST_INPUTS, recover_integers, unsupported_inputs
 from pallas_kernels.weight_only.packed import pack_nearest
 
-TOKENS, IN, OUT = 5, 48, 6
+TOKENS = 5
+IN = 48
+OUT = 6
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(TOKENS, IN)).astype(np.float32) * np.float32([[1], [30], [1e-3], [0], [1e20]])
 W = RANDOM.normal(size=(OUT, IN)).astype(np.float32) * np.float32([[1], [1e-4], [1], [0], [1e4], [0.02]])
@@ -19,7 +21,8 @@ DIMS = (((1,), (0,)), ((), ()))
 
 def reference(x, w, dtype):
     """The product by NumPy: integers of inputs and weights, summed in int64, times both scales in float32."""
-    x, grid = np.asarray(x, dtype).astype(np.float32), Grid(8)
+    x = np.asarray(x, dtype).astype(np.float32)
+    grid = Grid(8)
     scales = np.abs(x).max(1, keepdims=True) * np.float32(1 / 127)
     scales = np.where(scales > 0, scales, np.float32(1))
     q = np.rint(x / scales).astype(np.int64)
@@ -58,7 +61,8 @@ def test_integers_of_rounded_weights_are_recovered():
 @pytest.mark.longer
 def test_the_gradient_is_that_of_the_rounded_operands():
     """Closed form: the gradient of x is d_y Ŵ, that of the weights X̂' d_y, as if nothing had been rounded."""
-    x, w = RANDOM.normal(size=(TOKENS, IN)).astype(np.float32), Grid(8).round(W[:3])
+    x = RANDOM.normal(size=(TOKENS, IN)).astype(np.float32)
+    w = Grid(8).round(W[:3])
     d_y = RANDOM.normal(size=(TOKENS, 3)).astype(np.float32)
 
     @jax.jit
@@ -78,7 +82,8 @@ def test_the_gradient_is_that_of_the_rounded_operands():
 
 @pytest.mark.longer
 def test_several_dims_are_one_token():
-    x, w = jnp.asarray(X[:2].reshape(2, 4, 12)), Grid(8).round(W).T.reshape(4, 12, 2, 3)
+    x = jnp.asarray(X[:2].reshape(2, 4, 12))
+    w = Grid(8).round(W).T.reshape(4, 12, 2, 3)
     found = jax.jit(lambda x, w: int8_dot_general(x, w, (((1, 2), (0, 1)), ((), ()))))(x, w)
     np.testing.assert_array_equal(found.reshape(2, OUT), reference(X[:2], W, np.float32))
     packed = pack_nearest(Grid(8), W, round_inputs=True).with_dims((4, 12), (2, 3))

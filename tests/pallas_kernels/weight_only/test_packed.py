@@ -10,7 +10,8 @@ from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
 from pallas_kernels.weight_only.formats import IntegerFormat, powers_of_two
 from pallas_kernels.weight_only.packed import pack_block_float, pack_float8, pack_integers, pack_lookup, pack_low_rank
 
-OUT, IN = 6, 16
+OUT = 6
+IN = 16
 W = np.random.default_rng(0).normal(size=(OUT, IN)).astype(np.float32)
 
 
@@ -23,16 +24,19 @@ def packed(kind: str):
         return pack_integers(grid, q, scales), np.asarray(q, np.float32) * np.repeat(scales, IN // scales.shape[1], 1)
     if kind == "zeros":
         random = np.random.default_rng(0)
-        q, zeros = random.integers(-8, 8, (OUT, IN)), random.integers(-8, 8, (OUT, 2))
+        q = random.integers(-8, 8, (OUT, IN))
+        zeros = random.integers(-8, 8, (OUT, 2))
         scales = np.asarray([[0.5, 0.25]] * OUT, np.float32)
         arrays = {"q": jnp.asarray(q, jnp.int4), "scales": jnp.asarray(scales), "zeros": jnp.asarray(zeros, jnp.int4)}
         expected = (q - np.repeat(zeros, IN // 2, 1)) * np.repeat(scales, IN // 2, 1)
         return PackedWeight(arrays, IntegerFormat(Grid(4, IN // 2)), (IN,), (OUT,)), expected
     if kind == "float8":
-        q, scales = W.astype(jnp.float8_e4m3fn), jnp.full((OUT, 1), 0.5)
+        q = W.astype(jnp.float8_e4m3fn)
+        scales = jnp.full((OUT, 1), 0.5)
         return pack_float8(q, scales), np.asarray(q, np.float32) / 2
     if kind == "block_float":
-        grid, exponents = Grid(6, 4), jnp.full((OUT, IN // 4), -3)
+        grid = Grid(6, 4)
+        exponents = jnp.full((OUT, IN // 4), -3)
         q = grid.quantize(W, powers_of_two(exponents))
         return pack_block_float(grid, q, exponents), np.asarray(q, np.float32) / 8
     if kind == "lookup":
@@ -40,7 +44,8 @@ def packed(kind: str):
         codebook = np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32)
         rows = np.repeat(codebook, OUT // 2, axis=0)
         return pack_lookup(3, jnp.asarray(indices), jnp.asarray(codebook)), np.take_along_axis(rows, indices, 1)
-    u, v = W[:, :2], W[:2]
+    u = W[:, :2]
+    v = W[:2]
     return pack_low_rank(u, v), np.asarray(u, np.float64) @ np.asarray(v, np.float64)
 
 

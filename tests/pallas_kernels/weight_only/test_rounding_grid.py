@@ -36,7 +36,8 @@ def test_what_is_no_grid_is_refused():
 
 
 def test_fitted_scales_err_less_and_keep_values_of_any_such_grid():
-    w, grid = jax.random.normal(jax.random.key(0), (2, 6, 32)), Grid(3, 8)
+    w = jax.random.normal(jax.random.key(0), (2, 6, 32))
+    grid = Grid(3, 8)
     scales = grid.fitted_scales(w)
     rounded = jnp.stack([grid.dequantize(grid.quantize(x, s), s) for x, s in zip(w, scales, strict=True)])
     assert jnp.square(rounded - w).mean() < 0.8 * jnp.square(jax.vmap(grid.round)(w) - w).mean()

@@ -35,17 +35,20 @@ CASES = {
     "int4_sliced": (Grid(4, 64), 1, Tile(16, 32, 2, 2, 2, 2, assembly=False)),
     "int8_sliced": (Grid(8, 64), 9, Tile(16, 64, 1, 4, 4, 2, assembly=False)),
 }
-WHOLE, SLICED = Tile(16, 32, 2, 1, 2, 2), Tile(16, 64, 1, 4, 4, 2)
+WHOLE = Tile(16, 32, 2, 1, 2, 2)
+SLICED = Tile(16, 64, 1, 4, 4, 2)
 LOOKUPS = {f"lookup{bits}_{rows}": (bits, rows, (SLICED, WHOLE)[(bits + rows) % 2])
            for bits in (1, 2, 3, 4, 8) for rows in (1, 4, 16)}  # fmt: skip
 FEW_LOOKUPS = ("lookup1_1", "lookup2_16", "lookup3_4", "lookup4_1", "lookup8_16")
-OUT, IN = 32, 256
+OUT = 32
+IN = 256
 
 
 def stored_weight(name: str):
     """The packed weight of a case, its bytes as a kernel receives them, and its scales or tables."""
     if name in LOOKUPS:
-        bits, random = LOOKUPS[name][0], np.random.default_rng(1)
+        bits = LOOKUPS[name][0]
+        random = np.random.default_rng(1)
         indices = random.integers(0, 2**bits, (OUT, IN))
         # The values of a table are numbers of 16 bits, whose products with activations are exact in float32.
         codebook = random.normal(size=(OUT // 16, 2**bits)).astype(np.float16)
@@ -103,10 +106,12 @@ def abstract(bits, group=None, outputs=4096, inputs=14336):
 @needs_triton
 @pytest.mark.parametrize(("bits", "group", "rows"), [(4, 128, 1), (8, None, 16)])
 def test_compiled_for_hopper_one_kernel_reads_the_stored_weight(bits, group, rows):
-    x, weight = S((rows, 14336), jnp.bfloat16), abstract(bits, group)
+    x = S((rows, 14336), jnp.bfloat16)
+    weight = abstract(bits, group)
     with lowering_platform("cuda"):
         compiled = compile_for_hopper(packed_matmul, x, weight)
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
     assert text.count('custom_call_target="triton_kernel_call_ffi"') == 1
     # The one fusion there may be adds the partial sums of the programs that share an output, in float32.
     ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
@@ -124,11 +129,13 @@ def abstract_lookup(bits, tables=1, outputs=4096, inputs=14336):
 @needs_triton
 @pytest.mark.parametrize(("bits", "rows"), [(3, 1), (1, 4), (2, 1), (4, 16), (4, 64), (8, 1), (8, 16)])
 def test_compiled_for_hopper_no_values_of_a_table_are_written(bits, rows):
-    x, weight = S((rows, 14336), jnp.bfloat16), abstract_lookup(bits)
+    x = S((rows, 14336), jnp.bfloat16)
+    weight = abstract_lookup(bits)
     with lowering_platform("cuda"):
         compiled = compile_for_hopper(packed_matmul, x, weight)
     assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
-    memory, dense = compiled.memory_analysis(), 2 * 4096 * 14336
+    memory = compiled.memory_analysis()
+    dense = 2 * 4096 * 14336
     assert memory.argument_size_in_bytes < dense * (0.3 if bits <= 4 else 0.6)
     ranges = triton.make_plan(PackedMatmulRequest(x, weight, x.dtype, Target("cuda", (9, 0)))).tile.ranges
     assert memory.temp_size_in_bytes <= 4 * ranges * rows * 4096 + 1024 < dense / 20
@@ -166,7 +173,8 @@ def test_products_of_any_shape_compile_for_hopper(kind, bits, outputs, inputs, g
 
 @needs_triton
 def test_the_choice_and_its_reasons():
-    x, int4 = S((1, 14336), jnp.bfloat16), abstract(4, 128)
+    x = S((1, 14336), jnp.bfloat16)
+    int4 = abstract(4, 128)
     arrays = {"u": S((4096, 64), jnp.bfloat16), "v": S((64, 14336), jnp.bfloat16)}
     low_rank = PackedWeight(arrays, LowRankFormat(), (14336,), (4096,))
     zeros = dataclasses.replace(int4, arrays={**int4.arrays, "zeros": S((4096, 112), jnp.int4)})

@@ -9,7 +9,10 @@ from jaxstack.parallel.pipeline.backward_split import split_backward
 from jaxstack.parallel.pipeline.layer_vjp import split_layer
 from tests.marks import longer
 
-B, T, D, F = 4, 32, 64, 256
+B = 4
+T = 32
+D = 64
+F = 256
 
 
 def layer(weights, x, shared, index):
@@ -20,7 +23,10 @@ def layer(weights, x, shared, index):
 
 def arguments():
     keys = jax.random.split(jax.random.key(0), 6)
-    normal = lambda i, *shape: jax.random.normal(keys[i], shape) / shape[0] ** 0.5  # noqa: E731
+
+    def normal(i, *shape):
+        return jax.random.normal(keys[i], shape) / shape[0] ** 0.5
+
     weights = {"norm": 1 + normal(0, D), "gate": normal(1, D, F), "up": normal(2, D, F), "down": normal(3, F, D)}
     return weights, jax.random.normal(keys[4], (B, T, D)), jnp.float32(0.5), jnp.int32(1), normal(5, B, T, D)
 
@@ -45,15 +51,18 @@ def test_both_halves_together_are_the_whole(remat):
     _, _, saved = split.forward(weights, x, shared, index)
     assert len(saved) == (1 if remat else len(split.saved))
     dx, found = split.backward(saved, gradient, weights, shared, index)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)  # noqa: E731
+
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
     close(dx, wanted_x)
     jax.tree.map(close, found, wanted_weights)
 
     dx, early, kept = late.backward(saved, gradient, weights, shared, index)
-    non_params = late.weights(kept)
+    rest = late.weights(kept)
     close(dx, wanted_x)
-    assert early["gate"] is None and non_params["norm"] is None
-    jax.tree.map(close, {**non_params, "norm": early["norm"]}, wanted_weights)
+    assert early["gate"] is None and rest["norm"] is None
+    jax.tree.map(close, {**rest, "norm": early["norm"]}, wanted_weights)
     # Operands of three matmuls: h (shared by two), the product, and a cotangent each.
     assert sum(k.size for k in kept) == B * T * (2 * D + 3 * F)
 

@@ -42,23 +42,31 @@ class Replay:
     """Runs the table with names instead of arrays, in the order of `execute`."""
 
     def __init__(self, columns, stages, chunks, split):
-        self.columns, self.stages, self.last, self.split = columns, stages, stages * chunks - 1, split
+        self.columns = columns
+        self.stages = stages
+        self.last = stages * chunks - 1
+        self.split = split
         self.buffers = {name: [{} for _ in range(stages)] for name in ("x", "dy", "residual", "pending")}
         self.dx = [None] * stages
-        self.backwards, self.weights, self.embedded, self.losses = set(), set(), set(), set()
+        self.backwards = set()
+        self.weights = set()
+        self.embedded = set()
+        self.losses = set()
 
     def read(self, buffer, stage, column, tick):
         return self.buffers[buffer][stage].get(self.columns[column][tick, stage])
 
     def tick(self, tick):
         columns = self.columns
-        before, self.y = list(self.dx), [None] * self.stages
+        before = list(self.dx)
+        self.y = [None] * self.stages
         for stage in range(self.stages):
             self.forward(tick, stage)
         for stage in range(self.stages):  # gradients of the tick before arrive
             entry = columns["arriving_gradient"][tick, stage]
             self.buffers["dy"][stage][entry] = before[(stage + 1) % self.stages]
-            role, microbatch = columns["ends"][tick, stage], columns["ends_microbatch"][tick, stage]
+            role = columns["ends"][tick, stage]
+            microbatch = columns["ends_microbatch"][tick, stage]
             if role == HEAD:
                 assert self.y[stage] == (microbatch, self.last)
                 self.losses.add(microbatch)

@@ -19,7 +19,10 @@ from tests.small_runs import make_trainer, small_config
 pytestmark = pytest.mark.exhaustive
 needs_newer_xla = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 copies them")
 
-STAGES, T, D, F = 4, 256, 256, 512
+STAGES = 4
+T = 256
+D = 256
+F = 512
 
 
 @functools.cache
@@ -85,7 +88,8 @@ def test_inputs_in_host_memory_take_none_of_the_devices():
 
 def test_zero_bubble_keeps_the_operands_of_waiting_weight_gradients_once():
     """Of each layer its two normed inputs, attention's output, the MLP's product, and the seven matmuls' gradients."""
-    layers, tokens = 8 // STAGES, 2 * T
+    layers = 8 // STAGES
+    tokens = 2 * T
     operands = 2 * (3 * D + F) + 2 * (3 * D + D + 2 * F + D)
     waiting = (2 * STAGES - 1) * layers * tokens * operands
     assert temporary_bytes("zero_bubble", 8) - temporary_bytes("1f1b", 8) < 1.15 * waiting

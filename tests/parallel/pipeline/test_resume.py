@@ -38,5 +38,8 @@ def test_a_run_goes_on_under_another_pipeline(tmp_path, first, then):
     trainer_until(2, *first).fit(tmp_path, QUIET)
     resumed = trainer_until(4, *then)
     assert resumed.fit(tmp_path, QUIET)["loss"] == pytest.approx(wanted, rel=1e-5)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)  # noqa: E731
+
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
+
     jax.tree.map(close, jax.device_get(resumed.stored_state.params), jax.device_get(whole.state.params))

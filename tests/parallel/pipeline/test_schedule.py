@@ -43,7 +43,8 @@ def test_the_bubble_is_the_published_one(name, stages, microbatches, chunks):
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_activations_are_bounded_by_the_stages_except_in_gpipe(stages):
-    few, many = 2 * stages, 8 * stages
+    few = 2 * stages
+    many = 8 * stages
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
         assert (
             simulate(SCHEDULES[name](stages, few, chunks)).in_flight

@@ -40,9 +40,9 @@ def every_factorisation_of_eight() -> list[tuple[str, ...]]:
     """pipeline x data x fsdp x tensor = 8 with every schedule; numbers of microbatches and sequence in turn."""
     found = []
     for stages in (2, 4, 8):
-        non_params = 8 // stages
-        for data, fsdp in [(d, f) for d in (1, 2, 4) for f in (1, 2, 4) if non_params % (d * f) == 0]:
-            tensor = non_params // data // fsdp
+        rest = 8 // stages
+        for data, fsdp in [(d, f) for d in (1, 2, 4) for f in (1, 2, 4) if rest % (d * f) == 0]:
+            tensor = rest // data // fsdp
             for schedule in SCHEDULES:
                 rows = 16 // data // fsdp
                 fits = [m for m in (2, 4, 8, 16) if rows % m == 0 and (schedule != "interleaved" or m % stages == 0)]
@@ -157,7 +157,10 @@ def test_a_device_holds_only_its_own_stages():
 def test_the_trained_model_is_the_plain_one():
     trainer = make_trainer(small_config("model.num_layers=3", "train.global_batch_size=16", *pipeline(2)))
     plain = make_trainer(small_config("model.num_layers=3", "train.global_batch_size=16"))
-    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)  # noqa: E731
+
+    def same(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
     jax.tree.map(same, jax.device_get(trainer.stored_state.params), jax.device_get(plain.state.params))
     tokens = batch_at(0, 4)["tokens"]
     same(trainer.trained_module(tokens), plain.trained_module(tokens))
