@@ -135,9 +135,10 @@ def make_trainer(
     if platform == "cpu" and dtype.itemsize < 4:
         train = train.model_copy(update={"xla_options": {**low_precision_cpu_options(), **train.xla_options}})
 
-    def make(rngs):
+    def student(rngs: nnx.Rngs) -> Transformer:
         return in_fp8(build_model(config, dtype)(rngs), config.precision)
 
+    make: Callable[[nnx.Rngs], Transformer] = student
     loss = functools.partial(language_model_loss, z_loss=config.train.z_loss)
     if config.distill.teacher is not None:
         make = _with_teacher(make, config.distill.teacher, dtype)
