@@ -18,11 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
+from jaxstack.cost_model.cluster import cluster_of_devices, parse_cluster
+from jaxstack.cost_model.efficiency import FILE
+from jaxstack.cost_model.forecast import forecast, training_budget
+from jaxstack.cost_model.search import describe_degrees
 from jaxstack.plan.cluster_search import SearchOptions, search_cluster
-from jaxstack.plan.efficiency import FILE
-from jaxstack.plan.forecast import forecast, training_budget
-from jaxstack.plan.search import describe_degrees
 from jaxstack.run_config import load_config
 from scripts.page_parts import fill_page
 
