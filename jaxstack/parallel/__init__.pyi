@@ -1,6 +1,6 @@
 from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
-from .layout import StepLayout as StepLayout
+from .sharding_context import StepLayout as StepLayout
 from .mesh import make_mesh as make_mesh
 from .overlap import gather_project as gather_project
 from .overlap import gather_project_scatter as gather_project_scatter

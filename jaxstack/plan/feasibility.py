@@ -10,10 +10,8 @@ from jaxstack.config.sections import TrainConfig
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
-from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.nearest_degrees import nearest_degrees
-from jaxstack.parallel.pipeline.plan import plan_pipeline
-from jaxstack.parallel.pipeline.stages import StageLayout
+from jaxstack.parallel.config import ParallelConfig, nearest_degrees
+from jaxstack.parallel.pipeline.plan import StageLayout, plan_pipeline
 
 
 @dataclasses.dataclass(frozen=True)

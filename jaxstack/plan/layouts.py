@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from jaxstack.parallel.config import AXES, ParallelConfig
-from jaxstack.parallel.nearest_degrees import factorizations
+from jaxstack.parallel.config import AXES, ParallelConfig, factorizations
 from jaxstack.parallel.pipeline.plan import fitting_microbatches, plan_pipeline
 from jaxstack.plan.feasibility import layout_problems
 from jaxstack.run_config import RunConfig

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxstack.parallel.pipeline.schedule import SCHEDULES as TABLES
-from jaxstack.parallel.pipeline.simulate import simulate
+from jaxstack.parallel.pipeline.schedule import simulate
 from jaxstack.plan.cluster import parse_cluster
 from jaxstack.plan.forecast import LayoutModel, forecast
 from jaxstack.plan.layouts import SCHEDULES, LayoutTable, enumerate_layouts, layout_table_of
