@@ -1,4 +1,4 @@
-"""Trains subword tokenizers, and reads them from directories that `Tokenizer.save` wrote, or from any tokenizer.json file."""
+"""Trains subword tokenizers, and reads tokenizers from what `Tokenizer.save` wrote or from any tokenizer.json."""
 
 import json
 import os

@@ -121,10 +121,6 @@ def _seconds(text: str) -> float:
     return number
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PYTHON = re.compile(r"python[\d.]*")
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -180,3 +176,7 @@ def _module_of(command: Sequence[str]) -> str | None:
         elif not word.startswith("-") or re.fullmatch(r"-\w*[cPI]\w*", word):
             return None
     return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Renders line and scatter charts as HTML: an SVG that stretches with the page, with labels of constant size around it."""
+"""Renders line and scatter charts as HTML: an SVG that stretches with the page, and labels of constant size."""
 
 import html
 import json
