@@ -71,7 +71,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
         """Stop reading; wait for a read that is under way, but only a few seconds."""
         self._closed = True
         self._room.release()
-        # A reader that waits for this iterator, in a thread of its own, sees its end.
+        # A reader that waits for this iterator, in its own thread, sees its end.
         self._items.put(StopIteration())
         self._thread.join(_CLOSE_SECONDS)
 

@@ -88,7 +88,7 @@ class SubwordTokenizer(Tokenizer):
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """Bytes that each id stands for, as a list of length V; empty for special and unused ids."""
+        """Bytes that each id represents, as a list of length V; empty for special and unused ids."""
         added = self._model.get_added_tokens_decoder()
         to_byte = {c: b for b, c in byte_alphabet().items()}
         table = [b""] * self.vocab_size
@@ -143,16 +143,16 @@ def file_vocab_size(model: Model) -> int:
 
 
 def is_byte_level(tokenizer_json: str) -> bool:
-    """Return True if each id of this tokenizer.json stands for fixed bytes (GPT-2, Llama 3, Qwen)."""
+    """Return True if each id of this tokenizer.json represents fixed bytes (GPT-2, Llama 3, Qwen)."""
     decoder = json.loads(tokenizer_json).get("decoder") or {}
     steps = decoder.get("decoders") or [decoder]
     return [s.get("type") for s in steps] == ["ByteLevel"]
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Return a dict from each byte to the printable character that stands for it in byte-level vocabularies.
+    """Return a dict from each byte to the printable character that represents it in byte-level vocabularies.
 
-    Printable Latin-1 bytes stand for themselves; the others, in order, are the characters from U+0100 on.
+    Printable Latin-1 bytes represent themselves; the others, in order, are the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]

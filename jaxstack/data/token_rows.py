@@ -243,7 +243,7 @@ class ExampleRows:
             tokens[place], labels[place] = ids[:-1], np.where(answers[1:], ids[1:], IGNORE)
             segments[place], positions[place] = number, np.arange(len(ids) - 1)
             at = place.stop
-        segments[at:] = len(members) + 1  # a segment of its own, so that padding attends only to padding
+        segments[at:] = len(members) + 1  # its own segment, so that padding attends only to padding
         positions[at:] = np.arange(length - at)
         if limit is not None:
             places = np.flatnonzero(labels != IGNORE)

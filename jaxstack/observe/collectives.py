@@ -238,7 +238,7 @@ def bytes_over_axis(text: str | Module, mesh_axes: Mapping[str, int], axis: str)
     """Return how many bytes each device sends over a mesh axis when a program runs once.
 
     Args:
-      text, mesh_axes: as of `collectives`.
+      text, mesh_axes: as in `collectives`.
       axis: name of the mesh axis; transfers over several axes count if it is one of them.
     """
     return sum(row.wire_bytes * row.calls for row in collectives(text, mesh_axes) if axis in row.axes)

@@ -83,7 +83,7 @@ def choose_blocks(shape: Sequence[int], inputs: int, outputs: int, limit: int) -
 
     Args:
       shape: its shape; the last `inputs` + `outputs` dims form its matrix.
-      inputs, outputs: as of `MatrixShapeRule`.
+      inputs, outputs: as in `MatrixShapeRule`.
       limit: largest number of rows and columns of a block. Blocks have equal size; a matrix is padded only if no number
         of blocks up to twice the smallest divides it.
     """
@@ -259,7 +259,7 @@ class BlockOptimizer(MatrixOptimizer):
         """Recompute preconditioners (such as inverse roots) from gradient statistics, for blocks due at this step.
 
         Args:
-          run, count, path: as of `update_parameter`.
+          run, count, path: as in `update_parameter`.
           blocks: the blocks of the parameter.
           factors: left and right factors.
           derived: what was computed from them at the last refresh.

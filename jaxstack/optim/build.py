@@ -32,7 +32,7 @@ def global_norm(tree: PyTree[Float[Array, "..."]]) -> Float[Array, ""]:
     """
     if automatic_axes() or not jax.tree.leaves(tree):
         return optax.tree.norm(tree)
-    # Without the barrier XLA would sum each part of the concatenation in a kernel of its own.
+    # Without the barrier XLA would sum each part of the concatenation in its own kernel.
     parts = jax.lax.optimization_barrier(jnp.concatenate([_partial_sums(x) for x in jax.tree.leaves(tree)]))
     return jnp.sqrt(parts.sum())
 

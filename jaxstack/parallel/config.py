@@ -84,7 +84,7 @@ class ParallelConfig(Component):
 
     auto: bool = False
     """The planner chooses degrees, ZeRO stage, pipeline and microbatches, and `model.remat`, when the run starts;
-    written `parallel: auto`, or `auto: true` beside settings that are no degrees."""
+    written `parallel: auto`, or `auto: true` next to settings other than degrees."""
     data: int = 1
     """Replicas that each see their own part of the batch."""
     fsdp: int = 1
@@ -184,7 +184,7 @@ class ParallelConfig(Component):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degree of each mesh axis as configured, in mesh order; -1 stands for all remaining devices."""
+        """The degree of each mesh axis as configured, in mesh order; -1 represents all remaining devices."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def resolve(self, devices: int) -> "ParallelConfig":
@@ -213,7 +213,7 @@ class ParallelConfig(Component):
         if free:
             lower, upper = _nearest_divisors(devices, fixed)
             raise ConfigError(
-                f"parallel: the degrees beside {free[0]} ({shown}) multiply to {fixed}, which must divide the number "
+                f"parallel: the degrees other than {free[0]} ({shown}) multiply to {fixed}, which must divide the number "
                 f"of devices ({devices}); nearest: {lower}{f' or {upper}' if upper != lower else ''}."
             )
         raise ConfigError(

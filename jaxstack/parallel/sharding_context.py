@@ -85,7 +85,7 @@ def logical_axis_rules(rules: AxisRules | Mesh, layout: StepLayout | None = None
     """Shard activations and weights by these rules in a `with` block, which must be inside the traced function.
 
     Args:
-      rules: as `make_rules` returns; a mesh stands for the standard rules on it.
+      rules: as `make_rules` returns; a mesh means the standard rules on it.
       layout: the other choices of parallelism; None: `StepLayout()`.
     """
     rules = rules if isinstance(rules, AxisRules) else make_rules(rules)

@@ -137,7 +137,7 @@ class Fp8Matmul:
     ) -> tuple[jax.Array, ...]:
         """Multiply x [rows, in] by several kernels [in, out] in FP8, quantizing x once for all of them.
 
-        `in` stands for the last `contracted` dims of x, and the first ones of each kernel.
+        `in` represents the last `contracted` dims of x, and the first ones of each kernel.
         """
         return fp8_multiply(
             x, kernels, contracted=contracted, recipe=self.recipe, gradients=self.gradients, states=states

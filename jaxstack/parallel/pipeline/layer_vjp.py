@@ -94,7 +94,7 @@ def inlined(closed: Any) -> Any:
 
 
 Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array | None]]
-"""(weights, x, shared by all layers of a microbatch, index of the layer) -> (x, loss of its own or None)."""
+"""(weights, x, shared by all layers of a microbatch, index of the layer) -> (x, its own loss or None)."""
 
 
 @dataclasses.dataclass(frozen=True)
