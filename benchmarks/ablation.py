@@ -110,7 +110,7 @@ def measure(variant: str, overrides: list[str], in_turn: bool = False) -> dict[s
     """Measure one variant in this process and return its row; `in_turn`: wait for the parent process (see `Worker`)."""
     import jax
 
-    from jaxstack.observe.memory import peak_memory_bytes
+    from jaxstack.observe.throughput import peak_memory_bytes
     from jaxstack.run.build import make_trainer
     from jaxstack.trainer import Trainer
 

@@ -44,7 +44,7 @@ from jaxstack.compress.methods import Awq, Gptq, Magnitude, Method, Rtn, SparseG
 from jaxstack.compress.methods.base import InputStatistics
 from jaxstack.data.loader import Data, open_data
 from jaxstack.models import ModelConfig, Transformer, preset_config
-from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.run.build import make_trainer
 from jaxstack.run.load import read_run_config, restore_parameters
 from jaxstack.run_config import RunConfig

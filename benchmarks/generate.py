@@ -35,7 +35,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer
-from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config

@@ -37,7 +37,7 @@ from jaxstack.models import ModelConfig, Transformer, count_parameters, to_huggi
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.partial_load import ModelParts
-from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
 VOCABULARY = 4096

@@ -41,7 +41,7 @@ from jaxstack.decoding.decode import Decoder
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.huggingface.load import nest
-from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxstack.observe.report.axes import Axis, step_axis, value_axis
+from jaxstack.observe.report.chart import Axis, step_axis, value_axis
 from jaxstack.observe.report.style import CSS
 
 WIDTH = 400

@@ -37,8 +37,7 @@ from jaxstack.models import ModelConfig, Transformer, model_flops_per_token
 from jaxstack.observe.what_ran import compiler_memory_estimate
 from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh
 from jaxstack.parallel.pipeline.plan import plan_pipeline
-from jaxstack.parallel.pipeline.schedule import SCHEDULES
-from jaxstack.parallel.pipeline.simulate import simulate
+from jaxstack.parallel.pipeline.schedule import SCHEDULES, simulate
 from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import Trainer
 

@@ -181,7 +181,7 @@ def measure_jaxstack(overrides: Sequence[str], seconds: float = SECONDS) -> dict
     """Return a row of our step; overrides that begin with `xla_` are compiler options of XLA."""
     import jax
 
-    from jaxstack.observe.memory import peak_memory_bytes
+    from jaxstack.observe.throughput import peak_memory_bytes
 
     turn = Turn()
     options, settings = split_options(overrides)

@@ -55,7 +55,7 @@ def fill_option_from_overrides(
 
 
 def add_examples(parser: CommandParser, *examples: str) -> CommandParser:
-    """Add example commands to the end of a parser's help, each on a line of its own so that it can be copied.
+    """Add example commands to the end of a parser's help, each on its own line so that it can be copied.
 
     Args:
       parser: the parser, which is changed in place; its description and epilog are wrapped here.

@@ -93,7 +93,7 @@ def new_directory(folder: Path) -> Iterator[Path]:
       folder: the directory to create; must not exist. Missing parents are created.
 
     Yields:
-      The temporary directory, empty: `.NAME.PID.tmp/NAME` beside `folder`.
+      The temporary directory, empty: `.NAME.PID.tmp/NAME` next to `folder`.
 
     Raises:
       ConfigError: it exists, or cannot be written to.

@@ -28,13 +28,12 @@ from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import last_evaluation, last_logged
 from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
 from jaxstack.parallel import AxisRules
-from jaxstack.resilience.config import ResilienceConfig
+from jaxstack.resilience.config import ResilienceConfig, advise_interval
 from jaxstack.resilience.exit_on_signal import signal_name
 from jaxstack.resilience.progress_file import ProgressFile
+from jaxstack.resilience.replica_check import StateCheck
 from jaxstack.resilience.run_checkpoints import RunCheckpoints
-from jaxstack.resilience.save_interval import advise_interval
 from jaxstack.resilience.skipped_steps import SkippedSteps
-from jaxstack.resilience.state_check import StateCheck
 from jaxstack.resilience.stop_request import Interrupted, StopRequest
 from jaxstack.run_config import TrainConfig
 from jaxstack.state import LATER_FIELDS, TrainState

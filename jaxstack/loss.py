@@ -175,7 +175,7 @@ def sampled_label_loss(model: Transformer, batch: Batch, *, key: jax.Array | Non
 
     Args:
       model: the model.
-      batch: as of `language_model_loss`; tokens whose label is -100 do not count.
+      batch: as in `language_model_loss`; tokens whose label is -100 do not count.
       key: key of the samples, unless the batch has `dropout_keys` [B, T], so that they do not depend on the layout.
     """
     hidden = model.hidden(batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))

@@ -126,8 +126,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     # Imported here so that --help and a mistyped option answer at once.
     from jaxstack.data.build_shards import WORK, BuildOptions, available_cores, build
-    from jaxstack.data.cache import ensure_tokenizer
     from jaxstack.data.config import SourceConfig, TokenizerConfig
+    from jaxstack.data.prepared_folders import ensure_tokenizer
     from jaxstack.data.tokenization_plan import make_plan
 
     say = (lambda message: None) if arguments.quiet else (lambda message: print(message, flush=True))

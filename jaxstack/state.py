@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.parallel.rules import AxisRules, state_spec
-from jaxstack.resilience.spikes import StepHistory
+from jaxstack.resilience.skipped_steps import StepHistory
 
 
 class TrainState(NamedTuple):

@@ -24,10 +24,9 @@ from jaxstack.loss import Batch, Loss, LossFunction, LossSum, as_loss
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
 from jaxstack.observe.what_ran import describe_program
 from jaxstack.optim.build import gradient_norm, largest_overload
-from jaxstack.parallel.layout import StepLayout
-from jaxstack.parallel.pipeline.simulate import describe_schedule
+from jaxstack.parallel.pipeline.schedule import describe_schedule
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.parallel.sharding_context import ShardingContext
+from jaxstack.parallel.sharding_context import ShardingContext, StepLayout
 from jaxstack.state import TrainState
 from jaxstack.tree_rules import path_name
 from pallas_kernels import Choice, NotSupported, record_choices, sequence_order

@@ -21,7 +21,7 @@ def triton_call(*arrays: jax.Array, kernel: Any, **options: Any) -> Any:
     Args:
         arrays: The kernel's inputs, and Python numbers.
         kernel: A `triton.jit` function.
-        options: As of `jax_triton.triton_call`: `out_shape`, `grid`, `name`, `num_warps`, `num_stages`,
+        options: As in `jax_triton.triton_call`: `out_shape`, `grid`, `name`, `num_warps`, `num_stages`,
             `compute_capability`, and the kernel's constants.
 
     Returns:

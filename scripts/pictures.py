@@ -15,11 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxstack.observe.report.pipeline_timeline import render_picture
-from jaxstack.observe.report.sharding_pictures import picture_layouts, picture_of_mesh
+from jaxstack.observe.report.panels import picture_layouts, picture_of_mesh, render_picture
 from jaxstack.observe.report.style import CSS
-from jaxstack.parallel.pipeline.schedule import SCHEDULES
-from jaxstack.parallel.pipeline.simulate import describe_schedule
+from jaxstack.parallel.pipeline.schedule import SCHEDULES, describe_schedule
 from jaxstack.plan.describe import describe_plan
 from jaxstack.run_config import load_config
 from scripts.architecture_picture import drawings as architecture_drawings

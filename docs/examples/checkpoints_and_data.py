@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.checkpoint.layout import abstract_state
+from jaxstack.checkpoint.leaves import abstract_state
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import open_data

@@ -14,11 +14,18 @@ from jaxtyping import PyTree
 
 from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import SaveJob, commit, explain, make_index
-from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.config import CheckpointConfig, should_save, steps_to_delete
 from jaxstack.checkpoint.damage import DamageFinder, DeletionCheck
-from jaxstack.checkpoint.layout import check_layout, initialize_missing_leaves, orbax_target, restored_leaf
-from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
-from jaxstack.checkpoint.policy import should_save, steps_to_delete
+from jaxstack.checkpoint.leaves import (
+    LeafSpec,
+    check_layout,
+    describe,
+    initialize_missing_leaves,
+    name_leaves,
+    orbax_target,
+    restored_leaf,
+    to_stored,
+)
 from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import FileLock

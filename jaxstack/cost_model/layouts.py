@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from jaxstack.parallel.config import AXES, ParallelConfig
+from jaxstack.parallel.config import AXES, ParallelConfig, factorizations
 from jaxstack.parallel.layout_rules import layout_problems
-from jaxstack.parallel.nearest_degrees import factorizations
 from jaxstack.parallel.pipeline.plan import fitting_microbatches, plan_pipeline
 from jaxstack.run_config import RunConfig
 

@@ -11,10 +11,9 @@ from jaxstack.data.build_shards import BuildOptions
 from jaxstack.data.config import DataConfig
 from jaxstack.data.fingerprint import list_sources
 from jaxstack.data.mixture import order_hash, row_order
-from jaxstack.data.packing import Stream
 from jaxstack.data.read_batches import Batch, HeldOutBatches, TrainingBatches, WorkerOptions, read_batches
 from jaxstack.data.streams import Streams, open_streams
-from jaxstack.data.token_rows import ExampleRows, ExampleSet, Rows, TextRows, describe_row_filling
+from jaxstack.data.token_rows import ExampleRows, ExampleSet, Rows, Stream, TextRows, describe_row_filling
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
 

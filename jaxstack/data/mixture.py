@@ -14,7 +14,7 @@ MOST_ROWS = 2**32 - 1  # Grain's index shuffle works on 32 bits
 
 
 class _Rows:
-    """Data source for Grain whose item i is the pair (source, i), which stands for row i of that source."""
+    """Data source for Grain whose item i is the pair (source, i), which represents row i of that source."""
 
     def __init__(self, source: int, count: int):
         self._source = source

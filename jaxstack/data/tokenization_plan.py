@@ -10,8 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxstack.data.config import SourceConfig
-from jaxstack.data.documents import Kind, Piece, align, parquet_groups, read_documents
-from jaxstack.data.held_out_split import HEAD_BYTES, documents_needed, split_score
+from jaxstack.data.documents import (
+    HEAD_BYTES,
+    Kind,
+    Piece,
+    align,
+    documents_needed,
+    parquet_groups,
+    read_documents,
+    split_score,
+)
 from jaxstack.data.shards import INDEX
 from jaxstack.data.source_files import SourceFile, find_files, open_file, walk
 from jaxstack.errors import ConfigError

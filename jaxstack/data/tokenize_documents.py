@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstack.data.documents import Split, read_documents
-from jaxstack.data.held_out_split import split_document
+from jaxstack.data.documents import Split, read_documents, split_document
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.shards import file_sha256
 from jaxstack.data.tokenization_plan import WorkUnit

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
-from jaxstack.data.chat_format import ChatFormat
+from jaxstack.data.chat_template import CONFIG as CHAT_CONFIG
+from jaxstack.data.chat_template import ChatFormat
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import write_file
 
@@ -37,7 +37,7 @@ class Tokenizer(ABC):
     chat: ChatFormat | None = None
     """The chat template and its special tokens; not part of the tokenizer's hash."""
     writes_bytes = True
-    """True if an id stands for the same bytes in every context, so that texts can be joined id by id."""
+    """True if an id represents the same bytes in every context, so that texts can be joined id by id."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -70,7 +70,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
-        """Return the bytes that `ids` stand for; document-start and other special ids stand for none."""
+        """Return the bytes that `ids` represent; document-start and other special ids represent none."""
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -79,7 +79,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def byte_lengths(self) -> np.ndarray:
-        """Number of bytes that each id stands for, [V] int64; approximate if the tokenizer is not byte-level."""
+        """Number of bytes that each id represents, [V] int64; approximate if the tokenizer is not byte-level."""
 
     @property
     def hash(self) -> str:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from jaxstack.data.subword import byte_alphabet
+from jaxstack.data.load_tokenizer import byte_alphabet
 from jaxstack.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxstack.errors import ConfigError
 

@@ -18,7 +18,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.functional.compressed import CompressedModule
 from jaxstack.functional.module import Dict, FunctionalModule, State
 from jaxstack.models import Transformer, in_fp8
-from jaxstack.parallel.pipeline.stages import StageLayout
+from jaxstack.parallel.pipeline.plan import StageLayout
 from jaxstack.tree_rules import path_name
 
 _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")

@@ -22,7 +22,7 @@ _STACK_LINES = 80
 
 
 class Child:
-    """A training process that the launcher has started, in a session of its own.
+    """A training process that the launcher has started, in its own session.
 
     Args:
       rank: its number in the whole run.

@@ -1,12 +1,16 @@
-"""Tokens per second, model FLOP/s and MFU of training steps.
+"""Tokens per second, model FLOP/s, MFU and peak memory of training steps.
 
 The caller gives model FLOPs per token (6 x matmul parameters + causal attention), which do not count recomputation. MFU
 is relative to the device's dense bfloat16 peak, for FP8 runs too.
 """
 
 import re
+import resource
+import sys
 import time
 from collections.abc import Callable
+
+import jax
 
 # Dense bfloat16 tensor-core TFLOP/s from NVIDIA's data sheets (half of the rates that are printed for 2:4 sparsity).
 # The first pattern found in jax's `device_kind` wins, so that special boards precede their family.
@@ -146,3 +150,22 @@ class Meter:
     def eta_seconds(self, steps_left: float) -> float | None:
         """Return the seconds for `steps_left` more steps at the recent pace; None before the first read."""
         return None if self.step_seconds is None else max(0, steps_left) * self.step_seconds
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak memory of this process in bytes so far; on accelerators the maximum over the local devices.
+
+    The CPU backend has no such statistics. There it is the peak resident set of the whole process (all simulated
+    devices, Python and the compiler included), as the operating system reports it.
+    """
+    peaks = [
+        stats["peak_bytes_in_use"]
+        for stats in (device.memory_stats() for device in jax.local_devices())
+        if stats and "peak_bytes_in_use" in stats
+    ]
+    return max(peaks) if peaks else _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes

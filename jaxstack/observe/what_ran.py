@@ -73,7 +73,7 @@ _WAY_OUT = {
     "tensor_parallel_output": _OVERLAP,
     "tensor_parallel_mlp": _OVERLAP,
 }
-"""Operation -> what to do about a fallback, beside changing the model."""
+"""Operation -> what to do about a fallback, other than changing the model."""
 
 
 def refuse_fallbacks(choices: Sequence[Choice]) -> None:

@@ -1,6 +1,5 @@
 from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
-from .layout import StepLayout as StepLayout
 from .mesh import make_mesh as make_mesh
 from .overlap import gather_project as gather_project
 from .overlap import gather_project_scatter as gather_project_scatter
@@ -21,6 +20,7 @@ from .shard_map_batch import with_local_batch as with_local_batch
 from .shard_map_experts import TokenSplit as TokenSplit
 from .shard_map_experts import with_local_tokens as with_local_tokens
 from .sharding_context import ShardingContext as ShardingContext
+from .sharding_context import StepLayout as StepLayout
 from .sharding_context import current_context as current_context
 from .sharding_context import current_rules as current_rules
 from .sharding_context import logical_axis_rules as logical_axis_rules

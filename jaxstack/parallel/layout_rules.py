@@ -10,10 +10,8 @@ from typing import Protocol
 
 from jaxstack.config.sections import TrainConfig
 from jaxstack.errors import ConfigError
-from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.nearest_degrees import nearest_degrees
-from jaxstack.parallel.pipeline.plan import plan_pipeline
-from jaxstack.parallel.pipeline.stages import StageLayout
+from jaxstack.parallel.config import ParallelConfig, nearest_degrees
+from jaxstack.parallel.pipeline.plan import StageLayout, plan_pipeline
 
 
 class AttentionLimits(Protocol):

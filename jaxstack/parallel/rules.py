@@ -146,7 +146,7 @@ class AxisRules:
     def stored_spec(self, names: Names | None, shape: Sequence[int], zero: int = 0) -> PartitionSpec:
         """Return the PartitionSpec in which a parameter and its optimizer state are stored between steps.
 
-        With ZeRO 1 and 2 matrices are split over `data` as well as by `parameter_spec`: along a dim of their own if
+        With ZeRO 1 and 2 matrices are split over `data` as well as by `parameter_spec`: along a separate dim if
         there is one that `data` divides, else along the dim of the `weight_axes`.
 
         Args:

@@ -1,6 +1,6 @@
 """All-gathers a weight inside a `shard_map` for its use, and reduce-scatters its gradient to the stored shards.
 
-Weights are sent in the compute dtype, gradients in a dtype of their own: a sum over many devices in bfloat16 would
+Weights are sent in the compute dtype, gradients in a separate dtype: a sum over many devices in bfloat16 would
 round at every addition.
 """
 

@@ -107,7 +107,7 @@ def save_all_but_gathered(primitive: Primitive, *_: object, **__: object) -> boo
 
     Without it a forward pass without rematerialisation would save the gathered weights of all layers. Results of
     matmuls, kernels and reductions are saved, and arrays marked by `save_for_backward`. Elementwise operations are
-    repeated, fused with what uses them; saved, each result would be an array of its own, mostly in float32.
+    repeated, fused with what uses them; saved, each result would be its own array, mostly in float32.
     """
     return primitive.name not in _RECOMPUTED
 

@@ -23,8 +23,8 @@ from jaxstack.checkpoint.compressed import (
 )
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
-from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
-from jaxstack.data.chat_format import ChatFormat
+from jaxstack.data.chat_template import CONFIG as CHAT_CONFIG
+from jaxstack.data.chat_template import ChatFormat
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
 from jaxstack.data.tokenizer import CONFIG_FILE as TOKENIZER_FILE
 from jaxstack.data.tokenizer import MODEL_FILE, Tokenizer

@@ -18,8 +18,8 @@ from jaxstack.data.loader import open_data
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import write_file
+from jaxstack.observe.report.chart import Point, Scatter, render_scatter
 from jaxstack.observe.report.page import page_head, render_tiles
-from jaxstack.observe.report.scatter import Point, Scatter, render_scatter
 from jaxstack.optim.schedules import Schedule
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.init_from import initial_parameters

@@ -10,9 +10,8 @@ import numpy as np
 
 from jaxstack.files import write_file
 from jaxstack.observe.number_format import duration, short_number
-from jaxstack.observe.report.chart import Chart, Curve, render_chart
+from jaxstack.observe.report.chart import Chart, Curve, Point, Scatter, render_chart, render_scatter
 from jaxstack.observe.report.page import Tile, page_head, render_tiles
-from jaxstack.observe.report.scatter import Point, Scatter, render_scatter
 from jaxstack.observe.report.series import make_series
 from jaxstack.observe.report.style import SCRIPT
 from jaxstack.observe.report.tables import row_table

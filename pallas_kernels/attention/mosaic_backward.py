@@ -155,7 +155,7 @@ def key_value_gradient(
 def copies_of_query_gradient(config: KernelConfig) -> int:
     """Return the number of float32 buffers in which the fused backward kernel sums dQ; the caller adds them up.
 
-    Interpret mode cannot add to global memory: there each block of keys stores to an array of its own.
+    Interpret mode cannot add to global memory: there each block of keys stores to its own array.
     """
     return -(-config.key_length // config.key_block) if config.interpret else 1
 
@@ -383,7 +383,7 @@ def _both_gradients(config: KernelConfig, buffers: _KeyBuffers, visited: _Visite
 
     def weigh(products: jax.Array) -> Weighed:
         weights = lax.optimization_barrier(_weigh(config, buffers, visited, products))
-        # Delta has a barrier of its own, waited for here: the compiler moves nothing past the loop of a wait, and
+        # Delta has its own barrier, waited for here: the compiler moves nothing past the loop of a wait, and
         # would otherwise wait for the second product before it computes the weights.
         plgpu.barrier_wait(buffers.delta_full.at[visited.slot])
         return weights

@@ -163,7 +163,7 @@ class Visits(NamedTuple):
     def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
         """Loop over the tiles from `start` on with state = step(needs_mask, index, state); return the last state.
 
-        Each run has a loop of its own, so that `needs_mask` is known while tracing.
+        Each run has its own loop, so that `needs_mask` is known while tracing.
         """
         edges = start, jnp.maximum(self.whole, start), jnp.maximum(self.end_whole, start), self.total
         for masked, exists, (first, end) in zip((True, False, True), self.runs, itertools.pairwise(edges), strict=True):

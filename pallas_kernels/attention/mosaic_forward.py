@@ -6,7 +6,7 @@ of those keeps the running maximum, sum and output of 64 queries in registers. T
 time as the product of the weights and values of the tile before (FlashAttention-3, Shah et al., arXiv:2407.08608). A
 run of blocks is visited from its last to its first, so that the block that a causal mask cuts comes before the loop.
 
-A consumer has a loop of its own, and not `Ring.sum_products`: the softmax stands between its two products.
+A consumer has its own loop, and not `Ring.sum_products`: the softmax stands between its two products.
 """
 
 import functools

@@ -44,7 +44,7 @@ def bigbird(
         global_blocks: number of first blocks that every block sees, and that see all blocks that `causal` allows.
         random_blocks: number of further blocks drawn for each row from those that it does not see, or all of them if
             fewer are left.
-        seed: seed of the draws; each row has a draw of its own.
+        seed: seed of the draws; each row has its own draw.
         causal: True to leave out the blocks after the diagonal.
     """
     distance = _distance(blocks, window=window)

@@ -5,7 +5,7 @@ A table is a list of rows, each the blocks of one kernel on one device for one h
     {"device": "H200", "kernel": "forward", "head_dim": 128, "mask": "causal", "length": 4096,
      "blocks": {"warpgroups": 2, "keys": 128, "stages": 2}, "measured": "0.71 ms, jax 0.11.2"}
 
-A row without `mask` or `length` stands for all of them. A user's own table is the file that `JAXSTACK_TILINGS` names,
+A row without `mask` or `length` applies to all of them. A user's own table is the file that `JAXSTACK_TILINGS` names,
 else `jaxstack/tilings.json` in the user's cache directory.
 """
 

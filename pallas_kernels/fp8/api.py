@@ -146,7 +146,7 @@ def fp8_multiply(
     Args:
         x: the input, or the norm that makes it; `rows` may be several dims.
         weights: the weights, each [D, outputs].
-        contracted: number of dims that D stands for.
+        contracted: number of dims that D represents.
         output: dtype of the results; default: the dtype of x.
         recipe, gradients, implementation: as in `fp8_dot_general`.
         states: one state per weight with delayed scaling.

@@ -2,7 +2,7 @@
 
 The tensor cores sum 128 products of a row and a column, which share their scales; each such partial sum is scaled and
 added to a float32 total in registers. While one warpgroup does that, the other's products keep the tensor cores busy.
-That is why a consumer has a loop of its own, and not `Ring.sum_products`, whose accumulator stays in the tensor cores'
+That is why a consumer has its own loop, and not `Ring.sum_products`, whose accumulator stays in the tensor cores'
 registers over all steps. One program runs on each multiprocessor and computes one tile of the result after the other,
 few rows of tiles at a time, so that what they read stays in the L2 cache.
 """

@@ -5,7 +5,7 @@ elsewhere the same program computes with the same quantized numbers. FP8 matmuls
 both operands, so each input, weight and gradient is needed in both orders, which one kernel writes
 (`triton.cast_both`); the backward saves the transpose of the input.
 
-Dims: `rows` and `outputs` stand for one or several dims, D for one or several contracted ones, F feed-forward.
+Dims: `rows` and `outputs` represent one or several dims, D for one or several contracted ones, F feed-forward.
 """
 
 import dataclasses

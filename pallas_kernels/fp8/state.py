@@ -20,7 +20,7 @@ _FIRST_AMAX = (16.0, 1.0, 1.0)
 def empty_fp8_state(history: int = 16) -> Float32[Array, "3 {history}"]:
     """Return the initial state of delayed scaling: zeros, float32 [3, history], for the maxima of the last steps.
 
-    Rows are as in `ROLES`; the newest step is first, and 0 stands for a step that is not seen yet.
+    Rows are as in `ROLES`; the newest step is first, and 0 marks a step that has not run yet.
 
     Args:
         history: number of steps whose magnitudes are kept.

@@ -111,7 +111,7 @@ def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
 
 @triton.jit
 def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
-    """Quantize a tile with a scale of its own, and store the tile and its amax."""
+    """Quantize a tile with its own scale, and store the tile and its amax."""
     block = block.to(tl.float32)
     amax = tl.max(tl.abs(block))
     tl.store(

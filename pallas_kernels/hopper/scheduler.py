@@ -12,7 +12,7 @@ of programs that never start, and neither kernel would end. Instead a program ta
 send, from a counter of its device when it is ready for them, so that the programs that do run do all the work. Waiting
 then never forms a cycle:
 
-- Sending never waits for other devices: in the all-gather kernel a warp of its own sends, and in the reduce-scatter
+- Sending never waits for other devices: in the all-gather kernel a dedicated warp sends, and in the reduce-scatter
   kernel the tiles for other devices come first in the order, and each is announced before its program waits.
 - So every device with one running program sends everything. Then everything that any program waits for has arrived, and
   every kernel ends, whatever the collective operations do; they in turn end when the kernel has left the GPU.

@@ -90,5 +90,5 @@ def gather(request: HostGatherRequest) -> jax.Array:
         compute_capability=10 * major + minor,
         plan=plan,
     )
-    found = jax.lax.bitcast_convert_type(words, dtype)  # of narrower dtypes several per word, in a dim of their own
+    found = jax.lax.bitcast_convert_type(words, dtype)  # of narrower dtypes several per word, in a separate dim
     return found.reshape(plan.count, width)

@@ -45,7 +45,7 @@ class Favor:
 
     The features have the maximum 1, and come with the logarithm of their scale.
 
-    Each key has a scale of its own: with a maximum over several keys, later ones would change earlier outputs.
+    Each key has its own scale: with a maximum over several keys, later ones would change earlier outputs.
 
     Args:
         projection: [F, H].

@@ -14,7 +14,7 @@ class Features(NamedTuple):
     values: jax.Array
     """Array [..., F]."""
     log_weight: jax.Array | None = None
-    """Array [...] without gradient; None stands for 0. For queries it cancels in attention."""
+    """Array [...] without gradient; None means 0. For queries it cancels in attention."""
 
 
 class FeatureMap(Protocol):

@@ -1,6 +1,6 @@
 """Formats of packed weights: how a matrix [out, in] is stored in few bits, and how it is dequantized.
 
-A format is a frozen dataclass; its arrays are a dict beside it, in `packed.PackedWeight`.
+A format is a frozen dataclass; its arrays are a dict next to it, in `packed.PackedWeight`.
 """
 
 import dataclasses

@@ -85,7 +85,7 @@ def scaled_product(
     Args:
       q, w: the integers.
       scales, w_scales: float32, broadcastable to the shape of the product.
-      dimension_numbers: as of `jax.lax.dot_general`.
+      dimension_numbers: as in `jax.lax.dot_general`.
     """
     sums = jax.lax.dot_general(q, w, dimension_numbers, preferred_element_type=jnp.int32)
     return sums.astype(jnp.float32) * scales * w_scales

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from jaxstack.checkpoint.layout import abstract_state
+from jaxstack.checkpoint.leaves import abstract_state
 from jaxstack.errors import ConfigError, JaxstackError
 from tests.checkpoint.states import assert_same, make_state
 

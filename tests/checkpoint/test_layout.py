@@ -3,8 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.checkpoint.layout import abstract_state, check_layout, compare
-from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves
+from jaxstack.checkpoint.leaves import LeafSpec, abstract_state, check_layout, compare, describe, name_leaves
 from jaxstack.errors import ConfigError, JaxstackError
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxstack.checkpoint import manifest
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.checkpoint.layout import abstract_state
+from jaxstack.checkpoint.leaves import abstract_state
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.errors import ConfigError, JaxstackError
 from tests.checkpoint.states import assert_same, make_state

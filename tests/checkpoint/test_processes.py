@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxstack.checkpoint import manifest
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.checkpoint.layout import abstract_state
+from jaxstack.checkpoint.leaves import abstract_state
 from jaxstack.checkpoint.manager import CheckpointManager
 
 mesh = jax.make_mesh((4,), ("d",))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxstack.checkpoint.layout import abstract_state
-from jaxstack.checkpoint.leaves import STORABLE_DTYPES
+from jaxstack.checkpoint.leaves import STORABLE_DTYPES, abstract_state
 from jaxstack.errors import JaxstackError
 from tests.checkpoint.states import assert_same, make_state
 

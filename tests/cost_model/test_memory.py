@@ -14,7 +14,7 @@ from jaxstack.cost_model.layouts import SCHEDULES, LayoutTable, enumerate_layout
 from jaxstack.cost_model.memory import PARTS, in_flight
 from jaxstack.cost_model.step_time import bubble_of_work
 from jaxstack.parallel.pipeline.schedule import SCHEDULES as TABLES
-from jaxstack.parallel.pipeline.simulate import simulate
+from jaxstack.parallel.pipeline.schedule import simulate
 from jaxstack.run_config import load_config
 
 COMPILED = Path(__file__).parent / "data" / "compiled_memory.jsonl"

@@ -14,7 +14,7 @@ from jaxstack.data.augmentations.span_corruption import SpanCorruption
 from jaxstack.data.augmentations.token_dropout import TokenDropout
 from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.loader import open_data
-from jaxstack.data.packing import IGNORE, make_batch
+from jaxstack.data.token_rows import IGNORE, make_batch
 from jaxstack.errors import ConfigError
 from jaxstack.trainer import numpy_batches
 

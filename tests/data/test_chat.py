@@ -12,7 +12,7 @@ from jaxstack.data.chat_template import ChatError, choose_template
 from jaxstack.data.config import ChatConfig, DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
 from jaxstack.data.loader import open_data
-from jaxstack.data.packing import pack
+from jaxstack.data.token_rows import pack
 from jaxstack.errors import ConfigError, JaxstackError
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

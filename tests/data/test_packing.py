@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxstack.data.packing import make_batch, read_row, row_count
+from jaxstack.data.token_rows import make_batch, read_row, row_count
 
 START = 9
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxstack.data import object_store, prepared_folders
+from jaxstack.data import prepared_folders, shard_files
 from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.loader import open_data
-from jaxstack.data.object_store import ObjectStore, RangesIgnored
+from jaxstack.data.shard_files import ObjectStore, RangesIgnored
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.errors import ConfigError, JaxstackError
 
@@ -34,10 +34,10 @@ def folder(corpus, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
     """Fails after one retry, and forgets stores of other tests."""
-    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"})
+    monkeypatch.setattr(shard_files, "RETRIES", {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"})
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    for cached in (object_store._open, object_store._context, prepared_folders._holds_index):
+    for cached in (shard_files._open, shard_files._context, prepared_folders._holds_index):
         cached.cache_clear()
 
 
@@ -127,7 +127,7 @@ def test_every_store_gives_the_batches_of_the_local_directory(scheme, folder, se
         "s3": "s3://bucket/tokens", "http": f"{server.url}/tokens",
     }[scheme]  # fmt: skip
     if scheme == "memory":
-        store = tensorstore.KvStore.open(url + "/", context=object_store._context()).result()
+        store = tensorstore.KvStore.open(url + "/", context=shard_files._context()).result()
         for path in filter(lambda path: path.is_file(), folder.rglob("*")):
             store.write(str(path.relative_to(folder)), path.read_bytes()).result()
     check_equal(opened(url), opened(folder))

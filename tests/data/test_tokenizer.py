@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Model
 
-from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
-from jaxstack.data.subword import train_bpe
+from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file, train_bpe
 from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer, chunks
 from jaxstack.errors import ConfigError, JaxstackError
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxstack.data.subword import SubwordTokenizer
+from jaxstack.data.load_tokenizer import SubwordTokenizer
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import TextGenerator, TextStream

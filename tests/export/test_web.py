@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from jaxstack.data.subword import SubwordTokenizer, train_bpe
+from jaxstack.data.load_tokenizer import SubwordTokenizer, train_bpe
 from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer
 from jaxstack.errors import ConfigError
 from jaxstack.export import web

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxstack.launch.health import Limits, find_straggler, find_stuck
-from jaxstack.launch.restart_budget import RestartBudget
+from jaxstack.launch.supervisor import RestartBudget
 from jaxstack.resilience.progress_file import Record
 
 LIMITS = Limits(step=10, start=100, save=50)

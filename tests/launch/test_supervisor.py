@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxstack.launch.__main__ import main
-from jaxstack.launch.shadowing import check_shadowing
+from jaxstack.launch.__main__ import check_shadowing, main
 from jaxstack.launch.shared_memory import FOLDER, list_files, remove_left_behind
 
 WRITE = (

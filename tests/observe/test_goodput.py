@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxstack.observe.goodput import FILE, Goodput, wall_seconds
+from jaxstack.observe.run_log import FILE, Goodput, wall_seconds
 
 
 class Clock:

@@ -13,13 +13,13 @@ import pytest
 from flax import nnx
 
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.observe import memory
-from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe import throughput
 from jaxstack.observe.profile import StepProfiler
+from jaxstack.observe.throughput import peak_memory_bytes
 
 GROWING = """
 import numpy as np
-from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe.throughput import peak_memory_bytes
 before = peak_memory_bytes()
 assert 2**24 < before < 2**40
 held = np.ones(before // 8 + 2**23)  # as large as all memory so far
@@ -38,7 +38,7 @@ def test_peak_memory_is_that_of_the_fullest_device(monkeypatch):
         types.SimpleNamespace(memory_stats=lambda peak=peak: {"peak_bytes_in_use": peak, "bytes_in_use": 1})
         for peak in (5, 9, 7)
     ]
-    monkeypatch.setattr(memory.jax, "local_devices", lambda: devices)
+    monkeypatch.setattr(throughput.jax, "local_devices", lambda: devices)
     assert peak_memory_bytes() == 9
 
 

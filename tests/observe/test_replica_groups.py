@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxstack.observe.replica_groups import mesh_axes_of, permute_pairs, replica_groups
+from jaxstack.observe.collectives import mesh_axes_of, permute_pairs, replica_groups
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from jaxstack.observe.report.axes import linear_ticks, log_ticks, step_axis, value_axis
+from jaxstack.observe.report.chart import linear_ticks, log_ticks, step_axis, value_axis
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.report.series import downsample, make_series, read_metrics, smooth
 

@@ -1,6 +1,6 @@
 """The report's table of predicted and measured values."""
 
-from jaxstack.observe.report.forecast import render_forecast
+from jaxstack.observe.report.panels import render_forecast
 from jaxstack.observe.report.series import make_series
 
 FORECAST = {

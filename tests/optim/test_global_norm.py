@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxstack.optim.global_norm import clip_by_global_norm, global_norm
+from jaxstack.optim.build import clip_by_global_norm, global_norm
 from tests.hopper import compile_for_hopper
 
 

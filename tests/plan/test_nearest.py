@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.parallel.nearest_degrees import nearest_degrees
+from jaxstack.parallel.config import nearest_degrees
 from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import load_config
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.checkpoint.layout import abstract_state
+from jaxstack.checkpoint.leaves import abstract_state
 from jaxstack.checkpoint.manager import CheckpointManager
 from tests.checkpoint.states import assert_same, make_state
 from tests.checkpoint.test_disk_full import fill, small_disk  # noqa: F401

@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
+from jaxstack.resilience.config import advise_interval, young_daly_seconds
 from jaxstack.resilience.preflight import disagreements
 from jaxstack.resilience.progress_file import ProgressFile, Record, read_record
-from jaxstack.resilience.save_interval import advise_interval, young_daly_seconds
 
 
 def test_the_record_is_overwritten_in_place(tmp_path):

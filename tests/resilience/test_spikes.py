@@ -16,7 +16,7 @@ from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import make_mesh
 from jaxstack.resilience.config import ResilienceConfig
-from jaxstack.resilience.spikes import FEWEST, WINDOW, StepHistory
+from jaxstack.resilience.skipped_steps import FEWEST, WINDOW, StepHistory
 from jaxstack.run_config import TrainConfig
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from jaxstack.errors import JaxstackError
 from jaxstack.parallel import ParallelConfig, make_mesh
-from jaxstack.resilience.replica_check import ReplicaCheck
-from jaxstack.resilience.state_check import SilentCorruption, StateCheck
+from jaxstack.resilience.replica_check import ReplicaCheck, SilentCorruption, StateCheck
 from tests.resilience.bits import flip_copy
 
 

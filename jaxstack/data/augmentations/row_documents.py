@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxstack.data.packing import IGNORE
-from jaxstack.data.token_rows import Row
+from jaxstack.data.token_rows import IGNORE, Row
 
 Document = tuple[np.ndarray, np.ndarray]
 """Tokens [n] and labels [n], int32, of a document or the part of one that is in the row."""

@@ -13,8 +13,7 @@ from jaxstack.data.augmentations.row_documents import (
     split_row,
     split_start_id,
 )
-from jaxstack.data.packing import IGNORE
-from jaxstack.data.token_rows import Row
+from jaxstack.data.token_rows import IGNORE, Row
 
 _SHORTEST = 8
 """Documents with fewer tokens stay as they are."""

@@ -13,13 +13,16 @@ from jaxstack.observe.environment import read_environment
 from jaxstack.observe.noise_scale import KEYS as NOISE_KEYS
 from jaxstack.observe.number_format import byte_size, duration, short_number
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
-from jaxstack.observe.report.energy import KEYS as ENERGY_KEYS
-from jaxstack.observe.report.energy import energy_charts, energy_tiles
-from jaxstack.observe.report.forecast import render_forecast
-from jaxstack.observe.report.pipeline_timeline import render_timeline
+from jaxstack.observe.report.panels import KEYS as ENERGY_KEYS
+from jaxstack.observe.report.panels import (
+    energy_charts,
+    energy_tiles,
+    render_forecast,
+    render_sharding,
+    render_timeline,
+)
 from jaxstack.observe.report.roofline import render_roofline
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
-from jaxstack.observe.report.sharding_pictures import render_sharding
 from jaxstack.observe.report.style import CSS, SCRIPT
 from jaxstack.observe.report.tables import render_value
 

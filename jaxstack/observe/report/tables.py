@@ -35,7 +35,7 @@ def key_value_table(values: Mapping[str, Any]) -> str:
 def row_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Render a list of mappings as an HTML table with one column per key; very long tables are cut.
 
-    On a phone each row of the table is a block of its own.
+    On a phone each row of the table is its own block.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     sides = {key: _side(rows, key) for key in keys}

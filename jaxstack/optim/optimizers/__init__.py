@@ -1,4 +1,4 @@
-"""The registry of optimizers: each is implemented in a file of its own and listed here."""
+"""The registry of optimizers: each is implemented in its own file and listed here."""
 
 import functools
 import operator

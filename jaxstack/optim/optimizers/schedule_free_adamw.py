@@ -40,7 +40,7 @@ class ScheduleFreeAdamW(Optimizer):
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     b1: float = Field(default=0.9, gt=0, lt=1)
-    """Weight of the average in the point of the gradient; it stands for a momentum."""
+    """Weight of the average in the point of the gradient; it acts as a momentum."""
     b2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     weight_power: float = Field(default=2.0, ge=0)

@@ -25,9 +25,9 @@ class ShampooState(NamedTuple):
     right: PyTree
     """Moving averages of G^T G of each block."""
     left_root: PyTree
-    """left^(-1/4) as of the last refresh."""
+    """left^(-1/4) at the last refresh."""
     right_root: PyTree
-    """right^(-1/4) as of the last refresh."""
+    """right^(-1/4) at the last refresh."""
 
 
 class Shampoo(BlockOptimizer):

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxstack.parallel.pipeline.jaxpr import function_of, inlined, needed
-from jaxstack.parallel.pipeline.layer_vjp import SplitLayer
+from jaxstack.parallel.pipeline.layer_vjp import SplitLayer, function_of, inlined, needed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A `lax.scan` goes over the ticks and reads a table made on the host, so that 8 and 64 microbatches compile alike. A
 slot is a `lax.switch`, under `shard_map` a real conditional: a stage without a task does nothing. On a GPU each costs a
 wait of the host, so there are as few as the schedule has slots, one for both ends of the model, and none within
-another. Every chunk has a branch of its own: where a layer lies in memory is then known but for the loop's counter, and
+another. Every chunk has its own branch: where a layer lies in memory is then known but for the loop's counter, and
 XLA multiplies by the weights where they are instead of copying each layer's first. Permutes stand outside of them
 (XLA's CPU backend cannot run one in a branch that only some devices take), and are tied to what is computed meanwhile,
 so that they overlap.
@@ -21,8 +21,8 @@ from jax import lax
 from jaxstack.parallel.pipeline.backward_split import SplitBackward, split_backward
 from jaxstack.parallel.pipeline.buffers import RUN, WEIGHTS, Program, make_program
 from jaxstack.parallel.pipeline.layer_vjp import Layer, SplitLayer, split_layer
+from jaxstack.parallel.pipeline.plan import StageLayout
 from jaxstack.parallel.pipeline.schedule import Schedule
-from jaxstack.parallel.pipeline.stages import StageLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,11 @@ class StageFunctions:
     """
 
     first: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array | None]]
-    """(weights of the ends, microbatch) -> (x, loss of its own or None)."""
+    """(weights of the ends, microbatch) -> (x, its own loss or None)."""
     context: Callable[[jax.Array], Any]
     """microbatch -> the inputs that all its layers share (positions, masks, random keys)."""
     layer: Layer
-    """(weights of one row, x, context, index of the layer group) -> (x, loss of its own or None)."""
+    """(weights of one row, x, context, index of the layer group) -> (x, its own loss or None)."""
     last: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     """(weights of the ends, x, microbatch) -> (loss sum, item count), float32 scalars."""
     is_lookup: bool = True

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxstack.optim.base import RunInfo
-from jaxstack.optim.blocks import choose_blocks
+from jaxstack.optim.block_preconditioning import choose_blocks
 from jaxstack.optim.optimizers import Shampoo, Soap
 from jaxstack.optim.optimizers.shampoo import inverse_fourth_root
 from jaxstack.optim.optimizers.soap import renew_basis

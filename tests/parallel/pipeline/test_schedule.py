@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxstack.parallel.pipeline.schedule import SCHEDULES, Task, forward_only, validate
-from jaxstack.parallel.pipeline.simulate import describe_schedule, simulate
+from jaxstack.parallel.pipeline.schedule import SCHEDULES, Task, describe_schedule, forward_only, simulate, validate
 
 
 def cases():

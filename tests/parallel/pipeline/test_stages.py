@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.parallel.pipeline.stages import StageLayout
+from jaxstack.parallel.pipeline.plan import StageLayout
 
 
 @pytest.mark.parametrize("groups", [2, 3, 5, 7, 8, 13, 32])
