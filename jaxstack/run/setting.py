@@ -15,7 +15,6 @@ from jaxstack.distributed.xla_options import supports_peer_copies
 from jaxstack.errors import ConfigError
 from jaxstack.parallel.collectives import in_one_process
 from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.layout_rules import layout_problems, suggest_layout
 from jaxstack.run_config import RunConfig
 
 
@@ -37,11 +36,11 @@ def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | Non
     try:
         resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
     except ConfigError as error:
-        hint = suggest_layout(config.layout_sections, max(1, devices // config.parallel.islands))
+        hint = config.suggest_layout(max(1, devices // config.parallel.islands))
         raise ConfigError(" ".join(filter(None, [str(error), hint]))) from None
-    problems = layout_problems(resolved.layout_sections)
+    problems = resolved.layout_problems()
     if problems:
-        raise ConfigError(" ".join(filter(None, [*problems, suggest_layout(resolved.layout_sections)])))
+        raise ConfigError(" ".join(filter(None, [*problems, resolved.suggest_layout()])))
     return resolved
 
 
@@ -118,7 +117,7 @@ def with_evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> 
     size = -(-size // unit) * unit
     sizes = {"eval_batch_size": size, "global_batch_size": size, "gradient_accumulation": 1}
     config = config.model_copy(update={"parallel": parallel, "train": train.model_copy(update=sizes)})
-    if problems := layout_problems(config.layout_sections):
+    if problems := config.layout_problems():
         raise ConfigError(" ".join(problems))
     return config
 
@@ -172,4 +171,4 @@ def _decoding_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]
     """
     rows = parallel.data * parallel.fsdp * parallel.expert
     train = TrainConfig(global_batch_size=rows, sequence_length=2 * parallel.tensor * parallel.context)
-    return layout_problems(config.model_copy(update={"parallel": parallel, "train": train}).layout_sections)
+    return config.model_copy(update={"parallel": parallel, "train": train}).layout_problems()
