@@ -213,8 +213,8 @@ class ParallelConfig(Component):
         if free:
             lower, upper = _nearest_divisors(devices, fixed)
             raise ConfigError(
-                f"parallel: the degrees other than {free[0]} ({shown}) multiply to {fixed}, which must divide the number "
-                f"of devices ({devices}); nearest: {lower}{f' or {upper}' if upper != lower else ''}."
+                f"parallel: the degrees other than {free[0]} ({shown}) multiply to {fixed}, which must divide the "
+                f"number of devices ({devices}); nearest: {lower}{f' or {upper}' if upper != lower else ''}."
             )
         raise ConfigError(
             f"parallel: {shown} multiply to {fixed}, but must multiply to the number of devices ({devices}); "
