@@ -38,9 +38,9 @@ from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS, CacheFormat
 from jaxstack.models.huggingface.load import nest
-from jaxstack.plan.choose import with_evaluation_layout
 from jaxstack.run.evaluate import TextOptions, measure_loss, open_evaluation
 from jaxstack.run.load import load_decoder, read_config
+from jaxstack.run.setting import with_evaluation_layout
 from jaxstack.trainer import Trainer
 from pallas_kernels import PackedWeight
 from pallas_kernels.low_bits.encoded import stored_bytes

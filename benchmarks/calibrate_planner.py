@@ -1,7 +1,7 @@
 """Calibrate the planner's efficiencies on measured rows, and compare its forecasts with them.
 
     python benchmarks/calibrate_planner.py                   # print forecasts beside measured rows
-    python benchmarks/calibrate_planner.py --write           # fit, and write jaxstack/plan/efficiency.json
+    python benchmarks/calibrate_planner.py --write           # fit, and write jaxstack/cost_model/efficiency.json
     python benchmarks/calibrate_planner.py --also planner    # use the rows of benchmarks/planner.py too
 
 It touches no device. Rates of matmuls, attention and copies come from `device.jsonl` and from the traces in
@@ -25,12 +25,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import RESULTS, print_table
-from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
-from jaxstack.plan.efficiency import FILE, Efficiency
-from jaxstack.plan.forecast import LayoutModel
-from jaxstack.plan.layouts import LayoutTable, layout_table_of
-from jaxstack.plan.model_shape import model_shape
-from jaxstack.plan.step_time import LOGIT_PASSES, SMALL_DIM
+from jaxstack.cost_model.cluster import cluster_of_devices, parse_cluster
+from jaxstack.cost_model.efficiency import FILE, Efficiency
+from jaxstack.cost_model.forecast import LayoutModel
+from jaxstack.cost_model.layouts import LayoutTable, layout_table_of
+from jaxstack.cost_model.model_shape import model_shape
+from jaxstack.cost_model.step_time import LOGIT_PASSES, SMALL_DIM
 from jaxstack.run_config import load_config
 
 Row = dict[str, Any]
@@ -239,7 +239,7 @@ def compare(rows: Sequence[tuple[str, Row]], efficiency: Efficiency) -> None:
 def main() -> None:
     """Calibrate, or only compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="fit, and write jaxstack/plan/efficiency.json")
+    parser.add_argument("--write", action="store_true", help="fit, and write jaxstack/cost_model/efficiency.json")
     parser.add_argument("--also", nargs="+", default=[], metavar="SCRIPT", help="results whose rows are used too")
     args = parser.parse_args()
     rows = measured_steps(["train_step", "parallel", *args.also])

@@ -83,7 +83,7 @@ def first_call(work: str, backward: bool) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from jaxstack.plan.gpu_topology import gpu_topology
+    from jaxstack.plan.rehearsal import gpu_topology
     from pallas_kernels import flash_attention, lowering_platform
 
     batch, length, heads, kv_heads, head_dim = parse(work)

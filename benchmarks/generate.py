@@ -37,7 +37,7 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import make_mesh, make_rules
-from jaxstack.plan.choose import decoding_layout
+from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
 
 CALLS = 3

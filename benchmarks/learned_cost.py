@@ -25,8 +25,14 @@ import numpy as np
 
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
-from jaxstack.plan.learned_cost import MeasuredProgram, held_out_predictions, kendall_tau, median_error
-from jaxstack.plan.program_features import ProgramFeatures, parse_program_features
+from jaxstack.plan.learned_cost import (
+    MeasuredProgram,
+    ProgramFeatures,
+    held_out_predictions,
+    kendall_tau,
+    median_error,
+    parse_program_features,
+)
 
 Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
 

@@ -43,7 +43,7 @@ from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.huggingface.load import nest
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import make_mesh, make_rules
-from jaxstack.plan.choose import decoding_layout
+from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
 from pallas_kernels import Grid, PackedWeight, record_choices
 from pallas_kernels.weight_only.packed import pack_integers

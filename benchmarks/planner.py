@@ -36,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.rows import RESULTS, append_rows, print_table, require_commit
 from benchmarks.steps import SYNTHETIC, first_gpus, open_trainer, rates, time_steps
 from benchmarks.turns import Turn, run_together, turns
+from jaxstack.cost_model.cluster import cluster_of_devices, parse_cluster
+from jaxstack.cost_model.forecast import Forecast, LayoutModel
+from jaxstack.cost_model.layouts import enumerate_layouts
+from jaxstack.cost_model.search import describe_degrees, search_layouts
 from jaxstack.distributed.device_setup import start_devices
 from jaxstack.launch.supervisor import count_gpus
-from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
-from jaxstack.plan.forecast import Forecast, LayoutModel
-from jaxstack.plan.layouts import enumerate_layouts
-from jaxstack.plan.search import describe_degrees, search_layouts
 from jaxstack.run_config import RunConfig, load_config
 
 MODELS = {

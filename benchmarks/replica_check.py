@@ -21,9 +21,9 @@ from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.data.loader import open_data
-from jaxstack.plan.choose import with_training_layout
 from jaxstack.resilience.replica_check import ReplicaCheck
 from jaxstack.run.build import make_trainer, resolve_model
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import load_config
 from jaxstack.trainer import Trainer
 from tests.resilience.bits import flip_copy

@@ -133,8 +133,8 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     from jaxstack.data.build_shards import available_cores
     from jaxstack.data.loader import open_data
     from jaxstack.distributed.device_setup import cache_compilations, start_devices
-    from jaxstack.plan.choose import with_training_layout
     from jaxstack.run.build import resolve_model
+    from jaxstack.run.setting import with_training_layout
     from jaxstack.run_config import load_config
 
     config = load_config(None, list(overrides))

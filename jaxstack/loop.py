@@ -114,7 +114,7 @@ class LoopSettings:
     """Returns further values of an evaluation, such as bits per byte, from (its values, its token limit, a function to
     call now and then as a sign of life)."""
     planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Further plain data for the report, computed before the run: `roofline`, see `jaxstack.plan.roofline`."""
+    """Further plain data for the report, computed before the run: `roofline`, see `jaxstack.cost_model.roofline`."""
     on_start: Callable[[], None] | None = None
     """Called on the first process after the checkpoint was restored: the run is known to fit what is there."""
     on_new_run: Callable[[], None] | None = None

@@ -41,8 +41,8 @@ from jaxstack.optim.mup import check_mup_support
 from jaxstack.optim.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
+from jaxstack.parallel.layout_rules import LayoutSections, layout_problems, near_multiples, suggest_layout
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
-from jaxstack.plan.feasibility import LayoutSections, layout_problems, near_multiples, suggest_layout
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
 

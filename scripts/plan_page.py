@@ -3,7 +3,7 @@
 python scripts/plan_page.py
 
 The examples are searches of the planner. Measured rows come from train_step.jsonl, planner.jsonl
-and parallel.jsonl of benchmarks/results, and compiled memory from tests/plan/data/compiled_memory.jsonl.
+and parallel.jsonl of benchmarks/results, and compiled memory from tests/cost_model/data/compiled_memory.jsonl.
 """
 
 import functools
@@ -18,18 +18,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
+from jaxstack.cost_model.cluster import cluster_of_devices, parse_cluster
+from jaxstack.cost_model.efficiency import FILE
+from jaxstack.cost_model.forecast import forecast, training_budget
+from jaxstack.cost_model.search import describe_degrees
 from jaxstack.plan.cluster_search import SearchOptions, search_cluster
-from jaxstack.plan.efficiency import FILE
-from jaxstack.plan.forecast import forecast, training_budget
-from jaxstack.plan.search import describe_degrees
 from jaxstack.run_config import load_config
 from scripts.page_parts import fill_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "plan.md"
 RESULTS = ROOT / "benchmarks" / "results"
-COMPILED = ROOT / "tests" / "plan" / "data" / "compiled_memory.jsonl"
+COMPILED = ROOT / "tests" / "cost_model" / "data" / "compiled_memory.jsonl"
 EXAMPLES = {
     "1b": (["model.preset=llama3-1b", "model.scan_layers=false", "train.global_batch_size=4"], "1 x 1 h200"),
     "8b": (["model.preset=llama3-8b", "model.scan_layers=false", "train.global_batch_size=64"], "1 x 8 h200"),

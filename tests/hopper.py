@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.plan.gpu_topology import can_compile, gpu_topology
+from jaxstack.plan.rehearsal import can_compile, gpu_topology
 from tests.compilation import fully_optimized
 
 

@@ -26,7 +26,7 @@ SLOW_MARKS = {
 """Mark -> what makes the test slow."""
 
 _CALLS = {
-    "compiles_for_gpu": ("tests.hopper.", "tests.hopper_steps.", "jaxstack.plan.gpu_topology."),
+    "compiles_for_gpu": ("tests.hopper.", "tests.hopper_steps.", "jaxstack.plan.rehearsal."),
     "processes": ("subprocess.", "multiprocessing.", "benchmarks.browser."),
     "interpreted_kernel": ("tests.pallas_kernels.triton_interpreter.run_interpreted",),
     "eight_devices": (

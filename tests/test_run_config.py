@@ -8,7 +8,7 @@ import yaml
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, count_parameters, preset_names
-from jaxstack.plan.choose import with_training_layout
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import config_schema, load_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -43,10 +43,10 @@ from jaxstack.files import new_directory, write_file
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.huggingface.load import nest
 from jaxstack.models.pretrained import is_run
-from jaxstack.plan.choose import with_evaluation_layout
 from jaxstack.run.convert import converted_config, copy_stop_tokens
 from jaxstack.run.evaluate import TextLoss, TextOptions, measure_loss, on_one_device, open_evaluation
 from jaxstack.run.load import load_decoder, read_config, read_tokenizer
+from jaxstack.run.setting import with_evaluation_layout
 from jaxstack.run_config import RunConfig
 from pallas_kernels import PackedWeight
 

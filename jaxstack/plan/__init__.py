@@ -1,1 +1,1 @@
-"""Plans parallel layouts: feasibility rules, automatic choice, and forecasts for clusters that are not present."""
+"""Plans a run on a cluster that need not be present: its layout, memory, step time and cost."""

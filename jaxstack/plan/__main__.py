@@ -89,9 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_arguments(args)
         from jaxstack.plan.cluster_search import SearchOptions, load_search_config, search_cluster
         from jaxstack.plan.describe import describe_plan
-        from jaxstack.plan.draw import draw_plan
+        from jaxstack.plan.draw import draw_plan, write_roofline
         from jaxstack.plan.rehearsal import rehearse
-        from jaxstack.plan.write_roofline import write_roofline
         from jaxstack.run_config import load_config, print_note
 
         config = (load_config if args.cluster is None else load_search_config)(args.config, args.overrides)

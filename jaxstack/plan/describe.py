@@ -27,7 +27,7 @@ class LayoutPlan(TypedDict):
       sharding: mesh, parameters and bytes per device; see `jaxstack.functional.shardings.describe_shardings`.
       pipeline: schedule of the pipeline, if there is one.
       rehearsal: memory of the compiled step, if it was compiled.
-      roofline: operators of the step, if they were drawn; see `jaxstack.plan.roofline.describe_roofline`.
+      roofline: operators of the step, if they were drawn; see `jaxstack.cost_model.roofline.describe_roofline`.
     """
 
     name: str

@@ -1,8 +1,12 @@
 """Draws a layout plan as text for a terminal: the mesh, tables, and which device holds which part of an array."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from jaxstack.cost_model.roofline import describe_roofline, find_peak
+from jaxstack.errors import ConfigError, cannot_write
+from jaxstack.files import write_file
 from jaxstack.functional.shardings import describe_unsplit
 from jaxstack.observe.device_grid import (
     describe_dims,
@@ -13,8 +17,11 @@ from jaxstack.observe.device_grid import (
     split_panels,
 )
 from jaxstack.observe.number_format import byte_size
+from jaxstack.observe.report.roofline import draw_roofline
 from jaxstack.plan.describe import LayoutPlan
 from jaxstack.plan.rehearsal import Rehearsal
+from jaxstack.plan.resolve import resolve_plan
+from jaxstack.run_config import RunConfig
 
 _MAX_CELLS = 16
 """Maximum number of rows and of columns of a drawing; a note says what is left out."""
@@ -202,3 +209,30 @@ def draw_pipeline(pipeline: Mapping[str, Any]) -> list[str]:
     legend = "  F forward, B backward, W weight gradients, each with its microbatch; lower case: odd virtual stages"
     cut = len(spans) < len(pipeline["spans"])
     return [found, *lines, legend + ("; the first part of the step" if cut else "")]
+
+
+def write_roofline(config: RunConfig, devices: int | None, device: str, path: str | Path) -> dict[str, Any]:
+    """Draw the operators of a train step on a device's roofline into an SVG file; return them as plain JSON.
+
+    Args:
+      config: configuration of the run.
+      devices: number of devices; default: see `describe_plan`.
+      device: kind of device, such as "h200".
+      path: the SVG file to write.
+
+    Raises:
+      ConfigError: the layout is not possible, the device is not known, or the file cannot be written.
+    """
+    if Path(path).suffix.lower() != ".svg":
+        raise ConfigError(f"--roofline {path} must be an SVG file: give a name that ends in .svg.")
+    peak = find_peak(device)
+    if peak is None:
+        raise ConfigError(
+            f"--device: the peak rates of {device} are not known; known are h200, h100, a100, l40s, gb200."
+        )
+    record = describe_roofline(resolve_plan(config, devices)[0], peak)
+    try:
+        write_file(Path(path), draw_roofline(record).encode(), durable=False)
+    except OSError as error:
+        raise cannot_write(f"the picture {path}", error) from None
+    return record

@@ -1,18 +1,22 @@
 """Compiles the train step of a run for GPUs that need not be present (`plan --rehearse`), to check its memory."""
 
+import functools
+import importlib.util
 import math
+import re
 import time
+from pathlib import Path
 from typing import TypedDict
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 
 from jaxstack.data.device_batches import abstract_batch
 from jaxstack.distributed.device_setup import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
 from jaxstack.observe.what_ran import compiler_memory_estimate
 from jaxstack.parallel import make_mesh
-from jaxstack.plan.gpu_topology import can_compile, device_memory, gpu_topology
 from jaxstack.plan.resolve import resolve_plan
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import RunConfig
@@ -84,3 +88,40 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
         "kernels": [": ".join(kernel) for kernel in kernels],
         "jax": jax.__version__,
     }
+
+
+TARGETS = Path(__file__).with_name("targets")
+"""Directory with XLA's description of each kind of GPU."""
+GPUS_PER_HOST = 8
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+def can_compile() -> bool:
+    """Return True if GPU programs can be compiled here, by JAX's CUDA plugin, which needs no GPU or driver."""
+    return any(importlib.util.find_spec(name) for name in _PLUGINS)
+
+
+@functools.cache
+def gpu_topology(devices: int, kind: str = "h200") -> topologies.TopologyDescription:
+    """Return the topology of `devices` GPUs on hosts of at most eight, as a target of ahead-of-time compilation.
+
+    The result is cached per process, because devices of two topologies never compare equal.
+
+    Args:
+      devices: number of GPUs.
+      kind: kind of GPU, the name of a file in `TARGETS`.
+    """
+    per_host = math.gcd(devices, GPUS_PER_HOST) if devices > GPUS_PER_HOST else devices
+    return topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        target_config=(TARGETS / f"{kind}.txtpb").read_text(),
+        topology=f"1x{devices // per_host}x{per_host}",
+    )
+
+
+def device_memory(kind: str = "h200") -> int:
+    """Return the memory of a GPU of this kind, in bytes."""
+    found = re.search(r"device_memory_size: (\d+)", (TARGETS / f"{kind}.txtpb").read_text())
+    assert found is not None
+    return int(found[1])

@@ -4,14 +4,14 @@ import math
 
 import jax
 
+from jaxstack.cost_model.cluster import parse_cluster
 from jaxstack.data.config import TokenizerConfig
 from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig
-from jaxstack.plan.choose import with_training_layout
-from jaxstack.plan.cluster import parse_cluster
 from jaxstack.run.build import resolve_model
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import RunConfig
 
 

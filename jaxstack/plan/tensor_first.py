@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxstack.cost_model.cluster import Cluster
+from jaxstack.cost_model.forecast import Forecast, LayoutModel, total
+from jaxstack.cost_model.layouts import enumerate_layouts
 from jaxstack.errors import ConfigError
-from jaxstack.plan.cluster import Cluster
-from jaxstack.plan.forecast import Forecast, LayoutModel, total
-from jaxstack.plan.layouts import enumerate_layouts
 from jaxstack.run_config import RunConfig
 
 

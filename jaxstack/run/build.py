@@ -28,7 +28,7 @@ from jaxstack.models import (
 )
 from jaxstack.models.pretrained import read_pretrained_model_config
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
-from jaxstack.plan.choose import uses_peer_copies
+from jaxstack.run.setting import uses_peer_copies
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 

@@ -20,10 +20,10 @@ from jaxstack.evaluation import bits_per_byte
 from jaxstack.models.huggingface.quantization_config import is_quantized
 from jaxstack.models.pretrained import is_run
 from jaxstack.parallel import ParallelConfig
-from jaxstack.plan.choose import with_evaluation_layout
 from jaxstack.run.build import make_trainer
 from jaxstack.run.eval_tasks import default_max_length, import_harness
 from jaxstack.run.load import load, read_config, read_tokenizer, restore_parameters, sets_layout
+from jaxstack.run.setting import with_evaluation_layout
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 

@@ -32,10 +32,10 @@ from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.quantization_config import is_quantized
 from jaxstack.models.pretrained import is_run, read_pretrained_model_config
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
-from jaxstack.plan.choose import decoding_layout
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.run.build import build_model
 from jaxstack.run.generate import GeneratedText, generate
+from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from pallas_kernels import PackedWeight
 

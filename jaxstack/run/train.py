@@ -11,6 +11,8 @@ import jax
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
+from jaxstack.cost_model.roofline import describe_roofline, find_peak
+from jaxstack.cost_model.search import describe_degrees
 from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.compression_baselines import compression_baselines
@@ -30,9 +32,6 @@ from jaxstack.models import (
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.models.pretrained import is_run
 from jaxstack.observe.number_format import plural
-from jaxstack.plan.choose import forecast_here, with_training_layout
-from jaxstack.plan.roofline import describe_roofline, find_peak
-from jaxstack.plan.search import describe_degrees
 from jaxstack.resilience.preflight import check_program, check_same_devices
 from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
@@ -40,6 +39,7 @@ from jaxstack.run.compressed_training import check_masks, describe_compression
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.init_from import initial_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
+from jaxstack.run.setting import forecast_here, with_training_layout
 from jaxstack.run.teacher import check_teacher, load_teacher
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer

@@ -25,8 +25,8 @@ from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.optim.schedules import Constant
-from jaxstack.plan.choose import with_training_layout
 from jaxstack.run.build import make_trainer, resolve_model
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 
 PARAMETRIZATIONS = ("standard", "mup")

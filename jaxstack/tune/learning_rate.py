@@ -21,10 +21,10 @@ from jaxstack.files import write_file
 from jaxstack.observe.report.chart import Point, Scatter, render_scatter
 from jaxstack.observe.report.page import page_head, render_tiles
 from jaxstack.optim.schedules import Schedule
-from jaxstack.plan.choose import with_training_layout
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.init_from import initial_parameters
 from jaxstack.run.memory_check import check_memory
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 

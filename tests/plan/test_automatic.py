@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.plan.choose import forecast_here, with_training_layout
+from jaxstack.run.setting import forecast_here, with_training_layout
 from jaxstack.run.train import train
 from jaxstack.run_config import config_schema, load_config
 from tests.small_runs import SMALL

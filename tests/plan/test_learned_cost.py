@@ -13,13 +13,15 @@ from jaxstack.errors import ConfigError
 from jaxstack.plan.learned_cost import (
     LearnedCost,
     MeasuredProgram,
+    ProgramFeatures,
     fit_cost,
     held_out_predictions,
     kendall_tau,
+    matmul_features,
     median_error,
+    parse_program_features,
     read_programs,
 )
-from jaxstack.plan.program_features import ProgramFeatures, matmul_features, parse_program_features
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxstack.plan.gpu_topology import can_compile
-from jaxstack.plan.rehearsal import rehearse
+from jaxstack.plan.rehearsal import can_compile, rehearse
 from jaxstack.run_config import load_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

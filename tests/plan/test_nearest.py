@@ -6,7 +6,7 @@ import pytest
 
 from jaxstack.errors import ConfigError
 from jaxstack.parallel.config import nearest_degrees
-from jaxstack.plan.choose import with_training_layout
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import load_config
 
 

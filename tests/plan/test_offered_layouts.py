@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from jaxstack.cost_model.layouts import enumerate_layouts
 from jaxstack.plan.cluster_search import SearchOptions, search_cluster
-from jaxstack.plan.gpu_topology import can_compile
-from jaxstack.plan.layouts import enumerate_layouts
+from jaxstack.plan.rehearsal import can_compile
 from jaxstack.run_config import load_config
 from tests.small_runs import make_trainer, run_steps, small_config
 

@@ -11,8 +11,7 @@ from jaxstack.observe.device_grid import device_grid, format_number_ranges, spli
 from jaxstack.plan.__main__ import main
 from jaxstack.plan.describe import describe_plan
 from jaxstack.plan.draw import draw_mesh, draw_plan
-from jaxstack.plan.gpu_topology import can_compile, device_memory
-from jaxstack.plan.rehearsal import rehearse
+from jaxstack.plan.rehearsal import can_compile, device_memory, rehearse
 from jaxstack.run_config import load_config
 from tests.small_runs import SMALL, make_trainer, small_config
 

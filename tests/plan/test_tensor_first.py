@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxstack.plan.cluster import parse_cluster
+from jaxstack.cost_model.cluster import parse_cluster
 from jaxstack.plan.tensor_first import GptJob, tensor_first, tensor_first_layout
 from jaxstack.run_config import load_config
 

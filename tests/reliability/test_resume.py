@@ -12,8 +12,8 @@ from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.loader import open_data
 from jaxstack.errors import ConfigError
-from jaxstack.plan.choose import with_training_layout
 from jaxstack.run.build import make_trainer, resolve_model
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import load_config
 from tests.checkpoint.states import raw
 from tests.reliability.runs import Runs, finish, waiting

@@ -12,8 +12,8 @@ from jaxstack import convert
 from jaxstack import generate as command
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.parallel import ParallelConfig
-from jaxstack.plan.choose import decoding_layout
 from jaxstack.run.load import load, read_config
+from jaxstack.run.setting import decoding_layout
 from tests.marks import longer
 from tests.word_models import FIXTURES, as_words, make_word_model
 

@@ -27,7 +27,7 @@ _STYLE = """.roofline text { font: 12px system-ui, sans-serif; fill: #5c6470; }
 def render_roofline(record: Mapping[str, Any]) -> str:
     """Render a model's operators on the roofline of a device as HTML: the picture and a table.
 
-    `record` is the result of `jaxstack.plan.roofline.describe_roofline`.
+    `record` is the result of `jaxstack.cost_model.roofline.describe_roofline`.
 
     Args:
       record: the device's peaks, and the operators with their FLOPs and bytes.

@@ -20,9 +20,9 @@ A pipeline stores the activations of several microbatches: m with `gpipe`, 2p - 
 
 import numpy as np
 
+from jaxstack.cost_model.layouts import Floats, LayoutTable
+from jaxstack.cost_model.model_shape import ModelShape
 from jaxstack.models.feed_forward_chunks import CHUNK_BYTES
-from jaxstack.plan.layouts import Floats, LayoutTable
-from jaxstack.plan.model_shape import ModelShape
 
 PARTS = ("weights", "optimizer", "working_copies", "gradients", "activations", "transient", "logits", "buffers")
 """Parts of the memory, in the order of tables."""

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxstack.cost_model.cluster import Cluster
+from jaxstack.cost_model.efficiency import Efficiency, load_efficiency
+from jaxstack.cost_model.layouts import Floats, LayoutTable, count_tokens, layout_table_of
+from jaxstack.cost_model.memory import memory_parts
+from jaxstack.cost_model.model_shape import ModelShape, model_shape, optimizer_bytes, trained_share
+from jaxstack.cost_model.step_time import StepModel
 from jaxstack.distributed.device_setup import DEVICE_FRACTION
 from jaxstack.models.count import model_flops_per_token
-from jaxstack.plan.cluster import Cluster
-from jaxstack.plan.efficiency import Efficiency, load_efficiency
-from jaxstack.plan.layouts import Floats, LayoutTable, count_tokens, layout_table_of
-from jaxstack.plan.memory import memory_parts
-from jaxstack.plan.model_shape import ModelShape, model_shape
-from jaxstack.plan.optimizer_state import optimizer_bytes, trained_share
-from jaxstack.plan.step_time import StepModel
 from jaxstack.run_config import RunConfig
 
 MARGIN = 0.95

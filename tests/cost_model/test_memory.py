@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxstack.cost_model.cluster import parse_cluster
+from jaxstack.cost_model.forecast import LayoutModel, forecast
+from jaxstack.cost_model.layouts import SCHEDULES, LayoutTable, enumerate_layouts, layout_table_of
+from jaxstack.cost_model.memory import PARTS, in_flight
+from jaxstack.cost_model.step_time import bubble_of_work
 from jaxstack.parallel.pipeline.schedule import SCHEDULES as TABLES
 from jaxstack.parallel.pipeline.schedule import simulate
-from jaxstack.plan.cluster import parse_cluster
-from jaxstack.plan.forecast import LayoutModel, forecast
-from jaxstack.plan.layouts import SCHEDULES, LayoutTable, enumerate_layouts, layout_table_of
-from jaxstack.plan.memory import PARTS, in_flight
-from jaxstack.plan.step_time import bubble_of_work
 from jaxstack.run_config import load_config
 
 COMPILED = Path(__file__).parent / "data" / "compiled_memory.jsonl"

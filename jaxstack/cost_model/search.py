@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxstack.cost_model.cluster import Cluster, part_of
+from jaxstack.cost_model.forecast import Forecast, LayoutModel, total
+from jaxstack.cost_model.layouts import ON_DEVICE, Floats, LayoutTable, enumerate_layouts
+from jaxstack.cost_model.memory import PARTS
 from jaxstack.errors import ConfigError
 from jaxstack.observe.number_format import byte_size
-from jaxstack.plan.cluster import Cluster, part_of
-from jaxstack.plan.forecast import Forecast, LayoutModel, total
-from jaxstack.plan.layouts import ON_DEVICE, Floats, LayoutTable, enumerate_layouts
-from jaxstack.plan.memory import PARTS
 from jaxstack.run_config import RunConfig
 
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)

@@ -1,27 +1,75 @@
-"""Validity rules for a layout: which parallel degrees a model and batch allow.
+"""Rules of parallel layouts: which degrees a model and a batch allow, and the nearest ones that they do.
 
-They need no device and no `RunConfig`, so configuration, planner and commands all use them.
+They need no device. Configuration, planner and commands all use them. A model is seen through the protocol `ModelDims`.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 from jaxstack.config.sections import TrainConfig
 from jaxstack.errors import ConfigError
-from jaxstack.models.adapters import AdapterConfig
-from jaxstack.models.config import ModelConfig
 from jaxstack.parallel.config import ParallelConfig, nearest_degrees
 from jaxstack.parallel.pipeline.plan import StageLayout, plan_pipeline
+
+
+class AttentionLimits(Protocol):
+    """Limits that a kind of attention sets to context parallelism; see `jaxstack.models.attention.base`."""
+
+    @property
+    def name(self) -> str: ...
+    def length_problem(self, chunk: int) -> str | None: ...
+    def context_parallel_problem(self, method: str | None) -> str | None: ...
+    def exchanges_heads(self, method: str | None) -> bool: ...
+
+
+class ExpertDims(Protocol):
+    """Numbers of a mixture of experts that limit its layouts."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def capacity_factor(self) -> float | None: ...
+
+
+class ModelDims(Protocol):
+    """Dimensions of a model that limit its layouts; `jaxstack.models.ModelConfig` has them."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def feed_forward_size(self) -> int: ...
+    @property
+    def expert_size(self) -> int: ...
+    @property
+    def layer_pattern(self) -> tuple[int, int]: ...
+    @property
+    def moe(self) -> ExpertDims | None: ...
+    @property
+    def attention(self) -> AttentionLimits: ...
+    def is_mixture_layer(self, layer: int) -> bool: ...
+
+
+class Adapters(Protocol):
+    """Configuration of low-rank adapters."""
+
+    @property
+    def rules(self) -> Sequence[object]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutSections:
     """The sections of a configuration that decide whether a layout is possible: model, parallel, train, adapters."""
 
-    model: ModelConfig
+    model: ModelDims
     parallel: ParallelConfig
     train: TrainConfig
-    adapters: AdapterConfig
+    adapters: Adapters
 
 
 def layout_problems(sections: LayoutSections) -> list[str]:
@@ -66,7 +114,7 @@ def near_multiples(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+def _tensor_problems(model: ModelDims, parallel: ParallelConfig) -> list[str]:
     """Return messages on what the degree `tensor` does not divide: attention heads, feed-forward width."""
     problems = []
     tensor = parallel.tensor
@@ -89,7 +137,7 @@ def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     return problems
 
 
-def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+def _expert_problems(model: ModelDims, parallel: ParallelConfig) -> list[str]:
     """Return why a layout does not fit a mixture of experts, e.g. degrees that do not divide the experts."""
     moe = model.moe
     expert = parallel.expert

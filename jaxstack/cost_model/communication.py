@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jaxstack.plan.cluster import Cluster
+from jaxstack.cost_model.cluster import Cluster
 
 Values = NDArray[np.float64]
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxstack.cost_model.cluster import parse_cluster
+from jaxstack.cost_model.forecast import LayoutModel, compute_optimal, forecast, training_budget
+from jaxstack.cost_model.layouts import enumerate_layouts, layout_table_of
+from jaxstack.cost_model.model_shape import optimizer_bytes
+from jaxstack.cost_model.search import faster_part, search_layouts
 from jaxstack.errors import ConfigError
-from jaxstack.plan.choose import with_training_layout
-from jaxstack.plan.cluster import parse_cluster
-from jaxstack.plan.feasibility import layout_problems
-from jaxstack.plan.forecast import LayoutModel, compute_optimal, forecast, training_budget
-from jaxstack.plan.layouts import enumerate_layouts, layout_table_of
-from jaxstack.plan.optimizer_state import optimizer_bytes
-from jaxstack.plan.search import faster_part, search_layouts
+from jaxstack.parallel.layout_rules import layout_problems
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import config_from_tree, load_config
 
 DENSE = ["model.preset=llama3-8b", "train.global_batch_size=32", "train.sequence_length=4096"]

@@ -107,7 +107,7 @@ def parse_cluster(text: str) -> Cluster:
         raise ConfigError(
             f"--cluster {text!r}: there is no cluster file {kind!r}; {hint}{'' if '?' in hint else '.'} "
             "The form is '8 x 8 h200' (hosts x GPUs of each), '4 h200' or 'h200'; the kind can be the path of a YAML "
-            "file of your own, and those in jaxstack/plan/clusters show its fields."
+            "file of your own, and those in jaxstack/cost_model/clusters show its fields."
         )
     tree = load_yaml(kind if is_file else _DIRECTORY / f"{kind.lower()}.yaml")
     if found["gpus"] or found["hosts"]:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from jaxstack.parallel.config import AXES, ParallelConfig, factorizations
+from jaxstack.parallel.layout_rules import layout_problems
 from jaxstack.parallel.pipeline.plan import fitting_microbatches, plan_pipeline
-from jaxstack.plan.feasibility import layout_problems
 from jaxstack.run_config import RunConfig
 
 Floats = NDArray[np.float64]

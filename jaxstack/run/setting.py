@@ -7,15 +7,15 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstack.config.sections import TrainConfig
+from jaxstack.cost_model.cluster import Cluster, cluster_of_devices, parse_cluster, resized
+from jaxstack.cost_model.forecast import Forecast, forecast
+from jaxstack.cost_model.search import search_layouts
 from jaxstack.distributed.device_setup import DEVICE_FRACTION, memory_per_device
 from jaxstack.distributed.xla_options import supports_peer_copies
 from jaxstack.errors import ConfigError
 from jaxstack.parallel.collectives import in_one_process
 from jaxstack.parallel.config import ParallelConfig
-from jaxstack.plan.cluster import Cluster, cluster_of_devices, parse_cluster, resized
-from jaxstack.plan.feasibility import layout_problems, suggest_layout
-from jaxstack.plan.forecast import Forecast, forecast
-from jaxstack.plan.search import search_layouts
+from jaxstack.parallel.layout_rules import layout_problems, suggest_layout
 from jaxstack.run_config import RunConfig
 
 

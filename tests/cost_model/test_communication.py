@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxstack.plan.cluster import parse_cluster
-from jaxstack.plan.communication import CollectiveModel, Group, combined_group, group_of
+from jaxstack.cost_model.cluster import parse_cluster
+from jaxstack.cost_model.communication import CollectiveModel, Group, combined_group, group_of
 
 CLUSTER = parse_cluster("4 x 8 h200")
 MODEL = CollectiveModel(CLUSTER, 1.0, 1.0)

@@ -8,7 +8,8 @@ Per microbatch and device, with n tokens of which t devices share a layer:
   kernels at this head_dim and at the length that one call of them sees;
 - elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
   (read weight, gradient and state, write weight and state), and the gaps between kernels;
-- communication: see `jaxstack.plan.communication`; transfers beside computation count by what they add to the step;
+- communication: see `jaxstack.cost_model.communication`; overlapped transfers count by the time that they add to the
+  step;
 - bubble: (p - 1)/m of the layers' work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al.
   2021), (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
 
@@ -19,18 +20,18 @@ import dataclasses
 
 import numpy as np
 
-from jaxstack.plan.cluster import Cluster
-from jaxstack.plan.communication import CollectiveModel, Group, combined_group, group_of
-from jaxstack.plan.efficiency import Efficiency
-from jaxstack.plan.layouts import Floats, LayoutTable
-from jaxstack.plan.memory import (
+from jaxstack.cost_model.cluster import Cluster
+from jaxstack.cost_model.communication import CollectiveModel, Group, combined_group, group_of
+from jaxstack.cost_model.efficiency import Efficiency
+from jaxstack.cost_model.layouts import Floats, LayoutTable
+from jaxstack.cost_model.memory import (
     gathers_weights,
     layers_of_stage,
     microbatch_tokens_per_device,
     saved_values_per_token,
     stored_parameters,
 )
-from jaxstack.plan.model_shape import ModelShape
+from jaxstack.cost_model.model_shape import ModelShape
 from pallas_kernels.attention.context import OVERLAP_LENGTH
 
 PARTS = ("matmul", "attention", "elementwise", "exposed_communication", "bubble")

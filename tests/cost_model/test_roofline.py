@@ -5,21 +5,27 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from jaxstack.cost_model.roofline import (
+    BERT_BASE,
+    BERT_LARGE,
+    BERT_LARGE_AS_PUBLISHED,
+    GPT2,
+    OperatorCost,
+    Workload,
+    decoder_operators,
+    describe_operators,
+    encoder_operators,
+    find_peak,
+    model_operators,
+    total_bytes,
+    total_flops,
+    total_intensity,
+)
 from jaxstack.models import model_flops_per_token, preset_config
 from jaxstack.models.config import ModelConfig
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.report.roofline import draw_roofline, render_roofline
 from jaxstack.plan.__main__ import main
-from jaxstack.plan.inference_operators import (
-    BERT_BASE,
-    BERT_LARGE,
-    BERT_LARGE_AS_PUBLISHED,
-    GPT2,
-    decoder_operators,
-    encoder_operators,
-)
-from jaxstack.plan.operators import OperatorCost, total_bytes, total_flops, total_intensity
-from jaxstack.plan.roofline import Workload, describe_operators, find_peak, model_operators
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from jaxstack.cost_model.cluster import cluster_names, cluster_of_devices, parse_cluster, resized
 from jaxstack.errors import ConfigError
 from jaxstack.observe.throughput import dense_bf16_peak
-from jaxstack.plan.cluster import cluster_names, cluster_of_devices, parse_cluster, resized
-from jaxstack.plan.gpu_topology import device_memory
+from jaxstack.plan.rehearsal import device_memory
 
 
 @pytest.mark.parametrize(
