@@ -20,7 +20,11 @@ Tree: TypeAlias = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader in which `3e-4` is a float and `1e3` an integer, as in YAML 1.2; rejects duplicate keys."""
+    """YAML loader whose numbers are those of YAML 1.2's core schema; rejects duplicate keys.
+
+    `3e-4` is a float and `0100` is 100. PyYAML follows YAML 1.1, in which `0100` is octal, `1:30` is 90 and `1_000` is
+    1000. `1e3` is an integer, because it is one as a number of steps; `yes`, `on` and their like are texts.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -40,6 +44,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    bases = {"0o": 8, "0x": 16}
+    return int(text, bases.get(text[:2], 10))
+
+
 def _construct_whole_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
     value = float(str(loader.construct_scalar(node)).replace("_", ""))
     return int(value) if value.is_integer() and abs(value) < 2**63 else value
@@ -48,11 +58,30 @@ def _construct_whole_number(loader: _Loader, node: yaml.ScalarNode) -> int | flo
 _WHOLE = "tag:jaxstack,2026:whole"
 _Loader.add_constructor(_WHOLE, _construct_whole_number)
 _Loader.add_implicit_resolver(_WHOLE, re.compile(r"^[-+]?\d[\d_]*[eE]\+?\d{1,2}$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_CORE_SCHEMA = {
+    "bool": (r"^(true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    "int": (r"^([-+]?\d+|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789"),
+    "float": (
+        r"^([-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
+        "-+0123456789.",
+    ),
+}
+"""Type -> pattern of its plain values in YAML 1.2 (section 10.3.2), and their first characters."""
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in _CORE_SCHEMA]
+    for first, known in _Loader.yaml_implicit_resolvers.items()
+}
+for _kind, (_pattern, _first) in _CORE_SCHEMA.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list(_first))
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML writer that quotes each text which a reader of YAML 1.1 or of 1.2 would take for a number or a boolean."""
+
+
+for _kind, (_pattern, _first) in _CORE_SCHEMA.items():
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list(_first))
 
 
 _MAX_VALUES = 100_000
@@ -249,7 +278,7 @@ def build_component(kind: type[C], tree: object, origin: str = "the configuratio
 def dump_yaml(component: Component) -> str:
     """Write a configuration component as YAML text, from which an equal component can be loaded."""
     tree = component.model_dump(mode="json", by_alias=True)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
 
 
 def _kind(value: object) -> str:

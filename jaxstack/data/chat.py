@@ -22,7 +22,7 @@ from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import exclusive, write_file, write_json, writing_to
 
-_VERSION = 1
+_VERSION = 2
 _INDEX = "index.json"
 _BATCH = 512
 """Number of chats that are tokenized together, on all cores."""
@@ -67,7 +67,7 @@ class Chats:
         """Chat template and special tokens, to be saved with the tokenizer in the run's directory."""
         if self.template is None:
             return self.tokenizer.chat
-        return ChatFormat(self.template.source, self.template.tokens)
+        return ChatFormat(self.template.source, self.template.tokens, self.template.named)
 
     @property
     def warning(self) -> str | None:
@@ -85,7 +85,7 @@ class Chats:
     @property
     def identity(self) -> str:
         """All settings that determine the token ids of chats, as a string for the cache key."""
-        template = self.template and [self.template.source, self.template.tokens]
+        template = self.template and [self.template.source, self.template.tokens, self.template.named]
         return json.dumps([_VERSION, self.tokenizer.hash, template, self.config.answers, self.config.date])
 
 
@@ -235,6 +235,8 @@ class _Reader:
         self._chats = chats
         special = chats.tokenizer.special_tokens
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
+        self._ending = _answer_ending(chats)
+        """Special token that ends an answer; "" if there is none."""
 
     def read(self, record: dict, where: str) -> _Text:
         """Return the text of a chat, or of a prompt with its completion, and the spans of the answers in it.
@@ -251,7 +253,7 @@ class _Reader:
             text = prompt + completion
             return _Text(text, [(len(prompt), len(text))], where, score)
         messages = _messages(record, where)
-        self._check(json.dumps(messages, ensure_ascii=False), where)
+        self._check(json.dumps([messages, record.get("tools")], ensure_ascii=False), where)
         try:
             text, spans = template.split(messages, record.get("tools"), last=self._chats.config.answers == "last")
         except ChatError as error:
@@ -267,9 +269,25 @@ class _Reader:
             )
 
     def _end(self, text: str, end: int) -> int:
-        """Return an answer's end position, before any white space after its end token, where generation stops."""
+        """Return an answer's end position: after its end token, and before any white space that follows that.
+
+        Generation stops at this token, so that it is part of the answer even if the template's marks leave it out.
+        """
         bare = text[:end].rstrip()
-        return len(bare) if any(bare.endswith(token) for token in self._chats.tokenizer.special_tokens) else end
+        if any(bare.endswith(token) for token in self._chats.tokenizer.special_tokens):
+            return len(bare)
+        after = text[end:].lstrip()
+        follows = bool(self._ending) and after.startswith(self._ending)
+        return len(text) - len(after) + len(self._ending) if follows else end
+
+
+def _answer_ending(chats: Chats) -> str:
+    special = chats.tokenizer.special_tokens
+    try:
+        found = "" if chats.template is None else chats.template.find_answer_end(special)
+    except ChatError:  # a template that needs more than the example has
+        return ""
+    return found if found in special else ""
 
 
 def _pair(record: dict, where: str) -> tuple[str, str]:

@@ -6,9 +6,10 @@ so that a chat gives the same text on every day.
 
 import datetime
 import json
+import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 
 CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -32,15 +34,23 @@ class ChatFormat:
 
     template: str | None = None
     tokens: dict[str, str] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
+    """Further templates by name; `tool_use` writes chats that have tools."""
 
     def as_json(self) -> str:
         """Return the content of tokenizer_config.json, which `transformers` can read too."""
-        template = {} if self.template is None else {"chat_template": self.template}
+        template: dict[str, object] = {} if self.template is None else {"chat_template": self.template}
+        if self.named:
+            known = {**({} if self.template is None else {"default": self.template}), **self.named}
+            template = {"chat_template": [{"name": name, "template": text} for name, text in known.items()]}
         return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **self.tokens, **template}, indent=2) + "\n"
 
 
 def read_chat_format(folder: Path) -> ChatFormat:
-    """Read chat_template.jinja, tokenizer_config.json and special_tokens_map.json in a Hugging Face directory.
+    """Read the chat templates and the special tokens of a Hugging Face directory.
+
+    Its files are chat_template.jinja, additional_chat_templates/NAME.jinja, tokenizer_config.json and
+    special_tokens_map.json.
 
     Raises:
       ConfigError: one of them cannot be read.
@@ -53,13 +63,17 @@ def read_chat_format(folder: Path) -> ChatFormat:
         if isinstance(text, str):
             tokens[name] = text
     template = known.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+    found = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    named = {
+        str(entry["name"]): entry["template"]
+        for entry in found
+        if isinstance(entry, dict) and "name" in entry and isinstance(entry.get("template"), str)
+    }
+    named |= {path.stem: read_template_file(path) for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))}
     path = folder / _TEMPLATE
     if path.is_file():
-        template = read_template_file(path)
-    return ChatFormat(template if isinstance(template, str) else None, tokens)
+        named["default"] = read_template_file(path)
+    return ChatFormat(named.pop("default", None), tokens, named)
 
 
 def read_template_file(path: Path) -> str:
@@ -125,14 +139,18 @@ class ChatTemplate:
       source: the text of the template.
       tokens: the texts of `bos_token`, `eos_token`, ... in it.
       date: the date of "today" for templates that write it.
+      named: further templates by name; `tool_use` writes chats with tools in place of `source`.
 
     Raises:
-      ConfigError: `source` is not a Jinja template.
+      ConfigError: `source`, or the template of chats with tools, is not a Jinja template.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str], date: datetime.date):
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], date: datetime.date, named: Mapping[str, str] | None = None
+    ):
         self.source = source
         self.tokens = dict(tokens)
+        self.named = dict(named or {})
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -145,6 +163,7 @@ class ChatTemplate:
         )
         try:
             self._template = environment.from_string(source)
+            self._tool_template = environment.from_string(self.named.get("tool_use", source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}.") from None
 
@@ -193,13 +212,33 @@ class ChatTemplate:
     def _turn(self, messages: Messages, tools: Tools, text: str, turn: int) -> Span:
         asked = self.render(messages[:turn], tools, prompt=True)
         answered = self.render(messages[: turn + 1], tools)
-        if not text.startswith(answered) or not answered.startswith(asked):
+        if not answered.startswith(asked):
+            extra = asked[len(os.path.commonprefix([asked, answered])) :]
             raise ChatError(
-                f"the chat template writes message {turn + 1}, an answer, in another way where the chat goes on or "
-                "begins there, so that the answer's tokens cannot be told; learn the last answer of each chat only "
+                f"the chat template asks for message {turn + 1}, an answer, with {extra!r}, which it does not write "
+                "before that answer, so that the answer's tokens cannot be told; give a template that writes both "
+                "alike, or has {% generation %} marks (data.chat.template)"
+            )
+        if not text.startswith(answered):
+            raise ChatError(
+                f"the chat template writes message {turn + 1}, an answer, in another way where the chat goes on, so "
+                "that the answer's tokens cannot be told; learn the last answer of each chat only "
                 "(data.chat.answers=last), or give a template that has {% generation %} marks (data.chat.template)"
             )
         return len(asked), len(answered)
+
+    def find_answer_end(self, special_tokens: Collection[str]) -> str:
+        """Return the text that ends an answer: a special token, or all that the template writes after the answer.
+
+        It is what follows the answer in the text of an example chat, "" if nothing does.
+
+        Raises:
+          ChatError: the template refuses the example.
+        """
+        answer = secrets.token_hex(8)  # a text that the template cannot write itself
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+        after = self.render(chat).rpartition(answer)[2].strip()
+        return leading_token(after, special_tokens) or after
 
     def _cut_out(self, text: str) -> tuple[str, list[Span]]:
         parts = []
@@ -218,10 +257,16 @@ class ChatTemplate:
     def _render(self, messages: Messages, tools: Tools, prompt: bool) -> str:
         try:
             chat = [dict(message) for message in messages]
-            return self._template.render(messages=chat, tools=tools, documents=None, add_generation_prompt=prompt)
+            template = self._tool_template if tools else self._template
+            return template.render(messages=chat, tools=tools, documents=None, add_generation_prompt=prompt)
         except Exception as error:  # a template is a program, which can raise anything
             reason = str(error).rstrip(".") or type(error).__name__
             raise ChatError(f"the chat template cannot write this chat: {reason}") from None
+
+
+def leading_token(text: str, special_tokens: Collection[str]) -> str:
+    """Return the longest special token with which a text begins; "" if it begins with none."""
+    return max((token for token in special_tokens if token and text.startswith(token)), key=len, default="")
 
 
 def template_names() -> list[str]:
@@ -230,7 +275,7 @@ def template_names() -> list[str]:
 
 
 def choose_template(wanted: str, own: ChatFormat | None, date: datetime.date) -> ChatTemplate:
-    """Return the chat template named by a setting: `auto` (the tokenizer's own), a built-in name, or a file.
+    """Return the chat template that a setting names: `auto` (the tokenizer's), one of its names, a built-in, or a file.
 
     Raises:
       ConfigError: it does not exist.
@@ -242,8 +287,11 @@ def choose_template(wanted: str, own: ChatFormat | None, date: datetime.date) ->
             raise ConfigError(
                 f"the tokenizer has no chat template; set data.chat.template to one of {named}, or to a file."
             )
-        return ChatTemplate(own.template, own.tokens, date)
+        return ChatTemplate(own.template, own.tokens, date, own.named)
+    if wanted in own.named:
+        return ChatTemplate(own.named[wanted], own.tokens, date)
     path = FOLDER / f"{wanted}.jinja" if wanted in template_names() else Path(wanted).expanduser()
     if not path.is_file():
+        named = ", ".join([*own.named, *template_names()])
         raise ConfigError(f"data.chat.template: {wanted!r} is not a file, nor one of auto, none, {named}.")
     return ChatTemplate(read_template_file(path), own.tokens, date)

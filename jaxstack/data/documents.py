@@ -226,8 +226,9 @@ def _read_parquet(piece: Piece) -> Iterator[Document]:
         reader = parquet.ParquetFile(stream)
         stop = reader.metadata.num_row_groups if piece.stop is None else piece.stop
         groups = list(range(piece.start, stop))
+        # The reader takes `a.b` for the field b of a struct a too, so that it may return more than the column.
         for batch in reader.iter_batches(row_groups=groups, columns=[piece.text_key], batch_size=1024):
-            for text in batch.column(0).to_pylist():
+            for text in batch.column(piece.text_key).to_pylist():
                 yield Document(text or "", empty=not text)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ class SubwordTokenizer(Tokenizer):
         self.vocab_size = max(file_vocab_size(model), document_start + 1)
         self._json = model.to_str()
         self.writes_bytes = is_byte_level(self._json)
+        self._falls_back = falls_back_to_bytes(self._json)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         parts = [chunks(t) if self.writes_bytes else [t] for t in map(replace_lone_surrogates, texts)]
@@ -97,10 +99,22 @@ class SubwordTokenizer(Tokenizer):
                 table[i] = b"" if added[i].special else added[i].content.encode()
             elif self.writes_bytes and all(c in to_byte for c in token):
                 table[i] = bytes(to_byte[c] for c in token)
+            elif self._falls_back and _FALLBACK.fullmatch(token):
+                table[i] = bytes([int(token[3:5], 16)])
             else:
                 table[i] = token.replace("\u2581", " ").encode()
         table[self.document_start] = b""
         return table
+
+    def fallback_byte(self, token: int) -> bytes | None:
+        return self._fallback_bytes.get(token)
+
+    @cached_property
+    def _fallback_bytes(self) -> dict[int, bytes]:
+        if not self._falls_back:
+            return {}
+        known = self._model.get_vocab(with_added_tokens=True)
+        return {i: self._token_bytes[i] for token, i in known.items() if _FALLBACK.fullmatch(token)}
 
     @property
     def byte_lengths(self) -> np.ndarray:
@@ -142,11 +156,23 @@ def file_vocab_size(model: Model) -> int:
     return max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
+_FALLBACK = re.compile(r"<0x[0-9A-F]{2}>")
+"""Tokens that represent a byte of a character without a token, in vocabularies with byte fallback (Llama 2, Gemma)."""
+
+
 def is_byte_level(tokenizer_json: str) -> bool:
     """Return True if each id of this tokenizer.json represents fixed bytes (GPT-2, Llama 3, Qwen)."""
+    return _decoder_steps(tokenizer_json) == ["ByteLevel"]
+
+
+def falls_back_to_bytes(tokenizer_json: str) -> bool:
+    """Return True if this tokenizer.json writes characters without a token as bytes `<0xE4>` (Llama 2, Gemma)."""
+    return "ByteFallback" in _decoder_steps(tokenizer_json)
+
+
+def _decoder_steps(tokenizer_json: str) -> list[str]:
     decoder = json.loads(tokenizer_json).get("decoder") or {}
-    steps = decoder.get("decoders") or [decoder]
-    return [s.get("type") for s in steps] == ["ByteLevel"]
+    return [step.get("type") for step in decoder.get("decoders") or [decoder]]
 
 
 def byte_alphabet() -> dict[int, str]:
@@ -218,10 +244,13 @@ def read_tokenizer_file(path: str, document_start: str | None = None) -> Tokeniz
     if document_start is not None and document_start not in special:
         known = nearest(document_start, special) if special else "it has no special tokens"
         raise ConfigError(f"{file} has no special token {document_start!r}; {known}")
-    names = (document_start,) if document_start else DOCUMENT_STARTS
+    chat = read_chat_format(file.parent)
+    # The names that the files themselves give come first; what the name of a token suggests is a guess.
+    own = [chat.tokens.get("bos_token"), *DOCUMENT_STARTS, chat.tokens.get("eos_token")]
+    names = (document_start,) if document_start else own
     chosen = next((special[n] for n in names if n in special), file_vocab_size(model))
     tokenizer = SubwordTokenizer(model, "file", chosen)
-    tokenizer.chat = read_chat_format(file.parent)
+    tokenizer.chat = chat
     return tokenizer
 
 

@@ -75,9 +75,25 @@ def find_files(path: str) -> list[SourceFile]:
 
 
 def walk(root: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield all files below `root`, except hidden ones and those in `__pycache__` or directories named in `skipped`."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [d for d in folders if not d.startswith(".") and d != "__pycache__" and d not in skipped]
+    """Yield all files below `root`, except hidden ones and those in `__pycache__` or directories named in `skipped`.
+
+    Links to directories outside of `root` are followed, and each directory is read once, so that links cannot go round
+    in circles.
+    """
+    top = os.path.realpath(root)
+    known = {top}
+    for folder, folders, names in os.walk(root, followlinks=True):
+        kept = []
+        for name in sorted(folders):
+            path = os.path.join(folder, name)
+            place = os.path.realpath(path)
+            inside = os.path.islink(path) and top in (os.path.commonpath([top, place]), place)
+            around = os.path.commonpath([top, place]) == place
+            hidden = name.startswith(".") or name == "__pycache__" or name in skipped
+            if not (hidden or inside or around or place in known):
+                known.add(place)
+                kept.append(name)
+        folders[:] = kept
         yield from (os.path.join(folder, n) for n in names if not n.startswith("."))
 
 
@@ -200,7 +216,8 @@ def _zstd_reader(raw: IO[bytes]) -> io.RawIOBase:
         import zstandard
     except ImportError:
         raise ConfigError(f"reading .zst files needs zstandard: {EXTRA}") from None
-    return _CompleteFrames(zstandard.ZstdDecompressor(), raw)
+    # The default limit of the window, 128 MiB, refuses what `zstd --long=28` and larger wrote.
+    return _CompleteFrames(zstandard.ZstdDecompressor(max_window_size=2**31), raw)
 
 
 class _CompleteFrames(io.RawIOBase):

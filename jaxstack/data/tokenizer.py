@@ -76,6 +76,11 @@ class Tokenizer(ABC):
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
+    def fallback_byte(self, token: int) -> bytes | None:
+        """Return the byte that an id of a byte-fallback vocabulary represents; None for every other id."""
+        del token
+        return None
+
     @property
     @abstractmethod
     def byte_lengths(self) -> np.ndarray:

@@ -29,9 +29,7 @@ class ChatGenerator(TextGenerator):
             )
         template = import_chat().open_chats(ChatConfig(), tokenizer).template
         assert template is not None
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text, ((_, last),) = template.split(chat, last=True)
-        end = text[:last].rpartition("answer")[2].strip()  # what the template writes after an answer
+        end = template.find_answer_end(tokenizer.special_tokens)
         special = tokenizer.special_tokens.get(end)
         stop_tokens = generator.stop_tokens if special is None else generator.stop_tokens | {special}
         super().__init__(generator.decoder, tokenizer, (), stop_tokens)

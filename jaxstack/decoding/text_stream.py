@@ -45,27 +45,51 @@ class _ByteText:
 
 
 class _WordText:
-    """Decodes tokens whose text depends on earlier tokens, by decoding the text with and without the newest tokens."""
+    """Decodes tokens whose text depends on earlier tokens, by decoding the text with and without the newest tokens.
+
+    Tokens that represent single bytes (byte fallback) are decoded as bytes: the tokenizer decodes a run of them as a
+    whole, and would turn all of a run whose beginning is not in the context to U+FFFD.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
         self._start, self._shown = 0, len(self._ids)
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in prompt[-_LONGEST_CHARACTER:]:
+            self._push_byte(tokenizer.fallback_byte(token))
 
     def push(self, token: int) -> str:
+        byte = self._tokenizer.fallback_byte(token)
         self._ids.append(token)
+        if byte is not None:
+            before = self._take(self._pending_before(1))
+            return before + self._push_byte(byte)
+        ended = self._push_byte(None)
         text = self._pending()
         if text.endswith("\ufffd") and len(self._ids) - self._shown < _LONGEST_CHARACTER:
-            return ""
-        return self._take(text)
+            return ended
+        return ended + self._take(text)
 
     def flush(self) -> str:
-        return self._take(self._pending())
+        return self._push_byte(None) + self._take(self._pending())
+
+    def _push_byte(self, byte: bytes | None) -> str:
+        """Return the characters that a byte completes; None ends the run of bytes."""
+        if byte is None:
+            text = self._bytes.decode(b"", final=True)
+            self._bytes.reset()
+            return text
+        return self._bytes.decode(byte)
+
+    def _pending_before(self, count: int) -> str:
+        """Return the text of the newest tokens but the last `count`, as `_pending` does for all of them."""
+        before = self._tokenizer.decode(self._ids[self._start : self._shown])
+        return self._tokenizer.decode(self._ids[self._start : len(self._ids) - count])[len(before) :]
 
     def _pending(self) -> str:
         """Return the text that the newest tokens, those not yet returned as text, add to the text before them."""
-        before = self._tokenizer.decode(self._ids[self._start : self._shown])
-        return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
+        return self._pending_before(0)
 
     def _take(self, text: str) -> str:
         self._start = max(0, self._shown - _CONTEXT)

@@ -187,7 +187,7 @@ class ParallelConfig(Component):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degree of each mesh axis as configured, in mesh order; -1 represents all remaining devices."""
+        """The degree of each mesh axis as configured, in mesh order; -1 means all remaining devices."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def resolve(self, devices: int) -> "ParallelConfig":

@@ -32,9 +32,7 @@ class ChatFormatter:
         if chosen is None:
             raise ConfigError("server.chat_template must be auto, the name of a template, or a file; found none.")
         self._template = chosen
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text, ((_, last),) = chosen.split(chat, last=True)
-        end = text[:last].rpartition("answer")[2].strip()
+        end = chosen.find_answer_end(tokenizer.special_tokens)
         special = tokenizer.special_tokens.get(end)
         self.stop_tokens = frozenset() if special is None else frozenset({special})
         self.stop = (end,) if end and special is None else ()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, dump_yaml, load_yaml, merge_trees
 from jaxstack.config.overrides import merge_overrides
+from jaxstack.config.sections import RunSection
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 
@@ -30,6 +31,24 @@ def message(action, *arguments) -> str:
 def test_exponents_are_numbers(tmp_path, text):
     assert read(tmp_path, f"optimizer: {{learning_rate: {text}}}") == {"optimizer": {"learning_rate": 0.001}}
     assert load_config(None, [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == 0.001
+
+
+YAML_1_2 = {
+    "0100": 100, "-07": -7, "0o17": 15, "0x1F": 31, "5.": 5.0, ".5": 0.5, "1e3": 1000, ".inf": float("inf"),
+    "1_000": "1_000", "1:30": "1:30", "yes": "yes", "off": "off", "true": True, "~": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "value"), YAML_1_2.items())
+def test_plain_values_are_those_of_yaml_1_2(tmp_path, text, value):
+    found = read(tmp_path, f"run: {{name: {text}}}")["run"]["name"]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["08", "0o17", "0x1F", "1e3", "yes", "null", "1_000"])
+def test_a_text_that_looks_like_a_number_is_written_as_text(tmp_path, text):
+    written = dump_yaml(RunSection(name=text))
+    assert read(tmp_path, written)["name"] == text
 
 
 def test_a_directory_is_answered_with_its_files(tmp_path):

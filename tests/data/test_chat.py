@@ -146,6 +146,64 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_last_answers(
     assert learnt(data, rows_of(data)[0]) == ["A caf\u00e9 \U0001f600 is open.<|im_end|>"]
 
 
+WITHOUT_END = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+THINKING = UNMARKED.removesuffix("{% endif %}") + "<think>{% endif %}"
+
+
+def test_an_answer_is_learnt_with_its_end_token_where_the_marks_leave_it_out(opened, tmp_path):
+    (tmp_path / "marks.jinja").write_text(WITHOUT_END)
+    data = opened([{"messages": TALK}], length=128, template=str(tmp_path / "marks.jinja"))
+    assert learnt(data, rows_of(data)[0]) == ["It is 5.<|im_end|>", "A caf\u00e9 \U0001f600 is open.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", ["chatml", MARKED, WITHOUT_END, THINKING])
+def test_the_end_of_an_answer_is_a_token_whatever_the_template_marks(template, folder, tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text(template)
+    chosen = choose_template(template if template == "chatml" else str(path), None, datetime.date(2026, 1, 1))
+    assert chosen.find_answer_end(read_tokenizer_file(str(folder)).special_tokens) == "<|im_end|>"
+
+
+@pytest.mark.parametrize("answers", ["all", "last"])
+def test_answers_that_do_not_begin_as_the_template_asks_for_them_are_refused_with_a_way_out(opened, tmp_path, answers):
+    (tmp_path / "thinks.jinja").write_text(THINKING)
+    with pytest.raises(ConfigError, match=r"message 3, an answer, with '<think>'|message 5, an answer") as caught:
+        opened([{"messages": TALK}], template=str(tmp_path / "thinks.jinja"), answers=answers)
+    assert "answers=last" not in str(caught.value) and "data.chat.template" in str(caught.value)
+
+
+def test_a_chat_with_tools_is_written_by_the_template_for_tools(folder, tmp_path, cache):
+    place = tmp_path / "tokenizer"
+    place.mkdir()
+    (place / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    named = [
+        {"name": "default", "template": MARKED},
+        {"name": "tool_use", "template": "TOOLS {{ tools[0].name }} " + MARKED},
+    ]
+    (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    path = tmp_path / "chats.jsonl"
+    path.write_text(
+        "".join(json.dumps({"messages": TALK, **more}) + "\n" for more in ({}, {"tools": [{"name": "clock"}]}))
+    )
+    source = SourceConfig(path=str(path), format="chat")
+    tokenizer = TokenizerConfig(name="file", path=str(place))
+    config = DataConfig(
+        sources=(source,), tokenizer=tokenizer, held_out_fraction=0.0, cache_dir=str(cache), packing=False
+    )
+    data = open_data(config, sequence_length=128, seed=0)
+    model = Tokenizer.from_file(str(place / "tokenizer.json"))
+    texts = sorted(model.decode(row["tokens"].tolist(), skip_special_tokens=False)[:11] for row in rows_of(data))
+    assert texts == ["<|im_start|", "TOOLS clock"]
+    data.tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").chat.named == {"tool_use": named[1]["template"]}
+
+
+def test_special_tokens_in_tools_are_refused_as_in_messages(opened):
+    with pytest.raises(ConfigError, match=r"line 1: its text contains '<\|im_end\|>'"):
+        opened([{"messages": TALK, "tools": [{"name": "<|im_end|>"}]}])
+
+
 def test_prompts_with_completions_are_chats_or_as_they_are(opened):
     pair = {"prompt": "2 + 3 =", "completion": " 5"}
     data = opened([pair])

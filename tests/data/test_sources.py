@@ -139,6 +139,33 @@ def test_a_link_that_leads_nowhere_is_called_so(tmp_path):
         documents(link, tmp_path)
 
 
+def test_linked_folders_are_read_once(tmp_path):
+    data = tmp_path / "data"
+    (data / "inner").mkdir(parents=True)
+    (tmp_path / "other" / "deep").mkdir(parents=True)
+    (data / "a.txt").write_text("one")
+    (data / "inner" / "b.txt").write_text("two")
+    (tmp_path / "other" / "c.txt").write_text("three")
+    (tmp_path / "other" / "deep" / "d.txt").write_text("four")
+    for name, target in {"part": "other", "again": "other", "around": ".", "in": "data/inner"}.items():
+        (data / name).symlink_to(tmp_path / target)
+    (tmp_path / "other" / "back").symlink_to(data)
+    assert sorted(documents(data, tmp_path)[0]) == ["four", "one", "three", "two"]
+
+
+def test_a_parquet_column_is_found_by_its_whole_name(tmp_path):
+    table = pa.table({"text": pa.array([{"x": "wrong"}] * 4), "text.x": pa.array(["right"] * 4)})
+    pq.write_table(table, tmp_path / "d.parquet")
+    assert documents(tmp_path / "d.parquet", tmp_path, text_key="text.x")[0] == ["right"] * 4
+
+
+def test_a_zst_file_with_a_long_window_is_read(tmp_path):
+    settings = zstandard.ZstdCompressionParameters.from_level(3, window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    (tmp_path / "d.jsonl.zst").write_bytes(packer.compress(jsonl()) + packer.flush())
+    assert documents(tmp_path / "d.jsonl.zst", tmp_path)[0] == TEXTS
+
+
 def test_text_keys(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl("body"))

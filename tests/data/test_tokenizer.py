@@ -122,6 +122,19 @@ def test_document_start_can_be_named_or_is_added(tmp_path):
         read_tokenizer_file(str(tmp_path / "t.json"), "<|othr|>")
 
 
+def test_the_bos_token_of_the_files_opens_documents(tmp_path):
+    model = byte_level_file(tmp_path / "tokenizer.json", ["<|other|>", "<begin of sentence>", "</s>"])
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<begin of sentence>"}')
+    found = read_tokenizer_file(str(tmp_path))
+    assert (found.document_start, found.vocab_size) == (model.token_to_id("<begin of sentence>"), 280)
+
+
+def test_the_eos_token_of_the_files_opens_documents_where_no_other_token_does(tmp_path):
+    model = byte_level_file(tmp_path / "tokenizer.json", ["<|other|>", "<end of sentence>"])
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end of sentence>"}')
+    assert read_tokenizer_file(str(tmp_path)).document_start == model.token_to_id("<end of sentence>")
+
+
 def test_a_vocabulary_that_is_not_byte_level(tmp_path):
     vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("\u2581", -3.0)]
     vocabulary += [(w, -2.0) for w in ("\u2581hello", "\u2581world", "o", "w", "r", "l", "d")]

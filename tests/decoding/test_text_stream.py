@@ -132,3 +132,17 @@ def test_texts_of_a_batch_end_apart_and_nothing_is_decoded_after_the_last():
     assert "".join(piece.text for piece in found if piece.row == 2) == "zwöl"
     with pytest.raises(ConfigError, match="at least one character"):
         generator.generate([""], 5, Sampling(), stop=[""])
+
+
+@pytest.mark.parametrize("text", ["你好世界你好世界", "日本語のテキスト", "é日😀é日😀", " Hello 日本 world 😀,"])
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_characters_written_as_bytes_are_whole(text, given):
+    """Byte fallback: one token a byte, however long the run of such tokens."""
+    ids = ids_of("▁") + [i for c in text.encode() for i in ids_of(f"<0x{c:02X}>")]
+    stream = TextStream(word_tokenizer(), ids[:1])
+    assert "".join(stream.push(i) for i in ids[1:]) + stream.finish() == text
+    mixed = [*ids_of("▁Hello"), *ids[1:], *ids_of("▁world")]
+    stream = TextStream(word_tokenizer(), mixed[: 1 + given])
+    before = text.encode()[:given].decode(errors="ignore")  # whole characters that are in the prompt
+    found = "".join(stream.push(i) for i in mixed[1 + given :]) + stream.finish()
+    assert found == text.removeprefix(before) + " world"
