@@ -6,18 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jaxstack.decoding.layer_window import WindowDecoder
-from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.huggingface.partial_load import ModelParts
 from jaxstack.models.huggingface.quantization_config import is_quantized
 from jaxstack.models.pretrained import is_run
-from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run.build import build_model
 from jaxstack.run.load import Run, read_config, read_stop_tokens, read_tokenizer
+from jaxstack.run.setting import Setting
 
 
 def open_window(
@@ -52,17 +50,14 @@ def open_window(
     config = read_config(directory, overrides)
     if math.prod(config.parallel.degrees.values()) > 1:
         raise ConfigError("--resident-layers uses one device; leave the keys of parallel out.")
-    start_devices(config.parallel.simulate_devices)
-    cache_compilations()
-    rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
-    dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
+    setting = Setting.of(config, "decode", chosen=True)
     model = config.model.model_copy(update={"scan_layers": False})
-    module = FunctionalModule(build_model(config.model_copy(update={"model": model}), dtype))
+    module = FunctionalModule(build_model(config.model_copy(update={"model": model}), setting.dtype))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
     tokenizer = read_tokenizer(directory)
     stored = ModelParts(directory, model)
     decoder = WindowDecoder(
-        module, stored, non_params, rules, resident=resident_layers, vocab_size=tokenizer.vocab_size
+        module, stored, non_params, setting.rules, resident=resident_layers, vocab_size=tokenizer.vocab_size
     )
     report(f"{decoder.window_bytes / 1e6:,.1f} of {decoder.total_bytes / 1e6:,.1f} MB of weights in memory at most")
     stop_tokens = frozenset({tokenizer.document_start, *read_stop_tokens(directory)})

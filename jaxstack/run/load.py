@@ -3,13 +3,11 @@
 import dataclasses
 import functools
 import json
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.checkpoint.compressed import is_compressed, named_leaves, read_compressed, with_packed_weights
@@ -23,7 +21,6 @@ from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.decoding.decode import Decoder, Params, cast_matrices
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import TextGenerator
-from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import FunctionalModule
@@ -31,11 +28,11 @@ from jaxstack.models import ModelConfig, Transformer, unroll_layers, with_kv_cac
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.quantization_config import is_quantized
 from jaxstack.models.pretrained import is_run, read_pretrained_model_config
-from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import AxisRules, ParallelConfig
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.run.build import build_model
 from jaxstack.run.generate import GeneratedText, generate
-from jaxstack.run.setting import decoding_layout
+from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from pallas_kernels import PackedWeight
 
@@ -355,11 +352,9 @@ def load_decoder(
       The decoder, and the step of its checkpoint.
     """
     config = read_config(directory, overrides)
-    devices = start_devices(config.parallel.simulate_devices)
-    cache_compilations()
-    parallel = decoding_layout(config, devices, chosen=sets_layout(overrides))
-    rules = make_rules(make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())]))
-    dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
+    setting = Setting.of(config, "decode", chosen=sets_layout(overrides))
+    rules = setting.rules
+    dtype = setting.dtype
     unrolled = config.model.model_copy(update={"scan_layers": False})
     stored = config.model if is_run(directory) else unrolled  # a run stores its layers stacked as in training
     compression = config.compression.rules if is_run(directory) else ()
