@@ -34,7 +34,6 @@ from jaxstack.islands.methods import AnyIslandMethod
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
-from jaxstack.models.pretrained import fill_in_model_and_tokenizer
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.noise_scale import noise_problem
 from jaxstack.optim.mup import check_mup_support
@@ -45,6 +44,7 @@ from jaxstack.parallel.layout_rules import LayoutSections, layout_problems, near
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
+from jaxstack.stored.model import fill_in_settings
 
 
 class RunConfig(Component):
@@ -339,7 +339,7 @@ def config_from_tree(
     run = sections.get("run")
     for key in ("init_from", "branch_from"):
         if isinstance(run, dict) and isinstance(run.get(key), str):
-            sections = fill_in_model_and_tokenizer(sections, run[key])
+            sections = fill_in_settings(sections, run[key])
     model = sections.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         sections["model"] = merge_trees(load_preset(model["preset"]), model)
