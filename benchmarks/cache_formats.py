@@ -37,10 +37,11 @@ from jaxstack.decoding.decode import Params
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS, CacheFormat
-from jaxstack.models.huggingface.load import nest
+from jaxstack.nested import nest
 from jaxstack.run.evaluate import TextOptions, measure_loss, open_evaluation
-from jaxstack.run.load import load_decoder, read_config
+from jaxstack.run.load import load_decoder, run_config
 from jaxstack.run.setting import with_evaluation_layout
+from jaxstack.stored import StoredModel
 from jaxstack.trainer import Trainer
 from pallas_kernels import PackedWeight
 from pallas_kernels.low_bits.encoded import stored_bytes
@@ -90,12 +91,16 @@ class Measurement:
     """Perplexities of a run's parameters, of others, and of changed models, on the run's held-out text."""
 
     def __init__(self, directory: Path, max_tokens: int | None):
-        config = read_config(directory, ["precision.compute=float32"])
+        stored = StoredModel.open(directory)
+        config = run_config(stored, ["precision.compute=float32"])
         model = config.model.model_copy(update={"scan_layers": False})
         self.config = with_evaluation_layout(config.model_copy(update={"model": model}), 1, chosen=False)
         self.max_tokens = max_tokens
-        self.trainer, self.data = open_evaluation(self.config, directory, TextOptions(), print)
-        decoder, self.step = load_decoder(directory, ["parallel.data=1", "precision.compute=float32"])
+        self.trainer, self.data = open_evaluation(self.config, stored, TextOptions(), print)
+        decoder = load_decoder(
+            stored, run_config(stored, ["parallel.data=1", "precision.compute=float32"]), layout_chosen=True
+        )
+        self.step = stored.choose_step(None)
         self.params = decoder.params
         self.non_params = decoder.non_params
 
@@ -177,7 +182,7 @@ def weight_rows(measurement: Measurement) -> list[dict[str, Any]]:
     for name, recipe in recipes.items():
         stored = {path: as_stored(leaf, recipe) for path, leaf in measurement.compress(leaves, recipe).items()}
         size = sum(leaf.stored_bytes if isinstance(leaf, PackedWeight) else leaf.nbytes for leaf in stored.values())
-        params = nest({path: dense_parameter(path, leaf) for path, leaf in stored.items()})
+        params = nest((path, dense_parameter(path, leaf)) for path, leaf in stored.items())
         for integers in (False, True) if name == "bct" else (False,):
             change = in_integers if integers else lambda model: model
             rows.append({

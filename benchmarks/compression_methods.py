@@ -46,8 +46,9 @@ from jaxstack.data.loader import Data, open_data
 from jaxstack.models import ModelConfig, Transformer, preset_config
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.run.build import make_trainer
-from jaxstack.run.load import read_run_config, restore_parameters
+from jaxstack.run.load import read_run_config
 from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
 from jaxstack.trainer import Trainer
 from jaxstack.tree_rules import map_by_path
 from pallas_kernels.weight_only.packed import PackedWeight
@@ -131,7 +132,9 @@ def open_model(overrides: Sequence[str], steps: int, run: str | None) -> Trained
     config = read_run_config(run)
     data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed)
     trainer = make_trainer(config, data, jax.devices()[:1])
-    params, _, steps = restore_parameters(run, config.model, trainer.module, trainer.rules)
+    stored = StoredModel.open(run)
+    params, _ = stored.read_state(trainer.module, trainer.rules)
+    steps = stored.choose_step(None)
     trainer.start_from(params)
     return Trained(config, trainer, data, steps)
 

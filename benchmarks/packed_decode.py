@@ -40,7 +40,7 @@ from jaxstack.compress.recipe import WeightDims, dense_weights
 from jaxstack.decoding.decode import Decoder
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.models.huggingface.load import nest
+from jaxstack.nested import nest
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.run.setting import decoding_layout
@@ -97,7 +97,7 @@ def make_decoder(config: RunConfig, model: ModelConfig, layers: Grid | None, hea
         else:
             leaves[path] = random_array(key, leaf.shape, dtype if leaf.ndim > 1 else leaf.dtype)
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
-    decoder = Decoder(module, nest(leaves), non_params, rules)
+    decoder = Decoder(module, nest(leaves.items()), non_params, rules)
     leaves.clear()  # The decoder frees those that it joins.
     decoder.join_projections()
     return decoder

@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from jaxstack.models.pretrained import is_run
     from jaxstack.run.convert import export_checkpoint, import_checkpoint
+    from jaxstack.stored import StoredModel
 
-    if not is_run(args.source):
+    if StoredModel.open(args.source).exported:
         run = import_checkpoint(args.source, args.output, args.ignore_key, warn=_warn)
         print(f"{run.directory}: {run.parameters:,} parameters of {args.source}")
         return

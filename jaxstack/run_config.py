@@ -39,7 +39,6 @@ from jaxstack.models import config as model_config
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
-from jaxstack.models.pretrained import fill_in_model_and_tokenizer
 from jaxstack.observe import config as observe_config
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.noise_scale import noise_problem
@@ -53,6 +52,7 @@ from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.precision import config as precision_config
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
+from jaxstack.stored.model import fill_in_settings
 
 FEATURES: tuple[Feature, ...] = (
     *parallel_config.FEATURES,
@@ -283,7 +283,7 @@ def config_from_tree(
     run = sections.get("run")
     for key in ("init_from", "branch_from"):
         if isinstance(run, dict) and isinstance(run.get(key), str):
-            sections = fill_in_model_and_tokenizer(sections, run[key])
+            sections = fill_in_settings(sections, run[key])
     model = sections.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         sections["model"] = merge_trees(load_preset(model["preset"]), model)

@@ -19,10 +19,11 @@ from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, peek
 from jaxstack.data.batch_source import numpy_batches as numpy_batches
 from jaxstack.data.device_batches import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
-from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, flatten, make_functional
+from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, make_functional
 from jaxstack.gradients.pipeline_module import stage_module
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.loss import Loss, LossFunction
+from jaxstack.nested import flatten
 from jaxstack.optim.base import Optimizer, StepOptimizer
 from jaxstack.optim.build import build_optimizer, make_frozen_predicate
 from jaxstack.optim.optimizers import AdamW

@@ -15,13 +15,14 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from safetensors import safe_open
 
 from jaxstack.checkpoint.manifest import hash_files
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import write_json
 from jaxstack.models.huggingface.files import read_json, write_weights
-from jaxstack.models.huggingface.load import nest
+from jaxstack.nested import nest
 from jaxstack.parallel.packed_weights import place_packed
 from jaxstack.tree_rules import path_name
 from pallas_kernels import Grid, PackedWeight
@@ -112,13 +113,18 @@ def read_compressed(
                 else:
                     found[path] = value
     make = functools.partial(_make_leaf, weights=weights, place=place, mesh=mesh)
-    return nest({path: make(path, value) for path, value in found.items()}), int(manifest["step"])
+    return nest((path, make(path, value)) for path, value in found.items()), int(manifest["step"])
 
 
-def dense_parameter(path: str, leaf: PackedWeight | jax.Array) -> jax.Array:
+def read_step(directory: str | Path) -> int:
+    """Return the training step of the checkpoint that was compressed."""
+    return int(read_json(Path(directory) / FOLDER / MANIFEST)["step"])
+
+
+def dense_parameter(path: str, leaf: PackedWeight | ArrayLike) -> jax.Array:
     """Return a parameter as a plain array, decompressed if needed, in the shape that the model uses."""
     if not isinstance(leaf, PackedWeight):
-        return leaf
+        return jnp.asarray(leaf)
     return leaf.matrix() if path.endswith("/table") else leaf.dense()  # a packed table is the transpose
 
 
@@ -126,7 +132,7 @@ def with_packed_weights(params: Params, packed: Mapping[str, PackedWeight], shar
     """Return parameters with those at the paths of `packed` replaced by packed weights, sharded as the plain ones."""
     leaves = named_leaves(params)
     layout = named_leaves(shardings)
-    return nest({**leaves, **{path: place_packed(weight, layout[path]) for path, weight in packed.items()}})
+    return nest({**leaves, **{path: place_packed(weight, layout[path]) for path, weight in packed.items()}}.items())
 
 
 def unpack_vectors(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Reads calibration text: sequences of a run's own training text, or of given files."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -10,15 +9,15 @@ from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.errors import ConfigError
-from jaxstack.models.pretrained import is_run
 from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
 
 _LONGEST_DEFAULT = 2048
 """Tokens of a sequence for a Hugging Face checkpoint, unless the model has fewer positions."""
 
 
 def read_calibration(
-    directory: str | Path,
+    stored: StoredModel,
     config: RunConfig,
     calibration: CalibrationConfig,
     report: Callable[[str], None] = lambda text: None,
@@ -28,20 +27,20 @@ def read_calibration(
     The rows are the first ones of the training order, without augmentation.
 
     Args:
-      directory: run directory, or directory of a Hugging Face checkpoint.
-      config: its configuration, from `jaxstack.run.load.read_config`.
+      stored: the model on disk.
+      config: its configuration, from `jaxstack.run.load.run_config`.
       calibration: how many sequences, of which text.
       report: called with each line of progress while data is prepared.
 
     Raises:
       ConfigError: there is no text, or too little of it.
     """
-    if not calibration.data and not is_run(directory):
+    if not calibration.data and not stored.held_out_text:
         raise ConfigError(
-            f"{directory} is a Hugging Face checkpoint, with no training text to calibrate on: name files in "
+            f"{stored.directory} is a Hugging Face checkpoint, with no training text to calibrate on: name files in "
             "calibration.data of the recipe, or at the end of the command, as 'calibration.data=[texts/*.txt]'."
         )
-    length = calibration.sequence_length or _default_length(config, is_run(directory))
+    length = calibration.sequence_length or _default_length(config, stored.held_out_text)
     longest = config.model.max_position_embeddings
     if longest is not None and length > longest:
         raise ConfigError(
@@ -49,7 +48,7 @@ def read_calibration(
             f"({longest:,}); lower it."
         )
     data = open_data(
-        _data_section(Path(directory), config.data, calibration.data),
+        _data_section(stored, config.data, calibration.data),
         sequence_length=length,
         seed=config.run.seed,
         report=report,
@@ -70,17 +69,16 @@ def _default_length(config: RunConfig, trained_here: bool) -> int:
     return min(_LONGEST_DEFAULT, config.model.max_position_embeddings or _LONGEST_DEFAULT)
 
 
-def _data_section(directory: Path, section: DataConfig, paths: tuple[str, ...]) -> DataConfig:
+def _data_section(stored: StoredModel, section: DataConfig, paths: tuple[str, ...]) -> DataConfig:
     """Return the data configuration for calibration: the run's own without augmentations, or of the given files."""
     if not paths:
         return section.model_copy(update={"augmentations": ()})
-    folder = directory / "tokenizer" if is_run(directory) else directory
     return section.model_copy(
         update={
             "sources": tuple(SourceConfig(path=path) for path in paths),
             "held_out": (),
             "held_out_fraction": 0.0,
-            "tokenizer": TokenizerConfig(name="file", path=str(folder)),
+            "tokenizer": TokenizerConfig(name="file", path=str(stored.tokenizer_folder)),
             "augmentations": (),
         }
     )

@@ -11,12 +11,10 @@ import jax.numpy as jnp
 
 from jaxstack.checkpoint.compressed import (
     dense_parameter,
-    is_compressed,
     named_leaves,
     unpack_vectors,
     write_compressed,
 )
-from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.calibration_text import read_calibration
 from jaxstack.compress.config import Recipe
 from jaxstack.compress.layerwise import compress_layers
@@ -41,13 +39,14 @@ from jaxstack.decoding.decode import Decoder, Params
 from jaxstack.errors import ConfigError
 from jaxstack.files import new_directory, write_file
 from jaxstack.models.adapters import AdapterConfig
-from jaxstack.models.huggingface.load import nest
-from jaxstack.models.pretrained import is_run
-from jaxstack.run.convert import converted_config, copy_stop_tokens
+from jaxstack.nested import nest
+from jaxstack.run.convert import converted_config
 from jaxstack.run.evaluate import TextLoss, TextOptions, measure_loss, on_one_device, open_evaluation
-from jaxstack.run.load import load_decoder, read_config, read_tokenizer
+from jaxstack.run.load import load_decoder, run_config
 from jaxstack.run.setting import with_evaluation_layout
 from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
+from jaxstack.stored.model import copy_stop_tokens, initial_variables
 from pallas_kernels import PackedWeight
 
 Leaves: TypeAlias = dict[str, Any]
@@ -99,8 +98,9 @@ def compress(
     output = Path(output)
     options = options or CompressOptions()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    source = read_config(directory)
-    _check_directories(directory, output, report)
+    stored = StoredModel.open(directory, report)
+    source = run_config(stored)
+    _check_directories(stored, output, options.step)
     dims = dense_weights(source.model)
     methods = choose_methods(recipe, dims)
     report(f"compressing {len(methods)} of {len(dims)} weights")
@@ -108,20 +108,20 @@ def compress(
         report(warning)
     if source.model.moe is not None:
         report(f"no method compresses experts and routers; they are stored in {recipe.store}")
-    tokenizer = _tokenizer(directory, report)
-    config = _compressed_config(source, directory, output, tokenizer)
-    batches = _calibration(methods, directory, source, recipe, report)
+    tokenizer = _tokenizer(stored, report)
+    config = _compressed_config(source, stored, output, tokenizer)
+    batches = _calibration(methods, stored, source, recipe, report)
     # In float32, with layers unrolled and adapters merged, on one device. Weights that training rounded are taken as
     # the optimizer stored them: rounding a second time has other scales, and other results.
-    one_device = ["parallel.data=1", "precision.compute=float32"]
-    decoder, step = load_decoder(directory, one_device, step=options.step, master=True, report=report)
-    _unpack(decoder)
+    one_device = run_config(stored, ["parallel.data=1", "precision.compute=float32"])
+    decoder = load_decoder(stored, one_device, step=options.step, form="master", layout_chosen=True)
+    step = stored.choose_step(options.step)
     # The text and the output are opened before the work, so that a mistake in either is found at once.
-    measure = None if tokenizer is None else _open_measure(config, directory, options.text, report)
+    measure = None if tokenizer is None else _open_measure(config, stored, options.text, report)
     with new_directory(output) as folder:
         weights = _compress_weights(decoder, methods, dims, batches, recipe, report)
         result = _describe(directory, step, weights, methods, dims, measure, options, report)
-        _write(folder, weights.stored, step, tokenizer, directory)
+        _write(folder, weights.stored, step, tokenizer, stored)
         write_report(folder, result, dump_yaml(recipe))
         write_file(folder / "config.yaml", dump_yaml(config).encode())
     return result
@@ -172,17 +172,9 @@ def _describe(
     )
 
 
-def _unpack(decoder: Decoder) -> None:
-    """Replace a model's packed weights, such as those of a quantized checkpoint, by dequantized ones."""
-    leaves = named_leaves(decoder.params)
-    if any(isinstance(leaf, PackedWeight) for leaf in leaves.values()):
-        plain = {path: dense_parameter(path, leaf) for path, leaf in leaves.items()}
-        decoder.load(nest(plain), decoder.non_params)
-
-
 def _calibration(
     methods: Mapping[str, Method],
-    directory: Path,
+    stored: StoredModel,
     source: RunConfig,
     recipe: Recipe,
     report: Callable[[str], None],
@@ -190,7 +182,7 @@ def _calibration(
     """Return batches of calibration text for the compression methods; an empty list if none of them needs it."""
     if not any(method.needs for method in methods.values()):
         return []
-    return read_calibration(directory, source, recipe.calibration, report)
+    return read_calibration(stored, source, recipe.calibration, report)
 
 
 def _compress_weights(
@@ -214,13 +206,12 @@ def _compress_weights(
     return _Weights(before, after, {path: as_stored(leaf, recipe) for path, leaf in after.items()}, errors)
 
 
-def _check_directories(directory: Path, output: Path, report: Callable[[str], None]) -> None:
+def _check_directories(stored: StoredModel, output: Path, step: int | None) -> None:
     if output.exists():
         raise ConfigError(f"{output} exists already; give another directory, or remove it.")
-    if is_compressed(directory):
-        raise ConfigError(f"{directory} is compressed already; compress the run that it was made from.")
-    if is_run(directory) and CheckpointManager(directory / "checkpoints", report=report).latest_step() is None:
-        raise ConfigError(f"{directory} holds no checkpoint yet; train the run first.")
+    if stored.packed and not stored.exported:
+        raise ConfigError(f"{stored.directory} is compressed already; compress the run that it was made from.")
+    stored.choose_step(step)  # reports that there is no checkpoint
 
 
 def compress_leaves(
@@ -327,33 +318,35 @@ def _losses_by_layer(
 
 
 def _open_measure(
-    config: RunConfig, directory: Path, text: TextOptions, report: Callable[[str], None]
+    config: RunConfig, stored: StoredModel, text: TextOptions, report: Callable[[str], None]
 ) -> Measure | None:
-    if not text.paths and not is_run(directory):
-        report(f"{directory} has no held-out text of its own, so that no loss is measured; give some with --data")
+    if not text.paths and not stored.held_out_text:
+        report(
+            f"{stored.directory} has no held-out text of its own, so that no loss is measured; give some with --data"
+        )
         return None
-    trainer, data = open_evaluation(with_evaluation_layout(config, 1, chosen=False), directory, text, report)
-    non_params = jax.jit(lambda key: trainer.module.init(key)[1])(jax.random.key(0))
+    trainer, data = open_evaluation(with_evaluation_layout(config, 1, chosen=False), stored, text, report)
+    non_params = initial_variables(trainer.module)
 
     def measure(leaves: Leaves, max_tokens: int | None) -> TextLoss:
-        params: Params = nest(unpack_vectors(leaves))
+        params: Params = nest(unpack_vectors(leaves).items())
         return measure_loss(trainer, data, params, non_params, max_tokens)
 
     return measure
 
 
-def _tokenizer(directory: Path, report: Callable[[str], None]) -> Tokenizer | None:
+def _tokenizer(stored: StoredModel, report: Callable[[str], None]) -> Tokenizer | None:
     try:
-        return read_tokenizer(directory)
+        return stored.tokenizer
     except ConfigError as error:
         report(str(error))
         return None
 
 
-def _compressed_config(config: RunConfig, directory: Path, output: Path, tokenizer: Tokenizer | None) -> RunConfig:
+def _compressed_config(config: RunConfig, stored: StoredModel, output: Path, tokenizer: Tokenizer | None) -> RunConfig:
     """Return the run configuration of a compressed model: no adapters, training in compressed form, teacher or FP8."""
     model = config.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
-    if not is_run(directory):
+    if stored.exported:
         return converted_config(output, model, tokenizer)
     named = {"name": output.name, "dir": str(output.parent), "seed": config.run.seed}
     plain = {"fp8": "none", "fp8_rules": ()}
@@ -369,10 +362,10 @@ def _compressed_config(config: RunConfig, directory: Path, output: Path, tokeniz
     )
 
 
-def _write(output: Path, leaves: Leaves, step: int, tokenizer: Tokenizer | None, directory: Path) -> None:
+def _write(output: Path, leaves: Leaves, step: int, tokenizer: Tokenizer | None, source: StoredModel) -> None:
     """Write a compressed model's weights and tokenizer to the output directory."""
     ordered = dict(sorted(leaves.items(), key=lambda item: forward_order_key(item[0])))
-    write_compressed(output, nest(ordered), step)
+    write_compressed(output, nest(ordered.items()), step)
     if tokenizer is not None:
         tokenizer.save(output / "tokenizer")
-    copy_stop_tokens(directory, output)
+    copy_stop_tokens(source, output)

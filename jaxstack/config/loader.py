@@ -71,8 +71,8 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in _CORE_SCHEMA]
     for first, known in _Loader.yaml_implicit_resolvers.items()
 }
-for _kind, (_pattern, _first) in _CORE_SCHEMA.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list(_first))
+for _name, (_pattern, _first) in _CORE_SCHEMA.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), list(_first))
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
 
 
@@ -80,8 +80,8 @@ class _Dumper(yaml.SafeDumper):
     """YAML writer that quotes each text which a reader of YAML 1.1 or of 1.2 would take for a number or a boolean."""
 
 
-for _kind, (_pattern, _first) in _CORE_SCHEMA.items():
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list(_first))
+for _name, (_pattern, _first) in _CORE_SCHEMA.items():
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), list(_first))
 
 
 _MAX_VALUES = 100_000

@@ -172,7 +172,7 @@ def falls_back_to_bytes(tokenizer_json: str) -> bool:
 
 def _decoder_steps(tokenizer_json: str) -> list[str]:
     decoder = json.loads(tokenizer_json).get("decoder") or {}
-    return [step.get("type") for step in decoder.get("decoders") or [decoder]]
+    return [str(step.get("type")) for step in decoder.get("decoders") or [decoder]]
 
 
 def byte_alphabet() -> dict[int, str]:

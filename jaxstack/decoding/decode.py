@@ -1,13 +1,15 @@
 """Autoregressive decoding with a KV cache: one prefill of a batch of prompts, then one token per sequence and step."""
 
+import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jaxstack.decoding.sampling import Sampling, sample
@@ -113,6 +115,27 @@ class ModelOnMesh:
             length *= 2
         return max(longest, min(length, self.context_length or length))
 
+    def logits(self, tokens: Int[ArrayLike, "B T"]) -> Float[Array, "B T V"]:
+        """Compute the logits of token ids [B, T], float32 [B, T, V], as the model computes them in training.
+
+        Raises:
+          ConfigError: an id is not in the vocabulary.
+        """
+        rows = np.asarray(tokens, np.int32)
+        self.check_ids(rows.tolist())
+        padding = -len(rows) % self.batch_unit
+        padded = np.concatenate([rows, np.zeros((padding, rows.shape[1]), np.int32)])
+        with jax.set_mesh(self.rules.mesh):
+            return self._logits(self.params, self.non_params, padded)[: len(rows)]
+
+    @functools.cached_property
+    def _logits(self) -> Callable[[Params, Params, ArrayLike], Float[Array, "B T V"]]:
+        def compute(params: Params, non_params: Params, tokens: jax.Array) -> jax.Array:
+            with logical_axis_rules(self.rules):
+                return self.module.merge(params, non_params)(tokens).astype(jnp.float32)
+
+        return jax.jit(compute, compiler_options=self.compiler_options)
+
     def check_ids(self, rows: Sequence[Sequence[int]]) -> None:
         """Check that every token id in the rows of a batch is in the model's vocabulary.
 
@@ -130,6 +153,21 @@ class ModelOnMesh:
 def is_packed(x: object) -> bool:
     """Return True if x is a packed (such as quantized) weight, which pytree functions should treat as one leaf."""
     return isinstance(x, PackedWeight)
+
+
+def cast_shapes(module: FunctionalModule, rules: AxisRules) -> Params:
+    """Return shapes, shardings and dtypes of a model's parameters, the matrices in the dtype of `cast_matrices`."""
+    shapes = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding(spec)),
+        module.abstract_params,
+        module.parameter_specs(rules),
+    )
+    wanted = module.map_parameters(is_cast, rules)
+
+    def cast(x: jax.ShapeDtypeStruct, wanted: bool) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, module.dtype, sharding=x.sharding) if wanted else x
+
+    return jax.tree.map(cast, shapes, wanted)
 
 
 def cast_matrices(module: FunctionalModule, params: Params, rules: AxisRules) -> Params:

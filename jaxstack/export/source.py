@@ -3,9 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -88,18 +86,6 @@ def load_source(
     }
     model = run.config.model.model_copy(update={"scan_layers": False})
     return Source(model, arrays, dtype, run.tokenizer, tuple(sorted(run.stop_tokens)), context)
-
-
-def nested(flat: dict[str, jax.Array]) -> dict[str, Any]:
-    """Convert a flat dict, whose keys are paths joined by `/`, to nested dicts of arrays."""
-    tree: dict[str, Any] = {}
-    for path, array in flat.items():
-        *folders, name = path.split("/")
-        branch = tree
-        for folder in folders:
-            branch = branch.setdefault(folder, {})
-        branch[name] = array
-    return tree
 
 
 def write_parameters(source: Source, folder: Path) -> None:

@@ -14,11 +14,12 @@ from jax import export
 from jaxtyping import Array, Float, Int
 
 from jaxstack.export import run_exported
-from jaxstack.export.source import Source, nested, write_parameters
+from jaxstack.export.source import Source, write_parameters
 from jaxstack.files import write_file, write_json
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.transformer import Cache, Transformer
+from jaxstack.nested import nest
 from pallas_kernels.target import lowering_platform
 
 PLATFORMS = ("cpu", "cuda")
@@ -100,14 +101,14 @@ def _functions(module: FunctionalModule, context: int) -> tuple[Callable[..., An
     def prefill(
         parameters: Arrays, tokens: Int[Array, "b t"], lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "b V"], list[jax.Array]]:
-        logits, cache = module.merge(nested(parameters), {}).prefill(tokens, lengths, context)
+        logits, cache = module.merge(nest(parameters.items()), {}).prefill(tokens, lengths, context)
         return logits, jax.tree.leaves(cache.layers)
 
     def decode(
         parameters: Arrays, token: Int[Array, " b"], position: Int[Array, " b"], cache: list[jax.Array]
     ) -> tuple[Float[Array, "b V"], list[jax.Array]]:
         before = Cache(jax.tree.unflatten(structure, cache), position)
-        logits, after = module.merge(nested(parameters), {}).decode(token[:, None], position[:, None], before)
+        logits, after = module.merge(nest(parameters.items()), {}).decode(token[:, None], position[:, None], before)
         return logits[:, 0], jax.tree.leaves(after.layers)
 
     return prefill, decode

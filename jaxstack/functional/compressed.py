@@ -14,7 +14,8 @@ from jaxstack.compressed_training.base import Stored, WeightRule
 from jaxstack.compressed_training.compressible_weights import Weight, find_weights
 from jaxstack.compressed_training.config import choose_rules
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import Dict, FunctionalModule, State, flatten, make_functional, nest
+from jaxstack.functional.module import Dict, FunctionalModule, State, make_functional
+from jaxstack.nested import flatten, nest
 from pallas_kernels.weight_only.packed import PackedWeight
 
 

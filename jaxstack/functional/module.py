@@ -17,6 +17,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import merge_adapters, set_dora_magnitudes
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.models.parametrization import Width
+from jaxstack.nested import flatten, nest
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.precision.recipe import ScalingState, update_scaling
 from jaxstack.tree_rules import ADAPTER, TEACHER
@@ -297,28 +298,6 @@ def _check_made(made: object) -> nnx.Module:
 
 def _nested(flat: Any) -> Dict:
     return nest((path, variable.get_raw_value()) for path, variable in flat)
-
-
-def nest(items: Any) -> Dict:
-    """Build nested dicts from pairs (path as a tuple of keys, leaf); the inverse of `flatten`."""
-    tree: Dict = {}
-    for path, value in items:
-        branch = tree
-        for key in path[:-1]:
-            branch = branch.setdefault(str(key), {})
-        branch[str(path[-1])] = value
-    return tree
-
-
-def flatten(
-    tree: Dict, path: tuple[str, ...] = (), stop: Callable[[tuple[str, ...]], bool] = lambda path: False
-) -> dict[tuple[str, ...], Any]:
-    """Flatten nested dicts to {path: leaf}; a dict for whose path `stop` returns True counts as a leaf."""
-    flat: dict[tuple[str, ...], Any] = {}
-    for key, value in tree.items():
-        below = isinstance(value, dict) and not stop((*path, key))
-        flat.update(flatten(value, (*path, key), stop) if below else {(*path, key): value})
-    return flat
 
 
 def _filled(flat: Any, tree: Dict) -> Any:

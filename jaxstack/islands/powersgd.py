@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxstack.functional.module import flatten, nest
 from jaxstack.islands.base import Dict, OuterState
+from jaxstack.nested import flatten, nest
 from jaxstack.optim.base import is_matrix
 from jaxstack.optim.matrix_optimizer import KNOWN, MatrixShapeRule
 from jaxstack.parallel.config import ISLANDS

@@ -24,10 +24,10 @@ from jaxstack.models import (
     in_fp8,
     with_kv_cache,
 )
-from jaxstack.models.pretrained import read_pretrained_model_config
 from jaxstack.parallel import make_mesh
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
 from jaxstack.trainer import Trainer
 
 Batch = Mapping[str, np.ndarray]
@@ -79,7 +79,7 @@ def _with_teacher(
     Raises:
       ConfigError: the directory holds no model, or one with another vocabulary.
     """
-    teacher = read_pretrained_model_config(directory)
+    teacher = StoredModel.open(directory).model
     if teacher.vocab_size is None:  # a run's config.yaml always has it
         raise ConfigError(f"distill.teacher: {directory} does not say how large its vocabulary is.")
     return lambda rngs: with_teacher(make(rngs), empty_model(teacher, dtype))

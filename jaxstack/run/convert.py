@@ -1,54 +1,42 @@
 """Convert Hugging Face checkpoints into run directories, and runs into Hugging Face checkpoints."""
 
 import dataclasses
-import functools
-import json
-import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxstack.checkpoint.compressed import (
-    dense_parameter,
-    is_compressed,
-    named_leaves,
-    read_compressed,
-    write_compressed,
-)
+from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, write_compressed
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
 from jaxstack.data.chat_template import CONFIG as CHAT_CONFIG
 from jaxstack.data.chat_template import ChatFormat
-from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
 from jaxstack.data.tokenizer import CONFIG_FILE as TOKENIZER_FILE
-from jaxstack.data.tokenizer import MODEL_FILE, Tokenizer
+from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.files import write_file, writing_to
-from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.models import ModelConfig, Transformer, adapted_layers, count_parameters, from_huggingface
+from jaxstack.models import ModelConfig, Transformer, count_parameters, from_huggingface
 from jaxstack.models.huggingface.families import read_model_config
-from jaxstack.models.huggingface.load import nest, read_parameters
-from jaxstack.models.huggingface.quantization_config import FORMATS, is_quantized
+from jaxstack.models.huggingface.load import read_parameters
+from jaxstack.models.huggingface.quantization_config import FORMATS
 from jaxstack.models.huggingface.quantized_weights import unsupported_reason
 from jaxstack.models.huggingface.save import write_checkpoint
+from jaxstack.nested import flatten, nest
 from jaxstack.parallel import ParallelConfig
-from jaxstack.run.build import build_model
-from jaxstack.run.load import GENERATION_FILE, choose_step, read_run_config, read_stop_tokens
+from jaxstack.run.load import read_run_config
 from jaxstack.run.setting import open_rules
 from jaxstack.run_config import RunConfig, config_from_tree
+from jaxstack.stored import StoredModel
+from jaxstack.stored.huggingface import SEQUENCE_LENGTH, HuggingFaceCheckpoint
+from jaxstack.stored.model import copy_stop_tokens
 from pallas_kernels import PackedWeight
 
 DENSE = "dense"
 """Format of weights as plain numbers."""
-_SEQUENCE_LENGTH = 1024
-"""Sequence length in the configuration of a converted model, unless the model has fewer positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,28 +89,24 @@ def import_checkpoint(
       ConfigError: `output` is a run directory already, or the checkpoint is of a kind that cannot be expressed; see
         `jaxstack.models.from_huggingface`.
     """
-    source = Path(source)
     output = Path(output)
+    stored = HuggingFaceCheckpoint(Path(source), warn)
     if (output / "config.yaml").exists() or (output / "checkpoints").exists():
         raise ConfigError(f"{output} is a run directory already; give another one.")
     model = read_model_config(source, ignore)
-    packed = is_quantized(source)
-    if packed:
+    if stored.packed:
         model = model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
-    has_tokenizer = any((source / name).is_file() for name in (MODEL_FILE, TOKENIZER_FILE))
-    tokenizer = read_tokenizer_file(str(source)) if has_tokenizer else None
+    tokenizer = stored.tokenizer if stored.has_tokenizer else None
     config = converted_config(output, model, tokenizer)
-    if packed:
-        _import_packed(source, output, model, ignore, warn)
-    else:
-        _import_plain(source, output, model, ignore, warn)
+    write = _import_packed if stored.packed else _import_plain
+    write(stored.directory, output, model, ignore, warn)
     if tokenizer is not None:
         tokenizer.save(output / "tokenizer")
         if tokenizer.vocab_size > (model.vocab_size or 0):
             warn(f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocabulary only {model.vocab_size}")
     else:
         warn(f"{source} has no tokenizer.json: add one at {output}/tokenizer to generate and evaluate text")
-    copy_stop_tokens(source, output)
+    copy_stop_tokens(stored, output)
     write_file(output / "config.yaml", dump_yaml(config).encode())
     return ImportedRun(output, count_parameters(model).total, config)
 
@@ -148,7 +132,7 @@ def _import_packed(
     params = read_parameters(source, model, shardings, ignore, packed=True, report=warn)
     leaves = {path: _smallest(leaf) for path, leaf in named_leaves(params).items()}
     with writing_to(output):
-        write_compressed(output, nest(leaves), 0)
+        write_compressed(output, nest(leaves.items()), 0)
 
 
 def _smallest(leaf: PackedWeight | jax.Array) -> PackedWeight | jax.Array:
@@ -188,18 +172,18 @@ def export_checkpoint(
         the model's weights.
       JaxstackError: the checkpoint is damaged, or writing failed.
     """
-    source = Path(source)
     output = Path(output)
     if format not in (DENSE, *FORMATS):
         raise ConfigError(f"format: there is no {format!r}; {nearest(format, (DENSE, *FORMATS))}")
     packed = None if format == DENSE else format
     config = read_run_config(source)
-    read, chosen = _open_parameters(source, step, config, warn, packed)
-    folder = source / "tokenizer"
-    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+    stored = StoredModel.open(source, warn)
+    chosen = stored.choose_step(step)
+    read = _dense_reader(stored, step, packed, warn)
+    tokenizer = stored.tokenizer if stored.has_tokenizer else None
     ids = {} if tokenizer is None else _special_token_ids(tokenizer)
     family = write_checkpoint(read, config.model, output, model_type, dtype, max_shard_bytes, ids, packed)
-    copy_stop_tokens(source, output)
+    copy_stop_tokens(stored, output)
     if tokenizer is not None and (tokenizer_json := tokenizer.tokenizer_json()) is not None:
         write_file(output / "tokenizer.json", tokenizer_json.encode())
         write_file(output / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())
@@ -214,12 +198,6 @@ def export_checkpoint(
     return ExportedCheckpoint(output, family, dtype, chosen)
 
 
-def copy_stop_tokens(source: Path, output: Path) -> None:
-    """Copy the ids that end a text (`eos_token_id`) from the Hugging Face files in `source` to a file in `output`."""
-    if stop_tokens := read_stop_tokens(source):
-        write_file(output / GENERATION_FILE, (json.dumps({"eos_token_id": stop_tokens}) + "\n").encode())
-
-
 def _special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Return `bos_token_id` and `eos_token_id` for Hugging Face's config.json, from the tokenizer's chat format."""
     tokens = {} if tokenizer.chat is None else tokenizer.chat.tokens
@@ -229,35 +207,31 @@ def _special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
-def _open_parameters(
-    source: Path, step: int | None, config: RunConfig, warn: Callable[[str], None], format: str | None
-) -> tuple[Callable[[str], np.ndarray | PackedWeight], int]:
-    """Return a function that reads a parameter of a run's checkpoint by its path, and the checkpoint's step.
+def _dense_reader(
+    stored: StoredModel, step: int | None, format: str | None, warn: Callable[[str], None]
+) -> Callable[[str], np.ndarray | PackedWeight]:
+    """Return a function that reads a parameter of a run by its path.
 
     Packed weights are unpacked, except those of dense layers that `format` stores.
     """
-    if not is_compressed(source):
-        if format is not None:
-            raise ConfigError(
-                f"{source} has no packed weights for --format {format}; make some with python -m jaxstack.compress, "
-                "and convert what it writes."
-            )
-        manager = CheckpointManager(source / "checkpoints", report=warn)
-        chosen = choose_step(manager, step)
-        return _parameter_reader(manager, chosen, config), chosen
-    params, stored = read_compressed(source)
-    if step not in (None, stored):
-        raise ConfigError(f"{source} holds the compressed model of step {stored} only; leave --step out.")
-    leaves = named_leaves(params)
-    kept = set() if format is None else _storable(leaves, source, format, warn)
+    if format is not None and not stored.packed:
+        raise ConfigError(
+            f"{stored.directory} has no packed weights for --format {format}; make some with python -m "
+            "jaxstack.compress, and convert what it writes."
+        )
+    read = stored.open_parameters(step)
+    kept = set() if format is None else _storable(read, stored, format, warn)
 
-    def read(path: str) -> np.ndarray | PackedWeight:
-        return leaves[path] if path in kept else np.asarray(dense_parameter(path, leaves[path]), np.float32)
+    def read_dense(path: str) -> np.ndarray | PackedWeight:
+        leaf = read(path)
+        return leaf if path in kept else np.asarray(dense_parameter(path, leaf), np.float32)
 
-    return read, stored
+    return read_dense
 
 
-def _storable(leaves: Mapping[str, Any], source: Path, format: str, warn: Callable[[str], None]) -> set[str]:
+def _storable(
+    read: Callable[[str], np.ndarray | PackedWeight], stored: StoredModel, format: str, warn: Callable[[str], None]
+) -> set[str]:
     """Return the paths of packed (e.g. quantized) weights that the export format can store without unpacking them.
 
     Other programs multiply with embeddings and heads as plain numbers.
@@ -265,6 +239,8 @@ def _storable(leaves: Mapping[str, Any], source: Path, format: str, warn: Callab
     Raises:
       ConfigError: there are none.
     """
+    shapes = FunctionalModule(lambda rngs: Transformer(stored.model, rngs)).abstract_params
+    leaves = {path: read(path) for path in map("/".join, flatten(shapes))}
     packed = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, PackedWeight)}
     layers = {path: unsupported_reason(leaf, format) for path, leaf in packed.items() if path.endswith("/kernel")}
     kept = {path for path, reason in layers.items() if reason is None}
@@ -273,8 +249,8 @@ def _storable(leaves: Mapping[str, Any], source: Path, format: str, warn: Callab
         matrices = [packed[path] for path in layers]
         fitting = [name for name in FORMATS if any(unsupported_reason(leaf, name) is None for leaf in matrices)]
         raise ConfigError(
-            f"--format {format} stores no dense layer of {source}: {'; '.join(reasons) or 'none is packed'}. Choose "
-            f"--format {' or '.join(fitting or [DENSE])}."
+            f"--format {format} stores no dense layer of {stored.directory}: {'; '.join(reasons) or 'none is packed'}. "
+            f"Choose --format {' or '.join(fitting or [DENSE])}."
         )
     if reasons:
         warn(f"{len(layers) - len(kept)} of {len(layers)} packed layers are written dense: {'; '.join(reasons)}")
@@ -283,38 +259,9 @@ def _storable(leaves: Mapping[str, Any], source: Path, format: str, warn: Callab
     return kept
 
 
-def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Callable[[str], np.ndarray]:
-    """Return a function that reads a parameter of a checkpoint by its path, with adapters merged into it."""
-    model = build_model(config, jnp.float32)
-    module = compress_in_training(model, config.compression.rules)
-    shapes = module.abstract_params
-    compressed = module.chosen if isinstance(module, CompressedModule) else {}
-    adapted = adapted_layers(nnx.eval_shape(lambda: model(nnx.Rngs(0))))
-
-    def stored(path: str) -> np.ndarray:
-        leaf: Any = functools.reduce(operator.getitem, path.split("/"), shapes)
-        wanted = {"params": nest({path: jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf)})}
-        tree, _ = manager.restore(step, wanted, subset=True)
-        found: Any = functools.reduce(operator.getitem, path.split("/"), tree["params"])
-        if path not in compressed:
-            return found
-        rule, weight = compressed[path]
-        return np.asarray(rule.export(jax.tree.map(jnp.asarray, found), weight.layout))
-
-    def read(path: str) -> np.ndarray:
-        layer, _, name = path.rpartition("/")
-        if name != "kernel" or layer not in adapted:
-            return stored(path)
-        adapter = adapted[layer].adapter
-        parts = ["a", "b"] if adapter.magnitude is None else ["a", "b", "magnitude"]
-        return np.asarray(adapter.merge(stored(path), *(stored(f"{layer}/adapter/{part}") for part in parts)))
-
-    return read
-
-
 def converted_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> RunConfig:
     """Return the configuration of a run directory made from a Hugging Face checkpoint: its model and tokenizer."""
-    length = min(_SEQUENCE_LENGTH, model.max_position_embeddings or _SEQUENCE_LENGTH)
+    length = min(SEQUENCE_LENGTH, model.max_position_embeddings or SEQUENCE_LENGTH)
     tree: dict[str, object] = {
         "run": {"name": output.name, "dir": str(output.parent)},
         "model": model.model_dump(mode="json"),

@@ -8,7 +8,6 @@ from types import ModuleType
 
 import jax
 
-from jaxstack.checkpoint.compressed import is_compressed
 from jaxstack.compressed_training.distill import DistillConfig
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
@@ -16,14 +15,13 @@ from jaxstack.data.loader import Data, open_data
 from jaxstack.decoding.decode import Params
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
-from jaxstack.models.huggingface.quantization_config import is_quantized
-from jaxstack.models.pretrained import is_run
 from jaxstack.parallel import ParallelConfig
 from jaxstack.run.build import make_trainer
 from jaxstack.run.eval_tasks import default_max_length, import_harness
-from jaxstack.run.load import load, read_config, read_tokenizer, restore_parameters, sets_layout
+from jaxstack.run.load import load, run_config, sets_layout
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
 from jaxstack.trainer import Trainer
 
 TaskMetrics = Mapping[str, Mapping[str, float]]
@@ -129,15 +127,16 @@ def evaluate(
       ConfigError: an argument is wrong, or the harness is not installed or has no such task.
       JaxstackError: there is no checkpoint or no held-out text, or a task cannot be loaded.
     """
-    config = read_config(directory, overrides)
+    stored = StoredModel.open(directory, report)
+    config = run_config(stored, overrides)
     if tasks is None and text is None:
         text = TextOptions()
-    if tasks is None and text is not None and not text.paths and not is_run(directory):
+    if tasks is None and text is not None and not text.paths and not stored.held_out_text:
         raise ConfigError(f"{directory} is a Hugging Face checkpoint, with no held-out text: give --data or --tasks.")
     harness = import_harness() if tasks is not None else None
     result = None
     if text is not None:
-        chosen, loss = _text_loss(config, Path(directory), text, step, sets_layout(overrides), report)
+        chosen, loss = _text_loss(config, stored, text, step, sets_layout(overrides), report)
         result = Evaluation(chosen, loss)
     if tasks is not None and harness is not None:
         found = _run_tasks(harness, directory, overrides, tasks, step, report)
@@ -148,24 +147,22 @@ def evaluate(
 
 def _text_loss(
     config: RunConfig,
-    directory: Path,
+    stored: StoredModel,
     text: TextOptions,
     step: int | None,
     layout_chosen: bool,
     report: Callable[[str], None],
 ) -> tuple[int, TextLoss]:
     """Evaluate a checkpoint on held-out text; return the checkpoint's step and the loss."""
-    if is_compressed(directory) or is_quantized(directory):
+    if stored.packed:
         if layout_chosen:
             raise ConfigError("the loss of a compressed model is computed on one device; leave parallel.* out.")
         layout_chosen = True
         config = on_one_device(config)
     config = Setting.of(config, "evaluate", chosen=layout_chosen).config
-    trainer, data = open_evaluation(config, directory, text, report)
-    params, non_params, step = restore_parameters(
-        directory, config.model, trainer.module, trainer.rules, step=step, report=report
-    )
-    return step, measure_loss(trainer, data, params, non_params, text.max_tokens)
+    trainer, data = open_evaluation(config, stored, text, report)
+    params, non_params = stored.read_state(trainer.module, trainer.rules, step)
+    return stored.choose_step(step), measure_loss(trainer, data, params, non_params, text.max_tokens)
 
 
 def on_one_device(config: RunConfig) -> RunConfig:
@@ -175,13 +172,13 @@ def on_one_device(config: RunConfig) -> RunConfig:
 
 
 def open_evaluation(
-    config: RunConfig, directory: Path, text: TextOptions, report: Callable[[str], None]
+    config: RunConfig, stored: StoredModel, text: TextOptions, report: Callable[[str], None]
 ) -> tuple[Trainer, Data]:
     """Open the held-out text to evaluate a model on; return a trainer for the evaluation, and the text.
 
     Args:
       config: configuration with a resolved layout.
-      directory: run directory or Hugging Face checkpoint, which has the tokenizer.
+      stored: the model on disk, which has the tokenizer.
       text: the text; without paths the run's own.
       report: called with each line of progress while data is prepared.
 
@@ -189,7 +186,7 @@ def open_evaluation(
       ConfigError: the tokenizer is another model's.
     """
     config = config.model_copy(update={"distill": DistillConfig()})  # no checkpoint holds a teacher
-    data = _open_text(config, directory, text, report)
+    data = _open_text(config, stored, text, report)
     rows = config.model.vocab_size or 0
     if data.tokenizer.vocab_size > rows:
         raise ConfigError(
@@ -222,17 +219,16 @@ def measure_loss(
     )
 
 
-def _open_text(config: RunConfig, directory: Path, text: TextOptions, report: Callable[[str], None]) -> Data:
+def _open_text(config: RunConfig, stored: StoredModel, text: TextOptions, report: Callable[[str], None]) -> Data:
     """Open text to evaluate on: the given paths, tokenized with the model's tokenizer, or the run's own data."""
     section = config.data
     if text.paths:
-        read_tokenizer(directory)  # reports a missing tokenizer before any text is prepared
-        folder = directory / "tokenizer" if is_run(directory) else directory
+        assert stored.tokenizer  # reports a missing one before any text is prepared
         section = section.model_copy(
             update={
                 "held_out": tuple(SourceConfig(path=path, text_key=text.text_key) for path in text.paths),
                 "sources": (SourceConfig(path="synthetic"),),  # no training text is read
-                "tokenizer": TokenizerConfig(name="file", path=str(folder)),
+                "tokenizer": TokenizerConfig(name="file", path=str(stored.tokenizer_folder)),
             }
         )
     length = config.train.sequence_length

@@ -1,15 +1,13 @@
 """Loads the teacher model of distillation from the directory that `distill.teacher` names."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from jaxstack.compressed_training.distill import check_vocabulary
-from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
-from jaxstack.models.pretrained import is_run, read_pretrained_model_config
-from jaxstack.run.init_from import initial_parameters
+from jaxstack.run.load import start_parameters
 from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
 from jaxstack.trainer import Trainer
 
 
@@ -22,9 +20,11 @@ def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
     directory = config.distill.teacher
     if directory is None:
         return
-    check_vocabulary(config.model, read_pretrained_model_config(directory), directory)
-    folder = Path(directory) / "tokenizer"
-    if is_run(directory) and folder.is_dir() and load_tokenizer(folder).hash != tokenizer.hash:
+    teacher = StoredModel.open(directory)
+    check_vocabulary(config.model, teacher.model, directory)
+    folder = teacher.tokenizer_folder
+    # A run has the tokenizer that it was trained with; another program's may differ in what does not change the ids.
+    if not teacher.exported and teacher.has_tokenizer and teacher.tokenizer.hash != tokenizer.hash:
         raise ConfigError(
             f"distill.teacher: {directory} was trained with another tokenizer, so that its ids mean other texts; train "
             f"the student with it: data.tokenizer={{name: file, path: {folder}}}."
@@ -43,8 +43,5 @@ def load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], No
     if directory is None:
         return
     _, wanted = trainer.start_shapes
-
-    def name(line):
-        return report(line.replace("starting from", "distilling from", 1))
-
-    trainer.set_teacher(initial_parameters(directory, read_pretrained_model_config(directory), wanted, name))
+    model = StoredModel.open(directory).model
+    trainer.set_teacher(start_parameters(directory, model, wanted, report, verb="distilling"))

@@ -29,18 +29,19 @@ from jaxstack.models import (
     model_flops_per_token,
 )
 from jaxstack.models.low_precision import describe_fp8
-from jaxstack.models.pretrained import is_run
 from jaxstack.observe.number_format import plural
 from jaxstack.resilience.preflight import check_program
 from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.compressed_training import check_masks, describe_compression
 from jaxstack.run.eval_tasks import TrainingTasks
-from jaxstack.run.init_from import initial_parameters
+from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.setting import Setting, forecast_here
 from jaxstack.run.teacher import check_teacher, load_teacher
 from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
+from jaxstack.stored.model import copy_stop_tokens
 from jaxstack.trainer import Trainer
 from jaxstack.tree_rules import TEACHER
 
@@ -89,7 +90,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
             "it to jaxstack generate, evaluate or serve."
         )
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
-        is_run(config.run.init_from)  # reports a wrong directory before data is prepared
+        StoredModel.open(config.run.init_from)  # reports a wrong directory before data is prepared
     warnings = _connect(config)
     automatic = config.parallel.auto
     config = Setting.of(config, "train").config
@@ -172,7 +173,7 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
     if source is not None:
         shapes = trainer.start_shapes[0]
         direct = config.run.direct_storage
-        params = initial_parameters(source, config.model, shapes, say, direct)
+        params = start_parameters(source, config.model, shapes, say, direct_storage=direct)
         check_masks(trainer.module, params)
         trainer.start_from(params)
 
@@ -198,6 +199,8 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
+        if config.run.init_from is not None and (source := StoredModel.find(Path(config.run.init_from))) is not None:
+            copy_stop_tokens(source, directory)
     except OSError as error:
         raise cannot_write(f"the run directory {directory}", error) from None
 

@@ -21,7 +21,7 @@ from jaxstack.observe.report.chart import Point, Scatter, render_scatter
 from jaxstack.observe.report.page import page_head, render_tiles
 from jaxstack.optim.schedules import Schedule
 from jaxstack.run.build import make_trainer, resolve_model
-from jaxstack.run.init_from import initial_parameters
+from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
@@ -216,7 +216,7 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
     check_memory(trainer)
     if config.run.init_from is not None:
         wanted, _ = trainer.start_shapes
-        trainer.start_from(initial_parameters(config.run.init_from, config.model, wanted, report))
+        trainer.start_from(start_parameters(config.run.init_from, config.model, wanted, report))
     return trainer, config
 
 

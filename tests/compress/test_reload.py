@@ -16,10 +16,11 @@ from jaxstack.compress.run import CompressOptions, compress
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.run.convert import export_checkpoint
 from jaxstack.run.evaluate import TextOptions, evaluate
-from jaxstack.run.load import load, load_decoder
+from jaxstack.run.load import load
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
 from tests.compress.test_run import make_run
+from tests.stored.decoders import decoder_of
 
 GREEDY = Sampling(temperature=0)
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -77,7 +78,7 @@ def test_a_directory_is_evaluated_generated_from_served_and_converted_alike(name
     with Engine(run.decoder, settings, vocab_size=words, warm_up=False) as engine:
         assert engine.submit(prompt, 6, GREEDY).result() == generated
     export_checkpoint(out, tmp_path / "converted", warn=lambda line: None)
-    plain = named_leaves(load_decoder(tmp_path / "converted", ["parallel.data=1"])[0].params)
+    plain = named_leaves(decoder_of(tmp_path / "converted", ["parallel.data=1"]).params)
     for path, leaf in named_leaves(run.parameters).items():
         np.testing.assert_array_equal(plain[path], dense_parameter(path, leaf).astype(jnp.float32), path)
 

@@ -21,14 +21,14 @@ from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.files import write_file
 from jaxstack.functional.compressed import compress_in_training
-from jaxstack.functional.module import flatten, nest
+from jaxstack.nested import flatten, nest
 from jaxstack.run.build import build_model
 from jaxstack.run.evaluate import TextOptions, evaluate
-from jaxstack.run.init_from import initial_parameters
-from jaxstack.run.load import load_decoder
+from jaxstack.run.load import start_parameters
 from jaxstack.run_config import load_config
 from pallas_kernels import Grid
 from pallas_kernels.weight_only.packed import pack_nearest
+from tests.stored.decoders import decoder_of
 
 GRID = Grid(4, 16)
 Q_PROJ = "decoder/layers/0/attention/q_proj/kernel"
@@ -151,7 +151,7 @@ def test_a_run_with_rounded_inputs_computes_what_its_compressed_model_does(tmp_p
     assert report.loss_after is not None and report.loss_before is not None and measured is not None
     difference = abs(measured.loss - report.loss_after.loss)
     assert difference < 1e-6 and abs(measured.loss - report.loss_before.loss) > 10 * max(difference, 1e-6)
-    decoders = [load_decoder(directory, ["parallel.data=1"])[0] for directory in (run, out)]
+    decoders = [decoder_of(directory, ["parallel.data=1"]) for directory in (run, out)]
     for path, leaf in named_leaves(decoders[1].params).items():
         other = named_leaves(decoders[0].params)[path]
         if path.endswith("/kernel"):
@@ -178,7 +178,7 @@ def test_a_run_starts_from_compressed_weights(trained):
 
     wanted = nest((tuple(path.split("/")), shape(x)) for path, x in weights.items())
     model = load_config(trained / "config.yaml").model
-    params = initial_parameters(out, model, wanted, lines.append)
+    params = start_parameters(out, model, wanted, lines.append)
     kernel = params["decoder"]["layers"]["0"]["attention"]["q_proj"]["kernel"]
     assert float(jnp.mean(kernel == 0)) == 0.5 and "compressed parameters" in lines[0]
     np.testing.assert_array_equal(kernel, jnp.where(kernel == 0, 0, weights[Q_PROJ]))

@@ -18,10 +18,11 @@ from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.errors import ConfigError
 from jaxstack.functional.compressed import CompressedModule
-from jaxstack.functional.module import Dict, flatten
+from jaxstack.functional.module import Dict
 from jaxstack.gradients.pipeline_module import stage_module
 from jaxstack.loop import LoopSettings
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.nested import flatten
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.run.build import make_trainer
 from jaxstack.state import TrainState

@@ -16,12 +16,13 @@ from jaxstack.compress.methods.rtn import Rtn
 from jaxstack.config.loader import dump_yaml
 from jaxstack.files import write_file
 from jaxstack.functional.compressed import compress_in_training
-from jaxstack.functional.module import flatten, nest
 from jaxstack.models import from_huggingface
+from jaxstack.nested import flatten, nest
 from jaxstack.run.build import build_model
-from jaxstack.run.load import load_decoder, read_run_config
+from jaxstack.run.load import read_run_config
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
+from tests.stored.decoders import decoder_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 255, (2, 12)), jnp.int32)
@@ -75,7 +76,7 @@ def folder(configured) -> Path:
 
 def prune(source: Path, target: Path) -> None:
     """Write the run `source` with the smaller half of each attention matrix at zero."""
-    decoder, _ = load_decoder(source)
+    decoder = decoder_of(source)
     config = load_config(source / "config.yaml", [f"run.name={target.name}", "model.scan_layers=false"])
 
     def halve(x):
@@ -123,7 +124,7 @@ def test_a_stopped_run_goes_on_exactly(folder, small):
 def test_evaluation_and_export_have_the_compressed_weights(folder, small):
     weights = stored(folder, "small")
     pruned = stored(folder, "pruned")
-    decoder, _ = load_decoder(folder / "small")
+    decoder = decoder_of(folder / "small")
     found = {"/".join(path): np.asarray(x) for path, x in flatten(decoder.params).items()}
     for layer in range(3):
 
@@ -139,7 +140,7 @@ def test_evaluation_and_export_have_the_compressed_weights(folder, small):
         u, v = (weights[f"decoder/layers/0/mlp/up_proj/kernel/{part}"][layer] for part in "uv")
         np.testing.assert_allclose(found[name("mlp/up_proj")].T, u @ v, atol=1e-6)
         assert len(np.unique(found[name("mlp/down_proj")])) <= 8
-    master, _ = load_decoder(folder / "small", master=True)
+    master = decoder_of(folder / "small", form="master")
     kernel = master.params["decoder"]["layers"]["1"]["attention"]["q_proj"]["kernel"]
     np.testing.assert_array_equal(kernel, weights["decoder/layers/0/attention/q_proj/kernel"][1])
     assert convert.main([str(folder / "small"), "--output", str(folder / "exported")]) == 0

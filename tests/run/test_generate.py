@@ -12,8 +12,9 @@ from jaxstack import convert
 from jaxstack import generate as command
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.parallel import ParallelConfig
-from jaxstack.run.load import load, read_config
+from jaxstack.run.load import load, run_config
 from jaxstack.run.setting import decoding_layout
+from jaxstack.stored import StoredModel
 from tests.marks import longer
 from tests.word_models import FIXTURES, as_words, make_word_model
 
@@ -101,7 +102,7 @@ def test_several_texts_have_titles_and_end_at_stop_strings(source, prompts, caps
 
 
 def test_the_default_layout_divides_heads_and_widths(source):
-    config = read_config(source)
+    config = run_config(StoredModel.open(source))
     assert decoding_layout(config, 8, chosen=False) == ParallelConfig(tensor=2)
     odd = config.model_copy(update={"model": config.model.model_copy(update={"intermediate_size": 47})})
     assert decoding_layout(odd, 8, chosen=False) == ParallelConfig(tensor=1)

@@ -13,9 +13,11 @@ from jaxstack import convert, generate
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.models import from_huggingface
-from jaxstack.run.load import load, load_decoder
+from jaxstack.run.load import load
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
+from jaxstack.stored import StoredModel
+from tests.stored.decoders import decoder_of
 
 FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
 WORDS = [*"abcdef", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "what", "is", "plus", "it"]
@@ -83,7 +85,8 @@ def test_a_stopped_run_goes_on_exactly(folder, tuned):
 def test_the_export_is_a_plain_checkpoint_that_computes_the_same(folder, tuned):
     assert convert.main([str(folder / "tuned"), "--output", str(folder / "exported")]) == 0
     merged = from_huggingface(folder / "exported")(TOKENS)
-    decoder, step = load_decoder(folder / "tuned")
+    decoder = decoder_of(folder / "tuned")
+    step = StoredModel.open(folder / "tuned").choose_step(None)
     assert step == 4
     np.testing.assert_allclose(decoder.module.merge(decoder.params, decoder.non_params)(TOKENS), merged, atol=1e-5)
     before = from_huggingface(folder / "qwen3")(TOKENS)

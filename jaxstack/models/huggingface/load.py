@@ -27,6 +27,7 @@ from jaxstack.models.huggingface.quantized_weights import (
 )
 from jaxstack.models.huggingface.tensors import explicit_slices, whole
 from jaxstack.models.transformer import Transformer
+from jaxstack.nested import nest
 from jaxstack.parallel import AxisRules, make_rules
 from pallas_kernels import PackedWeight
 
@@ -114,19 +115,7 @@ def read_parameters(
             branch = branch[key]
         return branch
 
-    return nest(_read(Path(directory), family, config, place, report, packed, read))
-
-
-def nest(arrays: dict[str, Any]) -> Any:
-    """Build nested dicts from a flat dict whose keys are paths joined by `/`."""
-    tree: dict[str, Any] = {}
-    for path, array in arrays.items():
-        *parents, last = path.split("/")
-        branch = tree
-        for key in parents:
-            branch = branch.setdefault(key, {})
-        branch[last] = array
-    return tree
+    return nest(_read(Path(directory), family, config, place, report, packed, read).items())
 
 
 def _read(

@@ -3,14 +3,14 @@
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.models.pretrained import is_run
+from jaxstack.stored import StoredModel
 
 
 def test_a_folder_within_a_run_is_answered_with_the_run(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints" / "6").mkdir(parents=True)
     (run / "config.yaml").touch()
-    assert is_run(run)
+    assert StoredModel.open(run)
     for folder in (run / "checkpoints", run / "checkpoints" / "6"):
         with pytest.raises(ConfigError, match=f"did you mean {run}\\?"):
-            is_run(folder)
+            StoredModel.open(folder)

@@ -1,0 +1,224 @@
+"""A run directory with training checkpoints, as a stored model."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxstack.checkpoint import compressed
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.compressed_training.base import WeightRule
+from jaxstack.compressed_training.config import CompressionConfig
+from jaxstack.config.base import Component
+from jaxstack.config.loader import build_component, load_yaml
+from jaxstack.data.load_tokenizer import load_tokenizer
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.functional.compressed import CompressedModule, compress_in_training
+from jaxstack.functional.module import FunctionalModule
+from jaxstack.models import ModelConfig, Transformer, adapted_layers, add_adapters
+from jaxstack.models.adapters import AdapterConfig, AdapterRule
+from jaxstack.models.restack import restack_shapes, same_stacking
+from jaxstack.nested import flatten, get, nest
+from jaxstack.parallel import AxisRules
+from jaxstack.stored.model import Form, Params, StoredModel, abstract_parameters, convert
+from pallas_kernels import PackedWeight
+
+CONFIG = "config.yaml"
+C = TypeVar("C", bound=Component)
+
+
+class RunDirectory(StoredModel, register=False):
+    """What training runs and compressed runs have in common: the configuration in config.yaml."""
+
+    marker = CONFIG
+    title = "a run directory"
+
+    @classmethod
+    def is_in(cls, directory: Path) -> bool:
+        return (directory / CONFIG).is_file()
+
+    def settings(self) -> dict[str, Any]:
+        return load_yaml(self.directory / CONFIG)
+
+    def read_model(self) -> ModelConfig:
+        return self.section("model", ModelConfig)
+
+    def section(self, name: str, kind: type[C]) -> C:
+        """Return a section of the run's configuration.
+
+        Raises:
+          ConfigError: it cannot be read.
+        """
+        return build_component(kind, self.settings().get(name) or {}, str(self.directory / CONFIG))
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer_folder)
+
+
+class TrainingRun(RunDirectory):
+    """A run directory with training checkpoints, of weights that may be adapted or compressed in training."""
+
+    @classmethod
+    def is_in(cls, directory: Path) -> bool:
+        return super().is_in(directory) and not compressed.is_compressed(directory)
+
+    @functools.cached_property
+    def adapters(self) -> Sequence[AdapterRule]:
+        """The rules of the adapters (LoRA, DoRA) that were trained."""
+        return self.section("adapters", AdapterConfig).rules
+
+    @functools.cached_property
+    def compression(self) -> Sequence[WeightRule]:
+        """The rules of the weights that were trained in compressed form."""
+        return self.section("compression", CompressionConfig).rules
+
+    @functools.cached_property
+    def checkpoints(self) -> CheckpointManager:
+        """The run's checkpoints."""
+        return CheckpointManager(self.directory / "checkpoints", report=self.report)
+
+    def choose_step(self, step: int | None) -> int:
+        manager = self.checkpoints
+        if step is None:
+            latest = manager.latest_step()
+            if latest is None:
+                raise JaxstackError(f"{manager.directory} holds no checkpoint yet; train the run first.")
+            return latest
+        steps = manager.all_steps()
+        if step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise ConfigError(f"there is no checkpoint of step {step} in {manager.directory}; there are: {known}.")
+        return step
+
+    def describe(self, step: int | None = None) -> str:
+        return f"the parameters of {self.directory}, step {self.choose_step(step)}"
+
+    def read(
+        self,
+        wanted: Params,
+        model: ModelConfig | None = None,
+        *,
+        form: Form = "plain",
+        step: int | None = None,
+        direct_storage: bool = False,
+    ) -> Params:
+        stored = self.model
+        target = model or stored
+        module = self._module()
+        chosen = self.choose_step(step)
+        same = same_stacking(stored, target)
+        known = flatten(wanted if same else restack_shapes(wanted, target, stored))
+        replicated = NamedSharding(jax.tree.leaves(wanted)[0].sharding.mesh, jax.P())
+
+        def shape(path: tuple[str, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            sharding = known[path].sharding if path in known else replicated  # adapters and factors are small
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        state = self._restore(
+            chosen, {"params": nest((path, shape(path, x)) for path, x in flatten(module.abstract_params).items())}
+        )["params"]
+        packed: dict[str, PackedWeight] = {}
+        if form == "packed" and isinstance(module, CompressedModule):
+            packed = module.pack_rounding(state)
+
+        def finish(state: Params) -> Params:
+            return convert(self._plain(module, state, form), wanted, stored, target)
+
+        alike = jax.tree.structure(state) == jax.tree.structure(wanted)
+        if not (same and alike and all(x.dtype == y.dtype for x, y in _pairs(state, wanted)) and not self.compression):
+            layout = jax.tree.map(lambda x: x.sharding, wanted)
+            state = jax.jit(finish, out_shardings=layout)(state)
+        if not packed:
+            return state
+        return compressed.with_packed_weights(state, packed, jax.tree.map(lambda x: x.sharding, wanted))
+
+    def read_state(self, module: FunctionalModule, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
+        plain = module.plain
+        shapes = abstract_parameters(plain, rules)
+        whole = rules.sharding(jax.P())
+        others = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), plain.abstract_non_params
+        )
+        tree = self._restore(self.choose_step(step), {"params": shapes, "non_params": others})
+        params = tree["params"]
+        others = tree["non_params"]
+        if not module.stores_plain:
+            shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
+            from_plain = functools.partial(module.from_plain, wanted=module.abstract_params)
+            params = jax.jit(from_plain, out_shardings=shardings)(params)
+            others = jax.jit(functools.partial(module.from_plain, wanted=module.abstract_non_params))(others)
+        return params, others
+
+    def open_parameters(self, step: int | None = None) -> Callable[[str], np.ndarray | PackedWeight]:
+        chosen = self.choose_step(step)
+        module = self._module()
+        rules = module.chosen if isinstance(module, CompressedModule) else {}
+        adapted = adapted_layers(nnx.eval_shape(lambda: self._make(nnx.Rngs(0))))
+
+        def stored(path: str) -> np.ndarray:
+            leaf = get(module.abstract_params, path)
+            wanted = {"params": nest([(path, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf))])}
+            found = get(self.checkpoints.restore(chosen, wanted, subset=True)[0]["params"], path)
+            if path not in rules:
+                return found
+            rule, weight = rules[path]
+            return np.asarray(rule.export(jax.tree.map(jnp.asarray, found), weight.layout))
+
+        def read(path: str) -> np.ndarray:
+            layer, _, name = path.rpartition("/")
+            if name != "kernel" or layer not in adapted:
+                return stored(path)
+            adapter = adapted[layer].adapter
+            parts = ["a", "b"] if adapter.magnitude is None else ["a", "b", "magnitude"]
+            return np.asarray(adapter.merge(stored(path), *(stored(f"{layer}/adapter/{part}") for part in parts)))
+
+        return read
+
+    def _make(self, rngs: nnx.Rngs) -> Transformer:
+        return add_adapters(Transformer(self.model, rngs), self.adapters, rngs)
+
+    def _module(self) -> FunctionalModule:
+        """Return the module whose parameters a checkpoint holds."""
+        return compress_in_training(self._make, self.compression)
+
+    def _plain(self, module: FunctionalModule, state: Params, form: Form) -> Params:
+        """Return plain parameters from those of a checkpoint: adapters are merged, compressed weights are dense."""
+        if isinstance(module, CompressedModule):
+            return module.master(state) if form == "master" else module.export(state)
+        if not self.adapters:
+            return state
+        return module.merge_adapters(*module.split_adapters(state), module.init(jax.random.key(0))[1])
+
+    def _restore(self, step: int, wanted: Params) -> Params:
+        tree, extra = self.checkpoints.restore(step, wanted, subset=True)
+        check_tokenizer(self.tokenizer_folder, step, extra)
+        return tree
+
+
+def check_tokenizer(folder: Path, step: int, extra: object) -> None:
+    """Check, by its hash, that the tokenizer in `folder` is the one that a checkpoint was trained with.
+
+    Args:
+      folder: directory of the tokenizer; without one nothing is checked.
+      step: step of the checkpoint, for the message.
+      extra: extra data of the checkpoint, whose `data.tokenizer` is the tokenizer's hash.
+
+    Raises:
+      JaxstackError: it is another tokenizer.
+    """
+    data = extra.get("data") if isinstance(extra, dict) else None
+    trained = data.get("tokenizer") if isinstance(data, dict) else None
+    if trained is not None and folder.is_dir() and load_tokenizer(folder).hash != trained:
+        raise JaxstackError(f"{folder} is not the tokenizer of checkpoint {step}: restore its files.")
+
+
+def _pairs(state: Params, wanted: Params) -> list[tuple[Any, Any]]:
+    return list(zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True))
