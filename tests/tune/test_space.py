@@ -8,8 +8,7 @@ import yaml
 
 from jaxstack.errors import ConfigError
 from jaxstack.tune import study_config
-from jaxstack.tune.space import Choice, Range, read_space
-from jaxstack.tune.study_config import load_study
+from jaxstack.tune.space import Choice, Range, load_study, read_space
 from tests.tune.studies import write_config, write_study
 
 
