@@ -1,4 +1,4 @@
-"""The search space of a hyperparameter study: ranges and choices for configuration values, checked for validity."""
+"""A hyperparameter study: its configuration, and the ranges and choices for configuration values that it searches."""
 
 import dataclasses
 import json
