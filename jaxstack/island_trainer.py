@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack.distributed.xla_options import OptionValue, overlap_options
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.islands.base import Exchange, IslandMethod, OuterState, OverlappedExchange
 from jaxstack.loss import Batch, LossSum
+from jaxstack.module_arrays.module import Dict
 from jaxstack.nested import flatten, nest
 from jaxstack.observe.collectives import bytes_over_axis
 from jaxstack.parallel.config import ISLANDS

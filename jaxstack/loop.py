@@ -19,7 +19,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
-from jaxstack.functional.shardings import describe_unsplit
+from jaxstack.module_arrays.shardings import describe_unsplit
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.number_format import plural
 from jaxstack.observe.profile import StepProfiler
@@ -141,8 +141,6 @@ class Loop:
         self.skips = SkippedSteps(settings.resilience)
         self.skipped = 0
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
-        trainer.steps.spike_threshold = settings.resilience.spike_threshold
-        trainer.steps.noise_scale = settings.observe.noise_scale
         self.signs = ProgressFile.of_this_process()
         self.done = 0
         """Steps that are done, counted from the beginning of the run."""

@@ -19,10 +19,11 @@ from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, peek
 from jaxstack.data.batch_source import numpy_batches as numpy_batches
 from jaxstack.data.device_batches import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
-from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, make_functional
-from jaxstack.gradients.pipeline_module import stage_module
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.loss import Loss, LossFunction
+from jaxstack.module_arrays.module import Dict, ModuleArrays, NNXFactory, make_arrays
+from jaxstack.module_arrays.pipeline_order import PipelineOrder
+from jaxstack.module_arrays.views import with_views
 from jaxstack.nested import flatten
 from jaxstack.optim.base import Optimizer, StepOptimizer
 from jaxstack.optim.build import build_optimizer, make_frozen_predicate
@@ -35,14 +36,11 @@ from jaxstack.state import (
     TrainState,
     abstract_state,
     init_state,
-    replace_teacher,
-    split_teacher,
     start_shapes,
     state_shardings,
     with_shardings,
-    without_teacher,
 )
-from jaxstack.step import Metrics, StepFunctions, StepProgram, XlaOptions
+from jaxstack.step import Metrics, StepFunctions, StepProgram, StepSettings, XlaOptions
 from pallas_kernels import Choice
 
 Data = BatchSource | Callable[[int], HostBatch] | Iterable[HostBatch]
@@ -54,8 +52,8 @@ class Trainer:
 
     Args:
       module: a `flax.nnx.Module`; or a function `rngs -> nnx.Module` (created sharded, for large models), such as
-        `jaxstack.functional.linen.from_linen` makes of a `flax.linen.Module`; or a `FunctionalModule`, such as
-        `jaxstack.functional.compressed.compress_in_training` makes.
+        `jaxstack.module_arrays.linen.from_linen` makes of a `flax.linen.Module`; or a `ModuleArrays`, such as
+        `jaxstack.module_arrays.compression.compress_in_training` makes.
       loss_fn: `loss_fn(module, batch)`, which may also have parameters `key` and `train`; returns the mean over the
         batch, or a `LossSum` if it is declared with `jaxstack.loss.returns_sum`. See `jaxstack.loss`.
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
@@ -77,7 +75,7 @@ class Trainer:
 
     def __init__(
         self,
-        module: nnx.Module | NNXFactory | FunctionalModule,
+        module: nnx.Module | NNXFactory | ModuleArrays,
         loss_fn: LossFunction | Loss,
         data: Data,
         *,
@@ -98,9 +96,9 @@ class Trainer:
         self.placement = BatchPlacement(self.rules)
         layout = layout or StepLayout()
         self.pipeline = layout.pipeline or self._default_pipeline()
-        self.module: FunctionalModule = make_functional(module)
+        self.module: ModuleArrays = make_arrays(module)
         if self.pipeline is not None:
-            self.module = stage_module(self.module, self.pipeline.stages, self.pipeline.chunks)
+            self.module = with_views(self.module, [PipelineOrder(self.pipeline.stages, self.pipeline.chunks)])
         self.learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None = None
         if not isinstance(optimizer, optax.GradientTransformation):
             if not isinstance(optimizer, Optimizer | None):
@@ -121,7 +119,7 @@ class Trainer:
         check_held_out(eval_data)
         self._eval_data = data if eval_data is None and isinstance(data, HeldOutData) else eval_data
         self._state: TrainState | None = None
-        self._teacher: Dict = {}
+        self._companions: Dict = {}
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:
@@ -173,14 +171,14 @@ class Trainer:
                 return self._run_state(init_state(self.module, self.optimizer, key))
 
             create = jax.jit(create, out_shardings=self.shardings)
-            state = replace_teacher(create(jax.random.key(self.seed)), self._teacher)
-            self._state = state
-            self._teacher = {}
+            state = create(jax.random.key(self.seed))
+            self._state = state = state._replace(params={**state.params, **self._companions})
+            self._companions = {}
         return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = replace_teacher(state, self._take_teacher())
+        self._state = self._with_companions(state)
 
     def start_from(self, params: Dict) -> None:
         """Restart at step 0 from these parameters, which are donated (their memory is reused).
@@ -188,10 +186,10 @@ class Trainer:
         Args:
           params: as `start_shapes` describes; the parameters of adapters are initialized.
         """
-        params = self.module.join(params, self._take_teacher())
+        params = {**params, **self._take_companions()}
 
         def create(key: jax.Array, params: Dict) -> TrainState:
-            params = self.module.add_adapters(self.module.params_from_plain(params), key)
+            params = self.module.add_adapters(self.module.store(params), key)
             state = init_state(self.module, self.optimizer, key)
             moments = self.optimizer.init(self.module.split_frozen(params)[0])
             return self._run_state(state._replace(params=params, optimizer=moments))
@@ -216,26 +214,41 @@ class Trainer:
 
     @functools.cached_property
     def start_shapes(self) -> tuple[Dict, Dict]:
-        """Shapes, dtypes and shardings of the parameters for `start_from` and `set_teacher` ({} without a teacher)."""
+        """Shapes, dtypes and shardings of the parameters for `start_from`, and name -> those for `load_companion`."""
         return start_shapes(self.module, self.rules, self.steps.layout.zero)
 
-    def set_teacher(self, params: Dict) -> None:
-        """Set the distillation teacher's parameters, shaped as in `start_shapes`; checkpoints do not contain them."""
-        self._teacher = {"teacher": params}
+    def load_companion(self, name: str, params: Dict) -> None:
+        """Set the parameters of a companion of the module, such as a teacher; checkpoints do not contain them.
+
+        Args:
+          name: one of the module's `companions`.
+          params: its parameters, shaped as `start_shapes` says.
+        """
+        self._companions = {**self._companions, name: params}
         if self._state is not None:
             self.state = self._state
 
-    def _take_teacher(self) -> Dict:
-        """Return the distillation teacher's parameters for a new state: from `set_teacher`, or from the old state."""
-        teacher = self._teacher
-        self._teacher = {}
-        return teacher or (split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
+    def _take_companions(self) -> Dict:
+        """Return the companions' parameters for a new state: from `load_companion`, or else from the old state."""
+        loaded = self._companions
+        self._companions = {}
+        missing = set(self.module.companions) - loaded.keys()
+        return {**{name: self.state.params[name] for name in missing}, **loaded}
+
+    def _with_companions(self, state: TrainState) -> TrainState:
+        """Return a new train state with the companions' parameters put in."""
+        if not self.module.companions:
+            return state
+        return state._replace(params={**state.params, **self._take_companions()})
+
+    def _without_companions(self, state: TrainState) -> TrainState:
+        return state._replace(params=self.module.split_companions(state.params)[0])
 
     @property
     def stored_state(self) -> TrainState:
         """The train state in the form that checkpoints have, which is the same for every parallel layout."""
         if self.module.stores_plain:
-            return without_teacher(self.state)
+            return self._without_companions(self.state)
         to_plain = functools.partial(self.module.to_plain, wanted=abstract_state(self.module.plain, self.optimizer))
         return jax.jit(to_plain, out_shardings=self._stored_shardings())(self.state)
 
@@ -244,13 +257,13 @@ class Trainer:
         if not self.module.stores_plain:
             from_plain = functools.partial(self.module.from_plain, wanted=abstract_state(self.module, self.optimizer))
             state = jax.jit(from_plain, out_shardings=self.shardings)(state)
-        self._state = replace_teacher(state, self._take_teacher())
+        self._state = self._with_companions(state)
 
     @property
     def abstract_stored_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `stored_state`, without computing it."""
         shapes = with_shardings(abstract_state(self.module.plain, self.optimizer), self._stored_shardings())
-        return without_teacher(shapes)
+        return self._without_companions(shapes)
 
     def _stored_shardings(self) -> TrainState:
         return state_shardings(self.module.plain, self.optimizer, self.rules, self.steps.layout.zero)
@@ -265,9 +278,16 @@ class Trainer:
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.module.abstract_params))
 
     def frozen_parameters(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-        """Return the parameters that are not trained, as path -> (logical axes, shape)."""
+        """Return the model's own parameters that are not trained, as path -> (logical axes, shape)."""
         known = self.module.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
-        return {"/".join(path): leaf for path, leaf in flatten(self.module.split_frozen(known)[1]).items()}
+        frozen = flatten(self.module.split_companions(self.module.split_frozen(known)[1])[0])
+        return {"/".join(path): leaf for path, leaf in frozen.items()}
+
+    def set_step(self, settings: StepSettings) -> None:
+        """Choose when a train step is skipped and what it measures; it is compiled again where this changes it."""
+        if settings != self.steps.settings:
+            self.steps = self.steps.with_settings(settings)
+            self.program = StepProgram(self.steps, self.abstract_state, self.train.xla_options)
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
         """Compile the train step before its first use; `choices` then lists the kernels that it uses.
@@ -383,7 +403,9 @@ class Trainer:
         """
         if not isinstance(settings, LoopSettings | None):
             raise TypeError(f"settings must be jaxstack.loop.LoopSettings; found {settings!r}.")
-        return Loop(self, run_dir, settings or LoopSettings()).run()
+        settings = settings or LoopSettings()
+        self.set_step(StepSettings(settings.resilience.spike_threshold, settings.observe.noise_scale))
+        return Loop(self, run_dir, settings).run()
 
 
 def _check_arguments(train: object, schedule: object, mesh: object, layout: object) -> None:

@@ -15,7 +15,6 @@ from jaxstack.data.loader import Data
 from jaxstack.distributed.xla_options import low_precision_cpu_options
 from jaxstack.errors import ConfigError
 from jaxstack.folder_trainer import FolderTrainer
-from jaxstack.functional.compressed import compress_in_training
 from jaxstack.island_trainer import IslandTrainer
 from jaxstack.islands.folder import FolderDiLoCo
 from jaxstack.loss import language_model_loss
@@ -26,6 +25,7 @@ from jaxstack.models import (
     in_fp8,
     with_kv_cache,
 )
+from jaxstack.module_arrays.compression import compress_in_training
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.run.setting import uses_peer_copies
 from jaxstack.run_config import RunConfig

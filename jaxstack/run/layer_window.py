@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run.build import build_model
 from jaxstack.run.load import Run, run_config, stop_tokens
@@ -48,7 +48,7 @@ def open_window(
     cache_compilations()
     rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
-    module = FunctionalModule(build_model(config.model_copy(update={"model": model}), dtype))
+    module = ModuleArrays(build_model(config.model_copy(update={"model": model}), dtype))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
     tokenizer = stored.tokenizer
     decoder = WindowDecoder(

@@ -44,7 +44,6 @@ from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens
 from jaxstack.trainer import Trainer
-from jaxstack.tree_rules import TEACHER
 
 _MANY_LAYERS = 200
 """Number of unrolled layers above which a note says that tracing and compiling them takes long."""
@@ -158,7 +157,7 @@ def _start_devices(config: RunConfig) -> int:
 
 def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:
     """Report the model, devices and layout that will run; return the model FLOPs per token."""
-    frozen = {path: leaf for path, leaf in trainer.frozen_parameters().items() if not TEACHER.search(path)}
+    frozen = trainer.frozen_parameters()
     flops = model_flops_per_token(config.model, config.train.sequence_length)
     flops -= flops_saved_per_token(config.model, frozen)
     say(_describe_run(config, data, flops, bool(frozen)))
