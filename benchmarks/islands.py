@@ -86,8 +86,8 @@ def train(method: str, overrides: list[str]) -> dict[str, Any]:
 def bytes_per_step(trainer: Any) -> float:
     """Return the bytes that each device sends to other islands in a step on average; without islands all bytes."""
     steps = trainer.train.steps
-    if hasattr(trainer, "bytes_of_steps"):
-        return trainer.bytes_of_steps(steps) / steps
+    if hasattr(trainer.wrapper, "bytes_of_steps"):
+        return trainer.wrapper.bytes_of_steps(trainer, steps) / steps
     return sum(row["wire_bytes"] for row in trainer.describe()["collectives"])
 
 

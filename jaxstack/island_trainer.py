@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,14 @@ from jaxstack.errors import ConfigError
 from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.islands.base import Exchange, IslandMethod, OuterState, OverlappedExchange
 from jaxstack.loss import Batch, LossSum
-from jaxstack.module_arrays.module import Dict
+from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.nested import flatten, nest
 from jaxstack.observe.collectives import bytes_over_axis
 from jaxstack.parallel.config import ISLANDS
 from jaxstack.parallel.rules import AxisRules, state_spec
 from jaxstack.state import TrainState, with_shardings
 from jaxstack.step import Metrics, StepFunctions, StepProgram
-from jaxstack.trainer import Trainer
+from jaxstack.trainer import RunStep, StepWrapper, Trainer
 
 Communicate = Callable[[Dict, OuterState], tuple[Dict, OuterState]]
 """(trained parameters of an island, state of the method) -> both after an exchange. Runs inside the `shard_map`."""
@@ -138,85 +138,74 @@ class IslandSteps(StepFunctions):
         )
 
 
-class IslandTrainer(Trainer):
-    """A `Trainer` for several islands, groups of devices that each train a model copy and communicate rarely.
+class Islands(StepWrapper):
+    """Wraps the train step for several islands, groups of devices that each train a model copy and communicate rarely.
 
     Evaluation uses the mean of the islands' parameters. Checkpoints hold it too, for generation, export and other runs.
+    A pipeline, `train.batch_ramp` and modules with compressed weights or companions are not supported.
 
     Args:
-      islands: the method that keeps the islands together.
-      arguments, settings: those of `Trainer`. A pipeline, `train.batch_ramp` and modules with compressed weights or a
-        teacher are not supported.
-
-    Raises:
-      ConfigError: the method does not suit the number of islands, or an argument is not supported.
+      method: the method that keeps the islands together.
     """
 
     make_steps = IslandSteps
-    steps: IslandSteps
 
-    def __init__(self, *arguments: Any, islands: IslandMethod, **settings: Any):
-        self._method = islands
+    def __init__(self, method: IslandMethod):
+        self._method = method
         self._beside: dict[int, jax.stages.Compiled] = {}
         self._between: dict[int, jax.stages.Compiled] = {}
         self._synchronous: tuple[jax.stages.Compiled, jax.stages.Compiled] | None = None
         self._taken: int | None = None
-        super().__init__(*arguments, **settings)
-        if self.rules.mesh.devices.flat[0].platform == "cpu":
-            # Programs that come from the persistent cache hang or crash on simulated CPU devices: none is stored.
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
-        unsupported = {
-            "a pipeline": self.pipeline is not None,
-            "train.batch_ramp": self.train.batch_ramp is not None,
-            "a module with compressed weights": self.module.used is not self.module,
-            "a teacher": bool(self.start_shapes[1]),
-        }
-        for name in (name for name, found in unsupported.items() if found):
-            raise ConfigError(f"islands do not support {name}; remove it, or set parallel.islands=1.")
+        self._exchange: Exchange | None = None
+        self._compiled_mean: Callable[[TrainState], tuple[Dict, Dict, jax.Array]] | None = None
 
-    @functools.cached_property
+    @property
     def exchange(self) -> Exchange:
-        """Object that synchronises the parameters of islands (device groups), e.g. by averaging, as configured.
+        """Object that synchronises the parameters of islands (device groups), e.g. by averaging, as configured."""
+        assert self._exchange is not None, "give the wrapper to a Trainer first"
+        return self._exchange
+
+    def check(self, trainer: Trainer) -> None:
+        """Check that the method suits the number of islands and what is trained.
 
         Raises:
-          ConfigError: the method does not suit the number of islands.
+          ConfigError: it does not.
         """
-        count = self.rules.mesh.shape[ISLANDS]
+        if trainer.rules.mesh.devices.flat[0].platform == "cpu":
+            # Programs that come from the persistent cache hang or crash on simulated CPU devices: none is stored.
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+        count = trainer.rules.mesh.shape[ISLANDS]
         if problem := self._method.problem(count):
             raise ConfigError(problem)
-        return self._method.build(count, self.module.stacked_parameters(self.rules))
+        self._exchange = self._method.build(count, trainer.module.stacked_parameters(trainer.rules))
+        check_unsupported(trainer, "islands do not support {}; remove it, or set parallel.islands=1.")
 
-    def _run_state(self, state: TrainState) -> TrainState:
-        count = self.rules.mesh.shape[ISLANDS]
-        outer = self.exchange.init(self.module.split_frozen(state.params)[0])
+    def extend_state(self, trainer: Trainer, state: TrainState) -> TrainState:
+        count = trainer.rules.mesh.shape[ISLANDS]
+        outer = self.exchange.init(trainer.module.split_frozen(state.params)[0])
         return _map_own(lambda x: jnp.broadcast_to(x[None], (count, *x.shape)), state._replace(outer=outer))
 
-    def _run_shardings(self, shardings: TrainState) -> TrainState:
-        params, _ = self.module.split_frozen(self.module.abstract_params)
+    def extend_shardings(self, trainer: Trainer, shardings: TrainState) -> TrainState:
+        module = trainer.module
+        rules = trainer.rules
+        params, _ = module.split_frozen(module.abstract_params)
         shapes = flatten(params)
         specs = flatten(shardings.params)
 
         def place(entry: Dict) -> Dict:
             def one(path: tuple[str, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
-                spec = state_spec(self.rules.mesh, specs[path[1:]].spec, shapes[path[1:]].shape, x.shape)
-                return self.rules.sharding(spec)
+                spec = state_spec(rules.mesh, specs[path[1:]].spec, shapes[path[1:]].shape, x.shape)
+                return rules.sharding(spec)
 
             return nest((path, one(path, x)) for path, x in flatten(entry).items())
 
         shared, own = jax.eval_shape(self.exchange.init, params)
         return _map_own(_split_first, shardings._replace(outer=OuterState(place(shared), place(own))))
 
-    @property
-    def state(self) -> TrainState:
-        """The train state of all islands (device groups); parameters and optimizer state have leading dim [islands]."""
-        return super().state
-
-    @state.setter
-    def state(self, state: TrainState) -> None:
-        self._state = state
+    def state_is_replaced(self) -> None:
         self._taken = None
 
-    def _mean(self, state: TrainState) -> tuple[Dict, Dict, jax.Array]:
+    def _mean(self, module: ModuleArrays, state: TrainState) -> tuple[Dict, Dict, jax.Array]:
         """Return parameters and other variables averaged over device groups, and the groups' RMS distance from it."""
         params, non_params = jax.tree.map(_mean_of_first, (state.params, state.non_params))
 
@@ -224,117 +213,111 @@ class IslandTrainer(Trainer):
             return jnp.sum(jnp.mean((x - mean) ** 2, 0))
 
         def trained(tree):
-            return self.module.split_frozen(tree)[0]
+            return module.split_frozen(tree)[0]
 
         apart = jax.tree.map(squares, trained(state.params), trained(params))
         return params, non_params, jnp.sqrt(sum(jax.tree.leaves(apart)))
 
-    @functools.cached_property
-    def _compiled_mean(self) -> Callable[[TrainState], tuple[Dict, Dict, jax.Array]]:
-        one = _map_own(_drop_first, self.shardings)
-        whole = self.rules.sharding(_WHOLE)
-        return jax.jit(self._mean, out_shardings=(one.params, one.non_params, whole))
+    def evaluated(self, trainer: Trainer, state: TrainState) -> tuple[Dict, Dict, dict[str, jax.Array]]:
+        """Return the device groups' mean parameters, and the groups' distance from that mean.
 
-    @property
-    def trained_module(self) -> Any:
-        """The module with the mean of the current parameters of all islands (device groups)."""
-        params, non_params, _ = self._compiled_mean(self.state)
-        return self.module.merge(params, non_params)
+        The latter, `eval_island_distance`, is the root of the mean square of their Euclidean distances.
+        """
+        if self._compiled_mean is None:
+            one = _map_own(_drop_first, trainer.shardings)
+            places = one.params, one.non_params, trainer.rules.sharding(_WHOLE)
+            self._compiled_mean = jax.jit(functools.partial(self._mean, trainer.module), out_shardings=places)
+        params, non_params, distance = self._compiled_mean(state)
+        return params, non_params, {"eval_island_distance": distance}
 
-    @property
-    def stored_state(self) -> TrainState:
-        """The train state as in checkpoints: `params` and `non_params` are means over islands (device groups).
+    def store(self, trainer: Trainer, state: TrainState) -> TrainState:
+        """Return the train state as in checkpoints: `params` and `non_params` are means over islands (device groups).
 
         Each island's own values are in `outer.own`.
         """
-        params, non_params, _ = self._compiled_mean(self.state)
-        return _with_means(self.state, params, non_params)
+        params, non_params, _ = self.evaluated(trainer, state)
+        return _with_means(state, params, non_params)
 
-    @stored_state.setter
-    def stored_state(self, state: TrainState) -> None:
+    def load(self, trainer: Trainer, state: TrainState) -> TrainState:
         own = dict(state.outer.own)
         params = own.pop("params")
         non_params = own.pop("non_params")
-        self.state = state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
+        return state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
 
-    @property
-    def abstract_stored_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of `stored_state`, without computing it."""
-        params, non_params, _ = jax.eval_shape(self._mean, self.abstract_state)
-        return with_shardings(_with_means(self.abstract_state, params, non_params), self._stored_shardings())
+    def abstract_stored(self, trainer: Trainer) -> TrainState:
+        state = trainer.abstract_state
+        params, non_params, _ = jax.eval_shape(functools.partial(self._mean, trainer.module), state)
+        one = _map_own(_drop_first, trainer.shardings)
+        return with_shardings(
+            _with_means(state, params, non_params), _with_means(trainer.shardings, one.params, one.non_params)
+        )
 
-    def _stored_shardings(self) -> TrainState:
-        one = _map_own(_drop_first, self.shardings)
-        return _with_means(self.shardings, one.params, one.non_params)
-
-    def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
-        """Compile the train step and the communication between islands (device groups), see `Trainer.compile`."""
-        step = super().compile(batch, create_state=create_state)
+    def compile(self, trainer: Trainer, batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Compile the communication between islands (device groups)."""
         exchange = self.exchange
-        state = self.abstract_state
+        state = trainer.abstract_state
+        steps = cast(IslandSteps, trainer.steps)
+        options = trainer.train.xla_options
         if self._method.synchronous_steps:
-            program = StepProgram(self.steps.synchronous_copy(), state, self.train.xla_options)
-            begin = self._compile_exchange(lambda params, _: (params, exchange.init(params)))
+            program = StepProgram(steps.synchronous_copy(), state, options)
+            begin = self._compile_exchange(trainer, lambda params, _: (params, exchange.init(params)))
             self._synchronous = program.compile(program.lower(batch)), begin
         for phase in range(exchange.phases):
             if isinstance(exchange, OverlappedExchange):
-                program = StepProgram(self.steps.beside(exchange, phase), state, self._overlap_options(exchange, phase))
+                overlapped = self._overlap_options(trainer, exchange, phase)
+                program = StepProgram(steps.beside(exchange, phase), state, overlapped)
                 self._beside[phase] = program.compile(program.lower(batch))
                 if exchange.delay > 1:
                     merge = functools.partial(exchange.merge, phase)
-                    self._between[phase] = self._compile_exchange(lambda p, o, merge=merge: (merge(p, o), o))
+                    self._between[phase] = self._compile_exchange(trainer, lambda p, o, merge=merge: (merge(p, o), o))
             else:
-                self._between[phase] = self._compile_exchange(functools.partial(exchange, phase))
-        return step
+                self._between[phase] = self._compile_exchange(trainer, functools.partial(exchange, phase))
 
-    def _overlap_options(self, exchange: OverlappedExchange, phase: int) -> dict[str, OptionValue]:
+    def _overlap_options(self, trainer: Trainer, exchange: OverlappedExchange, phase: int) -> dict[str, OptionValue]:
         """Return the XLA options of a step that communicates with other islands (device groups) while it computes."""
-        if self.rules.mesh.devices.flat[0].platform == "cpu":
-            return self.train.xla_options
-        state = self.steps.one_model(self.abstract_state)
-        trained = self.module.split_frozen(state.params)[0]
+        if trainer.rules.mesh.devices.flat[0].platform == "cpu":
+            return trainer.train.xla_options
+        state = trainer.steps.one_model(trainer.abstract_state)
+        trained = trainer.module.split_frozen(state.params)[0]
         sent = jax.eval_shape(functools.partial(exchange.compute_changes, phase), trained, state.outer)
-        return {**overlap_options(self.compiler_options, len(sent)), **self.train.xla_options}
+        return {**overlap_options(trainer.compiler_options, len(sent)), **trainer.train.xla_options}
 
-    def _compile_exchange(self, communicate: Communicate) -> jax.stages.Compiled:
-        function = functools.partial(self.steps.exchange, communicate)
-        with jax.set_mesh(self.rules.mesh):
-            lowered = jax.jit(function, donate_argnums=0, out_shardings=self.shardings).lower(self.abstract_state)
-        return lowered.compile(compiler_options=self.compiler_options)
+    def _compile_exchange(self, trainer: Trainer, communicate: Communicate) -> jax.stages.Compiled:
+        function = functools.partial(cast(IslandSteps, trainer.steps).exchange, communicate)
+        with jax.set_mesh(trainer.rules.mesh):
+            exchange = jax.jit(function, donate_argnums=0, out_shardings=trainer.shardings)
+            lowered = exchange.lower(trainer.abstract_state)
+        return lowered.compile(compiler_options=trainer.compiler_options)
 
-    def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
+    def step(
+        self, trainer: Trainer, state: TrainState, batch: Mapping[str, jax.Array], run: RunStep
+    ) -> tuple[TrainState, Metrics]:
         """Take one step on each island (device group), with the parameter exchange between them if one is due."""
-        if self.program.compiled is None:
-            self.compile({k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()})
-        taken = int(jax.device_get(self.state.step)) if self._taken is None else self._taken
+        taken = int(jax.device_get(state.step)) if self._taken is None else self._taken
         delay = self.exchange.delay if isinstance(self.exchange, OverlappedExchange) else 0
         sent = self._due(taken) if delay else None
         self._taken = taken + 1
         if self._synchronous is not None and taken < self._method.synchronous_steps:
-            step, begin = self._synchronous
-            self._state, metrics = step(self.state, dict(batch))
+            synchronous, begin = self._synchronous
+            state, metrics = synchronous(state, batch)
             if self._taken == self._method.synchronous_steps:
-                self._state = begin(jax.block_until_ready(self._state))
-            return metrics
-        if sent is None:
-            metrics = super().train_step(batch)
-        else:
-            self._state, metrics = self._beside[sent](self.state, dict(batch))
+                state = begin(jax.block_until_ready(state))
+            return state, metrics
+        state, metrics = run(state, batch) if sent is None else self._beside[sent](state, batch)
         if delay != 1 and (phase := self._due(self._taken - delay)) is not None:
             # Simulated CPU devices share threads, which collectives of two programs at once may block for good.
-            on_cpu = self.rules.mesh.devices.flat[0].platform == "cpu"
-            before = jax.block_until_ready(self.state) if on_cpu else self.state
-            after = self._between[phase](before)
-            self._state = jax.block_until_ready(after) if on_cpu else after
-        return metrics
+            on_cpu = trainer.rules.mesh.devices.flat[0].platform == "cpu"
+            state = self._between[phase](jax.block_until_ready(state) if on_cpu else state)
+            state = jax.block_until_ready(state) if on_cpu else state
+        return state, metrics
 
     def _due(self, step: int) -> int | None:
         """Return which phase of the parameter exchange between islands (device groups) is due after a step, or None."""
         return self.exchange.due(step) if step > self._method.synchronous_steps else None
 
-    def bytes_of_steps(self, steps: int) -> float:
+    def bytes_of_steps(self, trainer: Trainer, steps: int) -> float:
         """Return how many bytes each device sends to other islands (device groups) in a run's first `steps` steps."""
-        known = self.describe()["islands"]
+        known = self.describe(trainer)["islands"]
         first = min(steps, self._method.synchronous_steps)
         phases = [phase for step in range(1, steps + 1) if (phase := self._due(step)) is not None]
         sent = sum(known["exchange_bytes"][phase] for phase in phases)
@@ -351,27 +334,13 @@ class IslandTrainer(Trainer):
         loss = float(np.sum(values["loss"] * count) / np.sum(count)) if np.sum(count) else means["loss"]
         return {**means, "loss": loss, "count": float(np.sum(count)), "skipped": float(np.max(values["skipped"]))}
 
-    def evaluate(
-        self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
-    ) -> dict[str, float] | None:
-        """Return the held-out loss of the device groups' mean parameters, and the groups' distance from that mean.
+    def describe(self, trainer: Trainer) -> dict[str, Any]:
+        """Return how many bytes islands (device groups) send each other, as `islands`.
 
-        The latter, `eval_island_distance`, is the root of the mean square of their Euclidean distances.
+        It has the bytes that each device sends to other islands: in a step, in the exchanges, and in each of the
+        synchronous steps.
         """
-        if self._eval_data is None:
-            return None
-        params, non_params, distance = self._compiled_mean(self.state)
-        values = self.evaluator.run(params, non_params, max_tokens, stop)
-        return None if values is None else {**values, "eval_island_distance": float(distance)}
-
-    def describe(self) -> dict[str, Any]:
-        """Return the result of `Trainer.describe`, and how many bytes islands (device groups) send each other.
-
-        `islands` has the bytes that each device sends to other islands: in a step, in the exchanges, and in each of
-        the synchronous steps.
-        """
-        axes = dict(self.rules.mesh.shape)
-        step = self.program.compiled
+        axes = dict(trainer.rules.mesh.shape)
         exchanges = [*(self._beside or self._between).values()]
         described: dict[str, Any] = {"count": axes[ISLANDS], **self._method.model_dump(mode="json")}
 
@@ -379,10 +348,30 @@ class IslandTrainer(Trainer):
             return bytes_over_axis((program and program.as_text()) or "", axes, ISLANDS)
 
         with contextlib.suppress(ValueError, AssertionError):  # HLO text of an unknown form must not stop a run
-            described["step_bytes"] = sent(step)
+            described["step_bytes"] = sent(trainer.program.compiled)
             described["exchange_bytes"] = [sent(program) for program in exchanges]
             described["synchronous_bytes"] = sent(self._synchronous and self._synchronous[0])
-        return {**super().describe(), "islands": described}
+        return {"islands": described}
+
+
+def check_unsupported(trainer: Trainer, message: str) -> None:
+    """Check that nothing is trained that no exchange between copies of a model supports.
+
+    Args:
+      trainer: the trainer, whose module and pipeline are known.
+      message: of the error, with {} for what is not supported.
+
+    Raises:
+      ConfigError: something is.
+    """
+    unsupported = {
+        "a pipeline": trainer.pipeline is not None,
+        "train.batch_ramp": trainer.train.batch_ramp is not None,
+        "a module with compressed weights": trainer.module.used is not trainer.module,
+        "a teacher": bool(trainer.module.companions),
+    }
+    for name in (name for name, found in unsupported.items() if found):
+        raise ConfigError(message.format(name))
 
 
 def _per_island(x: jax.Array) -> np.ndarray:

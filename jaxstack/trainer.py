@@ -43,8 +43,90 @@ from jaxstack.state import (
 from jaxstack.step import Metrics, StepFunctions, StepProgram, StepSettings, XlaOptions
 from pallas_kernels import Choice
 
+RunStep = Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
+"""(train state, batch) -> (next train state, metrics)."""
+
 Data = BatchSource | Callable[[int], HostBatch] | Iterable[HostBatch]
 """Batches as dicts of arrays whose first dim is the global batch."""
+
+
+class StepWrapper:
+    """How a trainer runs its train step; by default, one copy of the model takes one step on each batch.
+
+    A subclass wraps the step as `optax.MultiSteps` wraps an optimizer: it extends the train state, changes the compiled
+    step, and may run further programs between steps. See `jaxstack.islands`.
+    """
+
+    make_steps: Callable[..., StepFunctions] = StepFunctions
+    """Makes the step functions from the arguments of `StepFunctions`."""
+
+    def check(self, trainer: "Trainer") -> None:
+        """Check that the wrapper supports what the trainer trains.
+
+        Raises:
+          ConfigError: it does not.
+        """
+
+    def extend_state(self, trainer: "Trainer", state: TrainState) -> TrainState:
+        """Return the run's initial train state, given that of one model copy. Traceable."""
+        return state
+
+    def extend_shardings(self, trainer: "Trainer", shardings: TrainState) -> TrainState:
+        """Return the shardings of the run's train state, given those of one model copy."""
+        return shardings
+
+    def state_is_replaced(self) -> None:
+        """Forget what was known about the train state, such as its step: it is another one from now on."""
+
+    def store(self, trainer: "Trainer", state: TrainState) -> TrainState:
+        """Convert the train state to the form in checkpoints, the same for every parallel layout."""
+        module = trainer.module
+        if module.stores_plain:
+            return state._replace(params=module.split_companions(state.params)[0])
+        to_plain = functools.partial(module.to_plain, wanted=abstract_state(module.plain, trainer.optimizer))
+        return jax.jit(to_plain, out_shardings=self._stored_shardings(trainer))(state)
+
+    def load(self, trainer: "Trainer", state: TrainState) -> TrainState:
+        """Convert a train state from the form in checkpoints to that in which it is trained, without companions."""
+        module = trainer.module
+        if module.stores_plain:
+            return state
+        from_plain = functools.partial(module.from_plain, wanted=abstract_state(module, trainer.optimizer))
+        return jax.jit(from_plain, out_shardings=trainer.shardings)(state)
+
+    def abstract_stored(self, trainer: "Trainer") -> TrainState:
+        """Return shapes, dtypes and shardings of the train state in the form in checkpoints."""
+        module = trainer.module
+        shapes = with_shardings(abstract_state(module.plain, trainer.optimizer), self._stored_shardings(trainer))
+        return shapes._replace(params=module.split_companions(shapes.params)[0])
+
+    def _stored_shardings(self, trainer: "Trainer") -> TrainState:
+        return state_shardings(trainer.module.plain, trainer.optimizer, trainer.rules, trainer.steps.layout.zero)
+
+    def evaluated(self, trainer: "Trainer", state: TrainState) -> tuple[Dict, Dict, dict[str, jax.Array]]:
+        """Return the parameters and other variables to evaluate, and further values for an evaluation's metrics."""
+        return state.params, state.non_params, {}
+
+    def compile(self, trainer: "Trainer", batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Compile the programs that run besides the train step, after the train step is compiled."""
+
+    def step(
+        self, trainer: "Trainer", state: TrainState, batch: Mapping[str, jax.Array], run: RunStep
+    ) -> tuple[TrainState, Metrics]:
+        """Take a step with `run(state, batch)`, which is the compiled train step, and what is due besides it."""
+        return run(state, batch)
+
+    def read(self, metrics: Metrics) -> dict[str, float]:
+        """Wait for the metrics of a step, and convert them from arrays to numbers."""
+        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+    def describe(self, trainer: "Trainer") -> dict[str, Any]:
+        """Return what a description of the compiled step says of the wrapper, as JSON data."""
+        return {}
+
+    def rows_in_data(self) -> tuple[int, int]:
+        """Return (number of runs whose rows a batch of the data has, index of this run among them)."""
+        return 1, 0
 
 
 class Trainer:
@@ -66,14 +148,13 @@ class Trainer:
       train: number of steps, batch size, accumulation.
       eval_data: held-out batches, an iterable of dicts; default: those of `data`, if it has any.
       seed: of the initial weights and of the loss function's keys.
+      wrapper: wraps the train step, for example with exchanges between groups of devices (`jaxstack.islands`).
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
     """
 
-    make_steps: Callable[..., StepFunctions] = StepFunctions
-
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         module: nnx.Module | NNXFactory | ModuleArrays,
         loss_fn: LossFunction | Loss,
@@ -86,6 +167,7 @@ class Trainer:
         train: TrainConfig | None = None,
         eval_data: HeldOutData | Iterable[HostBatch] | None = None,
         seed: int = 0,
+        wrapper: StepWrapper | None = None,
     ):
         _check_arguments(train, schedule, mesh, layout)
         self.train = train or TrainConfig()
@@ -110,10 +192,13 @@ class Trainer:
         self.module.check_dtypes()
         self.optimizer = optimizer
         layout = dataclasses.replace(layout, pipeline=self.pipeline)
-        self.steps = self.make_steps(
+        self.wrapper = wrapper or StepWrapper()
+        self.steps = self.wrapper.make_steps(
             self.module, loss_fn, optimizer, self.learning_rate, self.rules, layout, self.train.gradient_accumulation
         )
-        self.shardings = self._run_shardings(state_shardings(self.module, optimizer, self.rules, layout.zero))
+        self.wrapper.check(self)
+        shardings = state_shardings(self.module, optimizer, self.rules, layout.zero)
+        self.shardings = self.wrapper.extend_shardings(self, shardings)
         self.program = StepProgram(self.steps, self.abstract_state, self.train.xla_options)
         self._smaller: dict[int, StepProgram] = {}
         check_held_out(eval_data)
@@ -168,7 +253,7 @@ class Trainer:
         if state is None:
 
             def create(key):
-                return self._run_state(init_state(self.module, self.optimizer, key))
+                return self.wrapper.extend_state(self, init_state(self.module, self.optimizer, key))
 
             create = jax.jit(create, out_shardings=self.shardings)
             state = create(jax.random.key(self.seed))
@@ -179,6 +264,7 @@ class Trainer:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = self._with_companions(state)
+        self.wrapper.state_is_replaced()
 
     def start_from(self, params: Dict) -> None:
         """Restart at step 0 from these parameters, which are donated (their memory is reused).
@@ -192,7 +278,7 @@ class Trainer:
             params = self.module.add_adapters(self.module.store(params), key)
             state = init_state(self.module, self.optimizer, key)
             moments = self.optimizer.init(self.module.split_frozen(params)[0])
-            return self._run_state(state._replace(params=params, optimizer=moments))
+            return self.wrapper.extend_state(self, state._replace(params=params, optimizer=moments))
 
         donated = 1 if self.module.used is self.module else ()  # factors have other shapes
         create = jax.jit(create, out_shardings=self.shardings, donate_argnums=donated)
@@ -201,16 +287,9 @@ class Trainer:
     @property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the train state, known without computing it."""
-        state = jax.eval_shape(self._run_state, abstract_state(self.module, self.optimizer))
+        extend = functools.partial(self.wrapper.extend_state, self)
+        state = jax.eval_shape(extend, abstract_state(self.module, self.optimizer))
         return with_shardings(state, self.shardings)
-
-    def _run_state(self, state: TrainState) -> TrainState:
-        """Return the run's initial train state, given that of one model copy; a subclass may train several."""
-        return state
-
-    def _run_shardings(self, shardings: TrainState) -> TrainState:
-        """Return the shardings of the run's train state, given those of one model copy; a subclass may have several."""
-        return shardings
 
     @functools.cached_property
     def start_shapes(self) -> tuple[Dict, Dict]:
@@ -241,37 +320,25 @@ class Trainer:
             return state
         return state._replace(params={**state.params, **self._take_companions()})
 
-    def _without_companions(self, state: TrainState) -> TrainState:
-        return state._replace(params=self.module.split_companions(state.params)[0])
-
     @property
     def stored_state(self) -> TrainState:
         """The train state in the form that checkpoints have, which is the same for every parallel layout."""
-        if self.module.stores_plain:
-            return self._without_companions(self.state)
-        to_plain = functools.partial(self.module.to_plain, wanted=abstract_state(self.module.plain, self.optimizer))
-        return jax.jit(to_plain, out_shardings=self._stored_shardings())(self.state)
+        return self.wrapper.store(self, self.state)
 
     @stored_state.setter
     def stored_state(self, state: TrainState) -> None:
-        if not self.module.stores_plain:
-            from_plain = functools.partial(self.module.from_plain, wanted=abstract_state(self.module, self.optimizer))
-            state = jax.jit(from_plain, out_shardings=self.shardings)(state)
-        self._state = self._with_companions(state)
+        self.state = self.wrapper.load(self, state)
 
     @property
     def abstract_stored_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `stored_state`, without computing it."""
-        shapes = with_shardings(abstract_state(self.module.plain, self.optimizer), self._stored_shardings())
-        return self._without_companions(shapes)
-
-    def _stored_shardings(self) -> TrainState:
-        return state_shardings(self.module.plain, self.optimizer, self.rules, self.steps.layout.zero)
+        return self.wrapper.abstract_stored(self)
 
     @property
     def trained_module(self) -> Any:
         """The Flax module with the current parameters."""
-        return self.module.merge(self.state.params, self.state.non_params)
+        params, non_params, _ = self.wrapper.evaluated(self, self.state)
+        return self.module.merge(params, non_params)
 
     def count_parameters(self) -> int:
         """Return the number of the module's parameters, trained or not."""
@@ -303,7 +370,9 @@ class Trainer:
             created = thread.submit(lambda: jax.block_until_ready(self.state) if create_state else None)
             lowered = self.program.lower(batch)
         created.result()  # before XLA compiles, so that it has the devices to itself when it times kernels
-        return self.program.compile(lowered)
+        step = self.program.compile(lowered)
+        self.wrapper.compile(self, batch)
+        return step
 
     def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None:
         """Compile the train step for the smaller batches of a batch-size ramp that are used from step `start` on.
@@ -340,7 +409,7 @@ class Trainer:
 
     def describe(self) -> dict[str, Any]:
         """Describe what the compiled train step runs, such as kernels and collectives, as JSON data."""
-        return self.program.describe()
+        return {**self.program.describe(), **self.wrapper.describe(self)}
 
     def describe_sharding(self) -> dict[str, Any]:
         """Return how the arrays of the train state are sharded, with their bytes per device, as JSON data."""
@@ -353,15 +422,22 @@ class Trainer:
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, dtypes and shardings of a full batch, without using up the batch of step `start`."""
         size = self.train.global_batch_size
-        rows = self.placement.local_rows(size)
+        runs, _ = self.wrapper.rows_in_data()
         start = self.batch_sizes.rows_before(start) // size
-        return abstract_batch(peek(self.data, global_batch_size=size, rows=rows, start=start), self.rules, size)
+        batch = peek(self.data, global_batch_size=size * runs, rows=self._rows(size), start=start)
+        return abstract_batch(batch, self.rules, size)
+
+    def _rows(self, size: int) -> Any:
+        """Return the indices of the rows that this process loads of each batch of the data."""
+        _, index = self.wrapper.rows_in_data()
+        return self.placement.local_rows(size) + index * size if index else self.placement.local_rows(size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:
         """Yield (batch on the devices, seconds waited for it) for each step from `start` on."""
         data = sliceable(self.data, self.batch_sizes)
+        runs, _ = self.wrapper.rows_in_data()
         for size, first, count in self.batch_sizes.phases_from(start):
-            host = data.batches(global_batch_size=size, rows=self.placement.local_rows(size), start=first)
+            host = data.batches(global_batch_size=size * runs, rows=self._rows(size), start=first)
             yield from self.placement.stream(host if count is None else itertools.islice(host, count), size, size)
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
@@ -375,18 +451,22 @@ class Trainer:
         if step is None:
             shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()}
             step = self.compile(shapes)
-        self._state, metrics = step(self.state, dict(batch))
+        self._state, metrics = self.wrapper.step(self, self.state, dict(batch), step)
         return metrics
 
     def read(self, metrics: Metrics) -> dict[str, float]:
         """Wait for the metrics of a step, and convert them from arrays to numbers."""
-        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+        return self.wrapper.read(metrics)
 
     def evaluate(
         self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
         """Return the held-out loss of the current parameters, see `Evaluator.run`."""
-        return self.evaluator.run(self.state.params, self.state.non_params, max_tokens, stop)
+        if self._eval_data is None:
+            return None
+        params, non_params, more = self.wrapper.evaluated(self, self.state)
+        values = self.evaluator.run(params, non_params, max_tokens, stop)
+        return None if values is None else {**values, **{name: float(x) for name, x in more.items()}}
 
     def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
         """Train until step `train.steps`, resuming from the newest checkpoint in `run_dir`.

@@ -14,8 +14,8 @@ from jaxstack.compressed_training.distill import distillation_loss, empty_model,
 from jaxstack.data.loader import Data
 from jaxstack.distributed.xla_options import low_precision_cpu_options
 from jaxstack.errors import ConfigError
-from jaxstack.folder_trainer import FolderTrainer
-from jaxstack.island_trainer import IslandTrainer
+from jaxstack.folder_trainer import FolderIsland
+from jaxstack.island_trainer import Islands
 from jaxstack.islands.folder import FolderDiLoCo
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
@@ -30,7 +30,7 @@ from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.run.setting import uses_peer_copies
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
-from jaxstack.trainer import Trainer
+from jaxstack.trainer import StepWrapper, Trainer
 
 Batch = Mapping[str, np.ndarray]
 BatchSource: TypeAlias = Data | Callable[[int], Batch] | Iterable[Batch]
@@ -143,12 +143,12 @@ def make_trainer(
     if config.distill.teacher is not None:
         make = _with_teacher(make, config.distill.teacher, dtype)
         loss = functools.partial(distillation_loss, z_loss=config.train.z_loss, settings=config.distill)
-    kind = Trainer
+    wrapper: StepWrapper | None = None
     if isinstance(config.islands, FolderDiLoCo):
-        kind = functools.partial(FolderTrainer, islands=config.islands)
+        wrapper = FolderIsland(config.islands)
     elif config.parallel.islands > 1:
-        kind = functools.partial(IslandTrainer, islands=config.islands)
-    return kind(
+        wrapper = Islands(config.islands)
+    return Trainer(
         compress_in_training(make, config.compression.rules),
         loss,
         data,
@@ -158,4 +158,5 @@ def make_trainer(
         layout=step_layout(config, mesh),
         train=train,
         seed=config.run.seed,
+        wrapper=wrapper,
     )

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxstack.checkpoint import directory
-from jaxstack.island_trainer import IslandTrainer
+from jaxstack.island_trainer import Islands
 from jaxstack.islands.folder import FolderMean
 from jaxstack.train import main
 
 _NOW: dict[str, tuple[Any, str]] = {
-    "step": (IslandTrainer, "train_step"),
+    "step": (Islands, "step"),
     "commit": (directory, "put_in_place"),  # of a checkpoint whose files are written
     "wait": (FolderMean, "_wait"),  # for the other islands, after the own changes are written
     "read": (FolderMean, "read"),  # of a mean that is settled
@@ -40,14 +40,13 @@ def killing(function: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 def kill_in_exchange(number: int) -> None:
     """Kills as an exchange of parameters between islands of one program begins, which the other process has begun."""
-    compile_all = IslandTrainer.compile
+    compile_all = Islands.compile
 
-    def compiled(self: IslandTrainer, *arguments: Any, **named: Any) -> Any:
-        step = compile_all(self, *arguments, **named)
+    def compiled(self: Islands, *arguments: Any, **named: Any) -> None:
+        compile_all(self, *arguments, **named)
         self.__dict__["_between"] = {phase: killing(run, number) for phase, run in self._between.items()}
-        return step
 
-    IslandTrainer.compile = compiled
+    Islands.compile = compiled
 
 
 def plan(moment: str, number: int, rank: str | None = None) -> None:

@@ -22,7 +22,7 @@ def test_a_fragment_is_sent_by_asynchronous_collectives_beside_the_step():
     trainer, step = compile_step(small_config(*SHAPE, "islands={name: streaming, every: 4, fragments: 1}"))
     axes = dict(trainer.rules.mesh.shape)
     assert bytes_over_axis(step.as_text(), axes, ISLANDS) == 0
-    text = trainer._beside[0].as_text()
+    text = trainer.wrapper._beside[0].as_text()
     rows = [row for row in collectives(text, axes) if ISLANDS in row.axes]
     assert all(row.asynchronous for row in rows)
     assert sum(row.payload_bytes for row in rows) == 4 * trainer.count_parameters()
@@ -36,7 +36,7 @@ def test_a_fragment_is_sent_by_asynchronous_collectives_beside_the_step():
 def test_most_of_a_fragment_is_sent_during_the_scans_over_the_layers():
     overrides = ("model.scan_layers=true", "islands={name: streaming, every: 4, fragments: 1}")
     trainer, _ = compile_step(small_config(*SHAPE, *overrides))
-    text = trainer._beside[0].as_text()
+    text = trainer.wrapper._beside[0].as_text()
     lines = text[text.index("\nENTRY ") :].splitlines()
     loops = [number for number, line in enumerate(lines) if " while(" in line]
     begun = re.findall(r"%([\w.-]+) = [^=]* all-reduce-start\(", "\n".join(lines[: loops[0]]))

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxstack.errors import ConfigError
-from jaxstack.island_trainer import IslandTrainer
+from jaxstack.island_trainer import Islands
 from jaxstack.islands.diloco import DiLoCo
 from jaxstack.islands.local_sgd import LocalSGD
 from jaxstack.islands.streaming import StreamingDiLoCo
@@ -46,8 +46,7 @@ def data(step):
 def network_trainer(islands, method=None, optimizer=None, steps=8):
     devices = jax.devices()[: max(islands, 4)]
     parallel = ParallelConfig(islands=islands, data=len(devices) // islands)
-    kind, more = (Trainer, {}) if method is None else (IslandTrainer, {"islands": method})
-    return kind(
+    return Trainer(
         Network,
         squares,
         data,
@@ -56,7 +55,7 @@ def network_trainer(islands, method=None, optimizer=None, steps=8):
         mesh=make_mesh(parallel, devices),
         train=TrainConfig(steps=steps, global_batch_size=16),
         eval_data=[data(1000)],
-        **more,
+        wrapper=None if method is None else Islands(method),
     )
 
 
@@ -110,7 +109,7 @@ def test_synchronous_steps_are_data_parallelism_and_exchanges_follow():
     assert described["step_bytes"] == 0 and described["exchange_bytes"] == [parameters]
     # Beside the gradients, the loss and the number of items.
     assert described["synchronous_bytes"] == parameters + 2 * 2 * 3
-    assert ours.bytes_of_steps(6) == 3 * described["synchronous_bytes"] + 2 * parameters
+    assert ours.wrapper.bytes_of_steps(ours, 6) == 3 * described["synchronous_bytes"] + 2 * parameters
 
 
 def stored(trainer):
