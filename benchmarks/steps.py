@@ -132,13 +132,13 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     """Return the resolved configuration of a run, and its data."""
     from jaxstack.data.build_shards import available_cores
     from jaxstack.data.loader import open_data
-    from jaxstack.distributed.device_setup import cache_compilations, start_devices
+    from jaxstack.distributed.device_setup import cache_compilations
     from jaxstack.run.build import resolve_model
-    from jaxstack.run.setting import with_training_layout
+    from jaxstack.run.setting import Setting
     from jaxstack.run_config import load_config
 
     config = load_config(None, list(overrides))
-    config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
+    config = Setting.of(config, "train").config
     cache_compilations()
     length = config.train.sequence_length
     workers = available_cores()

@@ -12,11 +12,14 @@ from typing import get_args
 from pydantic import model_validator
 
 from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.compressed_training import config as compression_config
+from jaxstack.compressed_training import distill
 from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.compressed_training.distill import DistillConfig
-from jaxstack.compressed_training.low_rank import LowRankRule
 from jaxstack.compressed_training.mask import MaskRule
+from jaxstack.config import sections as run_sections
 from jaxstack.config.base import Component
+from jaxstack.config.features import Feature, conflicts
 from jaxstack.config.loader import (
     Tree,
     build_component,
@@ -27,24 +30,43 @@ from jaxstack.config.loader import (
 from jaxstack.config.overrides import merge_overrides
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
-from jaxstack.errors import ConfigError
+from jaxstack.islands import methods as island_methods
 from jaxstack.islands.diloco import DiLoCo
 from jaxstack.islands.folder import FolderDiLoCo
 from jaxstack.islands.methods import AnyIslandMethod
+from jaxstack.models import adapters
+from jaxstack.models import config as model_config
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
+from jaxstack.observe import config as observe_config
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.noise_scale import noise_problem
-from jaxstack.optim.mup import check_mup_support
-from jaxstack.optim.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
+from jaxstack.optim import optimizers
+from jaxstack.optim.optimizers import AdamW, AnyOptimizer, decay_note
 from jaxstack.optim.schedules import AnySchedule, Cosine
+from jaxstack.parallel import config as parallel_config
 from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.layout_rules import LayoutSections, layout_problems, near_multiples, suggest_layout
+from jaxstack.parallel.layout_rules import layout_problems, near_multiples, suggest_layout
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
+from jaxstack.precision import config as precision_config
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.stored.model import fill_in_settings
+
+FEATURES: tuple[Feature, ...] = (
+    *parallel_config.FEATURES,
+    *island_methods.FEATURES,
+    *run_sections.FEATURES,
+    *model_config.FEATURES,
+    *adapters.FEATURES,
+    *compression_config.FEATURES,
+    *distill.FEATURES,
+    *precision_config.FEATURES,
+    *observe_config.FEATURES,
+    *optimizers.FEATURES,
+)
+"""Features of a run, each declared beside its configuration, and what they exclude; docs/combinations.md shows them."""
 
 
 class RunConfig(Component):
@@ -68,17 +90,17 @@ class RunConfig(Component):
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
-        problem = self._length_problem() or self._batch_problem() or self._transfer_problem() or self._width_problem()
-        problem = problem or self._noise_problem() or self._ramp_problem() or self._compression_problem()
-        problem = problem or self._islands_problem()
+        problem = self._length_problem() or self._batch_problem() or self._microbatch_problem()
+        problem = problem or next(iter(self.conflicts()), None) or self._need_problem()
         if problem:
             raise ValueError(problem)
-        if all(degree != -1 for degree in self.parallel.degrees.values()):
-            sections = self.layout_sections
-            problems = layout_problems(sections)
-            if problems:
-                raise ValueError(" ".join(filter(None, [*problems, suggest_layout(sections)])))
+        if all(degree != -1 for degree in self.parallel.degrees.values()) and (problems := self.layout_problems()):
+            raise ValueError(" ".join(filter(None, [*problems, self.suggest_layout()])))
         return self
+
+    def conflicts(self) -> list[str]:
+        """Return the message of each pair of features (`FEATURES`) in use that exclude each other; [] if none do."""
+        return conflicts(FEATURES, {name: getattr(self, name) for name in type(self).model_fields})
 
     def _length_problem(self) -> str | None:
         longest = self.model.max_position_embeddings
@@ -97,126 +119,59 @@ class RunConfig(Component):
     def _batch_problem(self) -> str | None:
         batch = self.train.global_batch_size
         microbatches = self.train.gradient_accumulation
-        if batch % microbatches == 0:
-            return None
-        return (
-            f"train.global_batch_size ({batch}) must be divisible by train.gradient_accumulation ({microbatches}); "
-            f"nearest batch: {near_multiples(batch, microbatches)}."
-        )
-
-    def _ramp_problem(self) -> str | None:
-        ramp = self.train.batch_ramp
-        batch = self.train.global_batch_size
-        if ramp is None:
-            return None
-        doublings = len(ramp.double_at_tokens)
+        if batch % microbatches:
+            return (
+                f"train.global_batch_size ({batch}) must be divisible by train.gradient_accumulation ({microbatches}); "
+                f"nearest batch: {near_multiples(batch, microbatches)}."
+            )
+        doublings = len(self.train.batch_ramp.double_at_tokens) if self.train.batch_ramp else 0
         if batch % 2**doublings:
             return (
                 f"train.global_batch_size ({batch}) must be divisible by {2**doublings} for the {doublings} doublings "
                 f"of train.batch_ramp.double_at_tokens; nearest batch: {near_multiples(batch, 2**doublings)}."
             )
-        if self.parallel.pipeline > 1:
-            return (
-                f"train.batch_ramp does not support a pipeline; set parallel.pipeline=1 ({self.parallel.pipeline}), or "
-                "remove it."
-            )
         return None
 
-    def _noise_problem(self) -> str | None:
+    def _microbatch_problem(self) -> str | None:
+        """Return why the gradient noise scale cannot be measured with these microbatches, or None."""
+        microbatches = self.train.gradient_accumulation
         if not self.observe.noise_scale:
             return None
-        problem = noise_problem(self.train.gradient_accumulation, self.parallel.degrees)
+        problem = noise_problem(microbatches, self.parallel.degrees)
         smaller = 2 ** len(self.train.batch_ramp.double_at_tokens) if self.train.batch_ramp else 1
-        if problem or self.train.gradient_accumulation > smaller:
+        if problem or microbatches > smaller:
             return problem
         return (
             "observe.noise_scale compares microbatches with the whole batch, but the smallest batch of "
-            f"train.batch_ramp is a single one with train.gradient_accumulation={self.train.gradient_accumulation}; "
+            f"train.batch_ramp is a single one with train.gradient_accumulation={microbatches}; "
             f"set it to {2 * smaller}, or observe.noise_scale=false."
         )
 
-    def _transfer_problem(self) -> str | None:
-        remat = self.model.remat
-        scanned = self.model.scan_layers
-        stages = self.parallel.pipeline
-        if self.parallel.prefetch and (not scanned or remat.endswith("offload") or stages > 1):
-            return (
-                f"parallel.prefetch needs model.scan_layers=true ({str(scanned).lower()}), a model.remat without "
-                f"offload ({remat}) and parallel.pipeline=1 ({stages}); or remove it: unrolled layers are gathered "
-                f"ahead without it."
-            )
-        if self.parallel.copy_engines == "always" and stages > 1:
-            return (
-                f"parallel.copy_engines=always does not support a pipeline: it needs parallel.pipeline=1 ({stages}); "
-                f"or remove it."
-            )
-        return None
-
-    def _width_problem(self) -> str | None:
-        if self.model.parametrization == "standard":
-            return None
-        if self.adapters.rules:
-            return (
-                "model.parametrization mup has no rule for the matrices of adapters, whose rank does not grow with the "
-                "width; set model.parametrization=standard."
-            )
-        try:
-            check_mup_support(self.optimizer)
-        except ConfigError as error:
-            return str(error)
-        return None
-
-    def _compression_problem(self) -> str | None:
-        rules = self.compression.rules
-        stages = self.parallel.pipeline
-        if stages > 1 and self.distill.teacher is not None:
-            return (
-                f"distill.teacher does not support a pipeline, and parallel.pipeline is {stages}; set it to 1, or "
-                "remove distill.teacher."
-            )
-        if stages > 1 and any(rule.replaces_matmul for rule in rules):
-            return (
-                f"compression.rules with activations do not support a pipeline, and parallel.pipeline is {stages}; set "
-                "it to 1, or remove `activations`."
-            )
-        if rules and self.adapters.rules:
-            return (
-                "compression.rules and adapters.rules exclude each other: a merged adapter would move weights out of "
-                "their compressed form; merge the adapters first, by starting from that run with run.init_from."
-            )
-        if self.compression.has(LowRankRule) and self.model.parametrization != "standard":
-            return "model.parametrization mup has no rule for the factors of method low_rank; set it to standard."
+    def _need_problem(self) -> str | None:
+        """Return which setting another one needs, or None."""
         if self.compression.has(MaskRule) and self.run.init_from is None and self.run.branch_from is None:
             return "method mask keeps the zeros of a pruned model: name its directory with run.init_from."
-        return None
-
-    def _islands_problem(self) -> str | None:
         count = self.parallel.islands
-        separate = isinstance(self.islands, FolderDiLoCo)
-        if separate and count > 1:
-            return "islands.name=folder describes one island of separate runs; set parallel.islands=1."
-        if count == 1 and not separate:
+        if count == 1 and not isinstance(self.islands, FolderDiLoCo):
             given = self.islands != DiLoCo()
             return "islands needs parallel.islands of 2 or more; set it, or remove the section." if given else None
-        excluded = {
-            "parallel.pipeline": self.parallel.pipeline > 1,
-            "train.batch_ramp": self.train.batch_ramp is not None,
-            "train.eval_tasks": bool(self.train.eval_tasks),
-            "observe.noise_scale": self.observe.noise_scale,
-            "compression.rules": bool(self.compression.rules),
-            "distill.teacher": self.distill.teacher is not None,
-            f"optimizer.name={_name_of(type(self.optimizer))}": self.optimizer.averages_parameters,
-        }
-        found = [name for name, given in excluded.items() if given]
-        if found:
-            used = "islands.name=folder" if separate else f"parallel.islands ({count})"
-            return f"{used} does not support {found[0]}; remove it, or do without islands."
         return self.islands.problem(count)
 
-    @property
-    def layout_sections(self) -> LayoutSections:
-        """The sections of the configuration that decide whether a parallel layout is possible."""
-        return LayoutSections(self.model, self.parallel, self.train, self.adapters)
+    def layout_problems(self) -> list[str]:
+        """Return why this layout, whose degrees must all be given, is not possible; [] if it is."""
+        return [*self.conflicts(), *layout_problems(self.model, self.parallel, self.train)]
+
+    def suggest_layout(self, devices: int | None = None) -> str | None:
+        """Return a sentence that suggests the nearest possible layout on `devices` devices; None if there is none.
+
+        Args:
+          devices: default: the product of the degrees.
+        """
+
+        def problems(parallel: ParallelConfig) -> list[str]:
+            return self.model_copy(update={"parallel": parallel}).layout_problems()
+
+        return suggest_layout(self.parallel, problems, devices)
 
     @property
     def one_island(self) -> "RunConfig":
@@ -302,21 +257,10 @@ def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
     return [f"schedule.warmup_steps is {shorter} instead of {warmup}, because train.steps={steps}"]
 
 
-def _name_of(component: type[Component]) -> str:
-    """Return the `name` that chooses the component in a configuration."""
-    return component.model_fields["name"].default
-
-
 def _decay_notes(tree: Tree) -> list[str]:
-    """Return a note if the schedule decays although the optimizer averages parameters, and so needs no decay."""
-    names = {}
-    for section in ("optimizer", "schedule"):
-        keys = tree.get(section)
-        names[section] = keys.get("name") if isinstance(keys, dict) else None
-    averaging = [_name_of(o) for o in OPTIMIZERS if o.averages_parameters]
-    if names["optimizer"] not in averaging or names["schedule"] == "constant":
-        return []
-    return [f"{names['optimizer']} needs no decay of the learning rate: schedule.name=constant suits it"]
+    """Return the note of `decay_note` on a configuration's optimizer and schedule, as a list of at most one."""
+    names = [keys.get("name") if isinstance(keys := tree.get(key), dict) else None for key in ("optimizer", "schedule")]
+    return [note] if (note := decay_note(*names)) else []
 
 
 def config_from_tree(

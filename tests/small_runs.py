@@ -10,7 +10,8 @@ import numpy as np
 from jaxstack.loss import language_model_loss
 from jaxstack.models import in_fp8
 from jaxstack.parallel import make_mesh
-from jaxstack.run.build import build_model, layout_rules, step_layout
+from jaxstack.run.build import build_model
+from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer
 
@@ -61,7 +62,7 @@ def make_trainer(
 ) -> Trainer:
     """A trainer on as many of the simulated devices as the layout of `config` needs."""
     size = math.prod(config.parallel.degrees.values())
-    mesh = make_mesh(config.parallel, devices if devices is not None else jax.devices()[:size])
+    setting = Setting(config, make_mesh(config.parallel, devices if devices is not None else jax.devices()[:size]))
     rows = config.train.global_batch_size
     return Trainer(
         lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
@@ -69,8 +70,8 @@ def make_trainer(
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=layout_rules(config, mesh),
-        layout=step_layout(config, mesh),
+        mesh=setting.rules,
+        layout=setting.layout,
         train=config.train,
         eval_data=eval_data,
         seed=config.run.seed,

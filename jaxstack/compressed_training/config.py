@@ -3,7 +3,7 @@
 import functools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -17,6 +17,7 @@ from jaxstack.compressed_training.lsq import LsqRule
 from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.base import Component
+from jaxstack.config.features import Excludes, Feature
 from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError
 from jaxstack.models.layer_paths import match_common_value
@@ -84,3 +85,45 @@ def _check_one_method(name: str, matching: Sequence[WeightRule]) -> None:
             f"compression.rules: {' and '.join(texts)} both match {name}, but a weight has one method; make the paths "
             "match different weights, or drop a rule."
         )
+
+
+def _feature(name: str, used: Callable[[WeightRule], bool], rule: str, excludes: tuple[Excludes, ...] = ()) -> Feature:
+    def in_any(compression: CompressionConfig) -> bool:
+        return any(map(used, compression.rules))
+
+    turn_on = (f"compression.rules=[{{path: mlp, {rule}}}]",)
+    return Feature(name, "compression", in_any, turn_on, excludes, also=("compressed weights",))
+
+
+FEATURES = (
+    Feature("compressed weights", "compression", lambda compression: bool(compression.rules)),
+    _feature("quantization-aware training", lambda rule: isinstance(rule, QatRule), "method: qat, group_size: 8"),
+    _feature("learned step sizes (LSQ)", lambda rule: isinstance(rule, LsqRule), "method: lsq, group_size: 8"),
+    _feature("clustered weights", lambda rule: isinstance(rule, ClusterRule), "method: cluster"),
+    _feature(
+        "low-rank weights",
+        lambda rule: isinstance(rule, LowRankRule),
+        "method: low_rank, rank: 4",
+        (
+            Excludes(
+                "muP",
+                "the rank of the factors does not grow with the width",
+                "model.parametrization mup has no rule for the factors of method low_rank; set it to standard.",
+            ),
+        ),
+    ),
+    _feature(
+        "int8 activations",
+        lambda rule: rule.replaces_matmul,
+        "method: qat, bits: 8, group_size: null, activations: int8",
+        (
+            Excludes(
+                "pipeline",
+                "stages call the matmuls of stacked layers, which the rule does not replace",
+                "compression.rules with activations do not support a pipeline, and parallel.pipeline is "
+                "{parallel.pipeline}; set it to 1, or remove `activations`.",
+            ),
+        ),
+    ),
+)
+"""Features of compressed weights in training, see `jaxstack.config.features`."""

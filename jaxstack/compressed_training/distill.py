@@ -14,6 +14,7 @@ from pydantic import Field
 
 from jaxstack.compressed_training.teacher_divergence import DivergenceOptions, divergence_sum
 from jaxstack.config.base import Component
+from jaxstack.config.features import MODEL_DIRECTORY, Excludes, Feature
 from jaxstack.errors import ConfigError
 from jaxstack.loss import (
     IGNORE,
@@ -135,3 +136,22 @@ def _divergence(
         counts.reshape(-1).astype(jnp.float32),
         DivergenceOptions(settings.temperature, *caps),
     )
+
+
+FEATURES = (
+    Feature(
+        "distillation",
+        "distill",
+        lambda distill: distill.teacher is not None,
+        (f"distill.teacher={MODEL_DIRECTORY}",),
+        excludes=(
+            Excludes(
+                "pipeline",
+                "the teacher has other layers than the student, which the stages do not divide",
+                "distill.teacher does not support a pipeline, and parallel.pipeline is {parallel.pipeline}; set it to "
+                "1, or remove distill.teacher.",
+            ),
+        ),
+    ),
+)
+"""Features of distillation, see `jaxstack.config.features`."""

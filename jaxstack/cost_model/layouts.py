@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from jaxstack.parallel.config import AXES, ParallelConfig, factorizations
-from jaxstack.parallel.layout_rules import layout_problems
 from jaxstack.parallel.pipeline.plan import fitting_microbatches, plan_pipeline
 from jaxstack.run_config import RunConfig
 
@@ -125,9 +124,8 @@ def enumerate_layouts(
     rows: list[tuple[float, ...]] = []
     for degrees in factorizations(devices, len(AXES)):
         for parallel in _variants(config.parallel, dict(zip(AXES, degrees, strict=True)), refused):
-            trial = config.layout_sections
             train = config.train.model_copy(update={"gradient_accumulation": 1})
-            problems = layout_problems(dataclasses.replace(trial, parallel=parallel, train=train))
+            problems = config.model_copy(update={"parallel": parallel, "train": train}).layout_problems()
             if problems:
                 refused[_without_values(problems[0])] += 1
             else:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Key
 from pydantic import Field
 
 from jaxstack.config.base import Component, PathRule
+from jaxstack.config.features import Excludes, Feature
 from jaxstack.models.dropout import drop, fold_key
 from jaxstack.models.layer_paths import match_common_value, weight_paths
 from jaxstack.models.linear import Kernel, Linear, multiply
@@ -179,3 +180,36 @@ def set_adapter_dropout_keys(module: Module, key: Key[Array, "..."] | None) -> M
 
 def _dense_layers(model: nnx.Module) -> list[tuple[tuple[Any, ...], Linear]]:
     return [(path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Linear)]
+
+
+FEATURES = (
+    Feature(
+        "adapters",
+        "adapters",
+        lambda adapters: bool(adapters.rules),
+        ("adapters.rules=[{path: q_proj, rank: 2}]",),
+        excludes=(
+            Excludes(
+                "pipeline",
+                "stages stack the weights of their layers, and adapters are parts of single layers",
+                "adapters do not support a pipeline; use fsdp or tensor, or remove the adapters.",
+            ),
+            Excludes(
+                "muP",
+                "the rank of an adapter does not grow with the width",
+                "model.parametrization mup has no rule for the matrices of adapters, whose rank does not grow with the "
+                "width; set model.parametrization=standard.",
+            ),
+            *(
+                Excludes(
+                    other,
+                    "a merged adapter would move weights out of their compressed form",
+                    "compression.rules and adapters.rules exclude each other: a merged adapter would move weights out "
+                    "of their compressed form; merge the adapters first, by starting from that run with run.init_from.",
+                )
+                for other in ("compressed weights",)
+            ),
+        ),
+    ),
+)
+"""Features of adapters, see `jaxstack.config.features`."""

@@ -6,12 +6,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
+from jaxstack.config.features import Excludes, Feature
 from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.models.norm import NORMS
 from jaxstack.models.table_choice import NameIn
+from jaxstack.parallel.config import MIXTURE
 
 _SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -292,3 +294,53 @@ def _near_divisors(number: int, near: int) -> str:
     below = max(d for d in divisors if d <= max(near, 1))
     above = min((d for d in divisors if d >= near), default=below)
     return f"{below} or {above}" if above != below else str(below)
+
+
+def _has_attention(name: str, model: ModelConfig) -> bool:
+    return model.attention.name == name
+
+
+FEATURES = (
+    Feature("unrolled layers", "model", lambda model: not model.scan_layers, ("model.scan_layers=false",)),
+    Feature("recomputation", "model", lambda model: model.remat != "none", ("model.remat=full",)),
+    Feature("offloading", "model", lambda model: model.remat.endswith("offload"), ("model.remat=offload",)),
+    Feature(
+        "muP",
+        "model",
+        lambda model: model.parametrization == "mup",
+        ("model.parametrization=mup", "model.base_width=16"),
+    ),
+    Feature("mixture of experts", "model", lambda model: model.moe is not None, MIXTURE),
+    Feature(
+        "expert capacity",
+        "model",
+        lambda model: model.moe is not None and model.moe.capacity_factor is not None,
+        ("model.moe={num_experts: 4, num_experts_per_tok: 2, capacity_factor: 1.25}",),
+        excludes=(
+            Excludes(
+                "context parallelism",
+                "the capacity counts the tokens of whole sequences",
+                "model.moe.capacity_factor ({model.moe.capacity_factor}) counts the tokens of whole sequences, but "
+                "parallel.context ({parallel.context}) splits sequences; remove one of the two.",
+            ),
+        ),
+    ),
+    Feature("tied embeddings", "model", lambda model: model.tie_word_embeddings, ("model.tie_word_embeddings=true",)),
+    Feature("dropout", "model", lambda model: model.dropout > 0, ("model.dropout=0.1",)),
+    *(
+        Feature(
+            f"{name} attention",
+            "model",
+            functools.partial(_has_attention, name),
+            (f"model.attention={{name: {name}{settings}}}",),
+        )
+        for name, settings in (
+            ("linear", ""),
+            ("performer", ", features: 16"),
+            ("projected", ", block_size: 16"),
+            ("block_sparse", ", block_size: 16"),
+            ("longformer", ", window: 4"),
+        )
+    ),
+)
+"""Features of a model, see `jaxstack.config.features`."""

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
+from jaxstack.config.features import Excludes, Feature
 
 
 class ObserveConfig(Component):
@@ -41,3 +42,26 @@ class ObserveConfig(Component):
                     "steps are counted from 1, e.g. [10, 12]"
                 )
         return self
+
+
+FEATURES = (
+    Feature(
+        "gradient noise scale",
+        "observe",
+        lambda observe: observe.noise_scale,
+        ("observe.noise_scale=true", "train.gradient_accumulation=2"),
+        excludes=tuple(
+            Excludes(
+                other,
+                reason,
+                f"observe.noise_scale does not support parallel.{axis}={{parallel.{axis}}}; set parallel.{axis}=1 or "
+                "observe.noise_scale=false.",
+            )
+            for other, axis, reason in (
+                ("pipeline", "pipeline", "a stage sees the gradients of its own layers only"),
+                ("context parallelism", "context", "a device sees a part of each sequence's gradient only"),
+            )
+        ),
+    ),
+)
+"""Features of what a run records, see `jaxstack.config.features`."""

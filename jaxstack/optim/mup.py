@@ -21,6 +21,13 @@ _NORM_POWERS: Mapping[Role, float] = {"input": 0.5, "hidden": 0.0, "output": -0.
 elements are of order 1/width in embeddings, and of order 1 in the head, whose initial weights shrink by 1/width."""
 
 
+NO_WIDTH_RULE = (
+    "model.parametrization mup: how the learning rate of optimizer.name {optimizer.name} depends on the width is not "
+    "known; choose adamw, lion, sgd, muon or soap, or model.parametrization=standard."
+)
+"""Error message of an optimizer that does not support muP."""
+
+
 def check_mup_support(optimizer: Optimizer) -> None:
     """Check that an optimizer supports muP: that its learning-rate scaling with the model's width is known.
 
@@ -29,10 +36,7 @@ def check_mup_support(optimizer: Optimizer) -> None:
     """
     if optimizer.width_powers is None:
         name = getattr(optimizer, "name", type(optimizer).__name__)
-        raise ConfigError(
-            f"model.parametrization mup: how the learning rate of optimizer.name {name} depends on the width is not "
-            "known; choose adamw, lion, sgd, muon or soap, or model.parametrization=standard."
-        )
+        raise ConfigError(NO_WIDTH_RULE.replace("{optimizer.name}", name))
 
 
 def rate_factor(optimizer: Optimizer, width: Width, path: str, leaf: HasShape) -> float:

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
+from jaxstack.config.features import Excludes, Feature
 from jaxstack.errors import ConfigError
 
 _PREFERENCE = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
@@ -72,6 +73,8 @@ def _divisors(number: int) -> list[int]:
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
+MIXTURE = ("model.moe={num_experts: 4, num_experts_per_tok: 2}",)
+"""Overrides that turn on a small mixture of experts."""
 ISLANDS = "islands"
 """Mesh axis of a run with islands, before all others; other runs' meshes do not have it."""
 
@@ -234,3 +237,58 @@ def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
     """
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return max(d for d in divisors if d <= near), min((d for d in divisors if d >= near), default=divisors[-1])
+
+
+_PREFETCH = (
+    "parallel.prefetch needs model.scan_layers=true ({model.scan_layers}), a model.remat without offload "
+    "({model.remat}) and parallel.pipeline=1 ({parallel.pipeline}); or remove it: unrolled layers are gathered ahead "
+    "without it."
+)
+
+FEATURES = (
+    Feature("data parallelism", "parallel", lambda parallel: parallel.data > 1, ("parallel.data=2",)),
+    Feature("ZeRO-1", "parallel", lambda parallel: parallel.zero == 1, ("parallel.data=2", "parallel.zero=1")),
+    Feature(
+        "ZeRO-2",
+        "parallel",
+        lambda parallel: parallel.zero == 2,
+        ("parallel.data=2", "parallel.zero=2"),
+    ),
+    Feature("FSDP", "parallel", lambda parallel: parallel.fsdp > 1, ("parallel.fsdp=2",)),
+    Feature("tensor parallelism", "parallel", lambda parallel: parallel.tensor > 1, ("parallel.tensor=2",)),
+    Feature(
+        "sequence parallelism",
+        "parallel",
+        lambda parallel: parallel.sequence,
+        ("parallel.tensor=2", "parallel.sequence=true"),
+    ),
+    Feature("context parallelism", "parallel", lambda parallel: parallel.context > 1, ("parallel.context=2",)),
+    Feature("expert parallelism", "parallel", lambda parallel: parallel.expert > 1, (*MIXTURE, "parallel.expert=2")),
+    Feature("pipeline", "parallel", lambda parallel: parallel.pipeline > 1, ("parallel.pipeline=2",)),
+    Feature(
+        "prefetch",
+        "parallel",
+        lambda parallel: parallel.prefetch,
+        ("parallel.fsdp=2", "parallel.prefetch=true"),
+        excludes=(
+            Excludes("pipeline", "a stage holds its weights gathered for all microbatches", _PREFETCH),
+            Excludes("unrolled layers", "XLA gathers the weights of unrolled layers ahead by itself", _PREFETCH),
+            Excludes("offloading", "the loop that gathers ahead does not move activations to the host", _PREFETCH),
+        ),
+    ),
+    Feature(
+        "copy engines",
+        "parallel",
+        lambda parallel: parallel.copy_engines == "always",
+        ("parallel.fsdp=2", "parallel.copy_engines=always"),
+        excludes=(
+            Excludes(
+                "pipeline",
+                "the transfers between stages and those of weights would need one order on all devices",
+                "parallel.copy_engines=always does not support a pipeline: it needs parallel.pipeline=1 "
+                "({parallel.pipeline}); or remove it.",
+            ),
+        ),
+    ),
+)
+"""Features of a parallel layout, see `jaxstack.config.features`."""

@@ -3,9 +3,8 @@
 They need no device. Configuration, planner and commands all use them. A model is seen through the protocol `ModelDims`.
 """
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxstack.config.sections import TrainConfig
@@ -29,8 +28,6 @@ class ExpertDims(Protocol):
 
     @property
     def num_experts(self) -> int: ...
-    @property
-    def capacity_factor(self) -> float | None: ...
 
 
 class ModelDims(Protocol):
@@ -55,54 +52,40 @@ class ModelDims(Protocol):
     def is_mixture_layer(self, layer: int) -> bool: ...
 
 
-class Adapters(Protocol):
-    """Configuration of low-rank adapters."""
-
-    @property
-    def rules(self) -> Sequence[object]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class LayoutSections:
-    """The sections of a configuration that decide whether a layout is possible: model, parallel, train, adapters."""
-
-    model: ModelDims
-    parallel: ParallelConfig
-    train: TrainConfig
-    adapters: Adapters
-
-
-def layout_problems(sections: LayoutSections) -> list[str]:
+def layout_problems(model: ModelDims, parallel: ParallelConfig, train: TrainConfig) -> list[str]:
     """Return a message for each validity rule that a layout breaks, with the nearest valid values.
 
     Args:
-      sections: their parallel degrees must all be given, without -1.
+      model: the dimensions that the degrees must divide.
+      parallel: its degrees must all be given, without -1.
+      train: batch size, sequence length and microbatches.
     """
     problems = [
-        *_tensor_problems(sections.model, sections.parallel),
-        *_expert_problems(sections.model, sections.parallel),
-        *_batch_problems(sections.parallel, sections.train),
-        *_sequence_problems(sections),
-        *_task_problems(sections.parallel, sections.train),
+        *_tensor_problems(model, parallel),
+        *_expert_problems(model, parallel),
+        *_batch_problems(parallel, train),
+        *_sequence_problems(model, parallel, train),
     ]
-    return problems or (_pipeline_problems(sections) if sections.parallel.pipeline > 1 else [])
+    return problems or (_pipeline_problems(model, parallel, train) if parallel.pipeline > 1 else [])
 
 
-def suggest_layout(sections: LayoutSections, devices: int | None = None) -> str | None:
-    """Return a sentence that suggests the nearest valid layout for this model and batch; None if there is none.
+def suggest_layout(
+    parallel: ParallelConfig, problems: Callable[[ParallelConfig], Sequence[str]], devices: int | None = None
+) -> str | None:
+    """Return a sentence that suggests the valid layout nearest to `parallel`; None if there is none.
 
     Args:
+      parallel: a layout that is not valid.
+      problems: returns the messages of the rules that a layout breaks.
       devices: number of devices to lay out over; default: the product of the degrees.
     """
-    parallel = sections.parallel
     devices = devices or math.prod(parallel.degrees.values())
 
     def fits(degrees: dict[str, int]) -> bool:
         try:
-            other = ParallelConfig.model_validate(parallel.model_dump() | degrees)
+            return not problems(ParallelConfig.model_validate(parallel.model_dump() | degrees))
         except ValueError:
             return False
-        return not layout_problems(dataclasses.replace(sections, parallel=other))
 
     found = nearest_degrees(parallel.degrees, devices, fits)
     return f"On {devices} devices this model and batch fit with parallel {found}." if found else None
@@ -156,11 +139,6 @@ def _expert_problems(model: ModelDims, parallel: ParallelConfig) -> list[str]:
             f"model.moe.moe_intermediate_size ({model.expert_size}) must be divisible by parallel.tensor ({tensor}); "
             f"nearest: {near_multiples(model.expert_size, tensor)}."
         )
-    if moe.capacity_factor is not None and parallel.context > 1:
-        problems.append(
-            f"model.moe.capacity_factor ({moe.capacity_factor}) counts the tokens of whole sequences, but "
-            f"parallel.context ({parallel.context}) splits sequences; remove one of the two."
-        )
     return problems
 
 
@@ -187,11 +165,10 @@ def _batch_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
     return problems
 
 
-def _sequence_problems(sections: LayoutSections) -> list[str]:
+def _sequence_problems(model: ModelDims, parallel: ParallelConfig, train: TrainConfig) -> list[str]:
     """Return why the sequence length does not fit context or sequence parallelism, which must divide it."""
-    parallel = sections.parallel
-    length = sections.train.sequence_length
-    problems = _context_problems(sections) if parallel.context > 1 else []
+    length = train.sequence_length
+    problems = _context_problems(model, parallel, train) if parallel.context > 1 else []
     unit = parallel.context * parallel.tensor
     if parallel.sequence and length % unit:
         context = f" x parallel.context ({parallel.context})" if parallel.context > 1 else ""
@@ -202,11 +179,9 @@ def _sequence_problems(sections: LayoutSections) -> list[str]:
     return problems
 
 
-def _context_problems(sections: LayoutSections) -> list[str]:
+def _context_problems(model: ModelDims, parallel: ParallelConfig, train: TrainConfig) -> list[str]:
     """Return why a model's attention cannot compute sequences that are split over the devices of `context`."""
-    parallel = sections.parallel
-    model = sections.model
-    length = sections.train.sequence_length
+    length = train.sequence_length
     problems = []
     context = parallel.context
     unit = 2 * context
@@ -232,23 +207,10 @@ def _context_problems(sections: LayoutSections) -> list[str]:
     return problems
 
 
-def _task_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
-    if not train.eval_tasks or (parallel.pipeline == 1 and parallel.context == 1):
-        return []
-    return [
-        f"train.eval_tasks needs parallel.pipeline and parallel.context of 1; found {parallel.pipeline} and "
-        f"{parallel.context}; run jaxstack.evaluate on the checkpoints instead."
-    ]
-
-
-def _pipeline_problems(sections: LayoutSections) -> list[str]:
-    """Return why a pipeline is not possible: microbatches, adapters or a number of layers that do not suit it."""
-    model = sections.model
-    train = sections.train
+def _pipeline_problems(model: ModelDims, parallel: ParallelConfig, train: TrainConfig) -> list[str]:
+    """Return why a pipeline is not possible: microbatches or a number of layers that do not suit it."""
     try:
-        plan = plan_pipeline(sections.parallel, train.global_batch_size, train.gradient_accumulation)
-        if sections.adapters.rules:
-            raise ConfigError("adapters do not support a pipeline; use fsdp or tensor, or remove the adapters.")
+        plan = plan_pipeline(parallel, train.global_batch_size, train.gradient_accumulation)
         lead, period = model.layer_pattern
         StageLayout((model.num_layers - lead) // period, plan.stages, plan.chunks)
     except ConfigError as error:

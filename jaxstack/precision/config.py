@@ -3,12 +3,14 @@
 Master weights, optimizer state, accumulated gradients, norms and the softmax are float32 in every case.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component, PathRule
+from jaxstack.config.features import Feature
 
 _PROJECTIONS = r"/(attention/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)/kernel$"
 
@@ -62,3 +64,33 @@ class PrecisionConfig(Component):
         own = ((rule.path, rule.fp8) for rule in self.fp8_rules)
         plain = ((f"^decoder/layers/{number}/", False) for number in layers_without_fp8)
         return (*own, *plain, (_PROJECTIONS, True), (".*", False))
+
+
+def _has_recipe(name: str, precision: PrecisionConfig) -> bool:
+    return precision.fp8 == name
+
+
+FEATURES = (
+    *(
+        Feature(
+            f"FP8 ({name})",
+            "precision",
+            functools.partial(_has_recipe, name),
+            (f"precision.fp8={name}",),
+        )
+        for name in ("current", "delayed", "blockwise")
+    ),
+    Feature(
+        "bfloat16 computation",
+        "precision",
+        lambda precision: precision.compute == "bfloat16",
+        ("precision.compute=bfloat16",),
+    ),
+    Feature(
+        "bfloat16 reduction",
+        "precision",
+        lambda precision: precision.reduce == "bfloat16",
+        ("precision.reduce=bfloat16",),
+    ),
+)
+"""Features of numeric precision, see `jaxstack.config.features`."""

@@ -2,9 +2,8 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
@@ -12,7 +11,6 @@ from jax.typing import DTypeLike
 
 from jaxstack.compressed_training.distill import distillation_loss, empty_model, with_teacher
 from jaxstack.data.loader import Data
-from jaxstack.distributed.xla_options import low_precision_cpu_options
 from jaxstack.errors import ConfigError
 from jaxstack.folder_trainer import FolderIsland
 from jaxstack.island_trainer import Islands
@@ -26,8 +24,8 @@ from jaxstack.models import (
     with_kv_cache,
 )
 from jaxstack.module_arrays.compression import compress_in_training
-from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
-from jaxstack.run.setting import uses_peer_copies
+from jaxstack.parallel import make_mesh
+from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
 from jaxstack.trainer import StepWrapper, Trainer
@@ -57,25 +55,6 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
             f"nearest: {tokenizer_size}{faster}."
         )
     return model
-
-
-def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
-    """Return the rules that map logical axes of arrays onto the device mesh, for a run's configuration."""
-    return make_rules(mesh, sequence=config.parallel.sequence)
-
-
-def step_layout(config: RunConfig, mesh: Mesh) -> StepLayout:
-    """Return the parallelization of the train step (ZeRO stage, overlap, pipeline, ...) that a configuration sets."""
-    parallel = config.parallel
-    return StepLayout(
-        zero=parallel.zero,
-        reduce_dtype=config.precision.reduce,
-        context_method=None if parallel.context_method == "auto" else parallel.context_method,
-        overlap=parallel.overlap,
-        prefetch=parallel.prefetch,
-        peer_copies=uses_peer_copies(config, mesh),
-        pipeline=config.pipeline_plan(),
-    )
 
 
 def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Transformer]:
@@ -124,16 +103,8 @@ def make_trainer(
             f"precision.kv_cache ({config.precision.kv_cache}) does not support a pipeline; set parallel.pipeline=1 "
             f"({config.parallel.pipeline})."
         )
-    if isinstance(mesh, AbstractMesh):
-        platform = "gpu"
-        mesh = cast(Mesh, mesh)
-    else:
-        mesh = mesh or make_mesh(config.parallel, devices)
-        platform = mesh.devices.flat[0].platform
-    dtype = jnp.dtype(config.precision.compute_dtype(platform))
-    train = config.train
-    if platform == "cpu" and dtype.itemsize < 4:
-        train = train.model_copy(update={"xla_options": {**low_precision_cpu_options(), **train.xla_options}})
+    setting = Setting(config, mesh or make_mesh(config.parallel, devices))
+    dtype = setting.dtype
 
     def student(rngs: nnx.Rngs) -> Transformer:
         return in_fp8(build_model(config, dtype)(rngs), config.precision)
@@ -154,9 +125,9 @@ def make_trainer(
         data,
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=layout_rules(config, mesh),
-        layout=step_layout(config, mesh),
-        train=train,
+        mesh=setting.rules,
+        layout=setting.layout,
+        train=setting.train,
         seed=config.run.seed,
         wrapper=wrapper,
     )

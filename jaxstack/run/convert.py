@@ -16,7 +16,6 @@ from jaxstack.data.chat_template import CONFIG as CHAT_CONFIG
 from jaxstack.data.chat_template import ChatFormat
 from jaxstack.data.tokenizer import CONFIG_FILE as TOKENIZER_FILE
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.distributed.device_setup import start_devices
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.files import write_file, writing_to
 from jaxstack.models import ModelConfig, Transformer, count_parameters, from_huggingface
@@ -27,8 +26,9 @@ from jaxstack.models.huggingface.quantized_weights import unsupported_reason
 from jaxstack.models.huggingface.save import write_checkpoint
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import flatten, nest
-from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import ParallelConfig
 from jaxstack.run.load import read_run_config
+from jaxstack.run.setting import open_rules
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.stored import StoredModel
 from jaxstack.stored.huggingface import SEQUENCE_LENGTH, HuggingFaceCheckpoint
@@ -115,7 +115,7 @@ def _import_plain(
     source: Path, output: Path, model: ModelConfig, ignore: Sequence[str], warn: Callable[[str], None]
 ) -> None:
     """Write the weights of a Hugging Face checkpoint as the checkpoint of step 0 in a run directory."""
-    rules = make_rules(make_mesh(ParallelConfig(fsdp=start_devices())))
+    rules = open_rules(ParallelConfig(fsdp=-1))
     transformer = from_huggingface(source, mesh=rules, ignore=ignore)
     params, non_params = ModuleArrays(lambda rngs: Transformer(model, rngs)).split(transformer)
     with CheckpointManager(output / "checkpoints", report=warn) as manager:
@@ -126,8 +126,7 @@ def _import_packed(
     source: Path, output: Path, model: ModelConfig, ignore: Sequence[str], warn: Callable[[str], None]
 ) -> None:
     """Write a quantized Hugging Face checkpoint as a compressed model, keeping weights quantized where possible."""
-    start_devices()
-    rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
+    rules = open_rules(ParallelConfig())
     specs = ModuleArrays(lambda rngs: Transformer(model, rngs)).parameter_specs(rules)
     shardings = jax.tree.map(rules.sharding, specs)
     params = read_parameters(source, model, shardings, ignore, packed=True, report=warn)

@@ -13,14 +13,13 @@ from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.decoding.decode import Params
-from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.parallel import ParallelConfig
 from jaxstack.run.build import make_trainer
 from jaxstack.run.eval_tasks import default_max_length, import_harness
 from jaxstack.run.load import load, run_config, sets_layout
-from jaxstack.run.setting import with_evaluation_layout
+from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
 from jaxstack.trainer import Trainer
@@ -155,14 +154,12 @@ def _text_loss(
     report: Callable[[str], None],
 ) -> tuple[int, TextLoss]:
     """Evaluate a checkpoint on held-out text; return the checkpoint's step and the loss."""
-    devices = start_devices(config.parallel.simulate_devices)
-    cache_compilations()
     if stored.packed:
         if layout_chosen:
             raise ConfigError("the loss of a compressed model is computed on one device; leave parallel.* out.")
-        devices = 1
+        layout_chosen = True
         config = on_one_device(config)
-    config = with_evaluation_layout(config, devices, chosen=layout_chosen)
+    config = Setting.of(config, "evaluate", chosen=layout_chosen).config
     trainer, data = open_evaluation(config, stored, text, report)
     params, non_params = stored.read_state(trainer.module, trainer.rules, step)
     return stored.choose_step(step), measure_loss(trainer, data, params, non_params, text.max_tokens)

@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jaxstack.decoding.layer_window import WindowDecoder
-from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.module import ModuleArrays
-from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run.build import build_model
 from jaxstack.run.load import Run, run_config, stop_tokens
+from jaxstack.run.setting import Setting
 from jaxstack.stored import StoredModel
 
 
@@ -44,15 +42,12 @@ def open_window(
     layers = stored.open_layers(model)
     if math.prod(config.parallel.degrees.values()) > 1:
         raise ConfigError("--resident-layers uses one device; leave the keys of parallel out.")
-    start_devices(config.parallel.simulate_devices)
-    cache_compilations()
-    rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
-    dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
-    module = ModuleArrays(build_model(config.model_copy(update={"model": model}), dtype))
+    setting = Setting.of(config, "decode", chosen=True)
+    module = ModuleArrays(build_model(config.model_copy(update={"model": model}), setting.dtype))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
     tokenizer = stored.tokenizer
     decoder = WindowDecoder(
-        module, layers, non_params, rules, resident=resident_layers, vocab_size=tokenizer.vocab_size
+        module, layers, non_params, setting.rules, resident=resident_layers, vocab_size=tokenizer.vocab_size
     )
     report(f"{decoder.window_bytes / 1e6:,.1f} of {decoder.total_bytes / 1e6:,.1f} MB of weights in memory at most")
     return Run(stored.directory, config, 0, tokenizer, decoder, stop_tokens(stored))

@@ -1,13 +1,10 @@
 """Load a trained run or a Hugging Face checkpoint: configuration, tokenizer, and parameters sharded over devices."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
@@ -19,15 +16,14 @@ from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.decoding.decode import Decoder, Params, cast_shapes
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import TextGenerator
-from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.module_arrays.module import ModuleArrays
-from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import ParallelConfig
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.run.generate import GeneratedText, generate
-from jaxstack.run.setting import decoding_layout
+from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import Form, initial_variables
@@ -241,11 +237,9 @@ def load_decoder(
       form: form of compressed weights, see `StoredModel.read`.
       layout_chosen: True takes the degrees of `config.parallel`; False those that suit the model and the devices.
     """
-    devices = start_devices(config.parallel.simulate_devices)
-    cache_compilations()
-    parallel = decoding_layout(config, devices, chosen=layout_chosen)
-    rules = make_rules(make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())]))
-    dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
+    setting = Setting.of(config, "decode", chosen=layout_chosen)
+    rules = setting.rules
+    dtype = setting.dtype
     unrolled = config.model.model_copy(update={"scan_layers": False})
     module = ModuleArrays(
         lambda rngs: with_kv_cache(Transformer(unrolled, rngs, dtype=dtype), config.precision.kv_cache)

@@ -1,22 +1,118 @@
-"""Chooses the parallel layout of a run, for training, evaluation and decoding."""
+"""Opens what a run computes on: devices, mesh, sharding rules and dtypes, with the layout of training or decoding."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Literal, TypeAlias, cast
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.config.sections import TrainConfig
 from jaxstack.cost_model.cluster import Cluster, cluster_of_devices, parse_cluster, resized
 from jaxstack.cost_model.forecast import Forecast, forecast
 from jaxstack.cost_model.search import search_layouts
-from jaxstack.distributed.device_setup import DEVICE_FRACTION, memory_per_device
-from jaxstack.distributed.xla_options import supports_peer_copies
+from jaxstack.distributed.device_setup import DEVICE_FRACTION, cache_compilations, memory_per_device, start_devices
+from jaxstack.distributed.xla_options import low_precision_cpu_options, supports_peer_copies
 from jaxstack.errors import ConfigError
+from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.collectives import in_one_process
 from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.layout_rules import layout_problems, suggest_layout
+from jaxstack.resilience.preflight import check_same_devices
 from jaxstack.run_config import RunConfig
+
+Purpose: TypeAlias = Literal["train", "evaluate", "decode"]
+"""What devices are opened for; each has its own choice of layout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a run computes on: its configuration with the layout filled in, and the device mesh.
+
+    Attributes:
+      config: configuration whose parallel degrees are those of the mesh.
+      mesh: device mesh; with an `AbstractMesh` a run can be described, but not computed.
+    """
+
+    config: RunConfig
+    mesh: Mesh | AbstractMesh
+
+    @classmethod
+    def of(cls, config: RunConfig, purpose: Purpose, *, chosen: bool = False) -> "Setting":
+        """Start the devices and the compilation cache, choose the layout, and make the mesh.
+
+        Args:
+          config: configuration of the run. Degrees of -1 and `parallel: auto` are filled in.
+          purpose: training uses all devices; see `with_evaluation_layout` and `decoding_layout` for the others.
+          chosen: True if the user chose the degrees for evaluation or decoding, in place of those of the training.
+
+        Raises:
+          ConfigError: the devices cannot be started, or the layout does not fit them, the model or the batch.
+        """
+        devices = start_devices(config.parallel.simulate_devices)
+        cache_compilations()
+        if purpose == "train":
+            if jax.process_count() > 1:
+                check_same_devices(config.resilience.connect_seconds)
+            config = with_training_layout(config, devices)
+        elif purpose == "evaluate":
+            config = with_evaluation_layout(config, devices, chosen=chosen)
+        else:
+            parallel = decoding_layout(config, devices, chosen=chosen)
+            config = config.model_copy(update={"parallel": parallel})
+        return cls(config, _mesh(config.parallel))
+
+    @property
+    def platform(self) -> str:
+        """Platform of the devices, `gpu` or `cpu`; that of an abstract mesh is `gpu`."""
+        return "gpu" if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0].platform
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the computation."""
+        return jnp.dtype(self.config.precision.compute_dtype(self.platform))
+
+    @property
+    def rules(self) -> AxisRules:
+        """Rules that map logical axes of arrays onto the mesh."""
+        return make_rules(cast(Mesh, self.mesh), sequence=self.config.parallel.sequence)
+
+    @property
+    def layout(self) -> StepLayout:
+        """Parallelization of the train step besides its rules: ZeRO stage, overlap, pipeline, ..."""
+        config = self.config
+        parallel = config.parallel
+        return StepLayout(
+            zero=parallel.zero,
+            reduce_dtype=config.precision.reduce,
+            context_method=None if parallel.context_method == "auto" else parallel.context_method,
+            overlap=parallel.overlap,
+            prefetch=parallel.prefetch,
+            peer_copies=_uses_peer_copies(config, cast(Mesh, self.mesh)),
+            pipeline=config.pipeline_plan(),
+        )
+
+    @property
+    def train(self) -> TrainConfig:
+        """The section `train`, with the XLA options that this platform and dtype need."""
+        train = self.config.train
+        if self.platform != "cpu" or self.dtype.itemsize >= 4:
+            return train
+        return train.model_copy(update={"xla_options": {**low_precision_cpu_options(), **train.xla_options}})
+
+
+def open_rules(parallel: ParallelConfig) -> AxisRules:
+    """Start the devices; return the sharding rules of a mesh over as many as the degrees need, for work without a run.
+
+    Args:
+      parallel: degrees; one of -1 takes the rest of the devices.
+    """
+    return make_rules(_mesh(_within(parallel, start_devices(parallel.simulate_devices))))
+
+
+def _mesh(parallel: ParallelConfig) -> Mesh:
+    return make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values()) * parallel.islands])
 
 
 def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | None = None) -> RunConfig:
@@ -37,11 +133,11 @@ def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | Non
     try:
         resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
     except ConfigError as error:
-        hint = suggest_layout(config.layout_sections, max(1, devices // config.parallel.islands))
+        hint = config.suggest_layout(max(1, devices // config.parallel.islands))
         raise ConfigError(" ".join(filter(None, [str(error), hint]))) from None
-    problems = layout_problems(resolved.layout_sections)
+    problems = resolved.layout_problems()
     if problems:
-        raise ConfigError(" ".join(filter(None, [*problems, suggest_layout(resolved.layout_sections)])))
+        raise ConfigError(" ".join(filter(None, [*problems, resolved.suggest_layout()])))
     return resolved
 
 
@@ -118,7 +214,7 @@ def with_evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> 
     size = -(-size // unit) * unit
     sizes = {"eval_batch_size": size, "global_batch_size": size, "gradient_accumulation": 1}
     config = config.model_copy(update={"parallel": parallel, "train": train.model_copy(update=sizes)})
-    if problems := layout_problems(config.layout_sections):
+    if problems := config.layout_problems():
         raise ConfigError(" ".join(problems))
     return config
 
@@ -142,7 +238,7 @@ def decoding_layout(config: RunConfig, devices: int, *, chosen: bool) -> Paralle
     return next(parallel for parallel in choices if parallel.tensor == 1 or not _decoding_problems(config, parallel))
 
 
-def uses_peer_copies(config: RunConfig, mesh: Mesh) -> bool:
+def _uses_peer_copies(config: RunConfig, mesh: Mesh) -> bool:
     """Return True if weights and gradients are transferred by the GPUs' copy engines instead of NCCL kernels.
 
     With `parallel.copy_engines: auto` this holds for layouts where it was measured to be no slower: unrolled
@@ -172,4 +268,4 @@ def _decoding_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]
     """
     rows = parallel.data * parallel.fsdp * parallel.expert
     train = TrainConfig(global_batch_size=rows, sequence_length=2 * parallel.tensor * parallel.context)
-    return layout_problems(config.model_copy(update={"parallel": parallel, "train": train}).layout_sections)
+    return config.model_copy(update={"parallel": parallel, "train": train}).layout_problems()

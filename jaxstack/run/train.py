@@ -19,7 +19,6 @@ from jaxstack.data.compression_baselines import compression_baselines
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.cluster import find_place
 from jaxstack.distributed.coordination import connect
-from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.files import write_file
@@ -31,14 +30,14 @@ from jaxstack.models import (
 )
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.number_format import plural
-from jaxstack.resilience.preflight import check_program, check_same_devices
+from jaxstack.resilience.preflight import check_program
 from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.compressed_training import check_masks, describe_compression
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
-from jaxstack.run.setting import forecast_here, with_training_layout
+from jaxstack.run.setting import Setting, forecast_here
 from jaxstack.run.teacher import check_teacher, load_teacher
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
@@ -93,8 +92,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
         StoredModel.open(config.run.init_from)  # reports a wrong directory before data is prepared
     warnings = _connect(config)
     automatic = config.parallel.auto
-    config = with_training_layout(config, _start_devices(config))
-    cache_compilations()
+    config = Setting.of(config, "train").config
     first = jax.process_index() == 0
     say = report if first and config.observe.progress else (lambda text: None)
     for line in warnings:
@@ -145,14 +143,6 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     if first:
         _summarize(config, values, baselines, say)
     return TrainedRun(config.directory, config, values)
-
-
-def _start_devices(config: RunConfig) -> int:
-    """Initialize the devices, check that all processes have the same number and kind, and return the total number."""
-    devices = start_devices(config.parallel.simulate_devices)
-    if jax.process_count() > 1:
-        check_same_devices(config.resilience.connect_seconds)
-    return devices
 
 
 def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:

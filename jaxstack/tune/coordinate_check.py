@@ -20,13 +20,12 @@ import numpy as np
 from jaxstack.cli import CommandParser, add_examples, run_command, tolerate_broken_pipe
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import Data, open_data
-from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.optim.schedules import Constant
 from jaxstack.run.build import make_trainer, resolve_model
-from jaxstack.run.setting import with_training_layout
+from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 
 PARAMETRIZATIONS = ("standard", "mup")
@@ -115,8 +114,7 @@ def check_coordinates(
     widths = tuple(sorted(set(widths or [config.model.hidden_size * m for m in (1, 2, 4, 8)])))
     if len(widths) < 2 or widths[0] < 1 or steps < 1:
         raise ConfigError("a coordinate check needs two widths or more (--widths 64,128,256) and one step or more.")
-    config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
-    cache_compilations()
+    config = Setting.of(config, "train").config
     length = config.train.sequence_length
     seed = config.run.seed
     data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())

@@ -15,7 +15,6 @@ import optax
 
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import open_data
-from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import write_file
 from jaxstack.observe.report.chart import Point, Scatter, render_scatter
@@ -24,7 +23,7 @@ from jaxstack.optim.schedules import Schedule
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory
-from jaxstack.run.setting import with_training_layout
+from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
@@ -202,8 +201,7 @@ def diverged_at(averages: np.ndarray) -> int:
 
 def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], None]) -> tuple[Trainer, RunConfig]:
     """Return a trainer of a fresh model with a rising learning rate, and the complete configuration."""
-    config = with_training_layout(config, start_devices(config.parallel.simulate_devices))
-    cache_compilations()
+    config = Setting.of(config, "train").config
     length = config.train.sequence_length
     seed = config.run.seed
     data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())

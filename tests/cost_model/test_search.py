@@ -13,7 +13,6 @@ from jaxstack.cost_model.layouts import enumerate_layouts, layout_table_of
 from jaxstack.cost_model.model_shape import optimizer_bytes
 from jaxstack.cost_model.search import faster_part, search_layouts
 from jaxstack.errors import ConfigError
-from jaxstack.parallel.layout_rules import layout_problems
 from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import config_from_tree, load_config
 
@@ -32,7 +31,7 @@ def test_every_offered_layout_passes_the_trainers_checks(overrides):
     assert len(layouts) > 500
     for row in range(0, len(layouts), 29):
         one = layouts.configuration(row, config)
-        assert not layout_problems(one.layout_sections)
+        assert not one.layout_problems()
         assert with_training_layout(one, 8) == one
         assert config_from_tree(one.model_dump(mode="json", by_alias=True)) == one
         columns = layout_table_of(one)
@@ -59,7 +58,7 @@ def test_small_models_of_any_shape(heads, layers, batch, devices, experts):
     layouts, _ = enumerate_layouts(config, devices)
     seconds = LayoutModel(config, parse_cluster(f"{devices} h200")).seconds(layouts) if len(layouts) else {}
     for row in range(0, len(layouts), max(1, len(layouts) // 5)):
-        assert not layout_problems(layouts.configuration(row, config).layout_sections)
+        assert not layouts.configuration(row, config).layout_problems()
     assert all(np.isfinite(part).all() and (part >= 0).all() for part in seconds.values())
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxstack.errors import ConfigError
 from jaxstack.parallel import make_mesh
 from jaxstack.parallel.collectives import gather, in_one_process, scatter
-from jaxstack.run.build import step_layout
+from jaxstack.run.setting import Setting
 from tests.hopper import hopper_topology
 from tests.parallel.test_layouts import assert_trains_as_one_device
 from tests.small_runs import make_trainer, metrics_of_steps, small_config
@@ -105,7 +105,7 @@ def test_where_weights_travel_by_copies():
 
     def copies(devices, *overrides: str) -> bool:
         config = small_config("parallel.fsdp=4", "model.scan_layers=false", *overrides)
-        return step_layout(config, make_mesh(config.parallel, devices)).peer_copies
+        return Setting(config, make_mesh(config.parallel, devices)).layout.peer_copies
 
     assert copies(gpus)
     assert not copies(gpus, "model.scan_layers=true")
