@@ -44,7 +44,7 @@ _LONG_RUN_SECONDS = 3600
 """Length of a run from which on advice on the interval between saves is worth a line."""
 _IN_FLIGHT = 2
 """Maximum number of steps on the devices: one runs while the next is queued."""
-_DECIDING = ("model", "optimizer", "schedule", "precision", "compression", "distill", "islands")
+_DECIDING = ("model", "optimizer", "schedule", "precision", "compression", "distill", "local_sgd")
 """Sections of the configuration that decide a run's result; each checkpoint has a copy of them."""
 
 

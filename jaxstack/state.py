@@ -30,7 +30,7 @@ class TrainState(NamedTuple):
     history: StepHistory
     """Loss and gradient norm of the last steps taken."""
     outer: Any = {}
-    """State of the method that keeps islands together, see `jaxstack.islands`; empty without islands."""
+    """State of the method that keeps workers together, see `jaxstack.local_sgd`; empty without workers."""
 
 
 LATER_FIELDS = {"history": StepHistory.empty}

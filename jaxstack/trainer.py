@@ -54,7 +54,7 @@ class StepWrapper:
     """How a trainer runs its train step; by default, one copy of the model takes one step on each batch.
 
     A subclass wraps the step as `optax.MultiSteps` wraps an optimizer: it extends the train state, changes the compiled
-    step, and may run further programs between steps. See `jaxstack.islands`.
+    step, and may run further programs between steps. See `jaxstack.local_sgd`.
     """
 
     make_steps: Callable[..., StepFunctions] = StepFunctions
@@ -148,7 +148,7 @@ class Trainer:
       train: number of steps, batch size, accumulation.
       eval_data: held-out batches, an iterable of dicts; default: those of `data`, if it has any.
       seed: of the initial weights and of the loss function's keys.
-      wrapper: wraps the train step, for example with exchanges between groups of devices (`jaxstack.islands`).
+      wrapper: wraps the train step, for example with exchanges between groups of devices (`jaxstack.local_sgd`).
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.

@@ -12,9 +12,8 @@ from jax.typing import DTypeLike
 from jaxstack.compressed_training.distill import distillation_loss, empty_model, with_teacher
 from jaxstack.data.loader import Data
 from jaxstack.errors import ConfigError
-from jaxstack.folder_trainer import FolderIsland
-from jaxstack.island_trainer import Islands
-from jaxstack.islands.folder import FolderDiLoCo
+from jaxstack.folder_worker import FolderWorker
+from jaxstack.local_sgd.folder import FolderDiLoCo
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
     ModelConfig,
@@ -29,6 +28,7 @@ from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
 from jaxstack.trainer import StepWrapper, Trainer
+from jaxstack.worker_steps import Workers
 
 Batch = Mapping[str, np.ndarray]
 BatchSource: TypeAlias = Data | Callable[[int], Batch] | Iterable[Batch]
@@ -115,10 +115,10 @@ def make_trainer(
         make = _with_teacher(make, config.distill.teacher, dtype)
         loss = functools.partial(distillation_loss, z_loss=config.train.z_loss, settings=config.distill)
     wrapper: StepWrapper | None = None
-    if isinstance(config.islands, FolderDiLoCo):
-        wrapper = FolderIsland(config.islands)
-    elif config.parallel.islands > 1:
-        wrapper = Islands(config.islands)
+    if isinstance(config.local_sgd, FolderDiLoCo):
+        wrapper = FolderWorker(config.local_sgd)
+    elif config.parallel.workers > 1:
+        wrapper = Workers(config.local_sgd)
     return Trainer(
         compress_in_training(make, config.compression.rules),
         loss,

@@ -163,7 +163,7 @@ def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[st
 def _planned(config: RunConfig) -> dict[str, Any]:
     """Return the roofline model of the run's operators, for its report; {} if the device's peak rates are unknown."""
     peak = find_peak(jax.devices()[0].device_kind)
-    return {} if peak is None else {"roofline": describe_roofline(config.one_island, peak)}
+    return {} if peak is None else {"roofline": describe_roofline(config.one_worker, peak)}
 
 
 def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:
@@ -214,7 +214,7 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
     count = count_parameters(config.model)
     degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
     layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
-    layout = f"{config.parallel.islands} islands of {layout}" if config.parallel.islands > 1 else layout
+    layout = f"{config.parallel.workers} workers of {layout}" if config.parallel.workers > 1 else layout
     device = jax.devices()[0]
     sizes = BatchSizes(config.train)
     tokens = sizes.rows_before(config.train.steps) * config.train.sequence_length

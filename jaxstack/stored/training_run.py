@@ -17,6 +17,7 @@ from jaxstack.compressed_training.base import WeightRule
 from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, load_yaml
+from jaxstack.config.renamed_keys import with_new_names
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
@@ -45,7 +46,7 @@ class RunDirectory(StoredModel, register=False):
         return (directory / CONFIG).is_file()
 
     def settings(self) -> dict[str, Any]:
-        return load_yaml(self.directory / CONFIG)
+        return with_new_names(load_yaml(self.directory / CONFIG))
 
     def read_model(self) -> ModelConfig:
         return self.section("model", ModelConfig)
