@@ -37,8 +37,7 @@ from jaxstack.optim.schedules import Linear
 from jaxstack.run.build import build_model, resolve_model
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.tune.optuna_study import OptunaStudy, Outcome, best_of, check_packages
-from jaxstack.tune.space import read_space
-from jaxstack.tune.study_config import StudyConfig
+from jaxstack.tune.space import StudyConfig, read_space
 
 SCRIPT = "tune_search"
 WORK = "study of 5 hyperparameters, bytes, 1 layer"

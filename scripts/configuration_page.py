@@ -25,7 +25,7 @@ from jaxstack.optim.base import Optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES, Schedule
 from jaxstack.run_config import RunConfig
-from jaxstack.tune.study_config import StudyConfig
+from jaxstack.tune.space import StudyConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 STUDIES = PAGE.with_name("tuning.md")

@@ -1,5 +1,6 @@
 """Small runs that use several features at once, on simulated devices."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -28,14 +29,15 @@ def write_model_config(directory: Path) -> None:
     (directory / "config.yaml").write_text(yaml.safe_dump({"model": model}))
 
 
-def combined(directory: Path, *features: Feature) -> RunConfig:
+def combined(directory: Path, *features: Feature, further: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a small run that uses all of these features.
 
     Args:
       directory: where `write_model_config` wrote.
+      further: further overrides.
 
     Raises:
       ConfigError: they exclude each other.
     """
-    overrides = dict.fromkeys(override for feature in features for override in feature.turn_on)
+    overrides = dict.fromkeys([*(text for feature in features for text in feature.turn_on), *further])
     return load_config(None, [*BASE, *(text.replace(MODEL_DIRECTORY, str(directory)) for text in overrides)])

@@ -3,7 +3,7 @@
 import functools
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -17,7 +17,7 @@ from jaxstack.compressed_training.lsq import LsqRule
 from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.base import Component
-from jaxstack.config.features import Excludes, Feature
+from jaxstack.config.features import Excludes, Feature, Remark
 from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError
 from jaxstack.models.layer_paths import match_common_value
@@ -87,22 +87,25 @@ def _check_one_method(name: str, matching: Sequence[WeightRule]) -> None:
         )
 
 
-def _feature(name: str, used: Callable[[WeightRule], bool], rule: str, excludes: tuple[Excludes, ...] = ()) -> Feature:
-    def in_any(compression: CompressionConfig) -> bool:
-        return any(map(used, compression.rules))
-
-    turn_on = (f"compression.rules=[{{path: mlp, {rule}}}]",)
-    return Feature(name, "compression", in_any, turn_on, excludes, also=("compressed weights",))
+def _feature(name: str, method: type[WeightRule], settings: str, excludes: tuple[Excludes, ...] = ()) -> Feature:
+    return Feature(
+        name,
+        "compression",
+        lambda compression: compression.has(method),
+        (f"compression.rules=[{{path: mlp, {settings}}}]",),
+        excludes,
+        also=("compressed weights",),
+    )
 
 
 FEATURES = (
     Feature("compressed weights", "compression", lambda compression: bool(compression.rules)),
-    _feature("quantization-aware training", lambda rule: isinstance(rule, QatRule), "method: qat, group_size: 8"),
-    _feature("learned step sizes (LSQ)", lambda rule: isinstance(rule, LsqRule), "method: lsq, group_size: 8"),
-    _feature("clustered weights", lambda rule: isinstance(rule, ClusterRule), "method: cluster"),
+    _feature("quantization-aware training", QatRule, "method: qat, group_size: 8"),
+    _feature("learned step sizes (LSQ)", LsqRule, "method: lsq, group_size: 8"),
+    _feature("clustered weights", ClusterRule, "method: cluster"),
     _feature(
         "low-rank weights",
-        lambda rule: isinstance(rule, LowRankRule),
+        LowRankRule,
         "method: low_rank, rank: 4",
         (
             Excludes(
@@ -112,11 +115,12 @@ FEATURES = (
             ),
         ),
     ),
-    _feature(
+    Feature(
         "int8 activations",
-        lambda rule: rule.replaces_matmul,
-        "method: qat, bits: 8, group_size: null, activations: int8",
-        (
+        "compression",
+        lambda compression: any(rule.replaces_matmul for rule in compression.rules),
+        ("compression.rules=[{path: q_proj, method: qat, bits: 8, group_size: null, activations: int8}]",),
+        excludes=(
             Excludes(
                 "pipeline",
                 "stages call the matmuls of stacked layers, which the rule does not replace",
@@ -124,6 +128,19 @@ FEATURES = (
                 "{parallel.pipeline}; set it to 1, or remove `activations`.",
             ),
         ),
+        remarks=(
+            Remark("mixture of experts", "for the dense layers only, as experts have grouped matmuls", slower=False),
+            *(
+                Remark(
+                    recipe,
+                    "for different layers, as a matmul has one of the two",
+                    slower=False,
+                    turn_on=("precision.fp8_rules=[{path: q_proj, fp8: false}]",),
+                )
+                for recipe in ("FP8 (current)", "FP8 (delayed)", "FP8 (blockwise)")
+            ),
+        ),
+        also=("compressed weights",),
     ),
 )
 """Features of compressed weights in training, see `jaxstack.config.features`."""

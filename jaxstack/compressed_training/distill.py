@@ -147,7 +147,7 @@ FEATURES = (
         excludes=(
             Excludes(
                 "pipeline",
-                "the teacher has other layers than the student, which the stages do not divide",
+                "the teacher is a second model, which is not cut into stages",
                 "distill.teacher does not support a pipeline, and parallel.pipeline is {parallel.pipeline}; set it to "
                 "1, or remove distill.teacher.",
             ),

@@ -39,11 +39,13 @@ class Remark:
       other: name of the other feature.
       text: what is slower, or where the limit is, as a clause without a full stop.
       slower: True if it costs speed, False if it is a limit.
+      turn_on: further overrides with which the two work together, within the limit.
     """
 
     other: str
     text: str
     slower: bool = True
+    turn_on: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +114,17 @@ def find_exclusion(features: Sequence[Feature], one: Feature, other: Feature) ->
     return None
 
 
+def find_remark(one: Feature, other: Feature) -> Remark | None:
+    """Return the remark on two features that work together slower or within limits; None if there is none."""
+    for feature, wanted in ((one, other.name), (other, one.name)):
+        for remark in feature.remarks:
+            if remark.other == wanted:
+                return remark
+    return None
+
+
 def are_alternatives(one: Feature, other: Feature) -> bool:
-    """Return True if two features are values of one setting, such as two optimizers, or one is a kind of the other."""
+    """Return True if two features are values of one setting, such as two optimizers."""
     first, second = (dict(override.split("=", 1) for override in feature.turn_on) for feature in (one, other))
     return any(first[key] != second[key] for key in first.keys() & second.keys())
 

@@ -112,7 +112,7 @@ FEATURES = (
         "gradient accumulation",
         "train",
         lambda train: train.gradient_accumulation > 1,
-        ("train.gradient_accumulation=2",),
+        ("train.gradient_accumulation=4",),
     ),
     Feature(
         "batch ramp",
@@ -132,6 +132,7 @@ FEATURES = (
         "evaluation tasks",
         "train",
         lambda train: bool(train.eval_tasks),
+        ("train.eval_tasks=[arc_easy]",),
         excludes=tuple(
             Excludes(
                 other,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
-from jaxstack.config.features import Excludes, Feature
+from jaxstack.config.features import MODEL_DIRECTORY, Excludes, Feature
 from jaxstack.local_sgd.base import WorkerMethod
 from jaxstack.local_sgd.diloco import DiLoCo
 from jaxstack.local_sgd.folder import FolderDiLoCo
@@ -30,7 +30,11 @@ def _excludes(used: str) -> tuple[Excludes, ...]:
       used: template of what turns it on, for messages.
     """
     table = (
-        ("pipeline", "parallel.pipeline", "the step of a worker has no place for the schedule of stages"),
+        (
+            "pipeline",
+            "parallel.pipeline",
+            "neither the step nor the exchange knows the order of weights by stages",
+        ),
         ("batch ramp", "train.batch_ramp", "the programs of the exchanges are compiled for one batch size"),
         ("evaluation tasks", "train.eval_tasks", "tasks need one model, and each worker has its own"),
         ("gradient noise scale", "observe.noise_scale", "workers do not share gradients, which it compares"),
@@ -39,7 +43,7 @@ def _excludes(used: str) -> tuple[Excludes, ...]:
         (
             "schedule-free AdamW",
             "optimizer.name={optimizer.name}",
-            "its parameters are averages over steps already, which the exchange would mix with the point it steps from",
+            "its parameters are averages over steps, and the exchange would leave out the point that it steps from",
         ),
     )
     return tuple(
@@ -67,6 +71,7 @@ SEPARATE_RUNS = Feature(
     "separate runs",
     "local_sgd",
     lambda workers: isinstance(workers, FolderDiLoCo),
+    (f"local_sgd={{name: folder, folder: {MODEL_DIRECTORY}, worker: 0, count: 2}}",),
     excludes=_excludes("local_sgd.name=folder"),
 )
 """Runs that each train a model copy and exchange changes through a folder."""

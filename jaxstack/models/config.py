@@ -42,6 +42,12 @@ class RopeScaling(Component):
         return self
 
 
+_NOT_SOFTMAX = (
+    "parametrization: mup is known for softmax over scores of queries and keys; attention.name {model.attention.name} "
+    f"is another function of them. Use one of {', '.join(_SOFTMAX_KINDS)}."
+)
+
+
 class ModelConfig(Component):
     """Shape and components of a decoder-only Transformer; model families differ by these settings, not by code."""
 
@@ -187,10 +193,7 @@ class ModelConfig(Component):
                 "width; set scale_embeddings to false (the norms that follow make up for it)."
             )
         if self.attention.name not in _SOFTMAX_KINDS:
-            return (
-                f"parametrization: mup is known for softmax over scores of queries and keys; attention.name "
-                f"{self.attention.name} is another function of them. Use one of {', '.join(_SOFTMAX_KINDS)}."
-            )
+            return _NOT_SOFTMAX.replace("{model.attention.name}", self.attention.name)
         if self.query_pre_attn_scalar is not None and self.base_head_dim not in (None, self.width_per_head):
             return (
                 "query_pre_attn_scalar fixes the scale of attention scores, which parametrization: mup derives from "
@@ -315,7 +318,7 @@ FEATURES = (
         "expert capacity",
         "model",
         lambda model: model.moe is not None and model.moe.capacity_factor is not None,
-        ("model.moe={num_experts: 4, num_experts_per_tok: 2, capacity_factor: 1.25}",),
+        (*MIXTURE, "model.moe.capacity_factor=1.25"),
         excludes=(
             Excludes(
                 "context parallelism",
@@ -333,6 +336,9 @@ FEATURES = (
             "model",
             functools.partial(_has_attention, name),
             (f"model.attention={{name: {name}{settings}}}",),
+            excludes=()
+            if name in _SOFTMAX_KINDS
+            else (Excludes("muP", "its scores are not those of a softmax, for which muP is known", _NOT_SOFTMAX),),
         )
         for name, settings in (
             ("linear", ""),

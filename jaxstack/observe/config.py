@@ -49,7 +49,7 @@ FEATURES = (
         "gradient noise scale",
         "observe",
         lambda observe: observe.noise_scale,
-        ("observe.noise_scale=true", "train.gradient_accumulation=2"),
+        ("observe.noise_scale=true", "train.gradient_accumulation=4"),
         excludes=tuple(
             Excludes(
                 other,

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
-from jaxstack.config.features import Excludes, Feature
+from jaxstack.config.features import Excludes, Feature, Remark
 from jaxstack.errors import ConfigError
 
 _PREFERENCE = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
@@ -261,17 +261,33 @@ FEATURES = (
         "parallel",
         lambda parallel: parallel.sequence,
         ("parallel.tensor=2", "parallel.sequence=true"),
+        remarks=tuple(
+            Remark(other, "XLA's collectives take the place of the kernels that communicate while they multiply")
+            for other in ("pipeline", "FP8 (current)", "FP8 (delayed)", "FP8 (blockwise)")
+        ),
     ),
     Feature("context parallelism", "parallel", lambda parallel: parallel.context > 1, ("parallel.context=2",)),
     Feature("expert parallelism", "parallel", lambda parallel: parallel.expert > 1, (*MIXTURE, "parallel.expert=2")),
-    Feature("pipeline", "parallel", lambda parallel: parallel.pipeline > 1, ("parallel.pipeline=2",)),
+    Feature(
+        "pipeline",
+        "parallel",
+        lambda parallel: parallel.pipeline > 1,
+        ("parallel.pipeline=2",),
+        remarks=(
+            Remark("FSDP", "the weights of a layer are gathered in each microbatch and direction, by NCCL's kernels"),
+            Remark("unrolled layers", "stages are unrolled where they are even and not interleaved", slower=False),
+            Remark(
+                "gradient accumulation", "the microbatches of the pipeline are those of the accumulation", slower=False
+            ),
+        ),
+    ),
     Feature(
         "prefetch",
         "parallel",
         lambda parallel: parallel.prefetch,
         ("parallel.fsdp=2", "parallel.prefetch=true"),
         excludes=(
-            Excludes("pipeline", "a stage holds its weights gathered for all microbatches", _PREFETCH),
+            Excludes("pipeline", "the loop of a stage over its layers does not gather ahead", _PREFETCH),
             Excludes("unrolled layers", "XLA gathers the weights of unrolled layers ahead by itself", _PREFETCH),
             Excludes("offloading", "the loop that gathers ahead does not move activations to the host", _PREFETCH),
         ),
@@ -284,9 +300,17 @@ FEATURES = (
         excludes=(
             Excludes(
                 "pipeline",
-                "the transfers between stages and those of weights would need one order on all devices",
+                "the step of a pipeline transfers weights and gradients by collectives only",
                 "parallel.copy_engines=always does not support a pipeline: it needs parallel.pipeline=1 "
                 "({parallel.pipeline}); or remove it.",
+            ),
+        ),
+        remarks=(
+            Remark(
+                "bfloat16 reduction",
+                "gradients are sent in the dtype in which they were computed and summed in float32, so that it saves "
+                "nothing",
+                slower=False,
             ),
         ),
     ),

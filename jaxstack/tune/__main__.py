@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _study(arguments: argparse.Namespace) -> None:
     from jaxstack.config.loader import load_yaml
-    from jaxstack.tune.study_config import load_study
+    from jaxstack.tune.space import load_study
 
     load_study(arguments.study)  # a missing or wrong file is told before jax is imported, which takes seconds
     load_yaml(arguments.config)

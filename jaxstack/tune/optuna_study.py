@@ -22,8 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from jaxstack.data.fingerprint import fingerprint_difference
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.tune.space import Dimension, Range, SearchSpace
-from jaxstack.tune.study_config import StudyConfig
+from jaxstack.tune.space import Dimension, Range, SearchSpace, StudyConfig
 
 _CONSTRAINTS = ("memory", "failure")
 """Constraints of every ended trial, as Optuna's Gaussian process needs the same ones from all of them. A trial is

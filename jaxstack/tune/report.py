@@ -16,8 +16,7 @@ from jaxstack.observe.report.series import make_series
 from jaxstack.observe.report.style import SCRIPT
 from jaxstack.observe.report.tables import row_table
 from jaxstack.tune.optuna_study import TrialRecord, best_of
-from jaxstack.tune.space import Dimension, Range, SearchSpace
-from jaxstack.tune.study_config import StudyConfig
+from jaxstack.tune.space import Dimension, Range, SearchSpace, StudyConfig
 
 _MAX_CURVES = 100
 """Number of trials whose curves are drawn: the newest ones, and the best."""

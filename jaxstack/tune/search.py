@@ -25,8 +25,7 @@ from jaxstack.resilience.stop_request import Interrupted, StopRequest
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.tune.optuna_study import OptunaStudy, Outcome, TrialRecord, best_of, check_packages
 from jaxstack.tune.report import write_report
-from jaxstack.tune.space import read_space
-from jaxstack.tune.study_config import StudyConfig, load_study
+from jaxstack.tune.space import StudyConfig, load_study, read_space
 from jaxstack.tune.trial import LOG, OUTCOME
 
 _POLL_SECONDS = 0.2

@@ -15,6 +15,7 @@ from jaxstack.distributed.device_setup import (
     use_whole_memory,
 )
 from jaxstack.errors import ConfigError
+from jaxstack.run import setting
 from jaxstack.run import train as run_train
 from jaxstack.run_config import load_config
 
@@ -88,6 +89,6 @@ def test_a_run_keeps_its_compiled_programs_without_being_asked(monkeypatch):
     def asked():
         raise AskedForError
 
-    monkeypatch.setattr(run_train, "cache_compilations", asked)
+    monkeypatch.setattr(setting, "cache_compilations", asked)
     with pytest.raises(AskedForError):
         run_train.train(load_config(CONFIG, ["parallel.data=4", "parallel.tensor=2"]))

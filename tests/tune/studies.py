@@ -8,8 +8,7 @@ from typing import Any
 import yaml
 
 from jaxstack.tune.optuna_study import OptunaStudy, Outcome
-from jaxstack.tune.space import read_space
-from jaxstack.tune.study_config import StudyConfig
+from jaxstack.tune.space import StudyConfig, read_space
 
 SPACE = {
     "optimizer.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True},

@@ -4,8 +4,7 @@ import re
 
 from jaxstack.tune.optuna_study import TrialRecord
 from jaxstack.tune.report import write_report
-from jaxstack.tune.space import read_space
-from jaxstack.tune.study_config import StudyConfig
+from jaxstack.tune.space import StudyConfig, read_space
 from tests.tune.studies import SPACE, write_config
 
 

@@ -7,9 +7,8 @@ import pytest
 import yaml
 
 from jaxstack.errors import ConfigError
-from jaxstack.tune import study_config
-from jaxstack.tune.space import Choice, Range, read_space
-from jaxstack.tune.study_config import load_study
+from jaxstack.tune import space
+from jaxstack.tune.space import Choice, Range, load_study, read_space
 from tests.tune.studies import write_config, write_study
 
 
@@ -92,7 +91,7 @@ def test_a_wrong_space_is_refused_with_its_key(config, space, said):
 
 
 def test_studies_of_the_documentation_are_studies(tmp_path):
-    root = Path(study_config.__file__).parents[2]
+    root = Path(space.__file__).parents[2]
     shown = re.findall(r"^```yml\n(.*?)^```", (root / "docs" / "tuning.md").read_text(), re.M | re.S)
     shipped = (root / "configs" / "studies" / "quickstart.yaml").read_text()
     assert len(shown) == 2 and yaml.safe_load(shown[0]) == yaml.safe_load(shipped)
