@@ -63,10 +63,10 @@ from jaxstack.compressed_training.distill import DistillConfig, distillation_los
 from jaxstack.compressed_training.low_rank import LowRankRule
 from jaxstack.compressed_training.lsq import LsqRule
 from jaxstack.compressed_training.mask import MaskRule
-from jaxstack.functional.compressed import CompressedModule, compress_in_training
-from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
+from jaxstack.module_arrays.compression import Compression, compress_in_training
+from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 from pallas_kernels import PackedWeight
@@ -108,7 +108,7 @@ class Study:
 
     def train(
         self, seed: int, start: Dict, *rules: WeightRule, teacher: Dict | None = None
-    ) -> tuple[FunctionalModule, Dict]:
+    ) -> tuple[ModuleArrays, Dict]:
         """Take further steps from `start`; return the module, and what its train state stores.
 
         Args:
@@ -157,7 +157,7 @@ class Study:
             seed=config.run.seed,
         )
         if teacher is not None:
-            trainer.set_teacher(jax.tree.map(jnp.array, teacher))
+            trainer.load_companion("teacher", jax.tree.map(jnp.array, teacher))
         return trainer
 
     @functools.cache  # noqa: B019 (one study in a process)
@@ -224,7 +224,7 @@ def qat_rows(study: Study, seeds: int, group_size: int) -> Iterator[Row]:
             rule = LsqRule(path=DENSE, **settings)
             for name, teacher in (("qat", None), ("qat with a teacher", plain)):
                 module, stored = study.train(seed, start, rule, teacher=teacher)
-                study.record(variant, name, module.export(stored))
+                study.record(variant, name, module.load(stored))
     yield from study.rows()
 
 
@@ -242,7 +242,7 @@ def sparse_rows(study: Study, seeds: int) -> Iterator[Row]:
         for name, method in methods.items():
             study.record("50 % zeros", name, study.compress(plain, method))
             module, stored = study.train(seed, starts[name], MaskRule(path=DENSE))
-            found = module.export(stored)
+            found = module.load(stored)
             kept = jax.tree.map(lambda old, new: bool(jnp.all((old != 0) | (new == 0))), starts[name], found)
             assert all(jax.tree.leaves(kept)), "a zero was not kept"
             study.record("50 % zeros", f"{name}, then trained with its zeros", found)
@@ -256,7 +256,7 @@ def cluster_rows(study: Study, seeds: int) -> Iterator[Row]:
         study.record("uncompressed", "float32", plain)
         study.record("3 bits, clustered", "kmeans", study.compress(plain, KMeans(path=".", bits=3)))
         module, stored = study.train(seed, study.start, ClusterRule(path=DENSE, bits=3))
-        study.record("3 bits, clustered", "edkm", module.export(stored))
+        study.record("3 bits, clustered", "edkm", module.load(stored))
     yield from study.rows()
 
 
@@ -268,8 +268,7 @@ def low_rank_rows(study: Study, seeds: int, penalty: float) -> Iterator[Row]:
         study.record("uncompressed", "float32", plain)
         rule = LowRankRule(path=DENSE, penalty=penalty, threshold=1e-3)
         module, stored = study.train(seed, study.start, rule)
-        study.record("low rank", "maestro", module.export(stored))
-        assert isinstance(module, CompressedModule)
+        study.record("low rank", "maestro", module.load(stored))
         ranks, kept = kept_ranks(module, stored)
         methods = {path: LowRank(path=".", rank=rank, dtype="float32") for path, rank in ranks.items()}
         study.record("low rank", "truncated svd", study.compress(plain, methods))
@@ -288,10 +287,9 @@ def low_rank_from_start_rows(study: Study, penalty: float) -> Iterator[Row]:
     take_steps(trainer, 0)
     module = trainer.module
     stored = trainer.state.params
-    assert isinstance(module, CompressedModule)
     ranks, kept = kept_ranks(module, stored)
     study.record("uncompressed", "float32 from the start", base)
-    study.record("low rank", "maestro from the start", module.export(stored))
+    study.record("low rank", "maestro from the start", module.load(stored))
     at_ranks = {path: LowRank(path=".", rank=rank, dtype="float32") for path, rank in ranks.items()}
     study.record("low rank", "svd at its ranks", study.compress(base, at_ranks))
     if kept < 1:
@@ -304,9 +302,11 @@ def low_rank_from_start_rows(study: Study, penalty: float) -> Iterator[Row]:
         yield row | (of_low_rank if row["variant"] == "low rank" else {})
 
 
-def kept_ranks(module: CompressedModule, stored: Dict) -> tuple[dict[str, int], float]:
+def kept_ranks(module: ModuleArrays, stored: Dict) -> tuple[dict[str, int], float]:
     """Return the ranks that training with factors left (at least 1), by path, and the share of the values left."""
-    packed = module.pack(stored)
+    compression = module.view(Compression)
+    assert compression is not None
+    packed = compression.pack(stored)
     ranks = {path: max(1, w.arrays["v"].shape[0]) for path, w in packed.items() if isinstance(w, PackedWeight)}
     kept = sum(sum(packed[path].shape) * rank for path, rank in ranks.items())
     return ranks, kept / sum(math.prod(packed[path].shape) for path in ranks)

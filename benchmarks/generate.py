@@ -33,8 +33,8 @@ from benchmarks.rows import append_rows, print_table
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.run.setting import decoding_layout
@@ -55,7 +55,7 @@ def make_decoder(config: RunConfig, given: bool) -> Decoder:
     mesh = make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())])
     rules = make_rules(mesh)
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
-    module = FunctionalModule(lambda rngs: Transformer(model, rngs, dtype=dtype))
+    module = ModuleArrays(lambda rngs: Transformer(model, rngs, dtype=dtype))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     params, non_params = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
     decoder = Decoder(module, params, non_params, rules)

@@ -1,12 +1,12 @@
-"""Held-out loss and bytes between islands of each method, at equal tokens, against data parallelism.
+"""Held-out loss and bytes between workers of each method, at equal tokens, against data parallelism.
 
     python benchmarks/islands.py                     # a model of bytes on two simulated devices, a few minutes
-    python benchmarks/islands.py --work quickstart --islands 4 --methods diloco,gossip
+    python benchmarks/islands.py --work quickstart --workers 4 --methods diloco,gossip
     python benchmarks/islands.py --tiny              # tiny sizes, to try the script
 
 Every row trains on the same batches in the same order. `data_parallel` splits the same devices along `data`, and what
-it sends counts as bytes between islands; it is measured first if no row of it is stored. `bytes_per_step` is what each
-device sends to other islands in a step on average, read from the compiled programs; `relative_loss` is the held-out
+it sends counts as bytes between workers; it is measured first if no row of it is stored. `bytes_per_step` is what each
+device sends to other workers in a step on average, read from the compiled programs; `relative_loss` is the held-out
 loss relative to that of data parallelism.
 Rows are appended to benchmarks/results/islands.jsonl.
 """
@@ -26,14 +26,14 @@ from benchmarks.steps import open_run
 
 METHODS = {
     "data_parallel": (),
-    "local_sgd": ("islands={name: local_sgd, every: 20}",),
-    "local_sgd_synchronous": ("islands={name: local_sgd, every: 20, synchronous_steps: 200}",),
-    "diloco": ("islands={name: diloco, every: 20}",),
-    "diloco_calm": ("islands={name: diloco, every: 20, outer_learning_rate: 0.9, momentum: 0.3}",),
-    "diloco_int8": ("islands={name: diloco, every: 20, compression: int8}",),
-    "diloco_powersgd": ("islands={name: diloco, every: 20, compression: powersgd, rank: 4}",),
-    "streaming": ("islands={name: streaming, every: 20, fragments: 2}",),
-    "gossip": ("islands={name: gossip, every: 20}",),
+    "local_sgd": ("local_sgd={name: local_sgd, every: 20}",),
+    "local_sgd_synchronous": ("local_sgd={name: local_sgd, every: 20, synchronous_steps: 200}",),
+    "diloco": ("local_sgd={name: diloco, every: 20}",),
+    "diloco_calm": ("local_sgd={name: diloco, every: 20, outer_learning_rate: 0.9, momentum: 0.3}",),
+    "diloco_int8": ("local_sgd={name: diloco, every: 20, compression: int8}",),
+    "diloco_powersgd": ("local_sgd={name: diloco, every: 20, compression: powersgd, rank: 4}",),
+    "streaming": ("local_sgd={name: streaming, every: 20, fragments: 2}",),
+    "gossip": ("local_sgd={name: gossip, every: 20}",),
 }
 """Name -> the overrides of its row."""
 WORKS = {
@@ -57,7 +57,7 @@ COLUMNS = ("method", "islands", "eval_loss", "relative_loss", "bytes_per_step", 
 
 
 def train(method: str, overrides: list[str]) -> dict[str, Any]:
-    """Train one row; return its held-out loss, and the bytes that a device sends to other islands in a step."""
+    """Train one row; return its held-out loss, and the bytes that a device sends to other workers in a step."""
     from jaxstack.run.build import make_trainer
 
     config, data = open_run(overrides)
@@ -77,32 +77,32 @@ def train(method: str, overrides: list[str]) -> dict[str, Any]:
         "method": method,
         "steps": config.train.steps,
         "train_loss": loss,
-        **{key: evaluated.get(key) for key in ("eval_loss", "eval_island_distance")},
+        **{key: evaluated.get(key) for key in ("eval_loss", "eval_worker_distance")},
         "bytes_per_step": bytes_per_step(trainer),
         "seconds": seconds,
     }
 
 
 def bytes_per_step(trainer: Any) -> float:
-    """Return the bytes that each device sends to other islands in a step on average; without islands all bytes."""
+    """Return the bytes that each device sends to other workers in a step on average; without workers all bytes."""
     steps = trainer.train.steps
-    if hasattr(trainer, "bytes_of_steps"):
-        return trainer.bytes_of_steps(steps) / steps
+    if hasattr(trainer.wrapper, "bytes_of_steps"):
+        return trainer.wrapper.bytes_of_steps(trainer, steps) / steps
     return sum(row["wire_bytes"] for row in trainer.describe()["collectives"])
 
 
-def stored_base(script: str, work: str, islands: int) -> dict[str, Any] | None:
-    """Return the newest stored row of data parallelism for this work and number of islands; None if there is none."""
+def stored_base(script: str, work: str, workers: int) -> dict[str, Any] | None:
+    """Return the newest stored row of data parallelism for this work and number of workers; None if there is none."""
     path = RESULTS / f"{script}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    wanted = {"method": BASE, "work": work, "islands": islands}
+    wanted = {"method": BASE, "work": work, "islands": workers}
     return next((row for row in reversed(rows) if all(row[key] == value for key, value in wanted.items())), None)
 
 
 def main() -> None:
     """Measure, print and store the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--islands", type=positive(int), default=2, help="number of islands (2)")
+    parser.add_argument("--workers", type=positive(int), default=2, help="number of workers (2)")
     parser.add_argument("--methods", default=",".join(METHODS), help="names (default: all)")
     parser.add_argument("--work", choices=[work for work in WORKS if work != "tiny"], default="bytes")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
@@ -114,17 +114,17 @@ def main() -> None:
     script = f"{SCRATCH}islands" if args.tiny else "islands"
     require_commit(script)
     rows: list[dict[str, Any]] = []
-    base = stored_base(script, work, args.islands)
+    base = stored_base(script, work, args.workers)
     for name in dict.fromkeys(names if base else [BASE, *names]):
-        axis = "data" if name == BASE else "islands"
-        layout = [f"parallel.{axis}={args.islands}", f"parallel.simulate_devices={args.islands}"]
+        axis = "data" if name == BASE else "workers"
+        layout = [f"parallel.{axis}={args.workers}", f"parallel.simulate_devices={args.workers}"]
         row = train(name, [*WORKS[work], *layout, *METHODS[name], *given])
         base = row if name == BASE else base
         assert base is not None
         row["relative_loss"] = row["eval_loss"] / base["eval_loss"]
         row["relative_bytes"] = row["bytes_per_step"] / base["bytes_per_step"]
-        common = {"work": work, "implementation": "jaxstack", "islands": args.islands}
-        rows.append({**common, "device": "cpu", "devices": args.islands, **row})
+        common = {"work": work, "implementation": "jaxstack", "islands": args.workers}
+        rows.append({**common, "device": "cpu", "devices": args.workers, **row})
         append_rows(script, rows[-1:])
         print(f"{name}: {row['eval_loss']:.4f}, {row['bytes_per_step']:,.0f} bytes a step", flush=True)
     print_table(rows, COLUMNS)

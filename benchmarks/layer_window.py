@@ -32,11 +32,11 @@ from benchmarks.rows import append_rows, print_table, require_commit
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, count_parameters, to_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.partial_load import ModelParts
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
@@ -67,7 +67,7 @@ def write_checkpoint(args: argparse.Namespace, directory: Path) -> int:
         vocab_size=VOCABULARY, hidden_size=args.hidden, num_layers=args.layers, num_heads=args.hidden // 64,
         num_kv_heads=max(1, args.hidden // 256), intermediate_size=3 * args.hidden,
     )  # fmt: skip
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs))
     to_huggingface(module.merge(*jax.jit(module.init)(jax.random.key(0))), directory)
     return count_parameters(config).total
 
@@ -75,7 +75,7 @@ def write_checkpoint(args: argparse.Namespace, directory: Path) -> int:
 def open_decoder(directory: Path, resident: int | None) -> Decoder:
     """Open a checkpoint on the first device, with `resident` layers in memory at a time; None: all of it."""
     config = read_model_config(directory).model_copy(update={"scan_layers": False})
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs))
     rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
     if resident is not None:

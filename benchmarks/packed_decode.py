@@ -38,8 +38,8 @@ from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.checkpoint.compressed import named_leaves
 from jaxstack.compress.recipe import WeightDims, dense_weights
 from jaxstack.decoding.decode import Decoder
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import nest
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import make_mesh, make_rules
@@ -86,7 +86,7 @@ def make_decoder(config: RunConfig, model: ModelConfig, layers: Grid | None, hea
     mesh = make_mesh(decoding_layout(config, 1, chosen=False), jax.devices()[:1])
     rules = make_rules(mesh)
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
-    module = FunctionalModule(lambda rngs: Transformer(model, rngs, dtype=dtype))
+    module = ModuleArrays(lambda rngs: Transformer(model, rngs, dtype=dtype))
     dims = dense_weights(model)
     leaves = dict[str, Any]()
     for number, (path, leaf) in enumerate(named_leaves(module.abstract_params).items()):

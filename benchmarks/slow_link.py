@@ -1,4 +1,4 @@
-"""Training speed of two processes on one machine whose connection is limited, with and without islands.
+"""Training speed of two processes on one machine whose connection is limited, with and without workers.
 
     python benchmarks/slow_link.py                                  # data parallelism, local SGD, DiLoCo; minutes
     python benchmarks/slow_link.py --megabytes 0.5 --methods data_parallel,diloco_int8
@@ -90,7 +90,7 @@ def train(overrides: list[str], megabytes: float, exchanges: int) -> dict[str, A
     def step() -> float:
         return trainer.read(trainer.train_step(next(batches)[0]))["loss"]
 
-    every = config.islands.every if config.parallel.islands > 1 else EVERY
+    every = config.local_sgd.every if config.parallel.workers > 1 else EVERY
     for _ in range(every):
         step()
     measured = MeasuredSum()
@@ -166,7 +166,7 @@ def main() -> None:
     require_commit(script)
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(names):
-        axis = "data" if name == BASE else "islands"
+        axis = "data" if name == BASE else "workers"
         layout = [f"parallel.{axis}={PROCESSES}", f"parallel.simulate_devices={PROCESSES}"]
         row = measure([*WORKS[work], *layout, *METHODS[name], *given], args)
         speed = row["tokens_per_second"] / (rows[0] if rows else row)["tokens_per_second"]

@@ -30,9 +30,9 @@ from benchmarks.arguments import positive
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.data.config import DataConfig
 from jaxstack.data.loader import open_data
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
@@ -66,7 +66,7 @@ def model_at(width: int, parametrization: str) -> ModelConfig:
 
 def losses_at(model: ModelConfig, kind: type[Optimizer], rates: Sequence[float], steps: int) -> np.ndarray:
     """Train at each learning rate, after a warm-up over a tenth of the steps; return the losses [rates, steps]."""
-    module = FunctionalModule(lambda rngs: Transformer(model, rngs))
+    module = ModuleArrays(lambda rngs: Transformer(model, rngs))
     params, non_params = jax.jit(module.init)(jax.random.key(0))
     batches = {name: jnp.asarray(x) for name, x in text(steps).items()}
     settings: Any = kind(weight_decay=0.0)

@@ -14,8 +14,8 @@ import numpy as np
 from jaxstack.data.batch_source import HostBatch, check_batch, check_not_one_batch
 from jaxstack.data.device_batches import BatchPlacement, check_rows
 from jaxstack.errors import JaxstackError
-from jaxstack.functional.module import Dict
 from jaxstack.loss import Batch, LossSum
+from jaxstack.module_arrays.module import Dict
 from jaxstack.step import StepFunctions
 
 _QUEUED = 4

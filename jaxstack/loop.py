@@ -19,7 +19,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
-from jaxstack.functional.shardings import describe_unsplit
+from jaxstack.module_arrays.shardings import describe_unsplit
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.number_format import plural
 from jaxstack.observe.profile import StepProfiler
@@ -44,7 +44,7 @@ _LONG_RUN_SECONDS = 3600
 """Length of a run from which on advice on the interval between saves is worth a line."""
 _IN_FLIGHT = 2
 """Maximum number of steps on the devices: one runs while the next is queued."""
-_DECIDING = ("model", "optimizer", "schedule", "precision", "compression", "distill", "islands")
+_DECIDING = ("model", "optimizer", "schedule", "precision", "compression", "distill", "local_sgd")
 """Sections of the configuration that decide a run's result; each checkpoint has a copy of them."""
 
 
@@ -141,8 +141,6 @@ class Loop:
         self.skips = SkippedSteps(settings.resilience)
         self.skipped = 0
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
-        trainer.steps.spike_threshold = settings.resilience.spike_threshold
-        trainer.steps.noise_scale = settings.observe.noise_scale
         self.signs = ProgressFile.of_this_process()
         self.done = 0
         """Steps that are done, counted from the beginning of the run."""

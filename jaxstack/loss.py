@@ -58,9 +58,9 @@ def returns_sum(function: _Function) -> _Function:
 
 
 def samples_labels(sampled: LossFunction) -> Callable[[_Function], _Function]:
-    """Decorator that attaches to a loss function its variant with labels sampled from the model, to estimate curvature.
+    """Decorator that attaches to a loss function its variant with labels sampled from the model.
 
-    Optimizers that estimate the curvature need it (Sophia-G).
+    Optimizers with a second gradient (`jaxstack.optim.base.SampledGradient`) need it.
 
     Args:
       sampled: `sampled(model, batch, key=key)`, which ignores the batch's labels except where they do not count.

@@ -30,10 +30,10 @@ from jaxstack.config.loader import (
 from jaxstack.config.overrides import merge_overrides
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
-from jaxstack.islands import methods as island_methods
-from jaxstack.islands.diloco import DiLoCo
-from jaxstack.islands.folder import FolderDiLoCo
-from jaxstack.islands.methods import AnyIslandMethod
+from jaxstack.local_sgd import methods as worker_methods
+from jaxstack.local_sgd.diloco import DiLoCo
+from jaxstack.local_sgd.folder import FolderDiLoCo
+from jaxstack.local_sgd.methods import AnyWorkerMethod
 from jaxstack.models import adapters
 from jaxstack.models import config as model_config
 from jaxstack.models.adapters import AdapterConfig
@@ -56,7 +56,7 @@ from jaxstack.stored.model import fill_in_settings
 
 FEATURES: tuple[Feature, ...] = (
     *parallel_config.FEATURES,
-    *island_methods.FEATURES,
+    *worker_methods.FEATURES,
     *run_sections.FEATURES,
     *model_config.FEATURES,
     *adapters.FEATURES,
@@ -79,7 +79,7 @@ class RunConfig(Component):
     optimizer: AnyOptimizer = AdamW()
     schedule: AnySchedule = Cosine()
     parallel: ParallelConfig = ParallelConfig()
-    islands: AnyIslandMethod = DiLoCo()
+    local_sgd: AnyWorkerMethod = DiLoCo()
     precision: PrecisionConfig = PrecisionConfig()
     adapters: AdapterConfig = AdapterConfig()
     compression: CompressionConfig = CompressionConfig()
@@ -151,11 +151,11 @@ class RunConfig(Component):
         """Return which setting another one needs, or None."""
         if self.compression.has(MaskRule) and self.run.init_from is None and self.run.branch_from is None:
             return "method mask keeps the zeros of a pruned model: name its directory with run.init_from."
-        count = self.parallel.islands
-        if count == 1 and not isinstance(self.islands, FolderDiLoCo):
-            given = self.islands != DiLoCo()
-            return "islands needs parallel.islands of 2 or more; set it, or remove the section." if given else None
-        return self.islands.problem(count)
+        count = self.parallel.workers
+        if count == 1 and not isinstance(self.local_sgd, FolderDiLoCo):
+            given = self.local_sgd != DiLoCo()
+            return "local_sgd needs parallel.workers of 2 or more; set it, or remove the section." if given else None
+        return self.local_sgd.problem(count)
 
     def layout_problems(self) -> list[str]:
         """Return why this layout, whose degrees must all be given, is not possible; [] if it is."""
@@ -174,16 +174,16 @@ class RunConfig(Component):
         return suggest_layout(self.parallel, problems, devices)
 
     @property
-    def one_island(self) -> "RunConfig":
-        """Configuration of one island (group of devices that trains its own model copy); `self` without islands."""
-        count = self.parallel.islands
+    def one_worker(self) -> "RunConfig":
+        """Configuration of one worker; `self` without workers."""
+        count = self.parallel.workers
         simulated = self.parallel.simulate_devices
         if count == 1:
             return self
-        degrees = {"islands": 1, "simulate_devices": simulated and simulated // count}
+        degrees = {"workers": 1, "simulate_devices": simulated and simulated // count}
         sizes = {"global_batch_size": self.train.global_batch_size // count}
         parts = {"parallel": self.parallel.model_copy(update=degrees), "train": self.train.model_copy(update=sizes)}
-        return self.model_copy(update={**parts, "islands": DiLoCo()})
+        return self.model_copy(update={**parts, "local_sgd": DiLoCo()})
 
     @property
     def directory(self) -> Path:
@@ -289,7 +289,7 @@ def config_from_tree(
         sections["model"] = merge_trees(load_preset(model["preset"]), model)
     if _keeps_end_layers_wide(sections) and isinstance(sections.setdefault("model", {}), dict):
         sections["model"] = {"unscanned_end_layers": 1, **sections["model"]}
-    for section, default in (("optimizer", "adamw"), ("schedule", "cosine"), ("islands", "diloco")):
+    for section, default in (("optimizer", "adamw"), ("schedule", "cosine"), ("local_sgd", "diloco")):
         if isinstance(sections.get(section), dict):
             sections[section] = {"name": default, **sections[section]}
     return build_component(RunConfig, sections, origin, overrides)
@@ -320,7 +320,7 @@ def config_schema() -> Tree:
     """
     schema = RunConfig.model_json_schema(by_alias=True)
     schema["properties"]["parallel"] = {"anyOf": [schema["properties"]["parallel"], {"const": "auto"}]}
-    for union in (AnyOptimizer, AnySchedule, AnyIslandMethod):
+    for union in (AnyOptimizer, AnySchedule, AnyWorkerMethod):
         for member in get_args(get_args(union)[0]):
             required = schema["$defs"][member.__name__].get("required", [])
             if "name" in required:

@@ -1,6 +1,5 @@
 """The train state and its sharded initialization, in which no device ever holds more than its shards."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxstack.functional.module import FunctionalModule
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules, state_spec
 from jaxstack.resilience.skipped_steps import StepHistory
 
@@ -31,14 +30,14 @@ class TrainState(NamedTuple):
     history: StepHistory
     """Loss and gradient norm of the last steps taken."""
     outer: Any = {}
-    """State of the method that keeps islands together, see `jaxstack.islands`; empty without islands."""
+    """State of the method that keeps workers together, see `jaxstack.local_sgd`; empty without workers."""
 
 
 LATER_FIELDS = {"history": StepHistory.empty}
 """Field added after the first release -> function that makes its value for older checkpoints, which lack it."""
 
 
-def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def init_state(module: ModuleArrays, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """Initialize a train state from a random key. To be jitted with sharded outputs, see `state_shardings`."""
     init_key, run_key = jax.random.split(key)
     params, non_params = module.init(init_key)
@@ -47,7 +46,7 @@ def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation
     return TrainState(zero, params, non_params, moments, run_key, zero, StepHistory.empty())
 
 
-def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransformation) -> TrainState:
+def abstract_state(module: ModuleArrays, optimizer: optax.GradientTransformation) -> TrainState:
     """Return shapes and dtypes of a model's train state, without computing it."""
     return jax.eval_shape(lambda: init_state(module, optimizer, jax.random.key(0)))
 
@@ -57,11 +56,11 @@ def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> tuple[Any, Any]:
-    """Return shapes, dtypes and shardings of a run's initial parameters, and of its distillation teacher's parameters.
+def start_shapes(module: ModuleArrays, rules: AxisRules, zero: int = 0) -> tuple[Any, dict[str, Any]]:
+    """Return shapes, dtypes and shardings of a run's initial parameters, and of those of the module's companions.
 
-    The first are those that a step computes with, in the order of checkpoints, without adapters; the second are {}
-    without a teacher. Arguments as of `state_shardings`.
+    The first are those that a step computes with, in the order of checkpoints, without adapters; the second are
+    {name: parameters}. Arguments as of `state_shardings`.
     """
     used = module.used.plain
     shardings = jax.tree.map(rules.sharding, used.parameter_specs(rules, zero))
@@ -69,33 +68,12 @@ def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> t
     def shape(x, s):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
 
-    own, teacher = split_teacher(jax.tree.map(shape, used.abstract_params, shardings))
-    return module.split_adapters(own)[0], teacher.get("teacher", {})
-
-
-def split_teacher(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split parameters into the model's own and those of the teacher it is distilled from (`{"teacher": ...}`)."""
-    own = {key: value for key, value in params.items() if key != "teacher" or not isinstance(value, dict)}
-    return own, {key: params[key] for key in params.keys() - own.keys()}
-
-
-def without_teacher(state: TrainState) -> TrainState:
-    """Return a train state, or its shapes, without the parameters of the teacher used in distillation."""
-    return state._replace(params=split_teacher(state.params)[0])
-
-
-def replace_teacher(state: TrainState, teacher: Mapping[str, Any]) -> TrainState:
-    """Return a train state with its distillation teacher's parameters replaced; an empty `teacher` changes nothing.
-
-    Args:
-      state: the train state.
-      teacher: as the second result of `split_teacher`.
-    """
-    return state._replace(params={**state.params, **teacher})
+    own, companions = module.split_companions(jax.tree.map(shape, used.abstract_params, shardings))
+    return module.split_adapters(own)[0], companions
 
 
 def state_shardings(
-    module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules, zero: int = 0
+    module: ModuleArrays, optimizer: optax.GradientTransformation, rules: AxisRules, zero: int = 0
 ) -> TrainState:
     """Return the sharding of each array of a model's train state on the mesh.
 

@@ -5,6 +5,7 @@ which `jaxstack.gradients` computes, divided once.
 """
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -16,13 +17,14 @@ import optax
 
 from jaxstack.distributed.xla_options import builtin_step_options, translate_options
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import Dict, FunctionalModule
-from jaxstack.functional.shardings import describe_shardings
 from jaxstack.gradients.build import make_gradients
 from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.loss import Batch, Loss, LossFunction, LossSum, as_loss
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
+from jaxstack.module_arrays.module import Dict, ModuleArrays
+from jaxstack.module_arrays.shardings import describe_shardings
 from jaxstack.observe.what_ran import describe_program
+from jaxstack.optim.base import SampledGradient
 from jaxstack.optim.build import gradient_norm, largest_overload
 from jaxstack.parallel.pipeline.schedule import describe_schedule
 from jaxstack.parallel.rules import AxisRules
@@ -37,6 +39,16 @@ XlaOptions = dict[str, bool | int | float | str]
 """Name -> value of options of XLA."""
 
 
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """Settings of the train step: when a step is skipped, and what it measures besides loss and gradient norm."""
+
+    spike_threshold: float | None = None
+    """`resilience.spike_threshold`."""
+    noise_scale: bool = False
+    """`observe.noise_scale`."""
+
+
 class StepFunctions:
     """The train and eval steps of one module, with its loss, optimizer and parallel layout.
 
@@ -47,7 +59,7 @@ class StepFunctions:
       learning_rate: step -> learning rate, for the metrics; None if it is not known.
       rules: the mapping of logical axes onto the mesh.
       accumulation: number of microbatches that a batch is split into.
-      layout: the other choices of parallelism; a StagedModule needs its `pipeline`. None: `StepLayout()`.
+      layout: the other choices of parallelism; a StagedArrays needs its `pipeline`. None: `StepLayout()`.
     """
 
     metrics_spec = jax.P()
@@ -55,7 +67,7 @@ class StepFunctions:
 
     def __init__(
         self,
-        module: FunctionalModule,
+        module: ModuleArrays,
         loss: LossFunction | Loss,
         optimizer: optax.GradientTransformation,
         learning_rate: Callable[[jax.Array], jax.Array] | None,
@@ -70,11 +82,9 @@ class StepFunctions:
         self.rules = rules
         self.layout = layout or StepLayout()
         self.accumulation = accumulation
-        self.spike_threshold: float | None = None
-        """`resilience.spike_threshold`; it is read when the step is traced."""
-        self._curvature_every = getattr(optimizer, "curvature_every", 0)
-        self.noise_scale = False
-        """`observe.noise_scale`; it is read when the step is traced."""
+        self.settings = StepSettings()
+        """See `with_settings`."""
+        self._second: SampledGradient | None = getattr(optimizer, "sampled_gradient", None)
         self._make_gradients()
 
     def with_accumulation(self, count: int) -> "StepFunctions":
@@ -82,6 +92,12 @@ class StepFunctions:
         other = copy.copy(self)
         other.accumulation = count
         other._make_gradients()
+        return other
+
+    def with_settings(self, settings: StepSettings) -> "StepFunctions":
+        """Return a copy whose train step has these settings."""
+        other = copy.copy(self)
+        other.settings = settings
         return other
 
     def _make_gradients(self) -> None:
@@ -92,11 +108,11 @@ class StepFunctions:
         """
         context = ShardingContext(self.inner_rules, self.layout)
         self.gradients = make_gradients(self.module.used, self._loss, context, self.accumulation)
-        if self._curvature_every:
+        if self._second is not None:
             sampled = as_loss(self._loss).sampled
             if sampled is None:
                 raise ConfigError(
-                    "this optimizer estimates the curvature from labels that are sampled from the model's predictions, "
+                    "this optimizer needs a second gradient, of labels that are sampled from the model's predictions, "
                     "and the loss function does not say how: declare it with @jaxstack.loss.samples_labels(...), or "
                     "choose another optimizer."
                 )
@@ -129,21 +145,21 @@ class StepFunctions:
         if (at := getattr(self.optimizer, "gradient_point", None)) is not None:
             point = self.module.join(at(trained, state.optimizer), frozen)
         used, to_stored = self._use(point, key)
-        sums, non_params = self.gradients(used, state.non_params, batch, key, noise=self.noise_scale)
+        sums, non_params = self.gradients(used, state.non_params, batch, key, noise=self.settings.noise_scale)
         sums = self._all_sums(sums)
         count = jnp.maximum(sums.count, 1.0)
         gradients = to_stored(jax.tree.map(lambda g: g / count, sums.gradients), 1.0)
         loss = sums.loss / count
         norm = gradient_norm(gradients)
-        extra = self._curvature(state, used, to_stored, batch, key) if self._curvature_every else {}
+        extra = self._second_gradient(state, used, to_stored, batch, key)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained, **extra)
         _check_dtypes(trained, optimizer, state.optimizer)
-        new_trained = self.module.keep_constraints(trained, cast(dict[str, Any], optax.apply_updates(trained, updates)))
+        new_trained = self.module.keep(trained, cast(dict[str, Any], optax.apply_updates(trained, updates)))
 
         taken = jnp.isfinite(loss) & jnp.isfinite(norm)
         limits = {}
-        if self.spike_threshold is not None:
-            most = state.history.limits(self.spike_threshold)
+        if self.settings.spike_threshold is not None:
+            most = state.history.limits(self.settings.spike_threshold)
             loss_limit = most[0]
             norm_limit = most[1]
             taken &= (loss <= loss_limit) & (norm <= norm_limit)
@@ -199,7 +215,7 @@ class StepFunctions:
         (own, _), pull, others = jax.vjp(use, trained, has_aux=True)
         return module.join(own, others), lambda gradients, penalty: pull((gradients, jnp.float32(penalty)))[0]
 
-    def _curvature(
+    def _second_gradient(
         self,
         state: TrainState,
         params: Dict,
@@ -207,24 +223,23 @@ class StepFunctions:
         batch: Batch,
         key: jax.Array,
     ) -> dict[str, Any]:
-        """Return the curvature estimate for the optimizer, with a flag whether it was renewed in this step.
-
-        The Gauss-Newton-Bartlett estimate is the square of the mean gradient over sampled labels, times their number
-        (Liu et al. 2023, arXiv:2305.14342, algorithm 2).
-        """
+        """Return the keywords of the optimizer's update, see `SampledGradient`; {} if it needs no second gradient."""
+        second = self._second
+        if second is None:
+            return {}
         key = jax.random.fold_in(key, 1)
 
         def estimate() -> Dict:
             keyed = self._with_keys(batch, key, always=True)
             sums, _ = self._sampled_gradients(params, state.non_params, keyed, key)
-            return jax.tree.map(lambda g: g**2 / jnp.maximum(sums.count, 1.0), to_stored(sums.gradients, 0.0))
+            return second.estimate(to_stored(sums.gradients, 0.0), sums.count)
 
-        renewed = state.step % self._curvature_every == 0
+        renewed = state.step % second.every == 0
 
         def zeros():
             return jax.tree.map(jnp.zeros_like, self.module.split_frozen(state.params)[0])
 
-        return {"curvature": jax.lax.cond(renewed, estimate, zeros), "renewed": renewed}
+        return {second.name: jax.lax.cond(renewed, estimate, zeros), "renewed": renewed}
 
     def _with_keys(self, batch: Batch, key: jax.Array, always: bool = False) -> Batch:
         """Return the batch with a random key for each token if dropout (or label sampling) needs them."""
@@ -237,7 +252,7 @@ class StepFunctions:
 
     def eval_step(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
         """Return the summed loss and the item count of a held-out batch."""
-        return self.gradients.loss(self.module.export(params), non_params, batch)
+        return self.gradients.loss(self.module.load(params), non_params, batch)
 
 
 class StepProgram:

@@ -19,10 +19,11 @@ from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, peek
 from jaxstack.data.batch_source import numpy_batches as numpy_batches
 from jaxstack.data.device_batches import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
-from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, make_functional
-from jaxstack.gradients.pipeline_module import stage_module
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.loss import Loss, LossFunction
+from jaxstack.module_arrays.module import Dict, ModuleArrays, NNXFactory, make_arrays
+from jaxstack.module_arrays.pipeline_order import PipelineOrder
+from jaxstack.module_arrays.views import with_views
 from jaxstack.nested import flatten
 from jaxstack.optim.base import Optimizer, StepOptimizer
 from jaxstack.optim.build import build_optimizer, make_frozen_predicate
@@ -35,18 +36,97 @@ from jaxstack.state import (
     TrainState,
     abstract_state,
     init_state,
-    replace_teacher,
-    split_teacher,
     start_shapes,
     state_shardings,
     with_shardings,
-    without_teacher,
 )
-from jaxstack.step import Metrics, StepFunctions, StepProgram, XlaOptions
+from jaxstack.step import Metrics, StepFunctions, StepProgram, StepSettings, XlaOptions
 from pallas_kernels import Choice
+
+RunStep = Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
+"""(train state, batch) -> (next train state, metrics)."""
 
 Data = BatchSource | Callable[[int], HostBatch] | Iterable[HostBatch]
 """Batches as dicts of arrays whose first dim is the global batch."""
+
+
+class StepWrapper:
+    """How a trainer runs its train step; by default, one copy of the model takes one step on each batch.
+
+    A subclass wraps the step as `optax.MultiSteps` wraps an optimizer: it extends the train state, changes the compiled
+    step, and may run further programs between steps. See `jaxstack.local_sgd`.
+    """
+
+    make_steps: Callable[..., StepFunctions] = StepFunctions
+    """Makes the step functions from the arguments of `StepFunctions`."""
+
+    def check(self, trainer: "Trainer") -> None:
+        """Check that the wrapper supports what the trainer trains.
+
+        Raises:
+          ConfigError: it does not.
+        """
+
+    def extend_state(self, trainer: "Trainer", state: TrainState) -> TrainState:
+        """Return the run's initial train state, given that of one model copy. Traceable."""
+        return state
+
+    def extend_shardings(self, trainer: "Trainer", shardings: TrainState) -> TrainState:
+        """Return the shardings of the run's train state, given those of one model copy."""
+        return shardings
+
+    def state_is_replaced(self) -> None:
+        """Forget what was known about the train state, such as its step: it is another one from now on."""
+
+    def store(self, trainer: "Trainer", state: TrainState) -> TrainState:
+        """Convert the train state to the form in checkpoints, the same for every parallel layout."""
+        module = trainer.module
+        if module.stores_plain:
+            return state._replace(params=module.split_companions(state.params)[0])
+        to_plain = functools.partial(module.to_plain, wanted=abstract_state(module.plain, trainer.optimizer))
+        return jax.jit(to_plain, out_shardings=self._stored_shardings(trainer))(state)
+
+    def load(self, trainer: "Trainer", state: TrainState) -> TrainState:
+        """Convert a train state from the form in checkpoints to that in which it is trained, without companions."""
+        module = trainer.module
+        if module.stores_plain:
+            return state
+        from_plain = functools.partial(module.from_plain, wanted=abstract_state(module, trainer.optimizer))
+        return jax.jit(from_plain, out_shardings=trainer.shardings)(state)
+
+    def abstract_stored(self, trainer: "Trainer") -> TrainState:
+        """Return shapes, dtypes and shardings of the train state in the form in checkpoints."""
+        module = trainer.module
+        shapes = with_shardings(abstract_state(module.plain, trainer.optimizer), self._stored_shardings(trainer))
+        return shapes._replace(params=module.split_companions(shapes.params)[0])
+
+    def _stored_shardings(self, trainer: "Trainer") -> TrainState:
+        return state_shardings(trainer.module.plain, trainer.optimizer, trainer.rules, trainer.steps.layout.zero)
+
+    def evaluated(self, trainer: "Trainer", state: TrainState) -> tuple[Dict, Dict, dict[str, jax.Array]]:
+        """Return the parameters and other variables to evaluate, and further values for an evaluation's metrics."""
+        return state.params, state.non_params, {}
+
+    def compile(self, trainer: "Trainer", batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Compile the programs that run besides the train step, after the train step is compiled."""
+
+    def step(
+        self, trainer: "Trainer", state: TrainState, batch: Mapping[str, jax.Array], run: RunStep
+    ) -> tuple[TrainState, Metrics]:
+        """Take a step with `run(state, batch)`, which is the compiled train step, and what is due besides it."""
+        return run(state, batch)
+
+    def read(self, metrics: Metrics) -> dict[str, float]:
+        """Wait for the metrics of a step, and convert them from arrays to numbers."""
+        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+    def describe(self, trainer: "Trainer") -> dict[str, Any]:
+        """Return what a description of the compiled step says of the wrapper, as JSON data."""
+        return {}
+
+    def rows_in_data(self) -> tuple[int, int]:
+        """Return (number of runs whose rows a batch of the data has, index of this run among them)."""
+        return 1, 0
 
 
 class Trainer:
@@ -54,8 +134,8 @@ class Trainer:
 
     Args:
       module: a `flax.nnx.Module`; or a function `rngs -> nnx.Module` (created sharded, for large models), such as
-        `jaxstack.functional.linen.from_linen` makes of a `flax.linen.Module`; or a `FunctionalModule`, such as
-        `jaxstack.functional.compressed.compress_in_training` makes.
+        `jaxstack.module_arrays.linen.from_linen` makes of a `flax.linen.Module`; or a `ModuleArrays`, such as
+        `jaxstack.module_arrays.compression.compress_in_training` makes.
       loss_fn: `loss_fn(module, batch)`, which may also have parameters `key` and `train`; returns the mean over the
         batch, or a `LossSum` if it is declared with `jaxstack.loss.returns_sum`. See `jaxstack.loss`.
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
@@ -68,16 +148,15 @@ class Trainer:
       train: number of steps, batch size, accumulation.
       eval_data: held-out batches, an iterable of dicts; default: those of `data`, if it has any.
       seed: of the initial weights and of the loss function's keys.
+      wrapper: wraps the train step, for example with exchanges between groups of devices (`jaxstack.local_sgd`).
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
     """
 
-    make_steps: Callable[..., StepFunctions] = StepFunctions
-
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
-        module: nnx.Module | NNXFactory | FunctionalModule,
+        module: nnx.Module | NNXFactory | ModuleArrays,
         loss_fn: LossFunction | Loss,
         data: Data,
         *,
@@ -88,6 +167,7 @@ class Trainer:
         train: TrainConfig | None = None,
         eval_data: HeldOutData | Iterable[HostBatch] | None = None,
         seed: int = 0,
+        wrapper: StepWrapper | None = None,
     ):
         _check_arguments(train, schedule, mesh, layout)
         self.train = train or TrainConfig()
@@ -98,9 +178,9 @@ class Trainer:
         self.placement = BatchPlacement(self.rules)
         layout = layout or StepLayout()
         self.pipeline = layout.pipeline or self._default_pipeline()
-        self.module: FunctionalModule = make_functional(module)
+        self.module: ModuleArrays = make_arrays(module)
         if self.pipeline is not None:
-            self.module = stage_module(self.module, self.pipeline.stages, self.pipeline.chunks)
+            self.module = with_views(self.module, [PipelineOrder(self.pipeline.stages, self.pipeline.chunks)])
         self.learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None = None
         if not isinstance(optimizer, optax.GradientTransformation):
             if not isinstance(optimizer, Optimizer | None):
@@ -112,16 +192,19 @@ class Trainer:
         self.module.check_dtypes()
         self.optimizer = optimizer
         layout = dataclasses.replace(layout, pipeline=self.pipeline)
-        self.steps = self.make_steps(
+        self.wrapper = wrapper or StepWrapper()
+        self.steps = self.wrapper.make_steps(
             self.module, loss_fn, optimizer, self.learning_rate, self.rules, layout, self.train.gradient_accumulation
         )
-        self.shardings = self._run_shardings(state_shardings(self.module, optimizer, self.rules, layout.zero))
+        self.wrapper.check(self)
+        shardings = state_shardings(self.module, optimizer, self.rules, layout.zero)
+        self.shardings = self.wrapper.extend_shardings(self, shardings)
         self.program = StepProgram(self.steps, self.abstract_state, self.train.xla_options)
         self._smaller: dict[int, StepProgram] = {}
         check_held_out(eval_data)
         self._eval_data = data if eval_data is None and isinstance(data, HeldOutData) else eval_data
         self._state: TrainState | None = None
-        self._teacher: Dict = {}
+        self._companions: Dict = {}
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:
@@ -170,17 +253,18 @@ class Trainer:
         if state is None:
 
             def create(key):
-                return self._run_state(init_state(self.module, self.optimizer, key))
+                return self.wrapper.extend_state(self, init_state(self.module, self.optimizer, key))
 
             create = jax.jit(create, out_shardings=self.shardings)
-            state = replace_teacher(create(jax.random.key(self.seed)), self._teacher)
-            self._state = state
-            self._teacher = {}
+            state = create(jax.random.key(self.seed))
+            self._state = state = state._replace(params={**state.params, **self._companions})
+            self._companions = {}
         return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = replace_teacher(state, self._take_teacher())
+        self._state = self._with_companions(state)
+        self.wrapper.state_is_replaced()
 
     def start_from(self, params: Dict) -> None:
         """Restart at step 0 from these parameters, which are donated (their memory is reused).
@@ -188,13 +272,13 @@ class Trainer:
         Args:
           params: as `start_shapes` describes; the parameters of adapters are initialized.
         """
-        params = self.module.join(params, self._take_teacher())
+        params = {**params, **self._take_companions()}
 
         def create(key: jax.Array, params: Dict) -> TrainState:
-            params = self.module.add_adapters(self.module.params_from_plain(params), key)
+            params = self.module.add_adapters(self.module.store(params), key)
             state = init_state(self.module, self.optimizer, key)
             moments = self.optimizer.init(self.module.split_frozen(params)[0])
-            return self._run_state(state._replace(params=params, optimizer=moments))
+            return self.wrapper.extend_state(self, state._replace(params=params, optimizer=moments))
 
         donated = 1 if self.module.used is self.module else ()  # factors have other shapes
         create = jax.jit(create, out_shardings=self.shardings, donate_argnums=donated)
@@ -203,71 +287,74 @@ class Trainer:
     @property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the train state, known without computing it."""
-        state = jax.eval_shape(self._run_state, abstract_state(self.module, self.optimizer))
+        extend = functools.partial(self.wrapper.extend_state, self)
+        state = jax.eval_shape(extend, abstract_state(self.module, self.optimizer))
         return with_shardings(state, self.shardings)
-
-    def _run_state(self, state: TrainState) -> TrainState:
-        """Return the run's initial train state, given that of one model copy; a subclass may train several."""
-        return state
-
-    def _run_shardings(self, shardings: TrainState) -> TrainState:
-        """Return the shardings of the run's train state, given those of one model copy; a subclass may have several."""
-        return shardings
 
     @functools.cached_property
     def start_shapes(self) -> tuple[Dict, Dict]:
-        """Shapes, dtypes and shardings of the parameters for `start_from` and `set_teacher` ({} without a teacher)."""
+        """Shapes, dtypes and shardings of the parameters for `start_from`, and name -> those for `load_companion`."""
         return start_shapes(self.module, self.rules, self.steps.layout.zero)
 
-    def set_teacher(self, params: Dict) -> None:
-        """Set the distillation teacher's parameters, shaped as in `start_shapes`; checkpoints do not contain them."""
-        self._teacher = {"teacher": params}
+    def load_companion(self, name: str, params: Dict) -> None:
+        """Set the parameters of a companion of the module, such as a teacher; checkpoints do not contain them.
+
+        Args:
+          name: one of the module's `companions`.
+          params: its parameters, shaped as `start_shapes` says.
+        """
+        self._companions = {**self._companions, name: params}
         if self._state is not None:
             self.state = self._state
 
-    def _take_teacher(self) -> Dict:
-        """Return the distillation teacher's parameters for a new state: from `set_teacher`, or from the old state."""
-        teacher = self._teacher
-        self._teacher = {}
-        return teacher or (split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
+    def _take_companions(self) -> Dict:
+        """Return the companions' parameters for a new state: from `load_companion`, or else from the old state."""
+        loaded = self._companions
+        self._companions = {}
+        missing = set(self.module.companions) - loaded.keys()
+        return {**{name: self.state.params[name] for name in missing}, **loaded}
+
+    def _with_companions(self, state: TrainState) -> TrainState:
+        """Return a new train state with the companions' parameters put in."""
+        if not self.module.companions:
+            return state
+        return state._replace(params={**state.params, **self._take_companions()})
 
     @property
     def stored_state(self) -> TrainState:
         """The train state in the form that checkpoints have, which is the same for every parallel layout."""
-        if self.module.stores_plain:
-            return without_teacher(self.state)
-        to_plain = functools.partial(self.module.to_plain, wanted=abstract_state(self.module.plain, self.optimizer))
-        return jax.jit(to_plain, out_shardings=self._stored_shardings())(self.state)
+        return self.wrapper.store(self, self.state)
 
     @stored_state.setter
     def stored_state(self, state: TrainState) -> None:
-        if not self.module.stores_plain:
-            from_plain = functools.partial(self.module.from_plain, wanted=abstract_state(self.module, self.optimizer))
-            state = jax.jit(from_plain, out_shardings=self.shardings)(state)
-        self._state = replace_teacher(state, self._take_teacher())
+        self.state = self.wrapper.load(self, state)
 
     @property
     def abstract_stored_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `stored_state`, without computing it."""
-        shapes = with_shardings(abstract_state(self.module.plain, self.optimizer), self._stored_shardings())
-        return without_teacher(shapes)
-
-    def _stored_shardings(self) -> TrainState:
-        return state_shardings(self.module.plain, self.optimizer, self.rules, self.steps.layout.zero)
+        return self.wrapper.abstract_stored(self)
 
     @property
     def trained_module(self) -> Any:
         """The Flax module with the current parameters."""
-        return self.module.merge(self.state.params, self.state.non_params)
+        params, non_params, _ = self.wrapper.evaluated(self, self.state)
+        return self.module.merge(params, non_params)
 
     def count_parameters(self) -> int:
         """Return the number of the module's parameters, trained or not."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.module.abstract_params))
 
     def frozen_parameters(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-        """Return the parameters that are not trained, as path -> (logical axes, shape)."""
+        """Return the model's own parameters that are not trained, as path -> (logical axes, shape)."""
         known = self.module.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
-        return {"/".join(path): leaf for path, leaf in flatten(self.module.split_frozen(known)[1]).items()}
+        frozen = flatten(self.module.split_companions(self.module.split_frozen(known)[1])[0])
+        return {"/".join(path): leaf for path, leaf in frozen.items()}
+
+    def set_step(self, settings: StepSettings) -> None:
+        """Choose when a train step is skipped and what it measures; it is compiled again where this changes it."""
+        if settings != self.steps.settings:
+            self.steps = self.steps.with_settings(settings)
+            self.program = StepProgram(self.steps, self.abstract_state, self.train.xla_options)
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
         """Compile the train step before its first use; `choices` then lists the kernels that it uses.
@@ -283,7 +370,9 @@ class Trainer:
             created = thread.submit(lambda: jax.block_until_ready(self.state) if create_state else None)
             lowered = self.program.lower(batch)
         created.result()  # before XLA compiles, so that it has the devices to itself when it times kernels
-        return self.program.compile(lowered)
+        step = self.program.compile(lowered)
+        self.wrapper.compile(self, batch)
+        return step
 
     def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None:
         """Compile the train step for the smaller batches of a batch-size ramp that are used from step `start` on.
@@ -320,7 +409,7 @@ class Trainer:
 
     def describe(self) -> dict[str, Any]:
         """Describe what the compiled train step runs, such as kernels and collectives, as JSON data."""
-        return self.program.describe()
+        return {**self.program.describe(), **self.wrapper.describe(self)}
 
     def describe_sharding(self) -> dict[str, Any]:
         """Return how the arrays of the train state are sharded, with their bytes per device, as JSON data."""
@@ -333,15 +422,22 @@ class Trainer:
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, dtypes and shardings of a full batch, without using up the batch of step `start`."""
         size = self.train.global_batch_size
-        rows = self.placement.local_rows(size)
+        runs, _ = self.wrapper.rows_in_data()
         start = self.batch_sizes.rows_before(start) // size
-        return abstract_batch(peek(self.data, global_batch_size=size, rows=rows, start=start), self.rules, size)
+        batch = peek(self.data, global_batch_size=size * runs, rows=self._rows(size), start=start)
+        return abstract_batch(batch, self.rules, size)
+
+    def _rows(self, size: int) -> Any:
+        """Return the indices of the rows that this process loads of each batch of the data."""
+        _, index = self.wrapper.rows_in_data()
+        return self.placement.local_rows(size) + index * size if index else self.placement.local_rows(size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:
         """Yield (batch on the devices, seconds waited for it) for each step from `start` on."""
         data = sliceable(self.data, self.batch_sizes)
+        runs, _ = self.wrapper.rows_in_data()
         for size, first, count in self.batch_sizes.phases_from(start):
-            host = data.batches(global_batch_size=size, rows=self.placement.local_rows(size), start=first)
+            host = data.batches(global_batch_size=size * runs, rows=self._rows(size), start=first)
             yield from self.placement.stream(host if count is None else itertools.islice(host, count), size, size)
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
@@ -355,18 +451,22 @@ class Trainer:
         if step is None:
             shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()}
             step = self.compile(shapes)
-        self._state, metrics = step(self.state, dict(batch))
+        self._state, metrics = self.wrapper.step(self, self.state, dict(batch), step)
         return metrics
 
     def read(self, metrics: Metrics) -> dict[str, float]:
         """Wait for the metrics of a step, and convert them from arrays to numbers."""
-        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+        return self.wrapper.read(metrics)
 
     def evaluate(
         self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
         """Return the held-out loss of the current parameters, see `Evaluator.run`."""
-        return self.evaluator.run(self.state.params, self.state.non_params, max_tokens, stop)
+        if self._eval_data is None:
+            return None
+        params, non_params, more = self.wrapper.evaluated(self, self.state)
+        values = self.evaluator.run(params, non_params, max_tokens, stop)
+        return None if values is None else {**values, **{name: float(x) for name, x in more.items()}}
 
     def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
         """Train until step `train.steps`, resuming from the newest checkpoint in `run_dir`.
@@ -383,7 +483,9 @@ class Trainer:
         """
         if not isinstance(settings, LoopSettings | None):
             raise TypeError(f"settings must be jaxstack.loop.LoopSettings; found {settings!r}.")
-        return Loop(self, run_dir, settings or LoopSettings()).run()
+        settings = settings or LoopSettings()
+        self.set_step(StepSettings(settings.resilience.spike_threshold, settings.observe.noise_scale))
+        return Loop(self, run_dir, settings).run()
 
 
 def _check_arguments(train: object, schedule: object, mesh: object, layout: object) -> None:

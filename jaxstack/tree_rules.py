@@ -15,9 +15,6 @@ from jaxstack.errors import ConfigError
 ADAPTER = re.compile(r"(^|/)adapter/")
 """Matches the paths of parameters that an adapter adds to a layer (`jaxstack.models.adapters`)."""
 
-TEACHER = re.compile(r"^teacher/")
-"""Matches the paths of a teacher's parameters (`jaxstack.compressed_training.distill`), which are never trained."""
-
 V = TypeVar("V")
 Rules = Sequence[tuple[str, V]]
 

@@ -15,7 +15,7 @@ from scripts.page_parts import fill_page
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "combinations.md"
 FAMILIES = {
-    "layouts": ("parallel", "islands"),
+    "layouts": ("parallel", "local_sgd"),
     "training and model": ("train", "observe", "model"),
     "weights and precision": ("adapters", "compression", "distill", "precision"),
     "optimizers": ("optimizer",),

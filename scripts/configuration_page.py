@@ -15,8 +15,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from jaxstack.islands.base import IslandMethod
-from jaxstack.islands.methods import METHODS
+from jaxstack.local_sgd.base import WorkerMethod
+from jaxstack.local_sgd.methods import METHODS
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.config import MoEConfig
@@ -34,7 +34,7 @@ NAMED_HEAD = "| name | keys with their defaults |\n|---|---|\n"
 BASES = {
     "optimizer": (Optimizer, OPTIMIZERS),
     "schedule": (Schedule, SCHEDULES),
-    "islands": (IslandMethod, METHODS),
+    "local_sgd": (WorkerMethod, METHODS),
 }
 """Section that is chosen by name -> its base class and the components that one can choose."""
 SEE = {
@@ -46,7 +46,7 @@ SEE = {
     "model.attention_implementation": "[Kernels](kernels.md)",
     "model.remat": "[Models](models.md#memory)",
     "train.eval_tasks": "[Evaluation](evaluation.md)",
-    "parallel.islands": "[Islands](islands.md)",
+    "parallel.workers": "[Local SGD](local-sgd.md)",
     "parallel.overlap": "[Overlap](parallelism.md#overlap)",
     "parallel.copy_engines": "[Copy engines](parallelism.md#copy-engines)",
     "precision.fp8": "[Precision and FP8](precision.md)",

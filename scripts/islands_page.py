@@ -1,4 +1,4 @@
-"""Makes the tables of docs/islands.md from benchmarks/results/islands.jsonl and slow_link.jsonl.
+"""Makes the tables of docs/local-sgd.md from benchmarks/results/islands.jsonl and slow_link.jsonl.
 
 python benchmarks/islands.py && python benchmarks/slow_link.py && python scripts/islands_page.py
 """
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.page_parts import fill_page
 from scripts.result_rows import RESULTS, ROOT, Row, read_all
 
-PAGE = ROOT / "docs" / "islands.md"
+PAGE = ROOT / "docs" / "local-sgd.md"
 NAMES = {
     "data_parallel": "data parallelism",
     "local_sgd": "`local_sgd`",
@@ -30,17 +30,17 @@ WORKS = ("bytes", "quickstart")
 
 
 def table(work: str, rows: Iterable[Row]) -> str:
-    """Return held-out loss and bytes between islands of each method, relative to data parallelism."""
+    """Return held-out loss and bytes between workers of each method, relative to data parallelism."""
     newest = {row["method"]: row for row in rows if row["work"] == work}
     if not newest:
         return f"Not measured yet; `python benchmarks/islands.py --work {work}` measures it."
-    lines = ["| | held-out loss | relative to data parallelism | bytes between islands |", "|---|---|---|---|"]
+    lines = ["| | held-out loss | relative to data parallelism | bytes between workers |", "|---|---|---|---|"]
     for method in (name for name in NAMES if name in newest):
         row = newest[method]
         bytes_sent = f"{row['relative_bytes']:.3f}"
         lines.append(f"| {NAMES[method]} | {row['eval_loss']:.3f} | {row['relative_loss']:.3f} | {bytes_sent} |")
     last = max(newest.values(), key=lambda row: row["date"])
-    about = f"{last['steps']:,} steps, {last['islands']} islands, {last['device']}, {last['date'][:10]}"
+    about = f"{last['steps']:,} steps, {last['islands']} workers, {last['device']}, {last['date'][:10]}"
     return "\n".join([*lines, "", f"{about}, commit {last['commit'][:7]}."])
 
 

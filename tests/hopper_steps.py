@@ -18,7 +18,7 @@ from tests.hopper import hopper_topology
 @fully_optimized()
 def compile_step(config: RunConfig) -> tuple[Trainer, Any]:
     """A run's trainer on as many H200s as its layout has, and its train step compiled for them."""
-    devices = config.parallel.islands * math.prod(config.parallel.degrees.values())
+    devices = config.parallel.workers * math.prod(config.parallel.degrees.values())
     mesh = make_mesh(config.parallel, hopper_topology(devices).devices)
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
     rows = config.train.global_batch_size

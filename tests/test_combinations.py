@@ -46,7 +46,7 @@ def step(directory, *features: Feature) -> float:
     config = combined(directory, *features, further=remark.turn_on if remark else ())
     for feature in features:
         assert feature.used(getattr(config, feature.section)), feature.name
-    devices = math.prod(config.parallel.degrees.values()) * config.parallel.islands
+    devices = math.prod(config.parallel.degrees.values()) * config.parallel.workers
     length = config.train.sequence_length
     trainer = make_trainer(config, lambda step: batch_at(step, 16, length, VOCABULARY), jax.devices()[:devices])
     return run_steps(trainer, 1)[0]
@@ -95,10 +95,10 @@ def test_what_a_minus_one_turns_on_is_refused_once_it_is_known():
 
 
 def test_an_object_made_without_a_configuration_refuses_with_the_same_reason():
-    islands = next(feature for feature in FEATURES if feature.name == "islands")
-    islands.refuse(["dropout"], "set parallel.islands=1")
-    with pytest.raises(ConfigError, match=r"islands .* pipeline, because .*; set parallel\.islands=1\."):
-        islands.refuse(["dropout", "pipeline"], "set parallel.islands=1")
+    workers = next(feature for feature in FEATURES if feature.name == "local_sgd")
+    workers.refuse(["dropout"], "set parallel.workers=1")
+    with pytest.raises(ConfigError, match=r"workers .* pipeline, because .*; set parallel\.workers=1\."):
+        workers.refuse(["dropout", "pipeline"], "set parallel.workers=1")
 
 
 def test_the_page_shows_the_declarations():

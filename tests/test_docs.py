@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
 from jaxstack.data.device_batches import abstract_batch
-from jaxstack.islands.methods import METHODS
+from jaxstack.local_sgd.methods import METHODS
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
@@ -40,7 +40,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SECTIONS = RunConfig.model_fields
-BY_NAME = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "islands": METHODS}
+BY_NAME = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "local_sgd": METHODS}
 
 
 def by_name(paths: list[Path]) -> Any:

@@ -7,9 +7,9 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from jaxstack.functional.module import FunctionalModule, make_functional
 from jaxstack.loss import LossSum, as_loss_sum, language_model_loss, returns_sum
 from jaxstack.models import Transformer
+from jaxstack.module_arrays.module import ModuleArrays, make_arrays
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.state import init_state
 from jaxstack.step import StepFunctions
@@ -34,7 +34,7 @@ def squares(model, batch):
 
 def step_of(loss, accumulation: int = 1, devices: int = 1, optimizer=None):
     rules = make_rules(make_mesh(devices=jax.devices()[:devices]))
-    module = FunctionalModule(Line)
+    module = ModuleArrays(Line)
     optimizer = optimizer or optax.sgd(0.1)
     steps = StepFunctions(module, loss, optimizer, None, rules, accumulation=accumulation)
     return jax.jit(steps.train_step), init_state(module, optimizer, jax.random.key(0))
@@ -143,15 +143,15 @@ def test_z_loss_adds_the_square_of_the_normaliser(model):
 
 def test_modules_are_told_from_what_is_none():
     with pytest.raises(TypeError, match="from_linen"):
-        make_functional(linen.Dense(3))
+        make_arrays(linen.Dense(3))
     with pytest.raises(TypeError, match="int"):
-        make_functional(3)
+        make_arrays(3)
 
 
 def test_a_module_keeps_its_own_initial_values():
     line = Line(nnx.Rngs(0))
     line.w.set_value(jnp.array([5.0, 6.0]))
-    functional = make_functional(line)
+    functional = make_arrays(line)
     params, non_params = functional.init(jax.random.key(1))
     assert params["w"].tolist() == [5, 6]
     merged = functional.merge(params, non_params)

@@ -16,9 +16,9 @@ from jaxstack import Trainer
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.functional.linen import from_linen
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import LossSum, returns_sum
+from jaxstack.module_arrays.linen import from_linen
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.optim.optimizers import SGD, AdamW
 from jaxstack.optim.schedules import Constant

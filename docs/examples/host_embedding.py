@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine
@@ -52,7 +52,7 @@ def move_embedding_to_host(decoder: Decoder) -> Decoder:
         return model
 
     params = {name: value for name, value in decoder.params.items() if name != "embedding"}
-    return Decoder(FunctionalModule(make), params, decoder.non_params, decoder.rules)
+    return Decoder(ModuleArrays(make), params, decoder.non_params, decoder.rules)
 
 
 def main() -> bool:
@@ -61,7 +61,7 @@ def main() -> bool:
         vocab_size=1000, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=128,
         tie_word_embeddings=False, scan_layers=False,
     )  # fmt: skip
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
     rules = make_rules(make_mesh(devices=jax.devices()[:1]))
     usual = Decoder(module, *module.init(jax.random.key(0)), rules)
     hosted = move_embedding_to_host(usual)

@@ -13,7 +13,7 @@ from flax import linen, nnx
 
 from jaxstack import Trainer
 from jaxstack.data.augmentations.images import RandomCrop, RandomFlip, augment_images
-from jaxstack.functional.linen import from_linen
+from jaxstack.module_arrays.linen import from_linen
 from jaxstack.optim.optimizers import AdamW
 from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import numpy_batches

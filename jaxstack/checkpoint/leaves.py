@@ -160,7 +160,7 @@ def check_layout(source: str, wanted: dict[str, LeafSpec], stored: dict[str, Lea
     raise ConfigError(
         f"the checkpoint {source} does not fit this run ({len(lines)} differences, the run has {len(wanted)} leaves):"
         + "".join(f"\n  {line}" for line in shown)
-        + "\nuse the model, optimizer and number of islands that it was saved with, or start a run with another "
+        + "\nuse the model, optimizer and number of workers that it was saved with, or start a run with another "
         "name (run.init_from takes the parameters along)"
     )
 

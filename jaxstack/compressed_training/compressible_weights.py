@@ -14,7 +14,6 @@ from jaxstack.models.layer_paths import weight_paths
 from jaxstack.models.linear import Linear
 from jaxstack.models.moe_layer import Experts
 from jaxstack.models.transformer import Transformer
-from jaxstack.tree_rules import TEACHER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +132,7 @@ def find_weights(model: nnx.Module) -> list[Weight]:
         for name, param in vars(node).items():
             layout = _layout(node, name, param) if isinstance(param, nnx.Param) else None
             key = "/".join(map(str, (*path, name)))
-            if layout is not None and not TEACHER.search(key):
+            if layout is not None:
                 found.setdefault(key, Weight(key, tuple(_names(model, cast(Sequence[str | int], path), name)), layout))
     return [found[key] for key in sorted(found)]
 

@@ -51,6 +51,7 @@ def with_teacher(model: Model, teacher: Transformer) -> Model:
     """
     check_vocabulary(model.config, teacher.config, "the teacher")
     model.teacher = teacher
+    model.companions = ("teacher",)
     return model
 
 

@@ -75,7 +75,7 @@ class Feature:
 
         Args:
           others: names of the features that are used with this one.
-          way_out: end of the message, such as "set parallel.islands=1".
+          way_out: end of the message, such as "set parallel.workers=1".
         """
         found = set(others)
         for excluded in self.excludes:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxstack.config.base import Component
+from jaxstack.config.renamed_keys import new_name
 from jaxstack.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Component)
@@ -328,6 +329,8 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
         section, _, inner = path[-1].partition(".")
         if inner and section in _keys(owner):
             return f"unknown key {where!r}; in a file, write {section}: {{{inner}: {found}}}."
+        if (renamed := new_name(where)) is not None:
+            return f"{where} was renamed to {renamed}."
         return f"unknown key {where!r}; {nearest(path[-1], _keys(owner))}"
     if code == "missing":
         return f"{where} is required."

@@ -16,8 +16,8 @@ from jaxstack.decoding.sampling import Sampling, sample
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.distributed.xla_options import OptionValue, packed_weight_options
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.joined_projections import join_projections
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules, is_cast
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels import PackedWeight
@@ -48,7 +48,7 @@ class ModelOnMesh:
       ConfigError: the mesh splits sequences or layers over devices.
     """
 
-    def __init__(self, module: FunctionalModule, params: Params, non_params: Params, rules: AxisRules):
+    def __init__(self, module: ModuleArrays, params: Params, non_params: Params, rules: AxisRules):
         wrong = {axis: rules.mesh.shape[axis] for axis in ("pipeline", "context") if rules.mesh.shape[axis] > 1}
         if wrong:
             shown = ", ".join(f"{axis} {degree}" for axis, degree in wrong.items())
@@ -95,7 +95,7 @@ class ModelOnMesh:
             join_projections(made, paths)
             return made
 
-        self.module = FunctionalModule(make_joined)
+        self.module = ModuleArrays(make_joined)
         self.params = self.module.split(model)[0]
 
     @property
@@ -155,7 +155,7 @@ def is_packed(x: object) -> bool:
     return isinstance(x, PackedWeight)
 
 
-def cast_shapes(module: FunctionalModule, rules: AxisRules) -> Params:
+def cast_shapes(module: ModuleArrays, rules: AxisRules) -> Params:
     """Return shapes, shardings and dtypes of a model's parameters, the matrices in the dtype of `cast_matrices`."""
     shapes = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding(spec)),
@@ -170,7 +170,7 @@ def cast_shapes(module: FunctionalModule, rules: AxisRules) -> Params:
     return jax.tree.map(cast, shapes, wanted)
 
 
-def cast_matrices(module: FunctionalModule, params: Params, rules: AxisRules) -> Params:
+def cast_matrices(module: ModuleArrays, params: Params, rules: AxisRules) -> Params:
     """Cast the model's matrices to the compute dtype once, instead of each time that a layer uses them.
 
     Routers keep their dtype, packed weights their format, and parameters with `KEEP_FLOAT32` in their metadata float32.
@@ -199,7 +199,7 @@ class Decoder(ModelOnMesh):
 
     def __init__(
         self,
-        module: FunctionalModule,
+        module: ModuleArrays,
         params: Params,
         non_params: Params,
         rules: AxisRules,

@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jaxstack.decoding.decode import Decoder, Params, cast_matrices
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.attention.base import LayerCache
 from jaxstack.models.attention_layer import Context
 from jaxstack.models.transformer import Transformer
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.parallel.sharding_context import logical_axis_rules
 
@@ -118,7 +118,7 @@ class WindowDecoder(Decoder):
 
     def __init__(
         self,
-        module: FunctionalModule,
+        module: ModuleArrays,
         stored: StoredWeights,
         non_params: Params,
         rules: AxisRules,

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 from jaxstack.export import run_exported
 from jaxstack.export.source import Source, write_parameters
 from jaxstack.files import write_file, write_json
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.transformer import Cache, Transformer
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import nest
 from pallas_kernels.target import lowering_platform
 
@@ -77,7 +77,7 @@ def export_programs(model: ModelConfig, parameters: dict[str, Any], dtype: jnp.d
     # The definition of attention: the other backends choose by the length, which is not known yet.
     update = {"attention_implementation": "reference", "scan_layers": False, "remat": "none"}
     config = model.model_copy(update=update)
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=dtype))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs, dtype=dtype))
     rows, length = export.symbolic_shape("b, t", constraints=[f"t <= {context}"])
     arguments = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in parameters.items()}
     ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
@@ -93,7 +93,7 @@ def export_programs(model: ModelConfig, parameters: dict[str, Any], dtype: jnp.d
         return Programs(first, next_token(arguments, ids, ids, cache))
 
 
-def _functions(module: FunctionalModule, context: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _functions(module: ModuleArrays, context: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return prefill and decode as functions of a flat dict of parameters and a flat list of cache arrays."""
     example = module.merge(module.abstract_params, module.abstract_non_params)
     structure = jax.tree.structure(jax.eval_shape(lambda: example.make_cache(1, context).layers))

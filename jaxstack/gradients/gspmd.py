@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums, Microbatches
 from jaxstack.gradients.noise import check_noise_layout, estimate_noise, sum_squares
 from jaxstack.loss import Batch, LossSum
+from jaxstack.module_arrays.module import Dict
 from jaxstack.parallel.sharding_context import ShardingContext, placed
 
 

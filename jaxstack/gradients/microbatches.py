@@ -10,9 +10,9 @@ from typing import Protocol, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.gradients.noise import Measure, Squares
 from jaxstack.loss import Batch, Loss, LossSum
+from jaxstack.module_arrays.module import Dict, ModuleArrays
 
 SmallBatches: TypeAlias = tuple[Squares, jax.Array] | None
 """Sums of squares of the gradients of each microbatch, and their numbers of items, [M]; None if not measured."""
@@ -65,7 +65,7 @@ class Microbatches:
       count: number of microbatches that a batch is split into.
     """
 
-    def __init__(self, module: FunctionalModule, loss: Loss, count: int):
+    def __init__(self, module: ModuleArrays, loss: Loss, count: int):
         self.module = module
         self.count = count
         self._loss = loss

@@ -17,10 +17,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.gradients.noise import check_noise_layout
-from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loss import Batch, Loss, LossSum
 from jaxstack.models import Transformer
 from jaxstack.models.stages import (
@@ -30,6 +28,8 @@ from jaxstack.models.stages import (
     make_repetition_function,
     shared_inputs,
 )
+from jaxstack.module_arrays.module import Dict
+from jaxstack.module_arrays.pipeline_order import StagedArrays
 from jaxstack.parallel.pipeline.execute import StageFunctions, execute
 from jaxstack.parallel.pipeline.schedule import Schedule, forward_only
 from jaxstack.parallel.rules import is_cast, restrict
@@ -55,7 +55,7 @@ class PipelinedGradients:
       TypeError: the loss returns a mean.
     """
 
-    def __init__(self, module: StagedModule, loss: Loss, context: ShardingContext):
+    def __init__(self, module: StagedArrays, loss: Loss, context: ShardingContext):
         if not loss.returns_sum:
             raise TypeError(
                 "in a pipeline the loss function must return a jaxstack.loss.LossSum, which adds up over microbatches, "

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums, Microbatches
 from jaxstack.gradients.noise import Group, check_noise_layout, estimate_noise, sum_squares
 from jaxstack.loss import Batch, LossSum
+from jaxstack.module_arrays.module import Dict
 from jaxstack.parallel.rules import Names, is_cast, restrict
 from jaxstack.parallel.shard_map_weights import Dims, Exchange, WorkingCopy, sum_gradient
 from jaxstack.parallel.sharding_context import ShardingContext, TracedParameters

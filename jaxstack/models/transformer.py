@@ -55,6 +55,9 @@ class Transformer(nnx.Module):
     gathers_weights = True
     """Declares that every matrix passes `gather_parameter` where it is used, so that a train step may pass shards."""
 
+    companions: tuple[str, ...] = ()
+    """Names of submodules that are not trained, not part of checkpoints, and loaded separately, such as `teacher`."""
+
     teacher: "Transformer | None" = None
     """A model from whose predictions this one learns; see `jaxstack.compressed_training.distill`."""
 

@@ -132,7 +132,7 @@ def summarise_program(ran: Mapping[str, Any]) -> str:
         count = sum(row["calls"] for row in rows)
         sent = sum(row["wire_bytes"] for row in rows)
         parts.append(f"{count} collectives, {sent / 2**20:.1f} MiB sent a device" if count else "no collectives")
-    if exchanged := ran.get("islands", {}).get("exchange_bytes"):
+    if exchanged := ran.get("local_sgd", {}).get("exchange_bytes"):
         sent = " + ".join(byte_size(size) for size in exchanged)
-        parts.append(f"{ran['islands']['step_bytes']} bytes between islands a step, {sent} a device an exchange")
+        parts.append(f"{ran['local_sgd']['step_bytes']} bytes between workers a step, {sent} a device an exchange")
     return "; ".join(parts)

@@ -50,14 +50,29 @@ class RunInfo:
     """Path of a trained parameter -> the PartitionSpec in which it is stored; empty: on one device."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SampledGradient:
+    """A second gradient, with labels sampled from the model, that a train step computes for its optimizer.
+
+    The optimizer's `update` takes the estimate made of it under the keyword `name`, and the flag `renewed`, which is
+    False, with zeros for the estimate, in steps between two estimates.
+    """
+
+    name: str
+    """Keyword of `update`."""
+    every: int
+    """Steps between two estimates."""
+    estimate: Callable[[PyTree, jax.Array], PyTree]
+    """(gradients summed over the sampled labels, number of labels) -> estimate."""
+
+
 class StepOptimizer(optax.GradientTransformationExtraArgs):
-    """An Optax optimizer that may also choose where gradients are evaluated, and request curvature estimates."""
+    """An Optax optimizer that may also choose where gradients are evaluated, and ask a step for a second gradient."""
 
     gradient_point: Callable[[PyTree, optax.OptState], PyTree] | None = None
     """(trained parameters, state) -> where the step evaluates the gradient; None: at the parameters."""
-    curvature_every: int = 0
-    """Steps between two estimates of the curvature, which `update` takes as `curvature` (a tree of the parameters'
-    structure) with the flag `renewed`; 0: none."""
+    sampled_gradient: SampledGradient | None = None
+    """The second gradient that each `update` needs; None: none."""
 
 
 class GroupRule(PathRule):
@@ -131,9 +146,9 @@ class Optimizer(Component):
         return params
 
     @property
-    def curvature_interval(self) -> int:
-        """Number of steps from one curvature estimate to the next; 0 if the optimizer needs none."""
-        return 0
+    def sampled_gradient(self) -> SampledGradient | None:
+        """The second gradient, with sampled labels, that the optimizer needs; None by default."""
+        return None
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
         """Transform a parameter's whole update direction at the end, for example scale it by a norm.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxstack.models.parametrization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
 from jaxstack.optim.mup import check_mup_support, clip_by_scaled_norm, rate_factor, scale_epsilon
-from jaxstack.tree_rules import ADAPTER, TEACHER, map_by_path, match, path_name
+from jaxstack.tree_rules import ADAPTER, map_by_path, match, path_name
 from pallas_kernels.target import automatic_axes
 
 _FEWEST_ROWS = 256
@@ -123,7 +123,7 @@ def build_optimizer(
         # those that are trained.
         chain = optax.partition({name: transforms[name] for name in sorted(used)}, labels)
     built = StepOptimizer(chain.init, optax.with_extra_args_support(chain).update)
-    built.curvature_every = optimizer.curvature_interval
+    built.sampled_gradient = optimizer.sampled_gradient
     if type(optimizer).gradient_point is not Optimizer.gradient_point:
         built.gradient_point = optimizer.gradient_point
     return built
@@ -165,15 +165,12 @@ def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
 def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
     """Return a function that tells from a parameter's path whether the parameter is frozen (not trained).
 
-    A teacher is frozen. For others the first matching group with `frozen` decides. Otherwise, in a model with adapters,
-    all but these are frozen.
+    The first matching group with `frozen` decides. Otherwise, in a model with adapters, all but these are frozen.
     """
     rules = [(group.path, group.frozen) for group in optimizer.groups]
     has_adapters = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
 
     def is_frozen(path: str) -> bool:
-        if TEACHER.search(path):
-            return True
         chosen = match(path, [*rules, (".*", None)])
         return chosen if chosen is not None else has_adapters and not ADAPTER.search(path)
 

@@ -75,8 +75,8 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
 MIXTURE = ("model.moe={num_experts: 4, num_experts_per_tok: 2}",)
 """Overrides that turn on a small mixture of experts."""
-ISLANDS = "islands"
-"""Mesh axis of a run with islands, before all others; other runs' meshes do not have it."""
+WORKERS = "workers"
+"""Mesh axis of a run with workers, before all others; other runs' meshes do not have it."""
 
 
 class ParallelConfig(Component):
@@ -117,9 +117,9 @@ class ParallelConfig(Component):
     layers over `data`, `fsdp` and `context` alone; always: by permutes, whatever the layers, axes and devices."""
     zero: Literal[0, 1, 2] = 0
     """ZeRO over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
-    islands: int = Field(default=1, ge=1)
-    """Groups of devices joined by slow links. Each trains its own copy of the model, and the section `islands` says how
-    the copies are kept together; all other degrees are those of one island."""
+    workers: int = Field(default=1, ge=1)
+    """Groups of devices joined by slow links. Each trains its own copy of the model, and the section `local_sgd` says
+    how the copies are kept together; all other degrees are those of one worker."""
     microbatches: int | None = Field(default=None, ge=1)
     """Pieces that a pipeline cuts each replica's batch into; left out: train.gradient_accumulation, or up to twice the
     stages."""
@@ -193,18 +193,18 @@ class ParallelConfig(Component):
     def resolve(self, devices: int) -> "ParallelConfig":
         """Return a copy with a degree of -1 filled in, so that the degrees multiply to the number of devices.
 
-        With several islands, groups of devices that train a copy of the model each, it is the number of devices of one.
+        With several workers, groups of devices that train a copy of the model each, it is the number of devices of one.
 
         Raises:
           ConfigError: they cannot; the message names the nearest degrees that can.
         """
-        if devices % self.islands:
-            lower, upper = _nearest_divisors(devices, self.islands)
+        if devices % self.workers:
+            lower, upper = _nearest_divisors(devices, self.workers)
             raise ConfigError(
-                f"parallel.islands ({self.islands}) must divide the number of devices ({devices}); nearest: "
+                f"parallel.workers ({self.workers}) must divide the number of devices ({devices}); nearest: "
                 f"{lower}{f' or {upper}' if upper != lower else ''}."
             )
-        devices = devices // self.islands
+        devices = devices // self.workers
         degrees = self.degrees
         fixed = math.prod(d for d in degrees.values() if d != -1)
         free = [a for a, d in degrees.items() if d == -1]

@@ -145,9 +145,9 @@ def _expert_problems(model: ModelDims, parallel: ParallelConfig) -> list[str]:
 def _batch_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
     """Return a message for each batch size that data parallelism and gradient accumulation do not divide."""
     problems = []
-    shards = parallel.islands * parallel.data * parallel.fsdp * parallel.expert
+    shards = parallel.workers * parallel.data * parallel.fsdp * parallel.expert
     unit = shards * train.gradient_accumulation
-    used = ["islands"] * (parallel.islands > 1) + ["data", "fsdp"] + ["expert"] * (parallel.expert > 1)
+    used = ["workers"] * (parallel.workers > 1) + ["data", "fsdp"] + ["expert"] * (parallel.expert > 1)
     axes = " x ".join(used)
     degrees = " x ".join(str(getattr(parallel, axis)) for axis in used)
     if train.global_batch_size % unit:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxstack.parallel.config import AXES, ISLANDS, ParallelConfig
+from jaxstack.parallel.config import AXES, WORKERS, ParallelConfig
 
 
 def make_mesh(
@@ -14,7 +14,7 @@ def make_mesh(
 ) -> Mesh:
     """Return a mesh with the axes `pipeline, data, fsdp, expert, context, tensor`; unused axes have size 1.
 
-    With `parallel.islands` above 1 the axis `islands` comes before them.
+    With `parallel.workers` above 1 the axis `workers` comes before them.
 
     Args:
       parallel: degrees; default: all devices on `data`.
@@ -25,9 +25,9 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     parallel = (parallel or ParallelConfig(data=-1)).resolve(len(devices))
-    several = parallel.islands > 1
-    shape = (parallel.islands, *parallel.degrees.values())[not several :]
-    axes = (ISLANDS, *AXES)[not several :]
+    several = parallel.workers > 1
+    shape = (parallel.workers, *parallel.degrees.values())[not several :]
+    axes = (WORKERS, *AXES)[not several :]
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.parallel.config import ISLANDS
+from jaxstack.parallel.config import WORKERS
 
 Names = Sequence[str | None]
 """The logical axis of each dim of an array; None for a dim that no rule applies to."""
@@ -286,7 +286,7 @@ def make_rules(
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
         table["residual_length"] = ("context", "tensor")
-    if ISLANDS in mesh.shape:
-        table["batch"] = (ISLANDS, *table["batch"])
+    if WORKERS in mesh.shape:
+        table["batch"] = (WORKERS, *table["batch"])
     table.update(overrides or {})
     return AxisRules(mesh, table)

@@ -94,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxstack.run_config import load_config, print_note
 
         config = (load_config if args.cluster is None else load_search_config)(args.config, args.overrides)
-        if config.parallel.islands > 1:
+        if config.parallel.workers > 1:
             if args.output is not None:
                 raise ConfigError(
-                    f"--output cannot write a run of several islands (parallel.islands={config.parallel.islands}); "
+                    f"--output cannot write a run of several workers (parallel.workers={config.parallel.workers}); "
                     "leave it out, and put the degrees of the first layout into the file."
                 )
-            print_note(f"the plan is that of one of {config.parallel.islands} islands, with its devices alone")
-            config = config.one_island
+            print_note(f"the plan is that of one of {config.parallel.workers} workers, with its devices alone")
+            config = config.one_worker
         if args.cluster is not None:
             options = SearchOptions(**{field.name: getattr(args, field.name) for field in fields(SearchOptions)})
             result = search_cluster(config, options)

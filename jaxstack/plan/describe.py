@@ -24,7 +24,7 @@ class LayoutPlan(TypedDict):
       tokens_per_step: tokens of a global batch.
       model_flops_per_step: model FLOPs of a step, over all devices.
       model_flops_per_step_and_device: model FLOPs of a step on each device.
-      sharding: mesh, parameters and bytes per device; see `jaxstack.functional.shardings.describe_shardings`.
+      sharding: mesh, parameters and bytes per device; see `jaxstack.module_arrays.shardings.describe_shardings`.
       pipeline: schedule of the pipeline, if there is one.
       rehearsal: memory of the compiled step, if it was compiled.
       roofline: operators of the step, if they were drawn; see `jaxstack.cost_model.roofline.describe_roofline`.

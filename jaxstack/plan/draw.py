@@ -7,7 +7,7 @@ from typing import Any
 from jaxstack.cost_model.roofline import describe_roofline, find_peak
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
-from jaxstack.functional.shardings import describe_unsplit
+from jaxstack.module_arrays.shardings import describe_unsplit
 from jaxstack.observe.device_grid import (
     describe_dims,
     distinct_layouts,

@@ -12,10 +12,8 @@ from jax.typing import DTypeLike
 from jaxstack.compressed_training.distill import distillation_loss, empty_model, with_teacher
 from jaxstack.data.loader import Data
 from jaxstack.errors import ConfigError
-from jaxstack.folder_trainer import FolderTrainer
-from jaxstack.functional.compressed import compress_in_training
-from jaxstack.island_trainer import IslandTrainer
-from jaxstack.islands.folder import FolderDiLoCo
+from jaxstack.folder_worker import FolderWorker
+from jaxstack.local_sgd.folder import FolderDiLoCo
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
     ModelConfig,
@@ -24,11 +22,13 @@ from jaxstack.models import (
     in_fp8,
     with_kv_cache,
 )
+from jaxstack.module_arrays.compression import compress_in_training
 from jaxstack.parallel import make_mesh
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
-from jaxstack.trainer import Trainer
+from jaxstack.trainer import StepWrapper, Trainer
+from jaxstack.worker_steps import Workers
 
 Batch = Mapping[str, np.ndarray]
 BatchSource: TypeAlias = Data | Callable[[int], Batch] | Iterable[Batch]
@@ -114,12 +114,12 @@ def make_trainer(
     if config.distill.teacher is not None:
         make = _with_teacher(make, config.distill.teacher, dtype)
         loss = functools.partial(distillation_loss, z_loss=config.train.z_loss, settings=config.distill)
-    kind = Trainer
-    if isinstance(config.islands, FolderDiLoCo):
-        kind = functools.partial(FolderTrainer, islands=config.islands)
-    elif config.parallel.islands > 1:
-        kind = functools.partial(IslandTrainer, islands=config.islands)
-    return kind(
+    wrapper: StepWrapper | None = None
+    if isinstance(config.local_sgd, FolderDiLoCo):
+        wrapper = FolderWorker(config.local_sgd)
+    elif config.parallel.workers > 1:
+        wrapper = Workers(config.local_sgd)
+    return Trainer(
         compress_in_training(make, config.compression.rules),
         loss,
         data,
@@ -129,4 +129,5 @@ def make_trainer(
         layout=setting.layout,
         train=setting.train,
         seed=config.run.seed,
+        wrapper=wrapper,
     )

@@ -5,12 +5,12 @@ import numpy as np
 
 from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.errors import ConfigError
-from jaxstack.functional.compressed import CompressedModule
-from jaxstack.functional.module import Dict, FunctionalModule
+from jaxstack.module_arrays.compression import Compression
+from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.trainer import Trainer
 
 
-def check_masks(module: FunctionalModule, params: Dict) -> None:
+def check_masks(module: ModuleArrays, params: Dict) -> None:
     """Check that each weight that is trained with its zeros fixed (method `mask`) has at least one zero.
 
     Args:
@@ -20,11 +20,11 @@ def check_masks(module: FunctionalModule, params: Dict) -> None:
     Raises:
       ConfigError: one has none.
     """
-    if not isinstance(module, CompressedModule):
+    compression = module.plain.view(Compression)
+    if compression is None:
         return
-    module = module.plain
-    for path, (rule, weight) in module.chosen.items():
-        if isinstance(rule, MaskRule) and int(module.kept_of(params, path)) == int(np.prod(weight.layout.shape)):
+    for path, (rule, weight) in compression.chosen.items():
+        if isinstance(rule, MaskRule) and int(compression.kept_of(params, path)) == int(np.prod(weight.layout.shape)):
             raise ConfigError(
                 f"compression.rules: {path} has no zeros that method mask could keep; start from a pruned model, or "
                 "make the rule's path match pruned weights only."
@@ -34,12 +34,15 @@ def check_masks(module: FunctionalModule, params: Dict) -> None:
 def describe_compression(trainer: Trainer) -> list[str]:
     """Return one line per compression method used in training: number of weight values, and how many are stored."""
     module = trainer.module
-    if not isinstance(module, CompressedModule):
-        return []
     plain = module.plain
-    kept = jax.jit(lambda params: plain.kept(module.to_plain(params, plain.abstract_params)))(trainer.state.params)
+    compression = plain.view(Compression)
+    if compression is None:
+        return []
+    kept = jax.jit(lambda params: compression.kept(module.to_plain(params, plain.abstract_params)))(
+        trainer.state.params
+    )
     sizes: dict[str, list[int]] = {}
-    for path, (rule, weight) in plain.chosen.items():
+    for path, (rule, weight) in compression.chosen.items():
         sums = sizes.setdefault(rule.title, [0, 0])
         sums[0] += int(np.prod(weight.layout.shape))
         sums[1] += int(kept[path])

@@ -18,13 +18,13 @@ from jaxstack.data.tokenizer import CONFIG_FILE as TOKENIZER_FILE
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.files import write_file, writing_to
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, count_parameters, from_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.quantization_config import FORMATS
 from jaxstack.models.huggingface.quantized_weights import unsupported_reason
 from jaxstack.models.huggingface.save import write_checkpoint
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import flatten, nest
 from jaxstack.parallel import ParallelConfig
 from jaxstack.run.load import read_run_config
@@ -117,7 +117,7 @@ def _import_plain(
     """Write the weights of a Hugging Face checkpoint as the checkpoint of step 0 in a run directory."""
     rules = open_rules(ParallelConfig(fsdp=-1))
     transformer = from_huggingface(source, mesh=rules, ignore=ignore)
-    params, non_params = FunctionalModule(lambda rngs: Transformer(model, rngs)).split(transformer)
+    params, non_params = ModuleArrays(lambda rngs: Transformer(model, rngs)).split(transformer)
     with CheckpointManager(output / "checkpoints", report=warn) as manager:
         manager.save(0, {"params": params, "non_params": non_params}, {"batches": 0, "data": None}, wait=True)
 
@@ -127,7 +127,7 @@ def _import_packed(
 ) -> None:
     """Write a quantized Hugging Face checkpoint as a compressed model, keeping weights quantized where possible."""
     rules = open_rules(ParallelConfig())
-    specs = FunctionalModule(lambda rngs: Transformer(model, rngs)).parameter_specs(rules)
+    specs = ModuleArrays(lambda rngs: Transformer(model, rngs)).parameter_specs(rules)
     shardings = jax.tree.map(rules.sharding, specs)
     params = read_parameters(source, model, shardings, ignore, packed=True, report=warn)
     leaves = {path: _smallest(leaf) for path, leaf in named_leaves(params).items()}
@@ -239,7 +239,7 @@ def _storable(
     Raises:
       ConfigError: there are none.
     """
-    shapes = FunctionalModule(lambda rngs: Transformer(stored.model, rngs)).abstract_params
+    shapes = ModuleArrays(lambda rngs: Transformer(stored.model, rngs)).abstract_params
     leaves = {path: read(path) for path in map("/".join, flatten(shapes))}
     packed = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, PackedWeight)}
     layers = {path: unsupported_reason(leaf, format) for path, leaf in packed.items() if path.endswith("/kernel")}

@@ -108,4 +108,4 @@ def _exported(trainer: Trainer) -> Params:
     """Return the trainer's current parameters; weights trained in compressed form become plain arrays."""
     module = trainer.module
     params = trainer.state.params
-    return params if module.used is module else jax.jit(module.export)(params)
+    return params if module.used is module else jax.jit(module.load)(params)

@@ -9,7 +9,7 @@ import jax
 
 from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.run.build import build_model
 from jaxstack.run.load import Run, run_config, stop_tokens
 from jaxstack.run.setting import Setting
@@ -43,7 +43,7 @@ def open_window(
     if math.prod(config.parallel.degrees.values()) > 1:
         raise ConfigError("--resident-layers uses one device; leave the keys of parallel out.")
     setting = Setting.of(config, "decode", chosen=True)
-    module = FunctionalModule(build_model(config.model_copy(update={"model": model}), setting.dtype))
+    module = ModuleArrays(build_model(config.model_copy(update={"model": model}), setting.dtype))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
     tokenizer = stored.tokenizer
     decoder = WindowDecoder(

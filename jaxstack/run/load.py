@@ -17,9 +17,9 @@ from jaxstack.decoding.decode import Decoder, Params, cast_shapes
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.huggingface.families import check_model
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.run.generate import GeneratedText, generate
@@ -54,7 +54,7 @@ class Run:
         return self.decoder.logits(tokens)
 
     @property
-    def module(self) -> FunctionalModule:
+    def module(self) -> ModuleArrays:
         """The loaded Transformer as pure functions of its parameters; adapters are merged and layers unrolled."""
         return self.decoder.module
 
@@ -241,7 +241,7 @@ def load_decoder(
     rules = setting.rules
     dtype = setting.dtype
     unrolled = config.model.model_copy(update={"scan_layers": False})
-    module = FunctionalModule(
+    module = ModuleArrays(
         lambda rngs: with_kv_cache(Transformer(unrolled, rngs, dtype=dtype), config.precision.kv_cache)
     )
     params = stored.read(cast_shapes(module, rules), unrolled, form=form, step=step)

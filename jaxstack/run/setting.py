@@ -112,7 +112,7 @@ def open_rules(parallel: ParallelConfig) -> AxisRules:
 
 
 def _mesh(parallel: ParallelConfig) -> Mesh:
-    return make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values()) * parallel.islands])
+    return make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values()) * parallel.workers])
 
 
 def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | None = None) -> RunConfig:
@@ -133,7 +133,7 @@ def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | Non
     try:
         resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
     except ConfigError as error:
-        hint = config.suggest_layout(max(1, devices // config.parallel.islands))
+        hint = config.suggest_layout(max(1, devices // config.parallel.workers))
         raise ConfigError(" ".join(filter(None, [str(error), hint]))) from None
     problems = resolved.layout_problems()
     if problems:
@@ -144,12 +144,12 @@ def with_training_layout(config: RunConfig, devices: int, cluster: Cluster | Non
 def forecast_here(config: RunConfig) -> Forecast | None:
     """Return the predicted memory and step time of a run on this process's devices; None for an unknown device kind.
 
-    With islands it is that of one of them.
+    With workers it is that of one of them.
 
     Args:
       config: its degrees and its vocabulary must be set.
     """
-    config = config.one_island
+    config = config.one_worker
     devices = math.prod(config.parallel.degrees.values())
     kind = jax.devices()[0].device_kind
     cluster = cluster_of_devices(kind, devices, one_host=jax.process_count() == 1)
@@ -159,17 +159,17 @@ def forecast_here(config: RunConfig) -> Forecast | None:
 def _automatic_layout(config: RunConfig, devices: int, cluster: Cluster | None) -> RunConfig:
     """Return the configuration with the layout that the planner predicts to be fastest on `devices` devices."""
     vocabulary = config.model.vocab_size or config.data.tokenizer.vocab_size
-    known = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})}).one_island
-    count = config.parallel.islands
+    known = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})}).one_worker
+    count = config.parallel.workers
     each = max(1, devices // count)
     best = search_layouts(known, resized(cluster, each) if cluster else _present_cluster(each), top=1).best.config
-    parallel = {"islands": count, "simulate_devices": config.parallel.simulate_devices}
+    parallel = {"workers": count, "simulate_devices": config.parallel.simulate_devices}
     return best.model_copy(
         update={
             "model": best.model.model_copy(update={"vocab_size": config.model.vocab_size}),
             "parallel": best.parallel.model_copy(update=parallel),
             "train": best.train.model_copy(update={"global_batch_size": config.train.global_batch_size}),
-            "islands": config.islands,
+            "local_sgd": config.local_sgd,
         }
     )
 
@@ -199,7 +199,7 @@ def with_evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> 
       ConfigError: the layout does not fit the model or the devices.
     """
     simulated = config.parallel.simulate_devices
-    config = config.one_island
+    config = config.one_worker
     parallel = config.parallel.model_copy(update={"simulate_devices": simulated})
     if chosen or -1 in parallel.degrees.values():
         parallel = _within(parallel, devices)

@@ -42,6 +42,6 @@ def load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], No
     directory = config.distill.teacher
     if directory is None:
         return
-    _, wanted = trainer.start_shapes
+    wanted = trainer.start_shapes[1]["teacher"]
     model = StoredModel.open(directory).model
-    trainer.set_teacher(start_parameters(directory, model, wanted, report, verb="distilling"))
+    trainer.load_companion("teacher", start_parameters(directory, model, wanted, report, verb="distilling"))

@@ -43,7 +43,6 @@ from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens
 from jaxstack.trainer import Trainer
-from jaxstack.tree_rules import TEACHER
 
 _MANY_LAYERS = 200
 """Number of unrolled layers above which a note says that tracing and compiling them takes long."""
@@ -148,7 +147,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
 
 def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:
     """Report the model, devices and layout that will run; return the model FLOPs per token."""
-    frozen = {path: leaf for path, leaf in trainer.frozen_parameters().items() if not TEACHER.search(path)}
+    frozen = trainer.frozen_parameters()
     flops = model_flops_per_token(config.model, config.train.sequence_length)
     flops -= flops_saved_per_token(config.model, frozen)
     say(_describe_run(config, data, flops, bool(frozen)))
@@ -164,7 +163,7 @@ def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[st
 def _planned(config: RunConfig) -> dict[str, Any]:
     """Return the roofline model of the run's operators, for its report; {} if the device's peak rates are unknown."""
     peak = find_peak(jax.devices()[0].device_kind)
-    return {} if peak is None else {"roofline": describe_roofline(config.one_island, peak)}
+    return {} if peak is None else {"roofline": describe_roofline(config.one_worker, peak)}
 
 
 def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:
@@ -215,7 +214,7 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
     count = count_parameters(config.model)
     degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
     layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
-    layout = f"{config.parallel.islands} islands of {layout}" if config.parallel.islands > 1 else layout
+    layout = f"{config.parallel.workers} workers of {layout}" if config.parallel.workers > 1 else layout
     device = jax.devices()[0]
     sizes = BatchSizes(config.train)
     tokens = sizes.rows_before(config.train.steps) * config.train.sequence_length

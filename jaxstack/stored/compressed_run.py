@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxstack.checkpoint import compressed
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig
 from jaxstack.models.restack import same_stacking
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import nest
 from jaxstack.parallel import AxisRules
 from jaxstack.stored.model import Form, Params, convert, initial_variables
@@ -58,7 +58,7 @@ class CompressedRun(RunDirectory):
         converted = convert(dense, wanted, self.model, target)
         return jax.tree.map(jax.device_put, converted, layout)
 
-    def read_state(self, module: FunctionalModule, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
+    def read_state(self, module: ModuleArrays, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
         self.choose_step(step)
         specs = compressed.named_leaves(module.parameter_specs(rules))
         return self._read_packed(specs.__getitem__, rules.mesh), initial_variables(module)

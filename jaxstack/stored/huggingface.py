@@ -6,13 +6,13 @@ from typing import Any
 import jax
 
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.files import CONFIG
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.partial_load import ModelParts
 from jaxstack.models.huggingface.quantization_config import is_quantized
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules
 from jaxstack.stored.model import (
     GENERATION_FILE,
@@ -98,7 +98,7 @@ class HuggingFaceCheckpoint(StoredModel):
 
         return jax.tree.map(cast, wanted, found)
 
-    def read_state(self, module: FunctionalModule, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
+    def read_state(self, module: ModuleArrays, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
         self.choose_step(step)
         model = module.merge(module.abstract_params, module.abstract_non_params).config
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))

@@ -18,9 +18,9 @@ from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.data.tokenizer import CONFIG_FILE, MODEL_FILE, Tokenizer
 from jaxstack.errors import ConfigError
 from jaxstack.files import write_file
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.restack import restack, same_stacking
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules
 from pallas_kernels import PackedWeight
 
@@ -182,7 +182,7 @@ class StoredModel(ABC):
         """
 
     @abstractmethod
-    def read_state(self, module: FunctionalModule, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
+    def read_state(self, module: ModuleArrays, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
         """Read what an evaluation with a training module needs: parameters in its form, and its other variables.
 
         Args:
@@ -248,7 +248,7 @@ def copy_stop_tokens(source: StoredModel, output: Path) -> None:
         write_file(output / GENERATION_FILE, (json.dumps({"eos_token_id": list(ids)}) + "\n").encode())
 
 
-def abstract_parameters(module: FunctionalModule, rules: AxisRules) -> Params:
+def abstract_parameters(module: ModuleArrays, rules: AxisRules) -> Params:
     """Return shapes, dtypes and shardings of a module's parameters, as `StoredModel.read` takes them."""
     return jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding(spec)),
@@ -257,7 +257,7 @@ def abstract_parameters(module: FunctionalModule, rules: AxisRules) -> Params:
     )
 
 
-def initial_variables(module: FunctionalModule) -> Params:
+def initial_variables(module: ModuleArrays) -> Params:
     """Return the freshly initialized variables of a module that are no parameters."""
     return jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
 

@@ -17,14 +17,15 @@ from jaxstack.compressed_training.base import WeightRule
 from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, load_yaml
+from jaxstack.config.renamed_keys import with_new_names
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.functional.compressed import CompressedModule, compress_in_training
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, adapted_layers, add_adapters
 from jaxstack.models.adapters import AdapterConfig, AdapterRule
 from jaxstack.models.restack import restack_shapes, same_stacking
+from jaxstack.module_arrays.compression import Compression, compress_in_training
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import flatten, get, nest
 from jaxstack.parallel import AxisRules
 from jaxstack.stored.model import Form, Params, StoredModel, abstract_parameters, convert
@@ -45,7 +46,7 @@ class RunDirectory(StoredModel, register=False):
         return (directory / CONFIG).is_file()
 
     def settings(self) -> dict[str, Any]:
-        return load_yaml(self.directory / CONFIG)
+        return with_new_names(load_yaml(self.directory / CONFIG))
 
     def read_model(self) -> ModelConfig:
         return self.section("model", ModelConfig)
@@ -126,8 +127,8 @@ class TrainingRun(RunDirectory):
             chosen, {"params": nest((path, shape(path, x)) for path, x in flatten(module.abstract_params).items())}
         )["params"]
         packed: dict[str, PackedWeight] = {}
-        if form == "packed" and isinstance(module, CompressedModule):
-            packed = module.pack_rounding(state)
+        if form == "packed" and (compression := module.view(Compression)) is not None:
+            packed = compression.pack_rounding(state)
 
         def finish(state: Params) -> Params:
             return convert(self._plain(module, state, form), wanted, stored, target)
@@ -140,7 +141,7 @@ class TrainingRun(RunDirectory):
             return state
         return compressed.with_packed_weights(state, packed, jax.tree.map(lambda x: x.sharding, wanted))
 
-    def read_state(self, module: FunctionalModule, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
+    def read_state(self, module: ModuleArrays, rules: AxisRules, step: int | None = None) -> tuple[Params, Params]:
         plain = module.plain
         shapes = abstract_parameters(plain, rules)
         whole = rules.sharding(jax.P())
@@ -160,7 +161,8 @@ class TrainingRun(RunDirectory):
     def open_parameters(self, step: int | None = None) -> Callable[[str], np.ndarray | PackedWeight]:
         chosen = self.choose_step(step)
         module = self._module()
-        rules = module.chosen if isinstance(module, CompressedModule) else {}
+        compression = module.view(Compression)
+        rules = {} if compression is None else compression.chosen
         adapted = adapted_layers(nnx.eval_shape(lambda: self._make(nnx.Rngs(0))))
 
         def stored(path: str) -> np.ndarray:
@@ -185,14 +187,14 @@ class TrainingRun(RunDirectory):
     def _make(self, rngs: nnx.Rngs) -> Transformer:
         return add_adapters(Transformer(self.model, rngs), self.adapters, rngs)
 
-    def _module(self) -> FunctionalModule:
+    def _module(self) -> ModuleArrays:
         """Return the module whose parameters a checkpoint holds."""
         return compress_in_training(self._make, self.compression)
 
-    def _plain(self, module: FunctionalModule, state: Params, form: Form) -> Params:
+    def _plain(self, module: ModuleArrays, state: Params, form: Form) -> Params:
         """Return plain parameters from those of a checkpoint: adapters are merged, compressed weights are dense."""
-        if isinstance(module, CompressedModule):
-            return module.master(state) if form == "master" else module.export(state)
+        if (compression := module.view(Compression)) is not None:
+            return compression.master(state) if form == "master" else module.load(state)
         if not self.adapters:
             return state
         return module.merge_adapters(*module.split_adapters(state), module.init(jax.random.key(0))[1])

@@ -237,7 +237,7 @@ def _widths(text: str) -> list[int]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the coordinate check of muP with the parsed command-line arguments."""
-    config = load_config(arguments.config, arguments.overrides).one_island
+    config = load_config(arguments.config, arguments.overrides).one_worker
     path = Path(arguments.output) if arguments.output else config.directory / "coordinates.svg"
     found = check_coordinates(config, arguments.widths, arguments.steps, report=lambda line: print(line, flush=True))
     try:

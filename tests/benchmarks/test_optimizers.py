@@ -58,7 +58,7 @@ def test_a_rate_as_a_value_is_the_rate_of_the_schedule(kind):
     def steps(optimizer, prepare=lambda state: state):
         state = prepare(optimizer.init(params))
         p = params
-        extra = {"curvature": gradients[0], "renewed": True} if optimizer.curvature_every else {}
+        extra = {"curvature": gradients[0], "renewed": True} if optimizer.sampled_gradient else {}
         for gradient in gradients:
             updates, state = optimizer.update(gradient, state, p, **extra)
             p = jax.tree.map(jnp.add, p, updates)

@@ -20,7 +20,7 @@ from jaxstack.config.loader import dump_yaml
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.files import write_file
-from jaxstack.functional.compressed import compress_in_training
+from jaxstack.module_arrays.compression import compress_in_training
 from jaxstack.nested import flatten, nest
 from jaxstack.run.build import build_model
 from jaxstack.run.evaluate import TextOptions, evaluate

@@ -17,10 +17,10 @@ from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
-from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.module_arrays.compression import Compression, compress_in_training
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.parallel import ParallelConfig, make_mesh
 from jaxstack.run.build import make_trainer
@@ -63,12 +63,13 @@ def small_trainer(module: Any, loss: Any, data: Any, optimizer: Any, *, rows: in
 
 def test_rules_choose_by_path_and_the_state_holds_factors():
     rules = [LowRankRule(path="first", rank=2), QatRule(path="second", group_size=4)]
-    module = CompressedModule(Small, rules)
+    module = compress_in_training(Small, rules)
+    compression = module.view(Compression)
     shapes = jax.tree.map(lambda x: x.shape, module.abstract_params)
     assert shapes["first"]["kernel"] == {"u": (8, 2), "v": (2, 4)} and shapes["second"]["kernel"] == (8, 2)
     params, _ = module.init(jax.random.key(0))
-    packed = module.pack(params)
-    exported = module.export(params)
+    packed = compression.pack(params)
+    exported = module.load(params)
     for name in ("first", "second"):
         np.testing.assert_allclose(packed[f"{name}/kernel"].dense(), exported[name]["kernel"], atol=1e-6)
     assert compress_in_training(module, []) is module
@@ -84,9 +85,9 @@ def test_rules_choose_by_path_and_the_state_holds_factors():
 )
 def test_rules_that_do_not_fit_are_refused(rules: list, message: str):
     with pytest.raises(ConfigError, match=message):
-        CompressedModule(Small, rules)
+        compress_in_training(Small, rules)
     same = CompressionConfig(rules=(QatRule(path="first", bits=8, group_size=4), QatRule(path=".", group_size=2)))
-    assert CompressedModule(Small, same.rules).chosen["first/kernel"][0] is same.rules[0]
+    assert compress_in_training(Small, same.rules).view(Compression).chosen["first/kernel"][0] is same.rules[0]
 
 
 def test_an_unknown_method_is_refused():
@@ -137,8 +138,9 @@ def test_the_penalty_is_a_part_of_the_gradient():
     """One step of gradient descent moves a factor by the gradient of loss and penalty."""
     rule = LowRankRule(path="first", penalty=0.1)
     trainer = small_trainer(compress_in_training(Small, [rule]), squared_error, lambda step: DATA, optax.sgd(0.5))
-    assert isinstance(trainer.module, CompressedModule)
-    layout = trainer.module.chosen["first/kernel"][1].layout
+    compression = trainer.module.view(Compression)
+    assert compression is not None
+    layout = compression.chosen["first/kernel"][1].layout
     before = jax.device_get(trainer.state.params)
     key = jax.random.fold_in(trainer.state.key, 0)
     choice = jax.random.randint(jax.random.fold_in(key, 2), (), 0, rule.number_of_choices(layout))

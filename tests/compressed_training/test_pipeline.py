@@ -17,11 +17,12 @@ from jaxstack.compressed_training.lsq import LsqRule
 from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.errors import ConfigError
-from jaxstack.functional.compressed import CompressedModule
-from jaxstack.functional.module import Dict
-from jaxstack.gradients.pipeline_module import stage_module
 from jaxstack.loop import LoopSettings
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.module_arrays.compression import Compression, compress_in_training
+from jaxstack.module_arrays.module import Dict, ModuleArrays
+from jaxstack.module_arrays.pipeline_order import PipelineOrder
+from jaxstack.module_arrays.views import with_views
 from jaxstack.nested import flatten
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.run.build import make_trainer
@@ -42,7 +43,7 @@ def make(rngs: nnx.Rngs, **changed: Any) -> Transformer:
     return Transformer(ModelConfig(**sizes, **changed), rngs)
 
 
-def random_parameters(module: CompressedModule) -> Dict:
+def random_parameters(module: ModuleArrays) -> Dict:
     """Parameters of which a third is zero."""
     random = np.random.default_rng(0)
 
@@ -52,7 +53,7 @@ def random_parameters(module: CompressedModule) -> Dict:
     return jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), module.abstract_params)
 
 
-def everything(module: CompressedModule, to_plain: Any, stored: Dict, key: jax.Array) -> Any:
+def everything(module: ModuleArrays, to_plain: Any, stored: Dict, key: jax.Array) -> Any:
     """What a module makes of stored parameters, for a loss that is linear in the weights, in the model's order."""
     shapes = module.plain.abstract_params
     used_shapes = module.plain.used.abstract_params
@@ -66,8 +67,8 @@ def everything(module: CompressedModule, to_plain: Any, stored: Dict, key: jax.A
 
     (total, used), gradients = jax.value_and_grad(loss, has_aux=True)(stored)
     new = jax.tree.map(lambda w, g: w - 0.1 * g, stored, gradients)
-    kept = to_plain(module.keep_constraints(stored, new), shapes)
-    return total, used, to_plain(gradients, shapes), kept, to_plain(module.export(stored), used_shapes)
+    kept = to_plain(module.keep(stored, new), shapes)
+    return total, used, to_plain(gradients, shapes), kept, to_plain(module.load(stored), used_shapes)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,9 @@ def everything(module: CompressedModule, to_plain: Any, stored: Dict, key: jax.A
 )
 def test_stacks_of_stages_are_compressed_as_the_layers_are(rules: list[WeightRule], changed: dict[str, bool]):
     """Three layers on two stages, one of whose four rows is empty; ranks are drawn for the same matrices."""
-    plain = CompressedModule(functools.partial(make, **changed), rules)
-    staged = stage_module(plain, 2, 1)
-    assert isinstance(staged, CompressedModule) and not staged.stores_plain
+    plain = compress_in_training(functools.partial(make, **changed), rules)
+    staged = with_views(plain, [PipelineOrder(2, 1)])
+    assert staged.view(Compression) is not None and not staged.stores_plain
     assert flatten(staged.plain.abstract_params).keys() == flatten(plain.abstract_params).keys()
 
     @jax.jit
@@ -97,14 +98,19 @@ def test_stacks_of_stages_are_compressed_as_the_layers_are(rules: list[WeightRul
         wanted, found = both(params, jax.random.key(seed))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
         draws.add(float(wanted[0]))
-    assert len(draws) > 3 or not plain.rules[0].number_of_choices(next(iter(plain.chosen.values()))[1].layout)
+    compression = plain.view(Compression)
+    assert compression is not None
+    layout = next(iter(compression.chosen.values()))[1].layout
+    assert len(draws) > 3 or not compression.rules[0].number_of_choices(layout)
 
 
 @pytest.mark.quick
 def test_layers_that_a_pipeline_stores_together_have_one_rule():
-    plain = CompressedModule(functools.partial(make, scan_layers=False), [QatRule(path="layers/1/mlp", group_size=4)])
+    plain = compress_in_training(
+        functools.partial(make, scan_layers=False), [QatRule(path="layers/1/mlp", group_size=4)]
+    )
     with pytest.raises(ConfigError, match=r"layers/1/mlp.* a pipeline stores both together; .*parallel.pipeline to 1"):
-        stage_module(plain, 2, 1)
+        with_views(plain, [PipelineOrder(2, 1)])
 
 
 MASKED = "{path: attention/(v|o)_proj, method: mask}"

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.errors import ConfigError
-from jaxstack.functional.compressed import CompressedModule
 from jaxstack.models import ModelConfig, Transformer, in_fp8
+from jaxstack.module_arrays.compression import Compression, compress_in_training
 from jaxstack.precision.config import PrecisionConfig
 from pallas_kernels import PackedWeight, packed_matmul
 
@@ -32,10 +32,10 @@ class Dense(nnx.Module):
 
 @pytest.mark.quick
 def test_a_training_step_computes_what_the_packed_layer_does():
-    module = CompressedModule(Dense, [QatRule(path="kernel", **W8A8)])
+    module = compress_in_training(Dense, [QatRule(path="kernel", **W8A8)])
     params, other = module.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (5, 24))
-    packed = module.pack(params)["layer/kernel"]
+    packed = module.view(Compression).pack(params)["layer/kernel"]
 
     @jax.jit
     def run(params, packed):
@@ -53,7 +53,7 @@ def test_a_training_step_computes_what_the_packed_layer_does():
 def test_gradients_pass_the_rounding_of_inputs_and_weights():
     """The gradient of a sum of squares y² is 2 X̂' y for the weights and 2 y Ŵ' for the inputs, with rounded X̂ and Ŵ."""
     rule = QatRule(path="kernel", **W8A8)
-    module = CompressedModule(Dense, [rule])
+    module = compress_in_training(Dense, [rule])
     params, other = module.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (5, 24))
 
@@ -73,8 +73,9 @@ def test_gradients_pass_the_rounding_of_inputs_and_weights():
 
 
 def test_the_decoder_of_a_trained_model_gets_packed_weights():
-    module = CompressedModule(lambda rngs: Transformer(MODEL, rngs), [QatRule(path="^decoder/", **W8A8)])
-    packed = nnx.eval_shape(lambda: module.pack_rounding(module.init(jax.random.key(0))[0]))
+    module = compress_in_training(lambda rngs: Transformer(MODEL, rngs), [QatRule(path="^decoder/", **W8A8)])
+    compression = module.view(Compression)
+    packed = nnx.eval_shape(lambda: compression.pack_rounding(module.init(jax.random.key(0))[0]))
     assert len(packed) == 2 * 7
     weight = packed["decoder/layers/1/attention/o_proj/kernel"]
     assert isinstance(weight, PackedWeight) and (weight.inputs, weight.outputs) == ((2, 8), (16,))
@@ -87,7 +88,9 @@ def test_what_does_not_fit_is_one_message():
             QatRule(path=".", **{**W8A8, **wrong})
     rule = QatRule(path=".", **W8A8)
     with pytest.raises(ConfigError, match=r"activations int8 matches embedding/table, which is no dense layer"):
-        CompressedModule(lambda rngs: Transformer(MODEL, rngs), [rule])
+        compress_in_training(lambda rngs: Transformer(MODEL, rngs), [rule])
     fp8 = PrecisionConfig(fp8="current")
     with pytest.raises(ConfigError, match="kernel has another matmul already, such as that of precision.fp8"):
-        CompressedModule(lambda rngs: in_fp8(Transformer(MODEL, rngs), fp8), [QatRule(path="decoder/.*/mlp", **W8A8)])
+        compress_in_training(
+            lambda rngs: in_fp8(Transformer(MODEL, rngs), fp8), [QatRule(path="decoder/.*/mlp", **W8A8)]
+        )

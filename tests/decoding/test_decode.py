@@ -10,9 +10,9 @@ from flax import nnx
 from jaxstack.decoding.decode import Decoder, _read_ahead
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.moe.config import MoEConfig
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from pallas_kernels import lowering_platform
 
@@ -26,7 +26,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def open_decoder(config: ModelConfig = CONFIG, **degrees: int) -> Decoder:
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs))
     rules = make_rules(make_mesh(ParallelConfig(**degrees), jax.devices()[: math.prod(degrees.values())]))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules), is_leaf=lambda x: isinstance(x, jax.P))
     params, non_params = module.init(jax.random.key(0))

@@ -13,8 +13,8 @@ from flax import nnx
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.distributed.xla_options import is_supported
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules, make_rules
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
@@ -49,7 +49,7 @@ def compiled_steps(
             assert block.attention.join_projections() and block.mlp.join_projections()
         return model
 
-    module = FunctionalModule(make)
+    module = ModuleArrays(make)
 
     def place(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
         return hopper_array(x.shape, jnp.bfloat16 if x.ndim > 1 else x.dtype, rules.mesh, spec)

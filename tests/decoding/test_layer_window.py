@@ -10,11 +10,11 @@ import pytest
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.layer_window import WeightWindow, WindowDecoder
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, to_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.partial_load import ModelParts
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
 FIXTURES = Path(__file__).parents[1] / "models" / "huggingface"
@@ -23,7 +23,7 @@ FIXTURES = Path(__file__).parents[1] / "models" / "huggingface"
 def open_both(directory: Path, resident: int, dtype=jnp.float32) -> tuple[Decoder, WindowDecoder]:
     """The model of a directory, whole and with a window of layers."""
     config = read_model_config(directory).model_copy(update={"scan_layers": False})
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=dtype))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs, dtype=dtype))
     rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
@@ -81,7 +81,7 @@ def test_live_bytes_are_at_most_those_of_the_window_and_the_cache(tmp_path, monk
     """Two of 40 layers are held, which takes at most a tenth of the memory, the cache included."""
     sizes = {"hidden_size": 128, "num_layers": 40, "num_heads": 4, "num_kv_heads": 1, "intermediate_size": 512}
     config = ModelConfig(vocab_size=61, **sizes)
-    model = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    model = ModuleArrays(lambda rngs: Transformer(config, rngs))
     to_huggingface(model.merge(*model.init(jax.random.key(0))), tmp_path)
     _, window = open_both(tmp_path, resident=2, dtype=jnp.bfloat16)
     del model

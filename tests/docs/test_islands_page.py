@@ -1,4 +1,4 @@
-"""The tables of docs/islands.md are what their script makes from the stored rows."""
+"""The tables of docs/local-sgd.md are what their script makes from the stored rows."""
 
 from scripts import islands_page
 from scripts.result_rows import RESULTS, read_all

@@ -8,10 +8,10 @@ from safetensors.numpy import load_file
 
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.export.source import Source
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import read_parameters
+from jaxstack.module_arrays.module import ModuleArrays
 from tests.word_models import FIXTURES
 
 DENSE = ("llama", "gpt2", "qwen2", "qwen3", "llama-biases", "mistral", "gemma2", "gemma3")
@@ -24,7 +24,7 @@ def make_source(name: str) -> Source:
     """The fixture of a family, with a tokenizer of bytes (whose higher ids the model does not have)."""
     folder = FIXTURES / name
     model = read_model_config(folder).model_copy(update={"scan_layers": False})
-    shapes = FunctionalModule(lambda rngs: Transformer(model, rngs)).abstract_params
+    shapes = ModuleArrays(lambda rngs: Transformer(model, rngs)).abstract_params
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     named = jax.tree_util.tree_flatten_with_path(read_parameters(folder, model, jax.tree.map(lambda _: here, shapes)))
     arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in named[0]}

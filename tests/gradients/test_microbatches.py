@@ -11,12 +11,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxstack.data.device_batches import abstract_batch
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.build import make_gradients
 from jaxstack.gradients.gspmd import GlobalGradients
 from jaxstack.gradients.shard_map import LocalGradients
 from jaxstack.loss import LossSum, language_model_loss, returns_sum
 from jaxstack.models import Transformer
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AXES, ParallelConfig, ShardingContext, StepLayout, make_mesh, make_rules
 from tests.small_runs import batch_at, make_trainer, small_config
 
@@ -27,8 +27,8 @@ def rules(zero: int = 0, *, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Sh
     return ShardingContext(make_rules(mesh), StepLayout(zero=zero))
 
 
-def transformer(*overrides: str) -> FunctionalModule:
-    return FunctionalModule(lambda rngs: Transformer(small_config(*overrides).model, rngs))
+def transformer(*overrides: str) -> ModuleArrays:
+    return ModuleArrays(lambda rngs: Transformer(small_config(*overrides).model, rngs))
 
 
 class Normalised(nnx.Module):
@@ -44,7 +44,7 @@ class Normalised(nnx.Module):
 
 
 def test_our_transformer_runs_on_its_own_rows_and_other_modules_on_all():
-    modules = (transformer(), FunctionalModule(Normalised))
+    modules = (transformer(), ModuleArrays(Normalised))
     found = [type(make_gradients(module, language_model_loss, rules(data=2))) for module in modules]
     assert found == [LocalGradients, GlobalGradients]
     assert type(make_gradients(transformer(), language_model_loss, rules(tensor=2))) is GlobalGradients
@@ -92,7 +92,7 @@ def test_somebody_elses_statistics_are_those_of_the_whole_batch(zero):
     def loss(model, batch):
         return LossSum(jnp.sum((model(batch["x"]) - batch["x"]) ** 2), batch["x"].shape[0])
 
-    module = FunctionalModule(Normalised)
+    module = ModuleArrays(Normalised)
     params, non_params = module.init(jax.random.key(0))
     batch = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32)}
     (found, after), (wanted, expected) = (

@@ -9,13 +9,13 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.noise import Group, estimate_noise
 from jaxstack.loss import LossSum, language_model_loss, returns_sum
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.noise_scale import NoiseScale
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.state import init_state
-from jaxstack.step import StepFunctions
+from jaxstack.step import StepFunctions, StepSettings
 from tests.small_runs import batch_at, make_trainer, small_config
 
 WIDTH = 1000
@@ -36,9 +36,9 @@ def linear(model, batch):
 def noise_scale(devices: int, steps: int = 300) -> dict[str, float]:
     """The running means after steps of 64 rows, mean of unit length, covariance SIGMA² times the identity."""
     rules = make_rules(make_mesh(devices=jax.devices()[:devices]))
-    module = FunctionalModule(Weight)
+    module = ModuleArrays(Weight)
     functions = StepFunctions(module, linear, optax.sgd(0.0), None, rules, accumulation=8 // devices)
-    functions.noise_scale = True
+    functions = functions.with_settings(StepSettings(noise_scale=True))
     step = jax.jit(functions.train_step)
     state = init_state(module, optax.sgd(0.0), jax.random.key(0))
     random = np.random.default_rng(0)
@@ -105,7 +105,7 @@ def small_batches(layout: str, rows: int) -> tuple[list, list]:
 def test_sharded_gradients_have_the_small_batches_that_they_are_summed_over(layout, overrides):
     config = small_config(*overrides, "train.global_batch_size=8", "train.gradient_accumulation=2")
     trainer = make_trainer(config)
-    trainer.steps.noise_scale = True
+    trainer.set_step(StepSettings(noise_scale=True))
     batch = batch_at(0, 8)
     specs = jax.tree.map(lambda x: any(part is not None for part in x.spec), trainer.shardings.params)
     plain = make_trainer(small_config("train.global_batch_size=8"))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
@@ -24,6 +23,7 @@ from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.moe.config import MoEConfig
+from jaxstack.module_arrays.module import ModuleArrays
 
 BASE = {
     "vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48,
@@ -124,7 +124,7 @@ def test_unrolled_layers_compute_the_same(lead):
     moe = MoEConfig(num_experts=4, num_experts_per_tok=2, first_k_dense_replace=1) if lead else None
     config = ModelConfig(**{**BASE, **WINDOWS, "num_layers": 5 + lead, "moe": moe})
     unrolled = config.model_copy(update={"scan_layers": False})
-    modules = [FunctionalModule(lambda rngs, c=c: Transformer(c, rngs)) for c in (config, unrolled)]
+    modules = [ModuleArrays(lambda rngs, c=c: Transformer(c, rngs)) for c in (config, unrolled)]
     params, non_params = modules[0].init(jax.random.key(0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 12)), jnp.int32)
     scanned, single = (

@@ -9,9 +9,9 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxstack import convert
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.restack import restack, same_stacking
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
 
@@ -20,7 +20,7 @@ FORMS = {"unrolled": {"scan_layers": False}, "ends": {"unscanned_end_layers": 1}
 
 
 def split(config: ModelConfig):
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs))
     return module, *module.split(Transformer(config, nnx.Rngs(0)))
 
 

@@ -159,7 +159,9 @@ def test_every_pair_lowers_a_quadratic(kind, schedule):
         def step(carry, _):
             params, state = carry
             gradients = jax.grad(loss)(params)
-            extra = {"curvature": jax.tree.map(jnp.square, gradients), "renewed": True} if built.curvature_every else {}
+            extra = (
+                {"curvature": jax.tree.map(jnp.square, gradients), "renewed": True} if built.sampled_gradient else {}
+            )
             updates, state = built.update(gradients, state, params, **extra)
             return (optax.apply_updates(params, updates), state), None
 

@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.parametrization import Width, initial_factor, mup_width
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Soap
 from jaxstack.run_config import load_config
@@ -51,7 +51,7 @@ def config(width: int, base: int | None, **changes) -> ModelConfig:
 
 
 def parameters(config: ModelConfig) -> dict[str, np.ndarray]:
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs))
     params = jax.jit(module.init)(jax.random.key(0))[0]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {"/".join(str(k.key) for k in path): np.asarray(x) for path, x in leaves}
@@ -186,7 +186,7 @@ def test_a_model_is_built_at_its_width():
 
 def magnitudes_after_training(config: ModelConfig, kind, rate: float) -> dict[str, float]:
     """Mean magnitudes of the residual stream and the logits after five steps on one batch."""
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs))
     tokens = jax.random.randint(jax.random.key(1), (8, 17), 0, config.vocab_size)
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     optimizer = build_optimizer(kind(), lambda _: rate, module.abstract_params, width=mup_width(config))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.functional.module import FunctionalModule
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
@@ -23,7 +23,7 @@ class Two(nnx.Module):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_a_step_on_parts_is_the_step_on_the_whole(kind):
-    module = FunctionalModule(Two)
+    module = ModuleArrays(Two)
     # Shampoo's roots of a factor without its full rank are those of rounding errors, unless they are bounded.
     settings = {"min_dim_size_to_factor": 8, "root_eps": 0.01}
     settings = {name: value for name, value in settings.items() if name in kind.model_fields}
@@ -38,7 +38,7 @@ def test_a_step_on_parts_is_the_step_on_the_whole(kind):
 
     @jax.jit
     def step(params, state, gradients):
-        extra = {"curvature": gradients, "renewed": True} if optimizer.curvature_every else {}
+        extra = {"curvature": gradients, "renewed": True} if optimizer.sampled_gradient else {}
         updates, state = optimizer.update(gradients, state, params, **extra)
         return jax.tree.map(jnp.add, params, updates), state
 

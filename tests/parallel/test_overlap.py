@@ -1,6 +1,6 @@
 """Tensor parallelism with overlap: trains as one device does, and compiled for H200s only our kernels move activations.
 
-On simulated devices the islands run with XLA's collective operations.
+On simulated devices the workers run with XLA's collective operations.
 """
 
 import re
@@ -22,7 +22,7 @@ ALWAYS = "parallel.overlap=always"
 BIASED = ("model.qkv_bias=true", "model.output_bias=true", "model.mlp_bias=true", "model.mlp=plain")
 THREE = ("model.num_heads=6", "model.num_kv_heads=3", "model.head_dim=6", "train.sequence_length=12")
 FEW_KV_HEADS = ("model.num_kv_heads=1",)
-ISLANDS = {"tensor_parallel_input", "tensor_parallel_output", "tensor_parallel_mlp"}
+WORKERS = {"tensor_parallel_input", "tensor_parallel_output", "tensor_parallel_mlp"}
 
 
 def overlapped(choices):
@@ -30,24 +30,24 @@ def overlapped(choices):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "shape", "islands"),
+    ("overrides", "shape", "workers"),
     [
-        (layout(2, 1, 2, True), BIASED, ISLANDS),
-        pytest.param(layout(1, 1, 4, True), (), ISLANDS, marks=pytest.mark.exhaustive),
-        pytest.param(layout(2, 1, 3, True), THREE, ISLANDS, marks=pytest.mark.exhaustive),
+        (layout(2, 1, 2, True), BIASED, WORKERS),
+        pytest.param(layout(1, 1, 4, True), (), WORKERS, marks=pytest.mark.exhaustive),
+        pytest.param(layout(2, 1, 3, True), THREE, WORKERS, marks=pytest.mark.exhaustive),
         pytest.param(
-            (*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), ISLANDS, marks=pytest.mark.exhaustive
+            (*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), WORKERS, marks=pytest.mark.exhaustive
         ),
         pytest.param(
-            layout(2, 2, 2, True), FEW_KV_HEADS, ISLANDS - {"tensor_parallel_input"}, marks=pytest.mark.exhaustive
+            layout(2, 2, 2, True), FEW_KV_HEADS, WORKERS - {"tensor_parallel_input"}, marks=pytest.mark.exhaustive
         ),
     ],
     ids=lambda value: " ".join(sorted(value)),
 )
-def test_trains_as_one_device(overrides, shape, islands):
+def test_trains_as_one_device(overrides, shape, workers):
     with record_choices() as choices:
         assert_trains_as_one_device(*overrides, ALWAYS, shape=shape)
-    assert overlapped(choices) == islands
+    assert overlapped(choices) == workers
 
 
 # --- one call ------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def answer(layout, length=8, heads=4, unsuitable=None, platform="cpu", **manual)
     x = jax.ShapeDtypeStruct((4, length, 8), jnp.bfloat16)
     with lowering_platform(platform), record_choices() as choices:
         out = jax.eval_shape(run, x, jax.ShapeDtypeStruct((8, heads, 2), jnp.bfloat16))
-    reasons = [reason for choice in choices for _, reason in choice.refused if choice.operation in ISLANDS]
+    reasons = [reason for choice in choices for _, reason in choice.refused if choice.operation in WORKERS]
     return out is not None, reasons[0] if reasons else None
 
 
@@ -139,7 +139,7 @@ def test_compiled_for_h200s_only_our_kernels_move_a_layers_activations(degrees):
     trainer, program = compile_step(small_config(*SHAPE, *degrees))
     text = program.as_text()
     axes = dict(trainer.rules.mesh.shape)
-    assert overlapped(trainer.choices) == ISLANDS
+    assert overlapped(trainer.choices) == WORKERS
     inner = [choice for choice in trainer.choices if choice.operation in ("all_gather_matmul", "matmul_reduce_scatter")]
     assert {choice.backend for choice in inner} == {"mosaic"}
     devices = set(re.findall(r'xla_replica_ids = "([\d,]*)"', text))

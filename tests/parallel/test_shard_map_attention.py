@@ -95,7 +95,7 @@ def test_rules_that_split_the_heads_otherwise_are_followed():
 
 
 def test_inside_a_shard_map_that_has_taken_some_axes():
-    """As in a pipeline: the surrounding map is manual over one axis, the island over the others."""
+    """As in a pipeline: the surrounding map is manual over one axis, the worker over the others."""
     layout = rules(2, 2, 2)
     inputs = arrays(4, 4, 2)
 

@@ -100,7 +100,7 @@ def test_an_automatic_layout_is_planned_for_the_memory_of_an_h200(file, capsys):
         (["--cluster", "8 h200", "--rehearse"], "--verify N"),
         (["--cluster", "8 h200", "--roofline", "x.svg"], "leave --cluster out"),
         (["--cluster", "1 l40s"], "It fits"),
-        (["--cluster", "h200", "--output", "x.yaml", "parallel.islands=2"], "leave it out"),
+        (["--cluster", "h200", "--output", "x.yaml", "parallel.workers=2"], "leave it out"),
     ],
 )
 def test_mistakes_get_one_message(file, capsys, arguments, message):

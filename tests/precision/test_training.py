@@ -11,11 +11,11 @@ from flax import nnx
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
-from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loop import LoopSettings
 from jaxstack.models import ModelConfig, Transformer, count_fp8_matmuls, in_fp8
 from jaxstack.models.low_precision import describe_fp8
+from jaxstack.module_arrays.module import ModuleArrays
+from jaxstack.module_arrays.pipeline_order import StagedArrays
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.what_ran import refuse_missing_fp8
 from jaxstack.precision.config import PrecisionConfig
@@ -93,7 +93,7 @@ def test_the_log_says_which_layers_run_in_fp8(num_layers, model, staged):
     def make(rngs):
         return in_fp8(Transformer(config, rngs), precision)
 
-    module = StagedModule(make, 2) if staged else FunctionalModule(make)
+    module = StagedArrays(make, 2) if staged else ModuleArrays(make)
     every = module.fp8_matmuls == 3 * len(PROJECTIONS) * num_layers
     said = describe_fp8(config, precision, staged=staged)
     assert said.startswith("FP8 (delayed) in all layers") and ("but the first and the last" in said) == (not every)

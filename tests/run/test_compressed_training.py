@@ -15,8 +15,8 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.methods.rtn import Rtn
 from jaxstack.config.loader import dump_yaml
 from jaxstack.files import write_file
-from jaxstack.functional.compressed import compress_in_training
 from jaxstack.models import from_huggingface
+from jaxstack.module_arrays.compression import compress_in_training
 from jaxstack.nested import flatten, nest
 from jaxstack.run.build import build_model
 from jaxstack.run.load import read_run_config

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxstack.distributed.xla_options import half_batch_options
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.hlo import Instruction, Module, parse_module
 from jaxstack.parallel import make_rules
 from jaxstack.parallel.sharding_context import logical_axis_rules
@@ -41,7 +41,7 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
         wide = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "intermediate_size": 14336}
         config = config.model_copy(update=wide)
     rules = make_rules(hopper_mesh(AXES))
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs, dtype=jnp.bfloat16))
 
     def place(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
         return hopper_array(x.shape, jnp.bfloat16 if x.ndim > 1 else x.dtype, rules.mesh, spec)

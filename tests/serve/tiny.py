@@ -4,8 +4,8 @@ import jax
 
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.decode import Decoder
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
 TOKENIZER = ByteTokenizer()
@@ -18,7 +18,7 @@ CONFIG = ModelConfig(
 def open_tiny(kv_cache: str = "none", seed: int = 0, config: ModelConfig = CONFIG) -> Decoder:
     """The model on one device; with a cache in few bits its heads are wide enough for one."""
     config = config if kv_cache == "none" else config.model_copy(update={"head_dim": 32})
-    module = FunctionalModule(lambda rngs: with_kv_cache(Transformer(config, rngs), kv_cache))
+    module = ModuleArrays(lambda rngs: with_kv_cache(Transformer(config, rngs), kv_cache))
     rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
     params, non_params = jax.jit(module.init)(jax.random.key(seed))
     return Decoder(module, params, non_params, rules)

@@ -51,7 +51,7 @@ class NumpyFolder(StoredModel, register=False):
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), placed, wanted)
 
     def read_state(self, module, rules, step=None):
-        return module.params_from_plain(self.arrays), initial_variables(module)
+        return module.store(self.arrays), initial_variables(module)
 
 
 @pytest.fixture

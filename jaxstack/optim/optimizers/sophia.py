@@ -8,7 +8,7 @@ import optax
 from jaxtyping import PyTree
 from pydantic import Field
 
-from jaxstack.optim.base import Optimizer, RunInfo
+from jaxstack.optim.base import Optimizer, RunInfo, SampledGradient
 
 
 class SophiaState(NamedTuple):
@@ -40,8 +40,16 @@ class Sophia(Optimizer):
     eps: float = Field(default=1e-15, gt=0)
 
     @property
-    def curvature_interval(self) -> int:
-        return self.curvature_every
+    def sampled_gradient(self) -> SampledGradient:
+        """The Gauss-Newton-Bartlett estimate: the square of the mean gradient over sampled labels, times their number.
+
+        See Liu et al. 2023, arXiv:2305.14342, algorithm 2.
+        """
+
+        def estimate(gradients: PyTree, count: jax.Array) -> PyTree:
+            return jax.tree.map(lambda g: g**2 / jnp.maximum(count, 1.0), gradients)
+
+        return SampledGradient("curvature", self.curvature_every, estimate)
 
     def core(self, run: RunInfo) -> optax.GradientTransformation:
         def init(params: PyTree) -> SophiaState:

@@ -10,7 +10,6 @@ from flax import nnx
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, count_parameters, model_flops_per_token
 from jaxstack.models.attention import ATTENTION_KINDS, AnyAttention
 from jaxstack.models.attention.block_sparse import (
@@ -24,6 +23,7 @@ from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.attention.softmax import SoftmaxAttention
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import load_config
 
@@ -155,7 +155,7 @@ def test_a_recurrent_cache_does_not_grow():
 
 @pytest.mark.parametrize("kind", ["block_sparse", "performer"])
 def test_the_decoder_takes_every_kind(kind):
-    module = FunctionalModule(lambda rngs: build(kind))
+    module = ModuleArrays(lambda rngs: build(kind))
     decoder = Decoder(module, *module.split(build(kind)), make_rules(make_mesh(ParallelConfig(), [jax.devices()[0]])))
     prompts = [[5, 9, 2, 44, 17, 3, 8] * 4, [7]]
     found = np.stack(list(decoder.generate(prompts, 6, Sampling(temperature=0))), 1).tolist()

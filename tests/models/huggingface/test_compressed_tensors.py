@@ -16,7 +16,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer, from_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.files import WeightFiles, read_json
@@ -34,6 +33,7 @@ from jaxstack.models.huggingface.quantized_weights import (
     store,
     unpack_words,
 )
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat
@@ -43,12 +43,12 @@ KINDS = ("int4", "int4-zeros", "int8", "fp8")
 Q_PROJ = "decoder/layers/1/attention/q_proj/kernel"
 
 
-def load_packed(kind: str, **degrees: int) -> tuple[FunctionalModule, dict[str, Any], list[str]]:
+def load_packed(kind: str, **degrees: int) -> tuple[ModuleArrays, dict[str, Any], list[str]]:
     """A fixture's unrolled model, its parameters with packed weights, and the lines reported."""
     config = read_model_config(FIXTURES / kind).model_copy(update={"scan_layers": False})
     parallel = ParallelConfig(**degrees)
     rules = make_rules(make_mesh(parallel, jax.devices()[: int(np.prod(list(degrees.values()) or [1]))]))
-    module = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    module = ModuleArrays(lambda rngs: Transformer(config, rngs))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
     lines: list[str] = []
     params = read_parameters(FIXTURES / kind, config, shardings, packed=True, report=lines.append)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer
 from jaxstack.models.huggingface import direct_storage, load
 from jaxstack.models.huggingface.direct_storage import DirectTensor, why_unavailable
 from jaxstack.models.huggingface.families import read_model_config
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def test_slices_are_those_of_the_file(tmp_path, dtype):
 def parameters(name, degrees, **options):
     config = read_model_config(HERE / name)
     rules = make_rules(make_mesh(ParallelConfig(**degrees)))
-    specs = FunctionalModule(lambda rngs: Transformer(config, rngs)).parameter_specs(rules)
+    specs = ModuleArrays(lambda rngs: Transformer(config, rngs)).parameter_specs(rules)
     return load.read_parameters(HERE / name, config, jax.tree.map(rules.sharding, specs), **options)
 
 

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer, from_huggingface
 from jaxstack.models.huggingface import load
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.files import WeightFiles
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
     model = from_huggingface(HERE / name)
     found = jax.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(expected["tokens"]))
     np.testing.assert_allclose(found, expected["logits"], atol=1e-4, rtol=0)
-    module = FunctionalModule(lambda rngs: Transformer(model.config, rngs))
+    module = ModuleArrays(lambda rngs: Transformer(model.config, rngs))
     decoder = Decoder(module, *module.split(model), make_rules(make_mesh(ParallelConfig(), jax.devices()[:1])))
     prompt = expected["tokens"][0, :6].tolist()
     greedy = [int(ids[0]) for ids in decoder.generate([prompt], 12, Sampling(temperature=0.0))]
@@ -59,7 +59,7 @@ def test_sharded_weights_are_the_same_and_lie_as_in_training(name, degrees, monk
     rules = make_rules(make_mesh(ParallelConfig(**degrees)))
     plain = from_huggingface(HERE / name)
     sharded = from_huggingface(HERE / name, mesh=rules)
-    specs = FunctionalModule(lambda rngs: Transformer(plain.config, rngs)).parameter_specs(rules)
+    specs = ModuleArrays(lambda rngs: Transformer(plain.config, rngs)).parameter_specs(rules)
     for (path, one), (_, many) in zip(leaves(plain), leaves(sharded), strict=True):
         spec = functools.reduce(operator.getitem, path.split("/"), specs)
         assert many.sharding.is_equivalent_to(rules.sharding(spec), many.ndim), path

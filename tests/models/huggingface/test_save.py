@@ -11,9 +11,9 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, from_huggingface, to_huggingface
 from jaxstack.models.huggingface import files, load
+from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def test_there_and_back_is_bit_equal(name, tmp_path):
 
 def test_sharded_parameters_go_into_several_files_with_an_index(tmp_path):
     model = from_huggingface(HERE / "llama-biases", mesh=make_mesh(ParallelConfig(fsdp=4, tensor=2)))
-    params, _ = FunctionalModule(lambda rngs: Transformer(model.config, rngs)).split(model)
+    params, _ = ModuleArrays(lambda rngs: Transformer(model.config, rngs)).split(model)
     to_huggingface(params, tmp_path, config=model.config, dtype="bfloat16", max_shard_bytes=12_000)
     assert_equal_files(tmp_path, HERE / "llama-biases")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

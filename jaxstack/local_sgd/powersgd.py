@@ -1,4 +1,4 @@
-"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): the mean over device groups, communicated as low-rank factors.
+"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): the mean over workers, communicated as low-rank factors.
 
 Dims: m x n a matrix; leading dims, such as layers and experts, are those of a batch of matrices; r the rank.
 """
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxstack.islands.base import Dict, OuterState
+from jaxstack.local_sgd.base import Dict, OuterState
 from jaxstack.nested import flatten, nest
 from jaxstack.optim.base import is_matrix
 from jaxstack.optim.matrix_optimizer import KNOWN, MatrixShapeRule
-from jaxstack.parallel.config import ISLANDS
+from jaxstack.parallel.config import WORKERS
 from jaxstack.tree_rules import match
 
 
@@ -35,9 +35,9 @@ class MatrixShape(NamedTuple):
 
 
 class PowerSGD:
-    """Averages matrices over device groups by exchanging low-rank factors P [m, r] and Q [n, r], with error feedback.
+    """Averages matrices over workers by exchanging low-rank factors P [m, r] and Q [n, r], with error feedback.
 
-    Each island adds to its matrix what the factors left out last time (`error`). An exchange starts from the
+    Each worker adds to its matrix what the factors left out last time (`error`). An exchange starts from the
     Q of the last one (`factors`). Vectors, and matrices that are not larger than their factors, are averaged exactly.
 
     Args:
@@ -48,7 +48,7 @@ class PowerSGD:
         self._rank = rank
 
     def init(self, tree: Dict) -> OuterState:
-        """Return the initial state: per compressed parameter a random Q, equal in all device groups, and zero error."""
+        """Return the initial state: per compressed parameter a random Q, equal in all workers, and zero error."""
         factors = {}
         errors = {}
         for path, x in flatten(tree).items():
@@ -60,14 +60,14 @@ class PowerSGD:
         return OuterState({"factors": nest(factors.items())}, {"error": nest(errors.items())})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Return the mean of a tree over islands (device groups), and the state with new factors and errors."""
+        """Return the mean of a tree over workers, and the state with new factors and errors."""
         factors = flatten(state.shared["factors"])
         errors = flatten(state.own["error"])
         means = flatten(tree)
         for path, x in means.items():
             shape = self.matrix_shape("/".join(path), x)
             if shape is None:
-                means[path] = jax.lax.pmean(x, ISLANDS)
+                means[path] = jax.lax.pmean(x, WORKERS)
                 continue
             mean, factors[path], error = low_rank_mean((x + errors[path]).reshape(shape.full), factors[path])
             means[path], errors[path] = mean.reshape(x.shape), error.reshape(x.shape)
@@ -88,15 +88,15 @@ class PowerSGD:
 
 
 def low_rank_mean(own: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Average matrices over device groups by low-rank factors; return mean, next factor, and this group's error.
+    """Average matrices over workers by low-rank factors; return mean, next factor, and this group's error.
 
     Args:
-      own: this island's matrices [..., m, n].
-      factor: Q of the last exchange [..., n, r], equal on all islands.
+      own: this worker's matrices [..., m, n].
+      factor: Q of the last exchange [..., n, r], equal on all workers.
     """
-    left = orthonormal(jax.lax.pmean(own @ factor, ISLANDS))
+    left = orthonormal(jax.lax.pmean(own @ factor, WORKERS))
     right = jnp.swapaxes(own, -1, -2) @ left
-    factor = jax.lax.pmean(right, ISLANDS)
+    factor = jax.lax.pmean(right, WORKERS)
 
     def back(right):
         return left @ jnp.swapaxes(right, -1, -2)

@@ -1,4 +1,4 @@
-"""The methods that keep islands together, each against its closed form."""
+"""The methods that keep workers together, each against its closed form."""
 
 import jax
 import jax.numpy as jnp
@@ -8,29 +8,29 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxstack.errors import ConfigError
-from jaxstack.islands.base import OuterState
-from jaxstack.islands.diloco import DiLoCo
-from jaxstack.islands.gossip import Gossip, mixing_matrix, mixing_weights
-from jaxstack.islands.int8 import Int8Mean, quantize
-from jaxstack.islands.local_sgd import LocalSGD
-from jaxstack.islands.powersgd import PowerSGD, low_rank_mean
-from jaxstack.islands.streaming import StreamingDiLoCo
+from jaxstack.local_sgd.base import OuterState
+from jaxstack.local_sgd.diloco import DiLoCo
+from jaxstack.local_sgd.gossip import Gossip, mixing_matrix, mixing_weights
+from jaxstack.local_sgd.int8 import Int8Mean, quantize
+from jaxstack.local_sgd.local_sgd import LocalSGD
+from jaxstack.local_sgd.powersgd import PowerSGD, low_rank_mean
+from jaxstack.local_sgd.streaming import StreamingDiLoCo
 from jaxstack.observe.collectives import collectives
-from jaxstack.parallel.config import ISLANDS
+from jaxstack.parallel.config import WORKERS
 from jaxstack.run_config import load_config
 
 RANDOM = np.random.default_rng(0)
 
 
-def on_islands(count, function):
-    """`function` of arrays [islands, ...], applied by each island to its own part."""
-    mesh = jax.make_mesh((count,), (ISLANDS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+def on_workers(count, function):
+    """`function` of arrays [workers, ...], applied by each worker to its own part."""
+    mesh = jax.make_mesh((count,), (WORKERS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
 
     def own(*trees):
         found = function(*jax.tree.map(lambda x: x[0], trees))
         return jax.tree.map(lambda x: x[None], found)
 
-    spec = PartitionSpec(ISLANDS)
+    spec = PartitionSpec(WORKERS)
     return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
@@ -39,28 +39,28 @@ def draw(*shape):
 
 
 def on_all(tree, count):
-    """A state that is equal on all islands, as `on_islands` takes it."""
+    """A state that is equal on all workers, as `on_workers` takes it."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
 
 
-@pytest.mark.parametrize(("islands", "gap"), [(8, 0.805), (16, 0.949), (64, 0.997)])
-def test_ring_contracts_by_its_second_eigenvalue(islands, gap):
-    matrix = mixing_matrix(mixing_weights("ring", islands)[0], islands)
+@pytest.mark.parametrize(("workers", "gap"), [(8, 0.805), (16, 0.949), (64, 0.997)])
+def test_ring_contracts_by_its_second_eigenvalue(workers, gap):
+    matrix = mixing_matrix(mixing_weights("ring", workers)[0], workers)
     np.testing.assert_allclose(matrix.sum(0), 1)
     np.testing.assert_allclose(matrix.sum(1), 1)
     second = np.sort(np.abs(np.linalg.eigvals(matrix)))[-2]
-    np.testing.assert_allclose(second, 1 / 3 + 2 / 3 * np.cos(2 * np.pi / islands))
+    np.testing.assert_allclose(second, 1 / 3 + 2 / 3 * np.cos(2 * np.pi / workers))
     assert second == pytest.approx(gap, abs=1e-3)
 
 
-@pytest.mark.parametrize("islands", [2, 4, 8, 16])
-def test_exponential_graph_gives_the_exact_mean_after_log_n_exchanges(islands):
-    product = np.eye(islands)
-    rounds = mixing_weights("exponential", islands)
+@pytest.mark.parametrize("workers", [2, 4, 8, 16])
+def test_exponential_graph_gives_the_exact_mean_after_log_n_exchanges(workers):
+    product = np.eye(workers)
+    rounds = mixing_weights("exponential", workers)
     for weights in rounds:
-        product = mixing_matrix(weights, islands) @ product
-    assert len(rounds) == np.log2(islands)
-    np.testing.assert_array_equal(product, np.full((islands, islands), 1 / islands))
+        product = mixing_matrix(weights, workers) @ product
+    assert len(rounds) == np.log2(workers)
+    np.testing.assert_array_equal(product, np.full((workers, workers), 1 / workers))
 
 
 def test_exchanges_are_due_in_turn():
@@ -89,16 +89,16 @@ def test_fragments_cover_every_parameter_once():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["islands.every=5"], "needs parallel.islands of 2 or more"),
-        (["parallel.islands=3", "islands.name=gossip", "train.global_batch_size=6"], "power of two.*2 or 4"),
+        (["local_sgd.every=5"], "needs parallel.workers of 2 or more"),
+        (["parallel.workers=3", "local_sgd.name=gossip", "train.global_batch_size=6"], "power of two.*2 or 4"),
         (
-            ["parallel.islands=2", "islands={name: streaming, every: 2}"],
+            ["parallel.workers=2", "local_sgd={name: streaming, every: 2}"],
             r"must be at least fragments \(4\)",
         ),
-        (["parallel.islands=2", "parallel.pipeline=2"], "does not support parallel.pipeline"),
-        (["parallel.islands=2", "optimizer.name=schedule_free_adamw"], "schedule_free_adamw"),
-        (["parallel.islands=2", "islands={name: local_sgd, momentum: 0.5}"], "momentum"),
-        (["parallel.islands=3", "train.global_batch_size=8"], r"islands x data x fsdp .*\(3 x 1 x 1"),
+        (["parallel.workers=2", "parallel.pipeline=2"], "does not support parallel.pipeline"),
+        (["parallel.workers=2", "optimizer.name=schedule_free_adamw"], "schedule_free_adamw"),
+        (["parallel.workers=2", "local_sgd={name: local_sgd, momentum: 0.5}"], "momentum"),
+        (["parallel.workers=3", "train.global_batch_size=8"], r"workers x data x fsdp .*\(3 x 1 x 1"),
     ],
 )
 def test_what_cannot_be_is_refused(overrides, message):
@@ -106,12 +106,12 @@ def test_what_cannot_be_is_refused(overrides, message):
         load_config(None, ["model.num_layers=2", *overrides])
 
 
-def test_one_island_is_a_run_of_its_own():
-    config = load_config(None, ["parallel={islands: 4, data: 2}", "train.global_batch_size=32"])
-    alone = config.one_island
-    assert (alone.parallel.islands, alone.parallel.data, alone.train.global_batch_size) == (1, 2, 8)
+def test_one_worker_is_a_run_of_its_own():
+    config = load_config(None, ["parallel={workers: 4, data: 2}", "train.global_batch_size=32"])
+    alone = config.one_worker
+    assert (alone.parallel.workers, alone.parallel.data, alone.train.global_batch_size) == (1, 2, 8)
     assert config.parallel.resolve(8) == config.parallel
-    with pytest.raises(ConfigError, match=r"islands \(4\) must divide the number of devices \(6\)"):
+    with pytest.raises(ConfigError, match=r"workers \(4\) must divide the number of devices \(6\)"):
         config.parallel.resolve(6)
 
 
@@ -132,7 +132,7 @@ def test_gossip_mixes_as_its_matrix_says(graph):
     nothing = OuterState({}, {})
     for turn in range(3):
         phase = exchange.due(turn + 1)
-        x = on_islands(8, lambda x, phase=phase: exchange(phase, x, nothing)[0])(x)
+        x = on_workers(8, lambda x, phase=phase: exchange(phase, x, nothing)[0])(x)
         expected = mixing_matrix(mixing_weights(graph, 8)[phase], 8) @ expected
     np.testing.assert_allclose(x, expected @ np.asarray(first), atol=1e-6)
 
@@ -145,7 +145,7 @@ def test_gossip_mixes_as_its_matrix_says(graph):
 
 def test_diloco_steps_as_nesterov_sgd_on_the_mean_progress():
     exchange = DiLoCo(every=1, outer_learning_rate=0.7, momentum=0.9).build(4, {"w": False})
-    step = on_islands(4, lambda params, state: exchange(0, params, state))
+    step = on_workers(4, lambda params, state: exchange(0, params, state))
     theirs = optax.sgd(0.7, momentum=0.9, nesterov=True)
     anchor = {"w": draw(3, 2)}
     params = on_all(anchor, 4)
@@ -162,13 +162,13 @@ def test_diloco_steps_as_nesterov_sgd_on_the_mean_progress():
 
 def test_int8_mean_is_close_and_equal_everywhere_and_sends_bytes():
     x = {"w": draw(4, 8, 64), "v": draw(4, 5)}
-    reduce = on_islands(4, lambda x: Int8Mean(4)(x, OuterState({}, {}))[0])
+    reduce = on_workers(4, lambda x: Int8Mean(4)(x, OuterState({}, {}))[0])
     found = jax.device_get(reduce(x))
     np.testing.assert_allclose(found["v"], np.broadcast_to(np.mean(x["v"], 0), (4, 5)), atol=1e-6)
     assert (found["w"] == found["w"][0]).all()
     largest = np.abs(x["w"]).max()
     assert np.abs(found["w"][0] - np.mean(x["w"], 0)).max() <= 2 * largest / 254
-    rows = collectives(reduce.lower(x).compile().as_text(), {ISLANDS: 4})
+    rows = collectives(reduce.lower(x).compile().as_text(), {WORKERS: 4})
     small = {row.dtype: 0 for row in rows}
     for row in rows:
         small[row.dtype] += row.wire_bytes
@@ -178,7 +178,7 @@ def test_int8_mean_is_close_and_equal_everywhere_and_sends_bytes():
 
 def test_powersgd_is_exact_at_full_rank_and_feeds_its_error_back():
     own = draw(4, 2, 6, 5)
-    full = on_islands(4, lambda own, factor: low_rank_mean(own, factor))
+    full = on_workers(4, lambda own, factor: low_rank_mean(own, factor))
     mean, _, error = full(own, on_all(draw(2, 5, 5), 4))
     np.testing.assert_allclose(mean[0], own.mean(0), atol=1e-5)
     np.testing.assert_allclose(error.mean(0), 0, atol=1e-5)
@@ -186,7 +186,7 @@ def test_powersgd_is_exact_at_full_rank_and_feeds_its_error_back():
     method = PowerSGD(rank=1)
     gradient = {"kernel": draw(4, 6, 5), "bias": draw(4, 5)}
     first = jax.tree.map(lambda x: x[0], gradient)
-    step = on_islands(4, lambda tree, state: method(tree, state))
+    step = on_workers(4, lambda tree, state: method(tree, state))
     state = on_all(method.init(first), 4)
     total = jnp.zeros((6, 5))
     for rounds in range(1, 31):

@@ -15,9 +15,9 @@ from flax import nnx
 
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.errors import ConfigError
-from jaxstack.functional.compressed import CompressedModule
-from jaxstack.functional.module import Dict, FunctionalModule, State
 from jaxstack.models import Transformer, in_fp8
+from jaxstack.module_arrays.module import Dict, ModuleArrays, State
+from jaxstack.module_arrays.views import View
 from jaxstack.parallel.pipeline.plan import StageLayout
 from jaxstack.tree_rules import path_name
 
@@ -25,7 +25,7 @@ _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
 """Name of a leaf of a layer, also inside an optimizer's state."""
 
 
-class StagedModule(FunctionalModule):
+class StagedArrays(ModuleArrays):
     """A Transformer whose stacked layers are stored in pipeline order: by stage, with `chunks` groups of layers each.
 
     Its dicts of parameters have stages x chunks x rows layers along the leading dim of stacked parameters; rows without
@@ -36,15 +36,17 @@ class StagedModule(FunctionalModule):
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], stages: int, chunks: int = 1):
-        self._plain = FunctionalModule(make)
+        self._plain = ModuleArrays(make)
         model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         if not isinstance(model, Transformer):
             raise ConfigError(
                 f"parallel.pipeline cuts jaxstack.models.Transformer into stages; found {type(model).__name__}. "
                 "Use the axes data, fsdp and tensor for it."
             )
-        if model.teacher is not None:
-            raise ConfigError("distill.teacher does not support a pipeline; set parallel.pipeline=1.")
+        if self._plain.companions:
+            raise ConfigError(
+                f"distill.{self._plain.companions[0]} does not support a pipeline; set parallel.pipeline=1."
+            )
         config = model.config
         dtype = model.dtype
         self.unrolled = not config.scan_layers
@@ -66,7 +68,7 @@ class StagedModule(FunctionalModule):
         self._set_non_params(_with_rows(self._non_params, rows))
 
     @property
-    def plain(self) -> FunctionalModule:
+    def plain(self) -> ModuleArrays:
         """The module with its layers in the model's order, as in checkpoints."""
         return self._plain
 
@@ -81,7 +83,7 @@ class StagedModule(FunctionalModule):
         self.plain.freeze(is_frozen)
         super().freeze(is_frozen)
 
-    def params_from_plain(self, params: Dict) -> Dict:
+    def store(self, params: Dict) -> Dict:
         """Reorder the layers of checkpoint parameters into the order of the pipeline stages. Traceable."""
         return self.from_plain(params, self.abstract_params)
 
@@ -99,7 +101,7 @@ class StagedModule(FunctionalModule):
         return self._staged(*self.plain.split(module))
 
     def _staged(self, params: Dict, non_params: Dict) -> tuple[Dict, Dict]:
-        return self.params_from_plain(params), self.from_plain(non_params, self.abstract_non_params)
+        return self.store(params), self.from_plain(non_params, self.abstract_non_params)
 
     def merge_stage(self, params: Dict, non_params: Dict) -> Any:
         """Build the model that one stage runs: only this stage's layers are in its stack."""
@@ -174,16 +176,22 @@ class StagedModule(FunctionalModule):
         return f"{before}decoder/layers/{self._lead + place % self._period}/{after}", place // self._period
 
 
-def stage_module(module: FunctionalModule, stages: int, chunks: int) -> FunctionalModule:
-    """Convert a module to one laid out for a pipeline of `stages` stages with `chunks` groups of layers each.
+class PipelineOrder(View):
+    """View that stores stacked layers in the order of pipeline stages, see `StagedArrays`.
 
-    Weights that training compresses are then compressed in the stacks of layers that the stages hold.
-
-    Raises:
-      ConfigError: as `StagedModule`, or compression rules differ between layers that are stored together.
+    Args:
+      stages: number of pipeline stages.
+      chunks: groups of layers on each stage.
     """
-    staged = StagedModule(module.make, stages, chunks)
-    return CompressedModule(staged, module.rules) if isinstance(module, CompressedModule) else staged
+
+    only_arranges = True
+
+    def __init__(self, stages: int, chunks: int):
+        self.stages = stages
+        self.chunks = chunks
+
+    def arrange(self, arrays: ModuleArrays) -> ModuleArrays:
+        return StagedArrays(arrays.make, self.stages, self.chunks)
 
 
 def _pick_rows(x: Any, rows: np.ndarray) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, cast
 from flax import linen as nn
 from flax import nnx
 
-from jaxstack.functional.module import NNXFactory
+from jaxstack.module_arrays.module import NNXFactory
 
 
 def from_linen(module: nn.Module, *inputs: Any) -> NNXFactory:

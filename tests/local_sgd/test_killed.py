@@ -1,14 +1,14 @@
-"""Islands of several processes, one of which is killed and started again: the run is the one that was never killed."""
+"""Workers of several processes, one of which is killed and started again: the run is the one that was never killed."""
 
 import sys
 
 import pytest
 
-from tests.islands.killed_train import killing
+from tests.local_sgd.killed_train import killing
 from tests.reliability.runs import Runs, finish
 from tests.reliability.states import read_checkpoint
 
-KILLED = (sys.executable, "-m", "tests.islands.killed_train")
+KILLED = (sys.executable, "-m", "tests.local_sgd.killed_train")
 STEPS = ("train.steps=12", "checkpoint.async=false", "train.eval_every_steps=null")
 
 
@@ -34,7 +34,7 @@ def end_of(runs: Runs, name: str) -> tuple[dict[int, float], dict[str, bytes]]:
 def test_two_processes_go_on_exactly_from_the_last_checkpoint(runs: Runs):
     """One process dies in the second exchange, after step 8; the checkpoint of step 5 lies between two exchanges."""
     for name, kill in (("whole", ""), ("killed", "exchange:2:1")):
-        layout = ("parallel={islands: 2, simulate_devices: 2}", "islands={name: diloco, every: 4}")
+        layout = ("parallel={workers: 2, simulate_devices: 2}", "local_sgd={name: diloco, every: 4}")
         command = runs.train(name, *STEPS, *layout, command=KILLED)
         code, said = finish(runs.launch(["--processes", "2"], command, KILL=kill))
         assert code == 0, said
@@ -48,10 +48,10 @@ def test_two_processes_go_on_exactly_from_the_last_checkpoint(runs: Runs):
 def test_what_a_killed_run_has_contributed_counts_once(runs: Runs):
     """One run dies when its changes of the second exchange are written; the other one waits, and takes them once."""
 
-    def start(name: str, island: int, kill: str = ""):
-        meeting = f"folder: {runs.folder}/meeting-{name}, count: 2, island: {island}, every: 4, wait_seconds: 600"
-        layout = ("parallel={simulate_devices: 1, data: 1}", f"islands={{name: folder, {meeting}}}")
-        return runs.start(runs.train(f"{name}-{island}", *STEPS, *layout, command=KILLED), KILL=kill)
+    def start(name: str, worker: int, kill: str = ""):
+        meeting = f"folder: {runs.folder}/meeting-{name}, count: 2, worker: {worker}, every: 4, wait_seconds: 600"
+        layout = ("parallel={simulate_devices: 1, data: 1}", f"local_sgd={{name: folder, {meeting}}}")
+        return runs.start(runs.train(f"{name}-{worker}", *STEPS, *layout, command=KILLED), KILL=kill)
 
     for name, kill in (("whole", ""), ("killed", "wait:2")):
         one = start(name, 0)
@@ -64,5 +64,5 @@ def test_what_a_killed_run_has_contributed_counts_once(runs: Runs):
             code, said = finish(process)
             assert code == 0 and "went on without" not in said, said
             assert ("resuming from step 5" in said) == resumed, said
-    for island in (0, 1):
-        assert end_of(runs, f"killed-{island}") == end_of(runs, f"whole-{island}")
+    for worker in (0, 1):
+        assert end_of(runs, f"killed-{worker}") == end_of(runs, f"whole-{worker}")

@@ -1,25 +1,25 @@
-"""Local SGD (Stich 2019, arXiv:1805.09767): device groups train separately, and average parameters now and then."""
+"""Local SGD (Stich 2019, arXiv:1805.09767): workers train separately, and average parameters now and then."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 
-from jaxstack.islands.base import Dict, IslandMethod, OuterState
-from jaxstack.parallel.config import ISLANDS
+from jaxstack.local_sgd.base import Dict, OuterState, WorkerMethod
+from jaxstack.parallel.config import WORKERS
 
 
-class LocalSGD(IslandMethod):
-    """Local SGD: replaces the parameters by their mean over islands every `every` steps, without extra state."""
+class LocalSGD(WorkerMethod):
+    """Local SGD: replaces the parameters by their mean over workers every `every` steps, without extra state."""
 
     name: Literal["local_sgd"] = "local_sgd"
 
-    def build(self, islands: int, stacked: Mapping[str, Any]) -> "MeanExchange":
+    def build(self, workers: int, stacked: Mapping[str, Any]) -> "MeanExchange":
         return MeanExchange(self.every)
 
 
 class MeanExchange:
-    """Local SGD's parameter exchange: one all-reduce, which averages the parameters over islands (device groups).
+    """Local SGD's parameter exchange: one all-reduce, which averages the parameters over workers.
 
     Args:
       every: steps between two exchanges.
@@ -39,5 +39,5 @@ class MeanExchange:
         return None if step % self._every else 0
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Replace the parameters of an island (device group) by their mean over all islands."""
-        return jax.lax.pmean(params, ISLANDS), state
+        """Replace the parameters of a worker by their mean over all workers."""
+        return jax.lax.pmean(params, WORKERS), state

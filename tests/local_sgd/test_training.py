@@ -1,4 +1,4 @@
-"""Training on islands: equal to data parallelism where it should be, resumed exactly, evaluated at the mean."""
+"""Training on workers: equal to data parallelism where it should be, resumed exactly, evaluated at the mean."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,9 @@ import pytest
 from flax import nnx
 
 from jaxstack.errors import ConfigError
-from jaxstack.island_trainer import IslandTrainer
-from jaxstack.islands.diloco import DiLoCo
-from jaxstack.islands.local_sgd import LocalSGD
-from jaxstack.islands.streaming import StreamingDiLoCo
+from jaxstack.local_sgd.diloco import DiLoCo
+from jaxstack.local_sgd.local_sgd import LocalSGD
+from jaxstack.local_sgd.streaming import StreamingDiLoCo
 from jaxstack.loss import LossSum, returns_sum
 from jaxstack.optim.optimizers import SGD, AdamW
 from jaxstack.optim.schedules import Constant
@@ -21,6 +20,7 @@ from jaxstack.run.load import load
 from jaxstack.run.train import train
 from jaxstack.run_config import TrainConfig, load_config
 from jaxstack.trainer import Trainer
+from jaxstack.worker_steps import Workers
 from tests.small_runs import batch_at, small_config
 
 
@@ -43,11 +43,10 @@ def data(step):
     return {"x": x, "y": np.sin(x.sum(1))}
 
 
-def network_trainer(islands, method=None, optimizer=None, steps=8):
-    devices = jax.devices()[: max(islands, 4)]
-    parallel = ParallelConfig(islands=islands, data=len(devices) // islands)
-    kind, more = (Trainer, {}) if method is None else (IslandTrainer, {"islands": method})
-    return kind(
+def network_trainer(workers, method=None, optimizer=None, steps=8):
+    devices = jax.devices()[: max(workers, 4)]
+    parallel = ParallelConfig(workers=workers, data=len(devices) // workers)
+    return Trainer(
         Network,
         squares,
         data,
@@ -56,7 +55,7 @@ def network_trainer(islands, method=None, optimizer=None, steps=8):
         mesh=make_mesh(parallel, devices),
         train=TrainConfig(steps=steps, global_batch_size=16),
         eval_data=[data(1000)],
-        **more,
+        wrapper=None if method is None else Workers(method),
     )
 
 
@@ -85,11 +84,11 @@ def test_one_inner_step_is_data_parallelism(method):
     losses = steps(ours, 4), steps(theirs, 4)
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert_close(mean_params(ours), jax.device_get(theirs.state.params), atol=1e-6)
-    described = ours.describe()["islands"]
+    described = ours.describe()["local_sgd"]
     assert described["step_bytes"] == 0
     # A ring all-reduce of float32: 2 (n - 1) / n of the parameters.
     assert described["exchange_bytes"] == [2 * 3 * 4 * ours.count_parameters() // 4]
-    assert ours.evaluate()["eval_island_distance"] < 1e-6
+    assert ours.evaluate()["eval_worker_distance"] < 1e-6
 
 
 @pytest.mark.exhaustive
@@ -100,17 +99,17 @@ def test_synchronous_steps_are_data_parallelism_and_exchanges_follow():
     reached = jax.device_get(theirs.state.params)
     assert_close(mean_params(ours), reached, atol=1e-6)
     assert_close(stored(ours).outer.shared["anchor"], reached, atol=1e-6)
-    assert ours.evaluate()["eval_island_distance"] < 1e-6
+    assert ours.evaluate()["eval_worker_distance"] < 1e-6
     steps(ours, 1, start=3)
-    assert ours.evaluate()["eval_island_distance"] < 1e-6
+    assert ours.evaluate()["eval_worker_distance"] < 1e-6
     steps(ours, 1, start=4)
-    assert ours.evaluate()["eval_island_distance"] > 1e-4
+    assert ours.evaluate()["eval_worker_distance"] > 1e-4
     parameters = 2 * 3 * 4 * ours.count_parameters() // 4
-    described = ours.describe()["islands"]
+    described = ours.describe()["local_sgd"]
     assert described["step_bytes"] == 0 and described["exchange_bytes"] == [parameters]
     # Beside the gradients, the loss and the number of items.
     assert described["synchronous_bytes"] == parameters + 2 * 2 * 3
-    assert ours.bytes_of_steps(6) == 3 * described["synchronous_bytes"] + 2 * parameters
+    assert ours.wrapper.bytes_of_steps(ours, 6) == 3 * described["synchronous_bytes"] + 2 * parameters
 
 
 def stored(trainer):
@@ -161,31 +160,31 @@ def language_trainer(*overrides, devices=4):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["fsdp: 2", "data: 2, zero: 1", "tensor: 2", "context: 2"])
-def test_any_layout_inside_of_an_island(layout):
-    ours = language_trainer(f"parallel={{islands: 2, {layout}}}", "islands={name: local_sgd, every: 1}")
+def test_any_layout_inside_of_a_worker(layout):
+    ours = language_trainer(f"parallel={{workers: 2, {layout}}}", "local_sgd={name: local_sgd, every: 1}")
     theirs = language_trainer(devices=1)
     np.testing.assert_allclose(steps(ours, 3), steps(theirs, 3), rtol=2e-4)
     ran = ours.describe()
-    assert ran["islands"]["step_bytes"] == 0
-    assert ran["islands"]["exchange_bytes"][0] > 0
+    assert ran["local_sgd"]["step_bytes"] == 0
+    assert ran["local_sgd"]["exchange_bytes"][0] > 0
 
 
 @pytest.mark.exhaustive
-def test_a_trained_run_is_the_mean_of_its_islands(tmp_path):
+def test_a_trained_run_is_the_mean_of_its_workers(tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("the islands drift apart and meet again. " * 200)
+    text.write_text("the workers drift apart and meet again. " * 200)
     overrides = [
         "model={num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 16}", f"run.dir={tmp_path}",
         "run.name=run", f"data.sources=[{{path: {text}}}]", "data.tokenizer.name=byte", f"data.cache_dir={tmp_path}",
-        "train={steps: 3, global_batch_size: 8, sequence_length: 16}", "parallel={islands: 2, data: 4}",
-        "observe={trackers: [jsonl], progress: false}", "islands={name: diloco, every: 2}",
+        "train={steps: 3, global_batch_size: 8, sequence_length: 16}", "parallel={workers: 2, data: 4}",
+        "observe={trackers: [jsonl], progress: false}", "local_sgd={name: diloco, every: 2}",
     ]  # fmt: skip
     trained = train(load_config(None, overrides))
-    assert trained.metrics["eval_island_distance"] > 0
+    assert trained.metrics["eval_worker_distance"] > 0
     evaluated = evaluate(trained.directory).text
     assert evaluated is not None
     assert evaluated.loss == pytest.approx(trained.metrics["eval_loss"], rel=1e-5)
     run = load(trained.directory)
     assert len(run.generate(["the"], max_tokens=2)[0].text) >= 0
     with pytest.raises(ConfigError, match="does not fit this run"):
-        train(load_config(None, [*overrides, "parallel={islands: 4, data: 2}", "train.steps=4"]))
+        train(load_config(None, [*overrides, "parallel={workers: 4, data: 2}", "train.steps=4"]))

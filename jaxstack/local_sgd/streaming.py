@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from pydantic import Field, model_validator
 
-from jaxstack.islands.base import Dict, OuterState
-from jaxstack.islands.diloco import OuterSGD
-from jaxstack.islands.reduction import Reduction, make_reduction
+from jaxstack.local_sgd.base import Dict, OuterState
+from jaxstack.local_sgd.diloco import OuterSGD
+from jaxstack.local_sgd.reduction import Reduction, make_reduction
 from jaxstack.tree_rules import map_by_path
 
 _LAYER = re.compile(r"(?:^|/)(\d+)(?:/|$)")
@@ -35,9 +35,9 @@ class StreamingDiLoCo(OuterSGD):
     """Steps from the beginning of a fragment's communication to the merge of its result. Its communication runs beside
     the first of them."""
     mixing: float = Field(default=0.5, ge=0, lt=1)
-    """Share that an island's own parameters keep when the result is merged."""
+    """Share that a worker's own parameters keep when the result is merged."""
     compression: Literal["none", "int8"] = "none"
-    """Format of the communication between islands. none: float32; int8: 8-bit integers."""
+    """Format of the communication between workers. none: float32; int8: 8-bit integers."""
 
     @model_validator(mode="after")
     def _check(self) -> "StreamingDiLoCo":
@@ -48,18 +48,18 @@ class StreamingDiLoCo(OuterSGD):
             )
         return self
 
-    def build(self, islands: int, stacked: Mapping[str, Any]) -> "StreamingExchange":
-        return StreamingExchange(self, make_reduction(self.compression, 0, islands), stacked)
+    def build(self, workers: int, stacked: Mapping[str, Any]) -> "StreamingExchange":
+        return StreamingExchange(self, make_reduction(self.compression, 0, workers), stacked)
 
 
 class StreamingExchange:
-    """Streaming DiLoCo's exchange between islands (device groups), of one part of the model's layers at a time.
+    """Streaming DiLoCo's exchange between workers, of one part of the model's layers at a time.
 
     Phase p exchanges fragment p. The state is that of DiLoCo.
 
     Args:
       settings: intervals and outer optimizer.
-      reduction: computes the mean over islands, without state.
+      reduction: computes the mean over workers, without state.
       stacked: True for each trained parameter whose first dim counts layers.
     """
 
@@ -86,7 +86,7 @@ class StreamingExchange:
         return self._parts(phase, jax.tree.map(jnp.subtract, state.shared["anchor"], params))
 
     def send(self, phase: int, changes: dict[str, jax.Array], state: OuterState) -> OuterState:
-        """Average changes of one part of the model over device groups, and apply Nesterov SGD; return the new state."""
+        """Average changes of one part of the model over workers, and apply Nesterov SGD; return the new state."""
         anchor = state.shared["anchor"]
         velocity = state.shared["velocity"]
         with set_xla_metadata(latency_metadata=_LATENCY):
@@ -99,7 +99,7 @@ class StreamingExchange:
         return OuterState({"anchor": anchor, "velocity": velocity}, {})
 
     def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
-        """Return the parameters, in one part of the model mixed from the device group's own and the common ones."""
+        """Return the parameters, in one part of the model mixed from the worker's own and the common ones."""
         own = self._parts(phase, params)
         anchors = self._parts(phase, state.shared["anchor"])
         keep = self._settings.mixing

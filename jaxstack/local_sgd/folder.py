@@ -1,9 +1,9 @@
-"""DiLoCo between separately started runs, one island each, which exchange updates through files in a shared folder.
+"""DiLoCo between separately started runs, one worker each, which exchange updates through files in a shared folder.
 
-Nothing connects the islands but these files, so that one can end, fail or fall behind while the others go on. The
-folder of exchange N holds `ISLAND-PROCESS.npz`, the changes that an island's process contributes, and `members.json`,
-the islands whose changes count. The first island that has waited long enough, or found all others, writes the latter,
-once and for all: every island computes the same mean, whenever it reads the files.
+Nothing connects the workers but these files, so that one can end, fail or fall behind while the others go on. The
+folder of exchange N holds `WORKER-PROCESS.npz`, the changes that a worker's process contributes, and `members.json`,
+the workers whose changes count. The first worker that has waited long enough, or found all others, writes the latter,
+once and for all: every worker computes the same mean, whenever it reads the files.
 """
 
 import contextlib
@@ -23,45 +23,45 @@ from pydantic import Field, model_validator
 
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import replacing
-from jaxstack.islands.base import Dict, OuterState
-from jaxstack.islands.diloco import DiLoCoExchange, OuterSGD
+from jaxstack.local_sgd.base import Dict, OuterState
+from jaxstack.local_sgd.diloco import DiLoCoExchange, OuterSGD
 
 _LOOK_SECONDS = 0.05
 _FIRST_WAIT = 10
-"""Multiple of `wait_seconds` for the first exchange after a start, as islands start at different times."""
+"""Multiple of `wait_seconds` for the first exchange after a start, as workers start at different times."""
 
 Arrays = list[np.ndarray]
 
 
 class FolderDiLoCo(OuterSGD):
-    """DiLoCo between separately started runs, one island each, which exchange updates through a shared folder.
+    """DiLoCo between separately started runs, one worker each, which exchange updates through a shared folder.
 
-    The other sections describe one island: its devices, and `train.global_batch_size` of its part of the batch.
+    The other sections describe one worker: its devices, and `train.global_batch_size` of its part of the batch.
     """
 
     name: Literal["folder"] = "folder"
     folder: str = Field(min_length=1)
-    """Directory that all islands reach, a new one for each training. All islands start from the same parameters: give
+    """Directory that all workers reach, a new one for each training. All workers start from the same parameters: give
     them the same `run.seed` or `run.init_from`, and different `run.name`."""
     count: int = Field(ge=1)
-    """Number of islands."""
-    island: int = Field(ge=0)
-    """Index of this one, from 0; it reads this part of each batch of all islands."""
+    """Number of workers."""
+    worker: int = Field(ge=0)
+    """Index of this one, from 0; it reads this part of each batch of all workers."""
     wait_seconds: float = Field(default=60.0, gt=0)
-    """Time that an exchange waits for islands that took part in the previous one, and ten times that in the first one
+    """Time that an exchange waits for workers that took part in the previous one, and ten times that in the first one
     after a start. Then it goes on without them."""
     keep: int = Field(default=50, ge=2)
-    """Exchanges whose files are kept. An island that resumes from an older checkpoint cannot catch up."""
+    """Exchanges whose files are kept. A worker that resumes from an older checkpoint cannot catch up."""
 
     @model_validator(mode="after")
     def _check(self) -> "FolderDiLoCo":
-        if self.island >= self.count:
-            raise ValueError(f"island ({self.island}) must be below count ({self.count}), as islands count from 0.")
+        if self.worker >= self.count:
+            raise ValueError(f"worker ({self.worker}) must be below count ({self.count}), as workers count from 0.")
         if self.synchronous_steps:
             raise ValueError("separate runs take no synchronous_steps; start from a run with run.init_from instead.")
         return self
 
-    def build(self, islands: int, stacked: Mapping[str, Any]) -> "FolderExchange":
+    def build(self, workers: int, stacked: Mapping[str, Any]) -> "FolderExchange":
         return FolderExchange(self)
 
 
@@ -85,12 +85,12 @@ class FolderExchange(DiLoCoExchange):
             params, state = self.apply(progress, kept)
             late += 1
         if late:
-            self.mean.say(f"caught up with the other islands: took over {late} further exchanges")
+            self.mean.say(f"caught up with the other workers: took over {late} further exchanges")
         return params, state
 
 
 class FolderMean:
-    """Averages parameter changes over islands that are separate runs, through files in a shared folder.
+    """Averages parameter changes over workers that are separate runs, through files in a shared folder.
 
     The state holds `round`, the number of completed exchanges.
 
@@ -116,9 +116,9 @@ class FolderMean:
         number = int(state.shared["round"])
         if number == 0:
             self._check_start(state.shared["anchor"])
-        own = self._file(number, self._settings.island)
+        own = self._file(number, self._settings.worker)
         try:
-            # Checked even if the folder exists: another island may be deleting it, and if `members.json` goes first,
+            # Checked even if the folder exists: another worker may be deleting it, and if `members.json` goes first,
             # the remaining files would look like a new exchange.
             if self._newest() >= number + self._settings.keep:
                 raise self._lost(number, "it is deleted")
@@ -142,8 +142,8 @@ class FolderMean:
         mean = [np.zeros_like(x) for x in local_arrays(tree)]
         try:
             members = self._members(number)
-            for island in members:
-                for total, x in zip(mean, read_arrays(self._file(number, island)), strict=True):
+            for worker in members:
+                for total, x in zip(mean, read_arrays(self._file(number, worker)), strict=True):
                     total += x / np.float32(len(members))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise self._lost(number, error) from None
@@ -156,8 +156,8 @@ class FolderMean:
 
     def _lost(self, number: int, reason: object) -> JaxstackError:
         return JaxstackError(
-            f"exchange {number} of islands cannot be read from {self._root}: {reason}. If the checkpoint is older than "
-            "the kept exchanges (islands.keep), put a copy of another island's run directory, which has a newer "
+            f"exchange {number} of workers cannot be read from {self._root}: {reason}. If the checkpoint is older than "
+            "the kept exchanges (local_sgd.keep), put a copy of another worker's run directory, which has a newer "
             "checkpoint, in place of this one's."
         )
 
@@ -167,28 +167,28 @@ class FolderMean:
         seconds = settings.wait_seconds * (1 if self._waited_for_all else _FIRST_WAIT)
         deadline = time.monotonic() + seconds
         while not self.is_closed(number):
-            present = {island for island in range(settings.count) if self._is_present(number, island)}
+            present = {worker for worker in range(settings.count) if self._is_present(number, worker)}
             if self._awaited(number) <= present or time.monotonic() > deadline:
                 self._close(number, sorted(present))
             else:
                 self.alive()
                 time.sleep(_LOOK_SECONDS)
         absent = self._awaited(number) - set(self._members(number))
-        if settings.island in absent:
-            self.say(f"warning: exchange {number} went on without this island, whose changes since the last are lost")
+        if settings.worker in absent:
+            self.say(f"warning: exchange {number} went on without this worker, whose changes since the last are lost")
         elif absent:
             self.say(f"warning: exchange {number} went on without {_names(absent)}")
         self._waited_for_all = True
 
     def _awaited(self, number: int) -> set[int]:
-        """Return the indices of the islands (runs) whose files exchange `number` waits for."""
-        islands = range(self._settings.count)
+        """Return the indices of the workers whose files exchange `number` waits for."""
+        workers = range(self._settings.count)
         if not self._waited_for_all or number == 0:
-            return set(islands)
-        return {island for island in islands if self._is_present(number - 1, island)} | {self._settings.island}
+            return set(workers)
+        return {worker for worker in workers if self._is_present(number - 1, worker)} | {self._settings.worker}
 
     def _close(self, number: int, members: list[int]) -> None:
-        """Record which islands' (runs') changes count in an exchange, unless another process has done so already."""
+        """Record which workers' changes count in an exchange, unless another process has done so already."""
         write_once(self._folder(number) / "members.json", json.dumps(members), self._writer)
 
     def _check_start(self, params: Dict) -> None:
@@ -206,14 +206,14 @@ class FolderMean:
         if different := [name for name in mine if mine[name] != found.get(name)]:
             name = different[0]
             raise ConfigError(
-                f"islands.folder {self._root} belongs to islands with another value of {name}: {found.get(name)}, here "
-                f"{mine[name]}. Use a new folder for each training, and the same settings, run.seed and run.init_from "
-                "on all islands."
+                f"local_sgd.folder {self._root} belongs to workers with another value of {name}: {found.get(name)}, "
+                f"here {mine[name]}. Use a new folder for each training, and the same settings, run.seed and "
+                "run.init_from on all workers."
             )
 
     @property
     def _writer(self) -> str:
-        return f"{self._settings.island}-{jax.process_index()}"
+        return f"{self._settings.worker}-{jax.process_index()}"
 
     def _members(self, number: int) -> list[int]:
         return json.loads((self._folder(number) / "members.json").read_text(encoding="utf-8"))
@@ -222,14 +222,14 @@ class FolderMean:
         """Return the largest N of the subfolders `exchange-N` in the shared folder; -1 if there are none."""
         return max((int(path.name.split("-")[1]) for path in self._root.glob("exchange-*")), default=-1)
 
-    def _is_present(self, number: int, island: int) -> bool:
-        return all(self._file(number, island, process).exists() for process in range(jax.process_count()))
+    def _is_present(self, number: int, worker: int) -> bool:
+        return all(self._file(number, worker, process).exists() for process in range(jax.process_count()))
 
     def _folder(self, number: int) -> Path:
         return self._root / f"exchange-{number}"
 
-    def _file(self, number: int, island: int, process: int | None = None) -> Path:
-        return self._folder(number) / f"{island}-{jax.process_index() if process is None else process}.npz"
+    def _file(self, number: int, worker: int, process: int | None = None) -> Path:
+        return self._folder(number) / f"{worker}-{jax.process_index() if process is None else process}.npz"
 
 
 def read_arrays(path: Path) -> Arrays:
@@ -279,5 +279,5 @@ def write_once(path: Path, text: str, writer: str) -> None:
     temporary.unlink(missing_ok=True)
 
 
-def _names(islands: set[int]) -> str:
-    return ("islands " if len(islands) > 1 else "island ") + ", ".join(map(str, sorted(islands)))
+def _names(workers: set[int]) -> str:
+    return ("workers " if len(workers) > 1 else "worker ") + ", ".join(map(str, sorted(workers)))

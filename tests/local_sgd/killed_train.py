@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxstack.checkpoint import directory
-from jaxstack.island_trainer import IslandTrainer
-from jaxstack.islands.folder import FolderMean
+from jaxstack.local_sgd.folder import FolderMean
 from jaxstack.train import main
+from jaxstack.worker_steps import Workers
 
 _NOW: dict[str, tuple[Any, str]] = {
-    "step": (IslandTrainer, "train_step"),
+    "step": (Workers, "step"),
     "commit": (directory, "put_in_place"),  # of a checkpoint whose files are written
-    "wait": (FolderMean, "_wait"),  # for the other islands, after the own changes are written
+    "wait": (FolderMean, "_wait"),  # for the other workers, after the own changes are written
     "read": (FolderMean, "read"),  # of a mean that is settled
 }
 
@@ -39,15 +39,14 @@ def killing(function: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 
 def kill_in_exchange(number: int) -> None:
-    """Kills as an exchange of parameters between islands of one program begins, which the other process has begun."""
-    compile_all = IslandTrainer.compile
+    """Kills as an exchange of parameters between workers of one program begins, which the other process has begun."""
+    compile_all = Workers.compile
 
-    def compiled(self: IslandTrainer, *arguments: Any, **named: Any) -> Any:
-        step = compile_all(self, *arguments, **named)
+    def compiled(self: Workers, *arguments: Any, **named: Any) -> None:
+        compile_all(self, *arguments, **named)
         self.__dict__["_between"] = {phase: killing(run, number) for phase, run in self._between.items()}
-        return step
 
-    IslandTrainer.compile = compiled
+    Workers.compile = compiled
 
 
 def plan(moment: str, number: int, rank: str | None = None) -> None:

@@ -20,16 +20,19 @@ from jaxstack.models.parametrization import Width
 from jaxstack.nested import flatten, nest
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.precision.recipe import ScalingState, update_scaling
-from jaxstack.tree_rules import ADAPTER, TEACHER
+from jaxstack.tree_rules import ADAPTER
 
 State = TypeVar("State")
+V = TypeVar("V")
 Dict = dict[str, Any]
 """Nested dicts with arrays, or something for each array, as leaves."""
 NNXFactory = Callable[[nnx.Rngs], nnx.Module]
 
 
-class FunctionalModule:
-    """A Flax module as pure functions of nested dicts of arrays; stores its structure, but no arrays.
+class ModuleArrays:
+    """The structure of a Flax module's arrays: splits a module into nested dicts of arrays, and merges them again.
+
+    It holds no arrays itself, but shapes, dtypes and metadata of each by its path.
 
     Args:
       make: builds the NNX module from `nnx.Rngs`; it is traced, so nothing is allocated before `init`.
@@ -45,6 +48,9 @@ class FunctionalModule:
         """True if the module's class says (`gathers_weights`) that it gathers its weights where it uses them."""
         self.drops_tokens = bool(getattr(abstract, "drops_tokens", False))
         """True if a train step must add `dropout_keys` to the module's batches."""
+        self.companions: tuple[str, ...] = tuple(getattr(abstract, "companions", ()))
+        """Names of submodules (`companions` of the module) that are not trained, not part of checkpoints, and loaded
+        separately, such as the teacher of a distillation."""
         self.width: Width | None = getattr(abstract, "width", None)
         """The width of a model in muP."""
         self.dtype = getattr(abstract, "dtype", None) if self.gathers_weights else None
@@ -57,7 +63,7 @@ class FunctionalModule:
         self._scaling = [
             tuple(map(str, path)) for path, variable in self._non_params if issubclass(variable.type, ScalingState)
         ]
-        self._is_frozen: Callable[[str], bool] = lambda path: bool(TEACHER.search(path))
+        self._is_frozen: Callable[[str], bool] = self.is_companion
         self._set_params(nnx.to_flat_state(params))
 
     def _set_params(self, params: Any) -> None:
@@ -68,8 +74,15 @@ class FunctionalModule:
         self._non_params = non_params
         self.abstract_non_params = _nested(non_params)
 
+    views: tuple[Any, ...] = ()
+    """The views through which the train state stores the arrays, see `jaxstack.module_arrays.views`."""
+
+    def view(self, kind: type[V]) -> V | None:
+        """Return the first view of a kind, or None."""
+        return next((view for view in self.views if isinstance(view, kind)), None)
+
     @property
-    def plain(self) -> "FunctionalModule":
+    def plain(self) -> "ModuleArrays":
         """The module with layers in the order of checkpoints: `self`, except under pipeline parallelism."""
         return self
 
@@ -78,13 +91,13 @@ class FunctionalModule:
         """True if a checkpoint holds the train state as it is, so that `to_plain` and `from_plain` convert nothing."""
         return True
 
-    def params_from_plain(self, params: Dict) -> Dict:
-        """Convert uncompressed parameters in the model's layer order to the form that this module trains. Traceable."""
+    def store(self, params: Dict) -> Dict:
+        """Convert parameters of the module, in the model's layer order, to what the train state stores. Traceable."""
         return params
 
     @property
-    def used(self) -> "FunctionalModule":
-        """The module that computes the forward pass: `self`, except if training compresses the weights for it."""
+    def used(self) -> "ModuleArrays":
+        """The arrays that the forward pass computes with: `self`, except if views change them for the train state."""
         return self
 
     def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
@@ -95,11 +108,11 @@ class FunctionalModule:
         del key
         return params, None
 
-    def export(self, params: Dict) -> Dict:
+    def load(self, params: Dict) -> Dict:
         """Convert parameters from the form in the train state to the form for evaluation and export. Traceable."""
         return params
 
-    def keep_constraints(self, old: Dict, new: Dict) -> Dict:
+    def keep(self, old: Dict, new: Dict) -> Dict:
         """Return the parameters `new` after an optimizer step with constraints, such as a pruning mask, enforced."""
         del old
         return new
@@ -146,11 +159,22 @@ class FunctionalModule:
         Raises:
           ConfigError: all parameters are excluded.
         """
-        self._is_frozen = is_frozen
+        self._is_frozen = lambda path: self.is_companion(path) or is_frozen(path)
         if not self.abstract_params:
             raise ConfigError("the module has no parameters (flax.nnx.Param), so that there is nothing to train.")
         if not jax.tree.leaves(self.split_frozen(self.abstract_params)[0]):
             raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
+
+    def is_companion(self, path: str) -> bool:
+        """Return True if the parameter at a path belongs to a companion, such as a teacher."""
+        return path.split("/", 1)[0] in self.companions
+
+    def split_companions(self, params: Dict) -> tuple[Dict, Dict]:
+        """Split parameters into (the model's own, those of its companions: name -> parameters)."""
+        return (
+            {name: value for name, value in params.items() if name not in self.companions},
+            {name: value for name, value in params.items() if name in self.companions},
+        )
 
     def check_dtypes(self) -> None:
         """Check that every trained parameter has a dtype that can be differentiated.
@@ -234,27 +258,27 @@ class FunctionalModule:
         return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape, zero), rules)
 
 
-def make_functional(module: object) -> FunctionalModule:
-    """Convert an NNX module (its values become the initial ones) or a function of `nnx.Rngs` to a FunctionalModule.
+def make_arrays(module: object) -> ModuleArrays:
+    """Convert an NNX module (its values become the initial ones) or a function of `nnx.Rngs` to a ModuleArrays.
 
-    A FunctionalModule is returned as it is.
+    A ModuleArrays is returned as it is.
 
     Raises:
       TypeError: the module is neither.
     """
-    if isinstance(module, FunctionalModule):
+    if isinstance(module, ModuleArrays):
         return module
     if isinstance(module, nnx.Module):
         graphdef, state = nnx.split(module)
-        return FunctionalModule(lambda rngs: nnx.merge(graphdef, state))
+        return ModuleArrays(lambda rngs: nnx.merge(graphdef, state))
     if isinstance(module, nn.Module) or (isinstance(module, type) and issubclass(module, nn.Module)):
         raise TypeError(
             "a Linen module learns its shapes from inputs: give "
-            "jaxstack.functional.linen.from_linen(module, *inputs) in its place."
+            "jaxstack.module_arrays.linen.from_linen(module, *inputs) in its place."
         )
     if callable(module):
         _check_called(module)
-        return FunctionalModule(cast(NNXFactory, module))
+        return ModuleArrays(cast(NNXFactory, module))
     raise TypeError(f"module must be a flax.nnx.Module or a function of nnx.Rngs; not {type(module).__name__}.")
 
 
@@ -281,7 +305,7 @@ def _check_made(made: object) -> nnx.Module:
     if isinstance(made, nn.Module):
         raise TypeError(
             "the function returned a Linen module, which learns its shapes from inputs: give "
-            "jaxstack.functional.linen.from_linen(module, *inputs) in place of the function."
+            "jaxstack.module_arrays.linen.from_linen(module, *inputs) in place of the function."
         )
     if not isinstance(made, nnx.Module):
         raise TypeError(f"the function of nnx.Rngs must return a flax.nnx.Module; it returned {type(made).__name__}.")

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from jaxstack.checkpoint.leaves import name_leaves
-from jaxstack.functional.module import Dict, FunctionalModule
+from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.parallel.rules import AxisRules, axes_of, is_matrix
 
 
 def describe_shardings(
-    module: FunctionalModule, params: Dict, optimizer: Any, others: Any, *, rules: AxisRules, zero: int
+    module: ModuleArrays, params: Dict, optimizer: Any, others: Any, *, rules: AxisRules, zero: int
 ) -> dict[str, Any]:
     """Return JSON-compatible dicts with each parameter's sharding and the train state's bytes per device, for reports.
 

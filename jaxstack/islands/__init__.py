@@ -1,1 +1,0 @@
-"""Training on islands, groups of devices that train their own model copies and communicate rarely: DiLoCo, gossip..."""
