@@ -123,7 +123,7 @@ class Measurement:
             language_model_loss,
             self.data,
             optimizer=self.config.optimizer,
-            mesh=self.trainer.rules,
+            rules=self.trainer.rules,
             train=self.config.train,
         )
         params = self.params if params is None else params

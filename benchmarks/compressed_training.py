@@ -152,7 +152,7 @@ class Study:
             self.base.data,
             optimizer=config.optimizer,
             schedule=config.schedule,
-            mesh=self.base.trainer.rules,
+            rules=self.base.trainer.rules,
             train=config.train,
             seed=config.run.seed,
         )

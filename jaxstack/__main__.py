@@ -34,9 +34,9 @@ class Command(NamedTuple):
 
 
 def _train() -> CommandModule:
-    from jaxstack import train
+    import jaxstack.train as module
 
-    return train
+    return module
 
 
 def _launch() -> CommandModule:
@@ -46,9 +46,9 @@ def _launch() -> CommandModule:
 
 
 def _generate() -> CommandModule:
-    from jaxstack import generate
+    import jaxstack.generate as module
 
-    return generate
+    return module
 
 
 def _serve() -> CommandModule:
@@ -58,9 +58,9 @@ def _serve() -> CommandModule:
 
 
 def _evaluate() -> CommandModule:
-    from jaxstack import evaluate
+    import jaxstack.evaluate as module
 
-    return evaluate
+    return module
 
 
 def _plan() -> CommandModule:

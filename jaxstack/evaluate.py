@@ -7,7 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
@@ -134,6 +135,17 @@ def _text_lines(text: "TextLoss") -> list[str]:
         lines.append(f"  {'bits per byte':<16}{text.bits_per_byte:.4f}")
     return lines
 
+
+class _Command(ModuleType):
+    """Makes this module callable, as `jaxstack.evaluate` is the name of a library function too."""
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        from jaxstack.run.evaluate import evaluate
+
+        return evaluate(*arguments, **settings)
+
+
+sys.modules[__name__].__class__ = _Command
 
 if __name__ == "__main__":
     sys.exit(main())

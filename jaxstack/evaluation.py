@@ -68,8 +68,11 @@ class Evaluator:
 
         # The sums make each batch depend on the one before. Concurrent CPU programs would start their collectives in
         # different orders on different processes, and hang.
-        def add_batch(params: Dict, non_params: Dict, batch: Batch, sums: LossSum) -> LossSum:
-            return jax.tree.map(jnp.add, sums, steps.eval_step(params, non_params, batch))
+        def add_batch(
+            params: Dict, non_params: Dict, batch: Batch, sums: LossSum
+        ) -> tuple[LossSum, Mapping[str, LossSum]]:
+            loss = steps.eval_step(params, non_params, batch)
+            return jax.tree.map(jnp.add, sums, loss.without_further()), loss.further
 
         self._step = jax.jit(add_batch, out_shardings=whole, compiler_options=compiler_options)
         self._zero = jax.jit(lambda: LossSum(jnp.zeros(()), jnp.zeros(())), out_shardings=whole)
@@ -86,18 +89,21 @@ class Evaluator:
           stop: called after each batch, on all processes alike; True ends the evaluation, which then returns None.
 
         Returns:
-          `eval_loss` (nats per item), `eval_items` and `eval_seconds`; None if there is no held-out data.
+          `eval_loss` (nats per item), `eval_items`, `eval_seconds`, and `eval_NAME` for each further value of the loss
+          function; None if there is no held-out data.
         """
         host, size = self._host_batches(max_tokens)
         began = time.perf_counter()
         sums = self._zero()
         batches = self._placement.stream(host, self._batch_size, size)
         queued: collections.deque[LossSum] = collections.deque()
+        further: list[Mapping[str, LossSum]] = []
         with contextlib.closing(cast(Generator, batches)):
             for batch, _ in batches:
                 with jax.set_mesh(self._steps.rules.mesh):  # see `StepProgram.compile`
-                    sums = self._step(params, non_params, batch, sums)
+                    sums, found = self._step(params, non_params, batch, sums)
                 queued.append(sums)
+                further.append(found)
                 if len(queued) > _QUEUED:
                     jax.block_until_ready(queued.popleft())
                 if stop():
@@ -111,6 +117,7 @@ class Evaluator:
             "eval_loss": total / count,
             "eval_items": count,
             "eval_seconds": time.perf_counter() - began,
+            **_means(jax.device_get(further)),
         }
 
     def _host_batches(self, max_tokens: int | None) -> tuple[Iterator[HostBatch], int | None]:
@@ -130,6 +137,14 @@ class Evaluator:
             raise JaxstackError(f"with several processes all held-out batches have one size; found {sorted(sizes)}")
         rows = self._placement.local_rows(size)
         return ({name: np.asarray(value)[rows] for name, value in batch.items()} for batch in batches), size
+
+
+def _means(further: Sequence[Mapping[str, LossSum]]) -> dict[str, float]:
+    """Return `eval_NAME` for each further value, its mean over all batches."""
+    names = further[0] if further else ()
+    totals = {name: sum(float(found[name].total) for found in further) for name in names}
+    counts = {name: sum(float(found[name].count) for found in further) for name in names}
+    return {f"eval_{name}": totals[name] / max(counts[name], 1.0) for name in names}
 
 
 def bits_per_byte(values: Mapping[str, float], num_bytes: int) -> dict[str, float]:

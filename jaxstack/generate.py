@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
@@ -176,6 +177,17 @@ def _title(text: "GeneratedText", prompts: int, samples: int) -> str:
         return f"sample {text.sample_index + 1}"
     return f"prompt {text.prompt_index + 1}" + (f", sample {text.sample_index + 1}" if samples > 1 else "")
 
+
+class _Command(ModuleType):
+    """Makes this module callable, as `jaxstack.generate` is the name of a library function too."""
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        from jaxstack.run.load import generate
+
+        return generate(*arguments, **settings)
+
+
+sys.modules[__name__].__class__ = _Command
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,8 @@
 """Loss functions as sums with item counts, so that parts of a batch on any devices combine into an exact mean.
 
 A loss function is called `loss(model, batch, key=key, train=train)`. It may leave out `key` and `train`: each is passed
-only if the function names it. It returns a scalar, the mean over its batch, or, if it is declared with `returns_sum`,
-a `LossSum`.
+only if the function names it. It returns a scalar, the mean over its batch, or a `LossSum`; or a pair of either and a
+dict of further values for the metrics, each a scalar (a mean) or a `LossSum`.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,25 @@ class LossSum:
     """[] float32."""
     count: jax.Array
     """[] float32."""
+    further: Mapping[str, "LossSum"] = dataclasses.field(default_factory=dict)
+    """Sums of further values for the metrics, by name; they have no gradient."""
+
+    def without_further(self) -> "LossSum":
+        """Return the sum of the loss alone."""
+        return LossSum(self.total, self.count)
 
 
-LossFunction = Callable[..., jax.typing.ArrayLike | LossSum]
+Value: TypeAlias = jax.typing.ArrayLike | LossSum
+LossFunction = Callable[..., Value | tuple[Value, Mapping[str, Value]]]
 """A user's loss: `loss(model, batch)`, and `key` or `train` as keywords if it names them."""
+
+
+class MeanLoss(Exception):
+    """Raised while a step is traced: the loss function returned a mean, but was called on a part of a batch."""
+
+
+RESERVED = ("loss", "grad_norm", "count", "skipped", "learning_rate", "loss_limit", "grad_norm_limit", "step", "tokens")
+"""Metrics of a train step, whose names further values cannot have."""
 _Function = TypeVar("_Function", bound=LossFunction)
 _KEYWORDS = ("key", "train")
 _CONCRETE = (
@@ -49,12 +64,6 @@ _CONCRETE = (
     jax.errors.TracerIntegerConversionError,
 )
 """JAX's errors about an array whose value is not known while the step is traced."""
-
-
-def returns_sum(function: _Function) -> _Function:
-    """Decorator for loss functions that return a `LossSum` instead of a mean."""
-    setattr(function, "returns_sum", True)  # noqa: B010 (an attribute that the type of a function does not have)
-    return function
 
 
 def samples_labels(sampled: LossFunction) -> Callable[[_Function], _Function]:
@@ -89,13 +98,13 @@ class Loss:
         self._keywords = _accepted_keywords(function)
         while isinstance(function, functools.partial):
             function = function.func
-        self.returns_sum = bool(getattr(function, "returns_sum", False))
-        """True if the function was declared with `returns_sum`: it may be called on parts of a batch."""
         sampled = getattr(function, "sampled", None)
         self.sampled = None if sampled is None else Loss(sampled)
         """The loss on sampled labels, if the function was declared with `samples_labels`."""
 
-    def __call__(self, model: nnx.Module, batch: Batch, *, key: jax.Array | None, train: bool) -> LossSum:
+    def __call__(
+        self, model: nnx.Module, batch: Batch, *, key: jax.Array | None, train: bool, part: bool = False
+    ) -> LossSum:
         """Compute the loss of a batch, as a sum and an item count.
 
         Args:
@@ -103,9 +112,11 @@ class Loss:
           batch: the batch, or a part of it.
           key: random key of this batch; None in evaluation.
           train: True in a train step, False in evaluation.
+          part: True if the batch is a part of one, so that only sums give the exact mean over the whole.
 
         Raises:
-          TypeError: the function returned something else than it was declared to return.
+          TypeError: the function returned something else than a loss.
+          MeanLoss: `part`, and the function returned a mean.
         """
         given: dict[str, object] = {"key": key, "train": train}
         try:
@@ -120,17 +131,10 @@ class Loss:
             if error.args and error.args[0] not in batch:
                 error.add_note(f"(the batch has the keys {', '.join(map(repr, batch))})")
             raise
-        if self.returns_sum and not isinstance(value, LossSum):
-            raise TypeError(
-                "a loss function declared with @jaxstack.loss.returns_sum must return "
-                f"jaxstack.loss.LossSum(total, count); it returned {_kind(value)}."
-            )
-        if isinstance(value, LossSum) and not self.returns_sum:
-            raise TypeError(
-                "the loss function returned jaxstack.loss.LossSum(total, count), but is not declared to: put the "
-                "decorator @jaxstack.loss.returns_sum above it."
-            )
-        return as_loss_sum(value)
+        loss = as_loss_sum(value)
+        if part and not isinstance(value[0] if isinstance(value, tuple) else value, LossSum):
+            raise MeanLoss
+        return loss
 
 
 def as_loss(function: "LossFunction | Loss") -> Loss:
@@ -169,7 +173,6 @@ def _accepted_keywords(function: LossFunction) -> tuple[str, ...]:
     return tuple(name for name in _KEYWORDS if variadic or name in [p.name for p in others])
 
 
-@returns_sum
 def sampled_label_loss(model: Transformer, batch: Batch, *, key: jax.Array | None = None) -> LossSum:
     """Return the cross-entropy on labels sampled from the model's own predictions, summed over tokens.
 
@@ -214,7 +217,6 @@ def vocabulary_loss(model: Transformer, hidden: jax.Array, labels: jax.Array, z_
     return jnp.sum(with_local_batch(loss_of_rows, stored, model.dtype, hidden, labels, as_stored=True))
 
 
-@returns_sum
 @samples_labels(sampled_label_loss)
 def language_model_loss(
     model: Transformer,
@@ -253,16 +255,40 @@ def as_loss_sum(value: object) -> LossSum:
     """Convert the result of a loss function to a `LossSum` of float32 scalars; a mean counts as one item.
 
     Raises:
-      TypeError: it is neither a scalar nor a LossSum.
+      TypeError: it is neither a scalar, nor a LossSum, nor one of these with a dict of further values.
     """
+    further: object = {}
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            raise TypeError(
+                f"a loss function returns a loss, or a pair (loss, further values); found {len(value)} values."
+            )
+        value, further = value
+        if not isinstance(further, Mapping) or not all(isinstance(name, str) for name in further):
+            raise TypeError(
+                "the further values that a loss function returns must be a dict {name: scalar or LossSum}; found "
+                f"{_kind(further)}."
+            )
+    assert isinstance(further, Mapping)
+    if taken := sorted(set(further) & set(RESERVED)):
+        raise TypeError(f"the further value {taken[0]!r} of the loss function has the name of a metric of the step.")
+    sums = {str(name): _one_sum(x, f"the further value {name!r}") for name, x in further.items()}
+    sums = {name: jax.lax.stop_gradient(x) for name, x in sums.items()}
+    loss = _one_sum(value, "a loss")
+    return LossSum(loss.total, loss.count, {**value.further, **sums} if isinstance(value, LossSum) else sums)
+
+
+def _one_sum(value: object, what: str) -> LossSum:
     if isinstance(value, LossSum):
         return LossSum(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count, jnp.float32))
     shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
     if shape != () or jnp.iscomplexobj(value):
-        raise TypeError(
-            "a loss function must return a real scalar (the mean over its batch) or "
-            f"jaxstack.loss.LossSum(total, count); it returned {_kind(value)}."
-        )
+        if what.startswith("a loss"):
+            raise TypeError(
+                "a loss function must return a real scalar (the mean over its batch) or "
+                f"jaxstack.loss.LossSum(total, count); it returned {_kind(value)}."
+            )
+        raise TypeError(f"{what} of the loss function must be a real scalar or a LossSum; it is {_kind(value)}.")
     return LossSum(jnp.asarray(cast(jax.typing.ArrayLike, value), jnp.float32), jnp.ones((), jnp.float32))
 
 

@@ -136,7 +136,7 @@ class StepFunctions:
         Returns:
           The next state, and the metrics loss, grad_norm, count (of items), skipped, learning_rate if it is known,
           expert_overload for a mixture of experts, loss_limit and grad_norm_limit with a spike threshold,
-          gradient_signal and gradient_noise with `noise_scale`.
+          gradient_signal and gradient_noise with `noise_scale`, and the means of the loss function's further values.
         """
         key = jax.random.fold_in(state.key, state.step)
         batch = self._with_keys(batch, key)
@@ -185,6 +185,7 @@ class StepFunctions:
             "skipped": skipped,
             **limits,
             **(sums.noise or {}),
+            **{name: x.total / jnp.maximum(x.count, 1.0) for name, x in sums.further.items()},
         }
         overload = largest_overload(gradients)
         if overload is not None:

@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command, tolerate_broken_pipe
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, add_tls_arguments, tls_variables
@@ -91,6 +92,17 @@ def _run(args: argparse.Namespace) -> int:
 
     return run_command("jaxstack train", body)
 
+
+class _Command(ModuleType):
+    """Makes this module callable, as `jaxstack.train` is the name of a library function too."""
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        from jaxstack.run.train import train
+
+        return train(*arguments, **settings)
+
+
+sys.modules[__name__].__class__ = _Command
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -28,8 +28,9 @@ from jaxstack.nested import flatten
 from jaxstack.optim.base import Optimizer, StepOptimizer
 from jaxstack.optim.build import build_optimizer, make_frozen_predicate
 from jaxstack.optim.optimizers import AdamW
-from jaxstack.optim.schedules import Cosine, Schedule
+from jaxstack.optim.schedules import Constant, Cosine, Schedule
 from jaxstack.parallel import AxisRules, ParallelConfig, StepLayout, make_mesh, make_rules
+from jaxstack.parallel.mesh import with_all_axes
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.run_config import TrainConfig
 from jaxstack.state import (
@@ -137,12 +138,16 @@ class Trainer:
         `jaxstack.module_arrays.linen.from_linen` makes of a `flax.linen.Module`; or a `ModuleArrays`, such as
         `jaxstack.module_arrays.compression.compress_in_training` makes.
       loss_fn: `loss_fn(module, batch)`, which may also have parameters `key` and `train`; returns the mean over the
-        batch, or a `LossSum` if it is declared with `jaxstack.loss.returns_sum`. See `jaxstack.loss`.
+        batch or a `LossSum`, or a pair of either and a dict of further values for the metrics. See `jaxstack.loss`.
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
         object with `batches(...)` such as `jaxstack.data.loader.open_data` returns.
-      optimizer: one of `jaxstack.optim`, or an optax transformation (then `schedule` is not used).
-      schedule: of the learning rate.
-      mesh: a mesh of `make_mesh`, or `AxisRules` on it (`make_rules`); default: all devices on `data`.
+      optimizer: an optax transformation, which is used as it is; or one of `jaxstack.optim`, without clipping unless
+        its `clip_norm` is given; default: AdamW with gradients clipped to a global norm of 1.
+      schedule: of the learning rate, for an optimizer of `jaxstack.optim`; default: a constant rate, or a cosine decay
+        to 0 for the default optimizer.
+      mesh: any mesh whose axes are some of `pipeline, data, fsdp, expert, context, tensor`; default: all devices on
+        `data`.
+      rules: the rules that map logical axes onto the mesh (`make_rules`), in place of `mesh`.
       layout: the other choices of parallelism, such as the ZeRO stage; default: `StepLayout()`. A pipeline is for
         `jaxstack.models.Transformer` only; its default is 1F1B if the mesh has stages.
       train: number of steps, batch size, accumulation.
@@ -162,19 +167,20 @@ class Trainer:
         *,
         optimizer: Optimizer | optax.GradientTransformation | None = None,
         schedule: Schedule | None = None,
-        mesh: Mesh | AxisRules | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        rules: AxisRules | None = None,
         layout: StepLayout | None = None,
         train: TrainConfig | None = None,
         eval_data: HeldOutData | Iterable[HostBatch] | None = None,
         seed: int = 0,
         wrapper: StepWrapper | None = None,
     ):
-        _check_arguments(train, schedule, mesh, layout)
+        _check_arguments(train, schedule, mesh, rules, layout)
         self.train = train or TrainConfig()
         self.seed = seed
         self.data = as_source(data)
         self.batch_sizes = BatchSizes(self.train)
-        self.rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
+        self.rules = rules or make_rules(cast(Mesh, make_mesh() if mesh is None else with_all_axes(mesh)))
         self.placement = BatchPlacement(self.rules)
         layout = layout or StepLayout()
         self.pipeline = layout.pipeline or self._default_pipeline()
@@ -188,7 +194,12 @@ class Trainer:
                     "optimizer must be one of jaxstack.optim.optimizers, such as AdamW(learning_rate=1e-3), or an "
                     f"optax transformation; found {optimizer!r}."
                 )
-            optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine(), layout.zero)
+            if optimizer is None:
+                optimizer = AdamW()
+                schedule = schedule or Cosine()
+            elif "clip_norm" not in optimizer.model_fields_set:
+                optimizer = optimizer.model_copy(update={"clip_norm": None})
+            optimizer = self._scheduled(optimizer, schedule or Constant(), layout.zero)
         self.module.check_dtypes()
         self.optimizer = optimizer
         layout = dataclasses.replace(layout, pipeline=self.pipeline)
@@ -488,7 +499,7 @@ class Trainer:
         return Loop(self, run_dir, settings).run()
 
 
-def _check_arguments(train: object, schedule: object, mesh: object, layout: object) -> None:
+def _check_arguments(train: object, schedule: object, mesh: object, rules: object, layout: object) -> None:
     """Raise TypeError if an argument of `Trainer` does not have the documented type."""
     wanted = (
         ("train", train, TrainConfig, "a TrainConfig, such as TrainConfig(steps=100)"),
@@ -499,14 +510,12 @@ def _check_arguments(train: object, schedule: object, mesh: object, layout: obje
             "one of jaxstack.optim.schedules, such as Cosine(warmup_steps=10); a schedule of optax goes into an "
             "optimizer of optax: optimizer=optax.adamw(schedule)",
         ),
-        ("mesh", mesh, AxisRules | Mesh | AbstractMesh, "a mesh of jaxstack.parallel.make_mesh, or AxisRules on one"),
+        ("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh, such as one of jaxstack.parallel.make_mesh"),
+        ("rules", rules, AxisRules, "AxisRules of jaxstack.parallel.make_rules"),
         ("layout", layout, StepLayout, "a jaxstack.parallel.StepLayout"),
     )
     for name, value, kind, text in wanted:
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be {text}; found {value!r}.")
-    if isinstance(mesh, Mesh | AbstractMesh) and (missing := set(ParallelConfig().degrees) - set(mesh.shape)):
-        raise TypeError(
-            f"the mesh has no axis {', '.join(sorted(missing))}: make it with "
-            "jaxstack.parallel.make_mesh(ParallelConfig(data=-1)), which gives it all axes."
-        )
+    if mesh is not None and rules is not None:
+        raise TypeError("give a mesh or the rules on one, not both.")

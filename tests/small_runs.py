@@ -70,7 +70,7 @@ def make_trainer(
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=setting.rules,
+        rules=setting.rules,
         layout=setting.layout,
         train=config.train,
         eval_data=eval_data,

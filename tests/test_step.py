@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from jaxstack.loss import LossSum, as_loss_sum, language_model_loss, returns_sum
+from jaxstack.loss import LossSum, as_loss_sum, language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.module_arrays.module import ModuleArrays, make_arrays
 from jaxstack.parallel import make_mesh, make_rules
@@ -57,7 +57,6 @@ def test_one_step_is_gradient_descent():
 
 @pytest.mark.parametrize(("accumulation", "devices"), [(2, 1), (4, 2), (2, 4)])
 def test_accumulation_is_one_step_of_the_whole_batch(accumulation, devices):
-    @returns_sum
     def weighted(model, batch):
         error = (model(batch["x"]) - batch["y"]) ** 2 * batch["count"]
         return LossSum(error.sum(), batch["count"].sum())
@@ -89,7 +88,7 @@ def test_a_step_that_is_not_finite_changes_nothing(poison):
 
 
 def test_a_batch_without_items_moves_nothing():
-    step, state = step_of(returns_sum(lambda model, batch: LossSum(model(batch["x"]).sum() * 0, 0.0)))
+    step, state = step_of(lambda model, batch: LossSum(model(batch["x"]).sum() * 0, 0.0))
     new, metrics = step(state, BATCH)
     np.testing.assert_array_equal(new.params["w"], state.params["w"])
     assert float(metrics["loss"]) == 0 and int(metrics["skipped"]) == 0

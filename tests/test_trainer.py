@@ -17,7 +17,7 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.loop import LoopSettings
-from jaxstack.loss import LossSum, returns_sum
+from jaxstack.loss import LossSum
 from jaxstack.module_arrays.linen import from_linen
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.optim.optimizers import SGD, AdamW
@@ -262,12 +262,64 @@ def test_a_loss_that_cannot_be_called_is_explained(loss, said):
         Trainer(Network, loss, [{}])
 
 
-def test_a_loss_declares_what_it_returns():
-    undeclared = Trainer(Network, lambda model, batch: LossSum(squares(model, batch), jnp.float32(1)), [{}])
-    declared = Trainer(Network, returns_sum(lambda model, batch: squares(model, batch)), [{}])
-    for trainer, said in ((undeclared, "@jaxstack.loss.returns_sum above it"), (declared, r"must return .*LossSum")):
-        with pytest.raises(TypeError, match=said):
-            trainer.train_step(trainer.put({"x": POINTS[:16], "y": ROWS["y"][:16]}))
+def test_a_loss_may_return_a_mean_or_a_sum_and_further_values():
+    def fit(loss, accumulation=1):
+        train = TrainConfig(steps=3, global_batch_size=16, gradient_accumulation=accumulation)
+        trainer = Trainer(Network, loss, numpy_batches(ROWS, 16), optimizer=SGD(learning_rate=0.1), train=train,
+                          eval_data=[{name: x[:16] for name, x in ROWS.items()}])  # fmt: skip
+        return trainer.fit()
+
+    def summed(model, batch):
+        error = (model(batch["x"]) - batch["y"]) ** 2
+        count = jnp.float32(len(error))
+        return LossSum(error.sum(), count), {"largest": error.max(), "error": LossSum(jnp.abs(error).sum(), count)}
+
+    means = fit(squares)
+    sums = fit(summed)
+    assert sums["loss"] == pytest.approx(means["loss"], rel=1e-6)
+    assert sums["error"] == pytest.approx(sums["loss"], rel=1e-6) and sums["largest"] > sums["error"]
+    assert sums["eval_error"] == pytest.approx(sums["eval_loss"], rel=1e-6)
+    parts = fit(summed, accumulation=2)
+    assert parts["error"] == pytest.approx(sums["error"], rel=1e-5)
+    assert fit(lambda model, batch: (squares(model, batch), {"two": 2.0}), accumulation=2)["two"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("further", "said"),
+    [
+        ({"loss": 1.0}, "'loss' of the loss function has the name of a metric"),
+        ({"wide": jnp.zeros(3)}, r"'wide' of the loss function must be a real scalar or a LossSum; it is an array"),
+        ([1.0], "must be a dict"),
+    ],
+)
+def test_further_values_that_cannot_be_metrics_are_explained(further, said):
+    trainer = Trainer(Network, lambda model, batch: (squares(model, batch), further), [{}])
+    with pytest.raises(TypeError, match=said):
+        trainer.train_step(trainer.put({"x": POINTS[:16], "y": ROWS["y"][:16]}))
+
+
+def test_an_explicit_optimizer_has_no_hidden_schedule_and_no_hidden_clipping():
+    """Its steps are those of the same optimizer in optax."""
+    ours = own_trainer(optimizer=SGD(learning_rate=0.1, momentum=0.0))
+    theirs = own_trainer(optimizer=optax.sgd(0.1))
+    large = {"x": 50 * POINTS[:16], "y": 50 * ROWS["y"][:16]}  # gradients of a norm far above 1
+    for trainer in (ours, theirs):
+        for _ in range(3):
+            trainer.train_step(trainer.put(large))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours.state.params, theirs.state.params)
+    clipped = own_trainer(optimizer=SGD(learning_rate=0.1, momentum=0.0, clip_norm=1.0))
+    before = jax.device_get(clipped.state.params)
+    clipped.train_step(clipped.put(large))
+    moved = jax.tree.map(lambda a, b: np.sum((np.asarray(a) - b) ** 2), jax.device_get(clipped.state.params), before)
+    assert np.sqrt(sum(jax.tree.leaves(moved))) == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"), [((8,), ("fsdp",)), ((2, 4), ("tensor", "data")), ((2, 2, 2), ("fsdp", "context", "data"))]
+)
+def test_any_mesh_whose_axes_are_a_subset_of_ours_is_taken(shape, names):
+    losses = run_steps(own_trainer(mesh=jax.make_mesh(shape, names)), 3)
+    assert losses == pytest.approx(run_steps(own_trainer(), 3), rel=1e-5)
 
 
 def test_a_batch_of_another_shape_or_with_other_keys_is_named():
@@ -380,9 +432,9 @@ def test_wrong_arguments_are_explained():
         own_trainer(schedule="cosine")
     with pytest.raises(TypeError, match="schedule must be"):
         own_trainer(schedule=optax.constant_schedule(1.0))
-    with pytest.raises(TypeError, match="the mesh has no axis context, expert, .*make_mesh"):
-        own_trainer(mesh=jax.make_mesh((1,), ("data",)))
-    with pytest.raises(TypeError, match="mesh must be a mesh of jaxstack.parallel.make_mesh"):
+    with pytest.raises(ConfigError, match="the mesh has an axis 'model', which is none of pipeline, data, .*rename it"):
+        own_trainer(mesh=jax.make_mesh((1,), ("model",)))
+    with pytest.raises(TypeError, match="mesh must be a jax.sharding.Mesh"):
         own_trainer(mesh="data")
     with pytest.raises(TypeError, match="layout must be a jaxstack.parallel.StepLayout; found 'fsdp'"):
         own_trainer(layout="fsdp")
@@ -445,7 +497,6 @@ class HeldOut:
 def test_held_out_data_is_evaluated_without_keys():
     keys = []
 
-    @returns_sum
     def loss(model, batch, key):
         keys.append(key is None)
         error = (model(batch["x"]) - batch["y"]) ** 2

@@ -21,7 +21,6 @@ from jaxstack.loss import (
     Batch,
     LossSum,
     language_model_loss,
-    returns_sum,
     sampled_label_loss,
     samples_labels,
     vocabulary_loss,
@@ -76,7 +75,6 @@ def empty_model(config: ModelConfig, dtype: jax.typing.DTypeLike) -> Transformer
     return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state))
 
 
-@returns_sum
 @samples_labels(sampled_label_loss)
 def distillation_loss(
     model: Transformer,

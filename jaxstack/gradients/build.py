@@ -1,11 +1,13 @@
 """Choice of how the gradients of a global batch are computed."""
 
+import jax
+
 from jaxstack.gradients.gspmd import GlobalGradients
-from jaxstack.gradients.microbatches import Gradients, Microbatches
+from jaxstack.gradients.microbatches import Gradients, GradientSums, Microbatches
 from jaxstack.gradients.pipeline import PipelinedGradients
 from jaxstack.gradients.shard_map import LocalGradients
-from jaxstack.loss import Loss, LossFunction, as_loss
-from jaxstack.module_arrays.module import ModuleArrays
+from jaxstack.loss import Batch, Loss, LossFunction, LossSum, MeanLoss, as_loss
+from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.module_arrays.pipeline_order import StagedArrays
 from jaxstack.parallel.sharding_context import ShardingContext
 
@@ -25,6 +27,33 @@ def make_gradients(
     if isinstance(module, StagedArrays):
         return PipelinedGradients(module, loss, context)
     microbatches = Microbatches(module, loss, accumulation)
-    if module.gathers_weights and context.rules.batch_axes and loss.returns_sum:
-        return LocalGradients(microbatches, context)
-    return GlobalGradients(microbatches, context)
+    whole = GlobalGradients(microbatches, context)
+    if module.gathers_weights and context.rules.batch_axes:
+        parts = Microbatches(module, loss, accumulation, parts=True)
+        return _LocalOrGlobal(LocalGradients(parts, context), whole)
+    return whole
+
+
+class _LocalOrGlobal:
+    """Gradients of each device's part of a batch if the loss is a sum, and of the whole batch if it is a mean.
+
+    Which of the two it is shows when the loss function is traced.
+    """
+
+    def __init__(self, parts: LocalGradients, whole: GlobalGradients):
+        self._parts = parts
+        self._whole = whole
+
+    def __call__(
+        self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
+    ) -> tuple[GradientSums, Dict]:
+        try:
+            return self._parts(params, non_params, batch, key, noise=noise)
+        except MeanLoss:
+            return self._whole(params, non_params, batch, key, noise=noise)
+
+    def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
+        try:
+            return self._parts.loss(params, non_params, batch)
+        except MeanLoss:
+            return self._whole.loss(params, non_params, batch)

@@ -93,7 +93,8 @@ class GlobalGradients:
         sums, non_params, small = self._microbatches(params, non_params, batch, key, shards=shards, measure=measure)
         if axes:
             gradients, loss, count = jax.lax.psum((sums.gradients, sums.loss, sums.count), axes)
-            sums = dataclasses.replace(sums, gradients=gradients, loss=loss, count=count)
+            further = jax.lax.psum(sums.further, axes) if sums.further else {}
+            sums = dataclasses.replace(sums, gradients=gradients, loss=loss, count=count, further=further)
             non_params = jax.tree.map(_mean_over_data, non_params)
         if small is not None:
             estimate = estimate_noise(*small, sum_squares(sums.gradients), sums.count, axes)

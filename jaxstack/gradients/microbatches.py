@@ -4,7 +4,7 @@ Gradients are those of the sum over the real items of the whole global batch; th
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
 import jax
@@ -33,6 +33,8 @@ class GradientSums:
     """FP8 amax values, the cotangents of the scaling states; None once `Microbatches.finish` has used them."""
     noise: Dict | None = None
     """Metrics of the gradient noise, see `jaxstack.gradients.noise`; None if they are not measured."""
+    further: Mapping[str, LossSum] = dataclasses.field(default_factory=dict)
+    """Sums of the further values that the loss function returns."""
 
     def plus(self, other: "GradientSums") -> "GradientSums":
         """Add the sums of two microbatches; of their FP8 amax values, keep the larger ones."""
@@ -63,19 +65,22 @@ class Microbatches:
       module: the module.
       loss: its loss.
       count: number of microbatches that a batch is split into.
+      parts: True if each device calls the loss on its part of the batch, where a mean raises `MeanLoss`.
     """
 
-    def __init__(self, module: ModuleArrays, loss: Loss, count: int):
+    def __init__(self, module: ModuleArrays, loss: Loss, count: int, *, parts: bool = False):
         self.module = module
         self.count = count
         self._loss = loss
+        self._parts = parts
 
     def loss(
         self, params: Dict, non_params: Dict, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> tuple[LossSum, Dict]:
         """Run the whole batch at once; return its loss, and the module's updated non-parameter variables."""
         model = self.module.merge(params, non_params)
-        return self._loss(model, batch, key=key, train=train), self.module.split(model)[1]
+        loss = self._loss(model, batch, key=key, train=train, part=self._parts)
+        return loss, self.module.split(model)[1]
 
     def __call__(
         self,
@@ -104,12 +109,12 @@ class Microbatches:
 
         def add(
             carry: tuple[GradientSums, Dict], item: tuple[Batch, jax.Array]
-        ) -> tuple[tuple[GradientSums, Dict], SmallBatches]:
+        ) -> tuple[tuple[GradientSums, Dict], tuple[SmallBatches, Mapping[str, LossSum]]]:
             sums, non_params = carry
             microbatch, index = item
             new, non_params = self._one(params, non_params, microbatch, jax.random.fold_in(key, index), prepare)
             measured = None if measure is None else (measure(new.gradients), new.count)
-            return (sums.plus(new), non_params), measured
+            return (sums.plus(new), non_params), (measured, new.further)
 
         zero = jnp.zeros((), jnp.float32)
 
@@ -120,8 +125,12 @@ class Microbatches:
         maxima = self.module.split_scaling(non_params)[0]
         start = GradientSums(zeros(gradients), zero, zero, zeros(maxima))
         pieces = {name: self._split(x, shards) for name, x in batch.items()}
-        carry, measured = jax.lax.scan(add, (start, non_params), (pieces, jnp.arange(self.count)))
-        return *carry, measured
+        (sums, non_params), (measured, further) = jax.lax.scan(
+            add, (start, non_params), (pieces, jnp.arange(self.count))
+        )
+        # Which further values there are is known only once the loss function is traced, so that they are not carried.
+        further = jax.tree.map(lambda x: jnp.sum(x, axis=0), further)
+        return dataclasses.replace(sums, further=further), non_params, measured
 
     def _one(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, prepare: Callable[[Dict], Dict]
@@ -130,14 +139,14 @@ class Microbatches:
         scaling, others = self.module.split_scaling(non_params)
         trained, frozen = self.module.split_frozen(params)
 
-        def objective(trained: Dict, scaling: Dict) -> tuple[jax.Array, tuple[jax.Array, Dict]]:
+        def objective(trained: Dict, scaling: Dict) -> tuple[jax.Array, tuple[LossSum, Dict]]:
             used = prepare(self.module.join(trained, frozen))
             loss, new = self.loss(used, self.module.join(scaling, others), batch, key=key, train=True)
-            return loss.total, (loss.count, new)
+            return loss.total, (loss, new)
 
         compute = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (total, (count, non_params)), (gradients, maxima) = compute(trained, scaling)
-        return GradientSums(gradients, total, count, maxima), non_params
+        (total, (loss, non_params)), (gradients, maxima) = compute(trained, scaling)
+        return GradientSums(gradients, total, loss.count, maxima, further=loss.further), non_params
 
     def finish(self, sums: GradientSums, non_params: Dict, axes: tuple[str, ...] = ()) -> tuple[GradientSums, Dict]:
         """Return the sums without FP8 amax values, and variables with FP8 scaling states updated from these values.

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxstack.errors import ConfigError
 from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.gradients.noise import check_noise_layout
-from jaxstack.loss import Batch, Loss, LossSum
+from jaxstack.loss import Batch, Loss, LossSum, MeanLoss
 from jaxstack.models import Transformer
 from jaxstack.models.stages import (
     inputs_of_layers,
@@ -56,11 +56,6 @@ class PipelinedGradients:
     """
 
     def __init__(self, module: StagedArrays, loss: Loss, context: ShardingContext):
-        if not loss.returns_sum:
-            raise TypeError(
-                "in a pipeline the loss function must return a jaxstack.loss.LossSum, which adds up over microbatches, "
-                "and be declared with @jaxstack.loss.returns_sum."
-            )
         scaling, others = module.split_scaling(module.abstract_non_params)
         if jax.tree.leaves(others):
             raise ConfigError(
@@ -267,7 +262,23 @@ class _Functions:
         """Return a function from the model to its loss on one microbatch."""
         piece = {name: jax.lax.dynamic_index_in_dim(x, microbatch, 0, False) for name, x in self._pieces.items()}
         key = None if self._key is None else jax.random.fold_in(self._key, microbatch)
-        return lambda model: self._loss(model, piece, key=key, train=self._train)
+
+        def loss(model: Transformer) -> LossSum:
+            try:
+                found = self._loss(model, piece, key=key, train=self._train, part=True)
+            except MeanLoss:
+                raise TypeError(
+                    "in a pipeline the loss function must return a jaxstack.loss.LossSum, which adds up over "
+                    "microbatches; it returned a mean."
+                ) from None
+            if found.further:
+                raise TypeError(
+                    "in a pipeline a loss function cannot return further values for the metrics; found "
+                    f"{', '.join(found.further)}. Set parallel.pipeline=1, or leave them out."
+                )
+            return found
+
+        return loss
 
 
 def _map_parameters(change: Callable[[nnx.Param], jax.Array | None], state: State) -> State:

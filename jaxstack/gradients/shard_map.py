@@ -98,14 +98,16 @@ class LocalGradients:
                 sums, non_params, small = self._microbatches(copies, non_params, batch, key, measure=measure)
                 gradients = jax.tree.map(self._sum, sums.gradients, self._trained_layouts)
             loss, count = jax.lax.psum((sums.loss, sums.count), self._split)
-            sums = dataclasses.replace(sums, gradients=gradients, loss=loss, count=count)
+            further = jax.lax.psum(sums.further, self._split) if sums.further else {}
+            sums = dataclasses.replace(sums, gradients=gradients, loss=loss, count=count, further=further)
             if small is not None:
                 estimate = estimate_noise(*small, sum_squares(gradients, groups), count, self._split)
                 sums = dataclasses.replace(sums, noise=estimate)
             return self._microbatches.finish(sums, jax.tree.map(self._mean, non_params), self._split)
 
         whole: Any = PartitionSpec()  # a spec in the place of an array
-        out_specs = (GradientSums(self._trained_specs, whole, whole, noise=whole if noise else None), whole)
+        noise_spec = whole if noise else None
+        out_specs = (GradientSums(self._trained_specs, whole, whole, noise=noise_spec, further=whole), whole)
         return self._on_own_parts(local, out_specs, params, non_params, batch, key)
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:

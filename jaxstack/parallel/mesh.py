@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from jaxstack.errors import ConfigError
 from jaxstack.parallel.config import AXES, WORKERS, ParallelConfig
 
 
@@ -29,6 +30,30 @@ def make_mesh(
     shape = (parallel.workers, *parallel.degrees.values())[not several :]
     axes = (WORKERS, *AXES)[not several :]
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+def with_all_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """Return a mesh over the same devices with all of jaxstack's axes, those that `mesh` lacks of size 1.
+
+    Args:
+      mesh: its axes are a subset of `workers, pipeline, data, fsdp, expert, context, tensor`, in any order.
+
+    Raises:
+      ConfigError: it has another axis.
+    """
+    wanted = (WORKERS, *AXES) if WORKERS in mesh.axis_names else AXES
+    if unknown := [name for name in mesh.axis_names if name not in wanted]:
+        raise ConfigError(
+            f"the mesh has an axis {unknown[0]!r}, which is none of {', '.join(AXES)}; rename it, such as to data."
+        )
+    if tuple(mesh.axis_names) == wanted:
+        return mesh
+    shape = tuple(mesh.shape.get(name, 1) for name in wanted)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(shape, wanted)
+    order = [mesh.axis_names.index(name) for name in wanted if name in mesh.axis_names]
+    devices = mesh.devices.transpose(order).reshape(shape)
+    return Mesh(devices, wanted, axis_types=(AxisType.Auto,) * len(wanted))
 
 
 def spread(x: jax.Array) -> jax.Array:

@@ -123,9 +123,10 @@ def make_trainer(
         compress_in_training(make, config.compression.rules),
         loss,
         data,
-        optimizer=config.optimizer,
+        # A configuration's clipping holds even where it is the default: an optimizer in Python has it only if given.
+        optimizer=config.optimizer.model_copy(update={"clip_norm": config.optimizer.clip_norm}),
         schedule=config.schedule,
-        mesh=setting.rules,
+        rules=setting.rules,
         layout=setting.layout,
         train=setting.train,
         seed=config.run.seed,

@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
@@ -22,7 +23,8 @@ from jaxstack.models.huggingface.families import check_model
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig
 from jaxstack.precision.config import PrecisionConfig
-from jaxstack.run.generate import GeneratedText, generate
+from jaxstack.run import generate as generation
+from jaxstack.run.generate import GeneratedText
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.stored import StoredModel
@@ -103,7 +105,7 @@ class Run:
           ConfigError: a prompt is too long, a stop string is empty, or there is no chat template.
         """
         return list(
-            generate(
+            generation.generate(
                 self.text_generator(chat=chat),
                 prompts,
                 sampling or Sampling(),
@@ -140,6 +142,21 @@ def load(
     chosen = sets_layout(overrides)
     decoder = load_decoder(stored, config, step=step, vocab_size=tokenizer.vocab_size, layout_chosen=chosen)
     return Run(stored.directory, config, stored.choose_step(step), tokenizer, decoder, stop_tokens(stored))
+
+
+def generate(
+    directory: str | Path, prompts: Sequence[str] = ("",), sampling: Sampling | None = None, **settings: Any
+) -> list[GeneratedText]:
+    """Load a model and generate texts that continue prompts; `load(directory).generate` does so again and again.
+
+    Args:
+      directory: run directory, or directory of a Hugging Face checkpoint.
+      prompts, sampling, settings: as in `Run.generate`.
+
+    Raises:
+      ConfigError: as in `load` and `Run.generate`.
+    """
+    return load(directory).generate(prompts, sampling, **settings)
 
 
 def stop_tokens(stored: StoredModel) -> frozenset[int]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.setting import Setting, forecast_here
 from jaxstack.run.teacher import check_teacher, load_teacher
-from jaxstack.run_config import RunConfig
+from jaxstack.run_config import RunConfig, load_config
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens
 from jaxstack.trainer import Trainer
@@ -68,12 +68,15 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> TrainedRun:
+def train(
+    config: RunConfig | str | Path, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_line
+) -> TrainedRun:
     """Train the run that a configuration describes, or resume it from its newest checkpoint.
 
     Args:
-      config: the run's configuration, from `load_config`. A parallel degree of -1 and a vocabulary of None are filled
-        in.
+      config: the run's configuration, from `load_config`, or the YAML file that holds it. A parallel degree of -1 and a
+        vocabulary of None are filled in.
+      overrides: `section.key=value` for the values of a file to replace.
       report: called with each line of progress, on the first process, unless `observe.progress` is off.
 
     Returns:
@@ -83,6 +86,8 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
       ConfigError: the configuration cannot run here.
       JaxstackError: the run failed, or was stopped by a signal after saving.
     """
+    if not isinstance(config, RunConfig):
+        config = load_config(config, overrides)
     if config.precision.kv_cache != "none":
         raise ConfigError(
             f"precision.kv_cache ({config.precision.kv_cache}) is a setting of trained models; leave it out, and give "

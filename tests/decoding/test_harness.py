@@ -17,7 +17,7 @@ lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from jaxstack import evaluate  # noqa: E402
+import jaxstack.evaluate as evaluate  # noqa: E402
 from jaxstack.decoding.harness import HarnessModel  # noqa: E402
 from jaxstack.errors import ConfigError  # noqa: E402
 from jaxstack.models import from_huggingface  # noqa: E402

@@ -14,7 +14,7 @@ from jaxstack.data.device_batches import abstract_batch
 from jaxstack.gradients.build import make_gradients
 from jaxstack.gradients.gspmd import GlobalGradients
 from jaxstack.gradients.shard_map import LocalGradients
-from jaxstack.loss import LossSum, language_model_loss, returns_sum
+from jaxstack.loss import LossSum, language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AXES, ParallelConfig, ShardingContext, StepLayout, make_mesh, make_rules
@@ -54,7 +54,6 @@ def test_our_transformer_runs_on_its_own_rows_and_other_modules_on_all():
 def test_dropout_differs_between_devices_and_microbatches(accumulation):
     seen = set()
 
-    @returns_sum
     def loss(model, batch, key):
         jax.debug.callback(lambda k: seen.add(tuple(k.tolist())), jax.random.key_data(key))
         return language_model_loss(model, batch, key=key, train=True)
@@ -88,7 +87,6 @@ def test_a_loss_that_is_a_mean_sees_the_whole_batch():
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_somebody_elses_statistics_are_those_of_the_whole_batch(zero):
-    @returns_sum
     def loss(model, batch):
         return LossSum(jnp.sum((model(batch["x"]) - batch["x"]) ** 2), batch["x"].shape[0])
 

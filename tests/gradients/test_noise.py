@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxstack.gradients.noise import Group, estimate_noise
-from jaxstack.loss import LossSum, language_model_loss, returns_sum
+from jaxstack.loss import LossSum, language_model_loss
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.noise_scale import NoiseScale
 from jaxstack.parallel import make_mesh, make_rules
@@ -27,7 +27,6 @@ class Weight(nnx.Module):
         self.w = nnx.Param(jnp.zeros(WIDTH))
 
 
-@returns_sum
 def linear(model, batch):
     """A loss whose gradient for each row is the row itself."""
     return LossSum(jnp.sum(batch["x"] @ model.w[...]), jnp.float32(len(batch["x"])))

@@ -10,7 +10,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.local_sgd.diloco import DiLoCo
 from jaxstack.local_sgd.local_sgd import LocalSGD
 from jaxstack.local_sgd.streaming import StreamingDiLoCo
-from jaxstack.loss import LossSum, returns_sum
+from jaxstack.loss import LossSum
 from jaxstack.optim.optimizers import SGD, AdamW
 from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import ParallelConfig, make_mesh
@@ -33,7 +33,6 @@ class Network(nnx.Module):
         return self.down(nnx.tanh(self.up(x)))[:, 0]
 
 
-@returns_sum
 def squares(model, batch):
     return LossSum(jnp.sum((model(batch["x"]) - batch["y"]) ** 2), jnp.float32(len(batch["y"])))
 

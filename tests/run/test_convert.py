@@ -132,7 +132,7 @@ def test_wrong_sources_and_outputs_are_named(source, converted, tmp_path, capsys
 
 
 def test_starting_points_that_do_not_fit_are_named(source, converted, tmp_path, capsys):
-    from jaxstack import train
+    import jaxstack.train as train
 
     path = str(config(tmp_path, name="new", init_from=str(source)))
     wrong = exits_with_2(train.main, ["--config", path, "run.init_from=nowhere"], capsys)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack import evaluate
+import jaxstack.evaluate as evaluate
 from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.errors import ConfigError
 from jaxstack.models import from_huggingface

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+import jaxstack.generate as command
 from jaxstack import convert
-from jaxstack import generate as command
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.parallel import ParallelConfig
 from jaxstack.run.load import load, run_config

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxstack import train
+import jaxstack.train as train
 from jaxstack.run.train import _ByteBaselines, _summarize
 from jaxstack.run_config import load_config
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.loss import LossSum, returns_sum, sampled_label_loss
+from jaxstack.loss import LossSum, sampled_label_loss
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.optim.base import RunInfo
 from jaxstack.optim.optimizers import Sophia
@@ -64,7 +64,6 @@ def test_a_language_model_learns():
 def test_a_loss_that_cannot_sample_labels_is_refused():
     from jaxstack.trainer import Trainer
 
-    @returns_sum
     def loss(model, batch):
         return LossSum(jnp.sum(model(batch["tokens"])), jnp.ones(()))
 

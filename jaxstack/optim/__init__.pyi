@@ -1,0 +1,13 @@
+from . import schedules as schedules
+from .optimizers.adafactor import Adafactor as Adafactor
+from .optimizers.adam_mini import AdamMini as AdamMini
+from .optimizers.adamw import AdamW as AdamW
+from .optimizers.adamw_8bit import AdamW8bit as AdamW8bit
+from .optimizers.ademamix import AdEMAMix as AdEMAMix
+from .optimizers.lion import Lion as Lion
+from .optimizers.muon import Muon as Muon
+from .optimizers.schedule_free_adamw import ScheduleFreeAdamW as ScheduleFreeAdamW
+from .optimizers.sgd import SGD as SGD
+from .optimizers.shampoo import Shampoo as Shampoo
+from .optimizers.soap import Soap as Soap
+from .optimizers.sophia import Sophia as Sophia
