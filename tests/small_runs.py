@@ -90,4 +90,4 @@ def metrics_of_steps(trainer: Trainer, steps: int, start: int = 0) -> list[dict[
         metrics = [trainer.train_step(next(batches)[0]) for _ in range(steps)]
     finally:
         batches.close()
-    return [{name: float(value) for name, value in m.items()} for m in metrics]
+    return [trainer.read(m) for m in metrics]

@@ -53,7 +53,7 @@ def _excludes(used: str) -> tuple[Excludes, ...]:
 
 
 WORKERS = Feature(
-    "local_sgd",
+    "workers",
     "parallel",
     lambda parallel: parallel.workers > 1,
     ("parallel.workers=2",),
