@@ -5,24 +5,14 @@ import sys
 
 import jaxstack
 
-NAMES = [
-    "Trainer",
-    "TrainConfig",
-    "load_config",
-    "load",
-    "train",
-    "evaluate",
-    "generate",
-    "optim",
-    "schedules",
-    "LossSum",
-]
+NAMES = ["Trainer", "TrainConfig", "load_config", "load", "train", "evaluate", "generate", "optim", "schedules"]
 
 
 def test_the_names_are_there_and_are_loaded_when_they_are_used():
     program = (
         "import sys, jaxstack; assert 'jax' not in sys.modules and 'flax' not in sys.modules; "
-        f"from jaxstack import {', '.join(NAMES)}; assert callable(train) and callable(evaluate) and callable(generate); "
+        f"from jaxstack import LossSum, {', '.join(NAMES)}; "
+        "assert callable(train) and callable(evaluate) and callable(generate); "
         "assert schedules.Cosine and optim.AdamW and optim.schedules is schedules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxstack.resilience.config import ResilienceConfig
 
-WINDOW = 128
+HISTORY = 128
 """Number of earlier steps, without skipped ones, that a step is compared with."""
 FEWEST = 20
 """Number of steps before any is judged."""
@@ -22,20 +22,20 @@ class StepHistory(NamedTuple):
     """Loss and gradient norm of the last 128 steps that were not skipped, from which spikes are detected."""
 
     values: jax.Array
-    """[2, WINDOW] float32: ring buffer of losses and norms."""
+    """[2, HISTORY] float32: ring buffer of losses and norms."""
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride] - its name is part of saved checkpoints
     """[] int32: number of steps, without skipped ones."""
 
     @classmethod
     def empty(cls) -> "StepHistory":
         """Return the empty history of a new run."""
-        return cls(jnp.zeros((2, WINDOW), jnp.float32), jnp.zeros((), jnp.int32))
+        return cls(jnp.zeros((2, HISTORY), jnp.float32), jnp.zeros((), jnp.int32))
 
     def plus(self, loss: jax.Array, norm: jax.Array) -> "StepHistory":
         """Return the history with the loss and gradient norm of one more step."""
         chex.assert_shape([loss, norm], ())
         new = jnp.stack([loss, norm]).astype(jnp.float32)[:, None]
-        values = jax.lax.dynamic_update_slice(self.values, new, (0, self.count % WINDOW))
+        values = jax.lax.dynamic_update_slice(self.values, new, (0, self.count % HISTORY))
         return StepHistory(values, self.count + 1)
 
     def limits(self, threshold: float) -> jax.Array:
@@ -43,7 +43,7 @@ class StepHistory(NamedTuple):
 
         The factor 1.4826 gives the standard deviation of a normal distribution. Infinite before FEWEST steps.
         """
-        kept = jnp.minimum(self.count, WINDOW)
+        kept = jnp.minimum(self.count, HISTORY)
         median = _median(self.values, kept)
         spread = 1.4826 * _median(jnp.abs(self.values - median[:, None]), kept)
         spread = jnp.maximum(spread, _LEAST_SPREAD * jnp.abs(median))
@@ -51,9 +51,9 @@ class StepHistory(NamedTuple):
 
 
 def _median(values: jax.Array, count: jax.Array) -> jax.Array:
-    """Return the median [2] of the first `count` values in each row of `values`, [2, WINDOW]."""
-    ordered = jnp.sort(jnp.where(jnp.arange(WINDOW) < count, values, jnp.inf), axis=1)
-    return (ordered[:, jnp.maximum(count - 1, 0) // 2] + ordered[:, count // 2 % WINDOW]) / 2
+    """Return the median [2] of the first `count` values in each row of `values`, [2, HISTORY]."""
+    ordered = jnp.sort(jnp.where(jnp.arange(HISTORY) < count, values, jnp.inf), axis=1)
+    return (ordered[:, jnp.maximum(count - 1, 0) // 2] + ordered[:, count // 2 % HISTORY]) / 2
 
 
 WINDOW = 1000

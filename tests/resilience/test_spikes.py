@@ -16,7 +16,7 @@ from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import make_mesh
 from jaxstack.resilience.config import ResilienceConfig
-from jaxstack.resilience.skipped_steps import FEWEST, WINDOW, StepHistory
+from jaxstack.resilience.skipped_steps import FEWEST, HISTORY, StepHistory
 from jaxstack.run_config import TrainConfig
 
 
@@ -28,11 +28,11 @@ def history_of(values) -> StepHistory:
     return history
 
 
-@pytest.mark.parametrize("count", [FEWEST, FEWEST + 1, WINDOW, WINDOW + 45])
+@pytest.mark.parametrize("count", [FEWEST, FEWEST + 1, HISTORY, HISTORY + 45])
 def test_limits_are_those_of_the_last_steps(count):
     values = np.random.default_rng(count).normal(5, 1, count).astype(np.float32)
     found = jax.jit(StepHistory.limits)(history_of(values), 6.0)
-    kept = values[-WINDOW:]
+    kept = values[-HISTORY:]
     wanted = np.median(kept) + 6 * 1.4826 * np.median(np.abs(kept - np.median(kept)))
     np.testing.assert_allclose(found, [wanted, 2 * wanted], rtol=1e-5)
 

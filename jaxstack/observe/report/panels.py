@@ -182,8 +182,8 @@ def _box(span: Sequence[Any], scale: float) -> str:
 
 # in units of the SVG's own coordinates
 BOX = 64
-ROW = 30
-GAP = 6
+TILE_ROW = 30
+TILE_GAP = 6
 HEAD = 22
 _MOST = 16  # largest number of boxes in a row, rows in a panel, and panels
 _HUES = 8  # number of colours, used in turn
@@ -246,9 +246,9 @@ def draw_panels(panels: np.ndarray, name: str, by_part: bool = True) -> str:
     longest = max(len(format_number_ranges(cell)) for cell in shown.flat)
     box = max(BOX if by_part else BOX // 2, 8 * longest + 14)
     title = HEAD if len(panels) > 1 else 0
-    side = min(count, max(1, round(900 / (across * box + 3 * GAP))))
-    width = across * box + 3 * GAP
-    height = down * ROW + title + 2 * GAP
+    side = min(count, max(1, round(900 / (across * box + 3 * TILE_GAP))))
+    width = across * box + 3 * TILE_GAP
+    height = down * TILE_ROW + title + 2 * TILE_GAP
     parts = []
     for number, panel in enumerate(shown):
         left = number % side * width
@@ -258,9 +258,9 @@ def draw_panels(panels: np.ndarray, name: str, by_part: bool = True) -> str:
         for (row, column), devices in np.ndenumerate(panel):
             hue = (number * down * across + row * across + column if by_part else number) % _HUES
             x = left + column * box
-            y = top + title + row * ROW
+            y = top + title + row * TILE_ROW
             parts.append(
-                f'<g class="hue{hue}"><rect x="{x}" y="{y}" width="{box - 3}" height="{ROW - 3}" rx="3"/>'
+                f'<g class="hue{hue}"><rect x="{x}" y="{y}" width="{box - 3}" height="{TILE_ROW - 3}" rx="3"/>'
                 f'<text x="{x + (box - 3) / 2:.0f}" y="{y + 18}">{format_number_ranges(devices)}</text></g>'
             )
     size = f"{side * width} {-(-count // side) * height}"
