@@ -266,8 +266,8 @@ def as_loss_sum(value: object) -> LossSum:
         value, further = value
         if not isinstance(further, Mapping) or not all(isinstance(name, str) for name in further):
             raise TypeError(
-                "the further values that a loss function returns must be a dict {name: scalar or LossSum}; found "
-                f"{_kind(further)}."
+                "a loss function returns a scalar or jaxstack.loss.LossSum(total, count), or a pair of either and "
+                f"further values, which must be a dict {{name: scalar or LossSum}}; found {_kind(further)}."
             )
     assert isinstance(further, Mapping)
     if taken := sorted(set(further) & set(RESERVED)):

@@ -97,7 +97,7 @@ def test_what_a_minus_one_turns_on_is_refused_once_it_is_known():
 def test_an_object_made_without_a_configuration_refuses_with_the_same_reason():
     workers = next(feature for feature in FEATURES if feature.name == "workers")
     workers.refuse(["dropout"], "set parallel.workers=1")
-    with pytest.raises(ConfigError, match=r"local_sgd .* pipeline, because .*; set parallel\.workers=1\."):
+    with pytest.raises(ConfigError, match=r"workers .* pipeline, because .*; set parallel\.workers=1\."):
         workers.refuse(["dropout", "pipeline"], "set parallel.workers=1")
 
 

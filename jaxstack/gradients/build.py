@@ -30,11 +30,11 @@ def make_gradients(
     whole = GlobalGradients(microbatches, context)
     if module.gathers_weights and context.rules.batch_axes:
         parts = Microbatches(module, loss, accumulation, parts=True)
-        return _LocalOrGlobal(LocalGradients(parts, context), whole)
+        return LocalOrGlobal(LocalGradients(parts, context), whole)
     return whole
 
 
-class _LocalOrGlobal:
+class LocalOrGlobal:
     """Gradients of each device's part of a batch if the loss is a sum, and of the whole batch if it is a mean.
 
     Which of the two it is shows when the loss function is traced.

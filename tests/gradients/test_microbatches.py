@@ -11,9 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxstack.data.device_batches import abstract_batch
-from jaxstack.gradients.build import make_gradients
+from jaxstack.gradients.build import LocalOrGlobal, make_gradients
 from jaxstack.gradients.gspmd import GlobalGradients
-from jaxstack.gradients.shard_map import LocalGradients
 from jaxstack.loss import LossSum, language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.module_arrays.module import ModuleArrays
@@ -46,7 +45,7 @@ class Normalised(nnx.Module):
 def test_our_transformer_runs_on_its_own_rows_and_other_modules_on_all():
     modules = (transformer(), ModuleArrays(Normalised))
     found = [type(make_gradients(module, language_model_loss, rules(data=2))) for module in modules]
-    assert found == [LocalGradients, GlobalGradients]
+    assert found == [LocalOrGlobal, GlobalGradients]
     assert type(make_gradients(transformer(), language_model_loss, rules(tensor=2))) is GlobalGradients
 
 
