@@ -77,6 +77,11 @@ class Evaluator:
         self._step = jax.jit(add_batch, out_shardings=whole, compiler_options=compiler_options)
         self._zero = jax.jit(lambda: LossSum(jnp.zeros(()), jnp.zeros(())), out_shardings=whole)
 
+    @property
+    def has_data(self) -> bool:
+        """True if there is held-out data."""
+        return self._data is not None
+
     def run(
         self, params: Dict, non_params: Dict, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:

@@ -473,7 +473,7 @@ class Trainer:
         self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
         """Return the held-out loss of the current parameters, see `Evaluator.run`."""
-        if self._eval_data is None:
+        if not self.evaluator.has_data:
             return None
         params, non_params, more = self.wrapper.evaluated(self, self.state)
         values = self.evaluator.run(params, non_params, max_tokens, stop)

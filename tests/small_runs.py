@@ -68,7 +68,7 @@ def make_trainer(
         lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         language_model_loss,
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
-        optimizer=config.optimizer,
+        optimizer=config.optimizer.model_copy(update={"clip_norm": config.optimizer.clip_norm}),
         schedule=config.schedule,
         rules=setting.rules,
         layout=setting.layout,

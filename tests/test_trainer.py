@@ -263,9 +263,12 @@ def test_a_loss_that_cannot_be_called_is_explained(loss, said):
 
 
 def test_a_loss_may_return_a_mean_or_a_sum_and_further_values():
+    def network(rngs):
+        return nnx.Sequential(nnx.Linear(8, 1, rngs=rngs), lambda x: x[:, 0])
+
     def fit(loss, accumulation=1):
         train = TrainConfig(steps=3, global_batch_size=16, gradient_accumulation=accumulation)
-        trainer = Trainer(Network, loss, numpy_batches(ROWS, 16), optimizer=SGD(learning_rate=0.1), train=train,
+        trainer = Trainer(network, loss, numpy_batches(ROWS, 16), optimizer=SGD(learning_rate=0.1), train=train,
                           eval_data=[{name: x[:16] for name, x in ROWS.items()}])  # fmt: skip
         return trainer.fit()
 

@@ -211,7 +211,7 @@ def _check_directories(stored: StoredModel, output: Path, step: int | None) -> N
         raise ConfigError(f"{output} exists already; give another directory, or remove it.")
     if stored.packed and not stored.exported:
         raise ConfigError(f"{stored.directory} is compressed already; compress the run that it was made from.")
-    stored.choose_step(step)  # reports that there is no checkpoint
+    stored.check_step(step)
 
 
 def compress_leaves(

@@ -231,6 +231,7 @@ def start_parameters(
     """
     stored = StoredModel.open(directory, report)
     check_model(model, stored.model, str(directory))
+    stored.check_step()
     report(f"{verb} from {stored.describe()}")
     return stored.read(wanted, model, direct_storage=direct_storage)
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, PyTree
 from jaxstack.config.loader import merge_trees
 from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.data.tokenizer import CONFIG_FILE, MODEL_FILE, Tokenizer
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import write_file
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.restack import restack, same_stacking
@@ -147,6 +147,17 @@ class StoredModel(ABC):
           ConfigError: there are no parameters of `step`.
           JaxstackError: there are no parameters at all.
         """
+
+    def check_step(self, step: int | None = None) -> None:
+        """Check, before work that needs the parameters begins, that there are some of this step.
+
+        Raises:
+          ConfigError: there are none.
+        """
+        try:
+            self.choose_step(step)
+        except JaxstackError as error:
+            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
 
     @abstractmethod
     def describe(self, step: int | None = None) -> str:

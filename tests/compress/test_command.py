@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxstack import convert, generate
+import jaxstack.generate as generate
+from jaxstack import convert
 from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, read_compressed
 from jaxstack.compress import __main__ as command
 from jaxstack.run.evaluate import TextOptions, evaluate

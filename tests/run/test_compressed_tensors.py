@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxstack import convert, evaluate, generate
+import jaxstack.evaluate as evaluate
+import jaxstack.generate as generate
+from jaxstack import convert
 from jaxstack.checkpoint.compressed import named_leaves, read_compressed
 from jaxstack.compress import __main__ as compress
 from pallas_kernels import PackedWeight

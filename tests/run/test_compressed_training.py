@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxstack.evaluate as evaluate
 import jaxstack.train as command
-from jaxstack import convert, evaluate
+from jaxstack import convert
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.methods.rtn import Rtn
 from jaxstack.config.loader import dump_yaml

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxstack import convert, generate
+import jaxstack.generate as generate
+from jaxstack import convert
 from jaxstack.models import from_huggingface
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config

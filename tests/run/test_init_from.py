@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from jaxstack import convert, generate
+import jaxstack.generate as generate
+from jaxstack import convert
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.models import from_huggingface
