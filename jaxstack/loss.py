@@ -272,23 +272,29 @@ def as_loss_sum(value: object) -> LossSum:
     assert isinstance(further, Mapping)
     if taken := sorted(set(further) & set(RESERVED)):
         raise TypeError(f"the further value {taken[0]!r} of the loss function has the name of a metric of the step.")
-    sums = {str(name): _one_sum(x, f"the further value {name!r}") for name, x in further.items()}
-    sums = {name: jax.lax.stop_gradient(x) for name, x in sums.items()}
-    loss = _one_sum(value, "a loss")
+    sums = {
+        str(name): _one_sum(
+            x,
+            f"the further value {name!r} of the loss function must be a real scalar or a LossSum; it is",
+        )
+        for name, x in further.items()
+    }
+    loss = _one_sum(
+        value,
+        "a loss function must return a real scalar (the mean over its batch) or jaxstack.loss.LossSum(total, count); "
+        "it returned",
+    )
+    sums = jax.lax.stop_gradient(sums)
     return LossSum(loss.total, loss.count, {**value.further, **sums} if isinstance(value, LossSum) else sums)
 
 
-def _one_sum(value: object, what: str) -> LossSum:
+def _one_sum(value: object, rule: str) -> LossSum:
+    """Convert a scalar or a LossSum to a LossSum of float32 scalars; `rule` begins the error about anything else."""
     if isinstance(value, LossSum):
         return LossSum(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count, jnp.float32))
     shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
     if shape != () or jnp.iscomplexobj(value):
-        if what.startswith("a loss"):
-            raise TypeError(
-                "a loss function must return a real scalar (the mean over its batch) or "
-                f"jaxstack.loss.LossSum(total, count); it returned {_kind(value)}."
-            )
-        raise TypeError(f"{what} of the loss function must be a real scalar or a LossSum; it is {_kind(value)}.")
+        raise TypeError(f"{rule} {_kind(value)}.")
     return LossSum(jnp.asarray(cast(jax.typing.ArrayLike, value), jnp.float32), jnp.ones((), jnp.float32))
 
 

@@ -23,12 +23,12 @@ from jaxstack.resilience.preflight import check_same_devices
 from jaxstack.run_config import RunConfig
 
 Purpose: TypeAlias = Literal["train", "evaluate", "decode"]
-"""What devices are opened for; each has its own choice of layout."""
+"""Purpose for which devices are opened; each has its own choice of layout."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a run computes on: its configuration with the layout filled in, and the device mesh.
+    """Configuration of a run with its parallel layout filled in, and the device mesh of its computation.
 
     Attributes:
       config: configuration whose parallel degrees are those of the mesh.

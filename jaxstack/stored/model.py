@@ -45,7 +45,7 @@ class StoredModel(ABC):
     marker: ClassVar[str]
     """Name of the file by which a directory of this kind is recognized, for the message about other directories."""
     title: ClassVar[str]
-    """What the kind is called in messages, such as "a run directory"."""
+    """Name of the kind in messages, such as "a run directory"."""
     held_out_text: ClassVar[bool] = True
     """True if the directory says which text the model was trained on, so that it has held-out text to evaluate on."""
     exported: ClassVar[bool] = False
@@ -224,8 +224,7 @@ class StoredModel(ABC):
         """
         del model
         raise ConfigError(
-            f"--resident-layers reads single layers from safetensors, and {self.directory} is a run; convert it first: "
-            f"python -m jaxstack.convert {self.directory} --output DIR."
+            f"--resident-layers reads single layers from safetensors; {self.directory} is {self.title}. Leave it out."
         )
 
 

@@ -28,7 +28,7 @@ from jaxstack.module_arrays.compression import Compression, compress_in_training
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import flatten, get, nest
 from jaxstack.parallel import AxisRules
-from jaxstack.stored.model import Form, Params, StoredModel, abstract_parameters, convert
+from jaxstack.stored.model import Form, Params, StoredLayers, StoredModel, abstract_parameters, convert
 from pallas_kernels import PackedWeight
 
 CONFIG = "config.yaml"
@@ -36,7 +36,7 @@ C = TypeVar("C", bound=Component)
 
 
 class RunDirectory(StoredModel, register=False):
-    """What training runs and compressed runs have in common: the configuration in config.yaml."""
+    """Base of training runs and compressed runs, whose configuration is in config.yaml."""
 
     marker = CONFIG
     title = "a run directory"
@@ -58,6 +58,12 @@ class RunDirectory(StoredModel, register=False):
           ConfigError: it cannot be read.
         """
         return build_component(kind, self.settings().get(name) or {}, str(self.directory / CONFIG))
+
+    def open_layers(self, model: ModelConfig) -> StoredLayers:
+        raise ConfigError(
+            f"--resident-layers reads single layers from safetensors, and {self.directory} is a run; convert it first: "
+            f"python -m jaxstack.convert {self.directory} --output DIR."
+        )
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -86,13 +92,17 @@ class TrainingRun(RunDirectory):
         """The run's checkpoints."""
         return CheckpointManager(self.directory / "checkpoints", report=self.report)
 
+    @functools.cached_property
+    def _newest(self) -> int | None:
+        """Step of the newest intact checkpoint, found once: a run that is still training may save another meanwhile."""
+        return self.checkpoints.latest_step()
+
     def choose_step(self, step: int | None) -> int:
         manager = self.checkpoints
         if step is None:
-            latest = manager.latest_step()
-            if latest is None:
+            if self._newest is None:
                 raise JaxstackError(f"{manager.directory} holds no checkpoint yet; train the run first.")
-            return latest
+            return self._newest
         steps = manager.all_steps()
         if step not in steps:
             known = ", ".join(map(str, steps)) or "none"
