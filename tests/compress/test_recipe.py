@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxstack.compress.config import Recipe
-from jaxstack.compress.recipe import RECIPES, choose_methods, dense_weights, load_recipe, method_name
+from jaxstack.compress.base import method_name
+from jaxstack.compress.config import RECIPES, Recipe, choose_methods, load_recipe
+from jaxstack.compress.matrix import dense_weights
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig
@@ -24,8 +25,8 @@ def test_every_shipped_recipe_is_valid(name):
 def test_weights_are_listed_in_the_order_of_the_forward_pass():
     names = list(WEIGHTS)
     assert names[0] == "embedding/table" and names[-1] == "head" and len(names) == 2 + 2 * 7
-    assert WEIGHTS["decoder/layers/1/attention/o_proj/kernel"] == ((4, 8), (32,))
-    assert WEIGHTS["head"].matrix == WEIGHTS["embedding/table"].matrix == (64, 32)
+    assert WEIGHTS["decoder/layers/1/attention/o_proj/kernel"].dims == ((4, 8), (32,))
+    assert WEIGHTS["head"].size == WEIGHTS["embedding/table"].size == (64, 32)
 
 
 def test_the_first_rule_that_matches_holds():

@@ -13,11 +13,11 @@ import jaxstack.evaluate as evaluate
 import jaxstack.train as command
 from jaxstack import convert
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.compress.methods.rtn import Rtn
+from jaxstack.compress.during_training import compress_in_training
+from jaxstack.compress.formats.integer_grid import Rtn
 from jaxstack.config.loader import dump_yaml
 from jaxstack.files import write_file
 from jaxstack.models import from_huggingface
-from jaxstack.module_arrays.compression import compress_in_training
 from jaxstack.nested import flatten, nest
 from jaxstack.run.build import build_model
 from jaxstack.run.load import read_run_config
