@@ -20,8 +20,8 @@ from jaxstack.models.joined_projections import join_projections
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules, is_cast
 from jaxstack.parallel.sharding_context import logical_axis_rules
-from pallas_kernels import PackedWeight
 from pallas_kernels.target import current_target
+from pallas_kernels.weight_only.packed import is_packed
 
 Params = dict[str, PyTree]
 """Parameters, or other variables, of a module as nested dicts of arrays."""
@@ -148,11 +148,6 @@ class ModelOnMesh:
                 f"the token id {highest} is outside of the model's vocabulary of {self.config.vocab_size} ids: the "
                 "tokenizer is that of another model."
             )
-
-
-def is_packed(x: object) -> bool:
-    """Return True if x is a packed (such as quantized) weight, which pytree functions should treat as one leaf."""
-    return isinstance(x, PackedWeight)
 
 
 def cast_shapes(module: ModuleArrays, rules: AxisRules) -> Params:

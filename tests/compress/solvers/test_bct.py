@@ -78,7 +78,8 @@ def test_llama3_1b_takes_less_than_an_eighth_of_its_float32_bytes():
     assert len(methods) == len(dense_weights(config))
     vectors = count_parameters(config).total - weights
     tiles = sum(
-        int(np.prod(layout.size)) // math.prod(methods[path].format.tile) for path, layout in dense_weights(config).items()
+        int(np.prod(layout.size)) // math.prod(methods[path].format.tile)
+        for path, layout in dense_weights(config).items()
     )
     stored = 4 * weights + 8 * tiles + (8 + 8 / 64) * vectors
     assert vectors > 0
