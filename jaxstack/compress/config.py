@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
 
 from jaxstack.compress.base import AfterTraining, DuringTraining, Method, method_name
 from jaxstack.compress.formats.block_float import BlockFloat
@@ -59,7 +59,7 @@ else:
 
     def _rule_of(kinds):
         union = functools.reduce(operator.or_, kinds)
-        return Annotated[union, Field(discriminator="method"), WrapValidator(_accept_methods)]
+        return Annotated[union, Field(discriminator="method"), WrapValidator(_accept_methods), SerializeAsAny()]
 
     RecipeRule = _rule_of([*(method for method in METHODS if issubclass(method, AfterTraining)), Keep])
     TrainingRule = _rule_of([method for method in METHODS if issubclass(method, DuringTraining)])

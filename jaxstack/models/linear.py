@@ -103,7 +103,7 @@ def join_layers(layers: Sequence[Linear], axis: int) -> Linear | None:
     if any(layer.adapter is not None or layer.dot_general is not jax.lax.dot_general for layer in layers):
         return None
     kernels = [layer.kernel.get_value() for layer in layers]
-    if any(map(is_packed, kernels)):
+    if any(isinstance(kernel, PackedWeight) for kernel in kernels):
         kernel = concatenate_outputs(kernels, axis)
     else:
         kernel = jnp.concatenate(kernels, axis)

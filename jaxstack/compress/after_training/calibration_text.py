@@ -45,7 +45,7 @@ def read_calibration(
     if longest is not None and length > longest:
         raise ConfigError(
             f"calibration.sequence_length ({length:,}) must not exceed the model's max_position_embeddings "
-            f"({longest:,}); lower it."
+            f"({longest:,}); lower it in the recipe, or end the command with calibration.sequence_length={longest}."
         )
     data = open_data(
         _data_section(stored, config.data, calibration.data),

@@ -1,12 +1,17 @@
-"""Methods without calibration: rounding, block floating point, low rank."""
+"""Methods without calibration: rounding, block floating point, low rank; and the same formats in training."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstack.compress.base import AfterTraining, DuringTraining, method_name
+from jaxstack.compress.config import METHODS
 from jaxstack.compress.formats.block_float import BlockFloat
-from jaxstack.compress.formats.integer_grid import Rtn
+from jaxstack.compress.formats.integer_grid import QatRule, Rtn
 from jaxstack.compress.formats.low_rank import LowRank
+from jaxstack.compress.matrix import MatrixLayout
+from jaxstack.compress.solvers.lsq import LsqRule
 
 W = np.random.default_rng(0).normal(size=(24, 64)).astype(np.float32)
 
@@ -74,3 +79,30 @@ def test_a_matrix_that_does_not_fit_is_refused_with_a_way_out(method, reason):
 def test_a_low_rank_with_rank_and_ratio_is_refused():
     with pytest.raises(ValueError, match="exclude each other"):
         LowRank(path=".", rank=2, ratio=0.5)
+
+
+BOTH = [
+    method(path=".") for method in METHODS if issubclass(method, AfterTraining) and issubclass(method, DuringTraining)
+]
+
+
+@pytest.mark.parametrize("rule", BOTH, ids=method_name)
+def test_a_step_computes_with_the_values_that_a_recipe_stores(rule):
+    layout = MatrixLayout((2, 64, 128), stack=1, inputs=1)
+    w = jax.random.normal(jax.random.key(0), layout.shape).at[1].set(0)  # zeros, as in the rows that pad a pipeline
+    used, gradient = jax.jit(jax.value_and_grad(lambda w: jnp.sum(jnp.square(rule.use(w, layout, None)))))(w)
+    exported = jax.jit(lambda w: rule.export(w, layout))(w)
+    packed = rule.compress(layout.to_matrices(w)[0], None)
+    np.testing.assert_array_equal(exported[0].T, packed.matrix())
+    np.testing.assert_array_equal(rule.pack(layout.to_matrices(w)[0]).matrix(), packed.matrix())
+    np.testing.assert_allclose(used, jnp.sum(jnp.square(packed.matrix())), rtol=1e-5)
+    np.testing.assert_allclose(gradient, 2 * exported, rtol=1e-6)  # straight through the rounding
+    assert not np.any(exported[1]) and 0 < np.mean(np.square(exported - w)) < 0.02
+    assert rule.after_training == rule
+
+
+def test_methods_of_one_format_store_the_same():
+    assert [method_name(rule) for rule in BOTH] == ["fp8", "bfp", "bct"]
+    assert QatRule(path=".", bits=3, group_size=16).format == Rtn(path=".", bits=3, group_size=16).format
+    assert QatRule(path=".").after_training.format == QatRule(path=".").format
+    assert LsqRule(path=".").after_training.format == LsqRule(path=".").format
