@@ -59,7 +59,7 @@ class Transformer(nnx.Module):
     """Names of submodules that are not trained, not part of checkpoints, and loaded separately, such as `teacher`."""
 
     teacher: "Transformer | None" = None
-    """A model from whose predictions this one learns; see `jaxstack.compressed_training.distill`."""
+    """A model from whose predictions this one learns; see `jaxstack.distill`."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: jax.typing.DTypeLike = jnp.float32):
         if config.vocab_size is None:
