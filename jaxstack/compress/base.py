@@ -299,12 +299,12 @@ def training_feature(name: str, method: str, *settings: str, excludes: tuple[Exc
       settings: settings of a rule, such as `group_size: 8`, with which it works in a small model.
       excludes: features that it cannot be combined with.
     """
-    rule = ", ".join(("path: mlp", f"method: {method}", *settings))
+    example = ", ".join(("path: mlp", f"method: {method}", *settings))
     return Feature(
         name,
         "compression",
         lambda compression: any(method_name(rule) == method for rule in compression.rules),
-        (f"compression.rules=[{{{rule}}}]",),
+        (f"compression.rules=[{{{example}}}]",),
         excludes,
         also=("compressed weights",),
     )

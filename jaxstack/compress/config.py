@@ -47,22 +47,22 @@ class Keep(PathRule):
     method: Literal["keep"] = "keep"
 
 
-def _accept_methods(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Accept methods that are not in the table as they are, and check everything else."""
-    return value if isinstance(value, Method) else check(value)
-
-
 if TYPE_CHECKING:
     RecipeRule: TypeAlias = AfterTraining | Keep
     TrainingRule: TypeAlias = DuringTraining
 else:
 
-    def _rule_of(kinds):
-        union = functools.reduce(operator.or_, kinds)
-        return Annotated[union, Field(discriminator="method"), WrapValidator(_accept_methods), SerializeAsAny()]
+    def _rule_of(kind: type[Method], *more: type[PathRule]) -> Any:
+        """Return the type of a rule: a method of this kind that is in the table, or any instance of the kind."""
 
-    RecipeRule = _rule_of([*(method for method in METHODS if issubclass(method, AfterTraining)), Keep])
-    TrainingRule = _rule_of([method for method in METHODS if issubclass(method, DuringTraining)])
+        def accept(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+            return value if isinstance(value, kind) else check(value)
+
+        union = functools.reduce(operator.or_, [*(method for method in METHODS if issubclass(method, kind)), *more])
+        return Annotated[union, Field(discriminator="method"), WrapValidator(accept), SerializeAsAny()]
+
+    RecipeRule = _rule_of(AfterTraining, Keep)
+    TrainingRule = _rule_of(DuringTraining)
 
 RECIPES = Path(__file__).with_name("recipes")
 """Directory of the recipes that come with jaxstack."""

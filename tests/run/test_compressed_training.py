@@ -197,6 +197,7 @@ def test_a_mask_needs_zeros(folder, capsys):
             "a weight has one method",
         ),
         (["compression.rules=[{path: mlp, method: qat, group_size: 7}]"], "Groups of 7 do not divide"),
+        (["compression.rules=[{path: mlp, method: bfp, block_size: 7}]"], "block_size 7 does not divide its"),
         (["compression.rules=[{path: mlp, method: mask}]"], "name its directory"),
         (["compression.rules=[{path: mlp, method: low_rank, rank: 99}]"], "rank 99 is more than"),
         (["compression.rules=[{path: mlp, method: cluster}]", "adapters.rules=[{path: mlp}]"], "exclude each other"),

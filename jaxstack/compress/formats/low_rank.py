@@ -17,18 +17,20 @@ class TruncatedProduct(Format):
 
     Attributes:
       rank: rank of the product; None: the largest that keeps `ratio` of the weights.
-      ratio: numbers in both factors divided by the weights of the matrix.
+      ratio: numbers in both factors divided by the weights of the matrix; None: all ranks are kept.
       dtype: dtype of the factors.
     """
 
     rank: int | None = None
-    ratio: float = 0.5
+    ratio: float | None = None
     dtype: str = "float32"
 
     def rank_of(self, outputs: int, inputs: int) -> int:
         """Return the rank to reduce a matrix [out, in] to; 0 if even rank 1 exceeds the size that `ratio` allows."""
         if self.rank is not None:
             return self.rank
+        if self.ratio is None:
+            return min(outputs, inputs)
         return int(self.ratio * outputs * inputs / (outputs + inputs))
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:

@@ -43,7 +43,8 @@ class LsqRule(TrainedIntegers):
         return Rtn(path=self.path, bits=self.bits, group_size=self.group_size, scales="fitted")
 
     def stored_parts(self, layout: MatrixLayout) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
-        (outputs, inputs), stack = layout.size, layout.stack_shape
+        outputs, inputs = layout.size
+        stack = layout.stack_shape
         stacked, of_outputs, of_inputs = layout.matrix_axes
         return {
             "weight": ((*stack, outputs, inputs), (*stacked, of_outputs, of_inputs)),

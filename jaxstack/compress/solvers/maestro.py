@@ -62,11 +62,10 @@ class LowRankRule(DuringTraining):
     def format(self) -> TruncatedProduct:
         return TruncatedProduct(self.rank)
 
-    def _rank(self, size: tuple[int, ...]) -> int:
-        return self.rank or min(size)
-
     def stored_parts(self, layout: MatrixLayout) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
-        (outputs, inputs), stack, rank = layout.size, layout.stack_shape, self._rank(layout.size)
+        outputs, inputs = layout.size
+        stack = layout.stack_shape
+        rank = self.format.rank_of(outputs, inputs)
         stacked, of_outputs, of_inputs = layout.matrix_axes
         return {
             "u": ((*stack, outputs, rank), (*stacked, of_outputs, "rank")),
@@ -74,11 +73,11 @@ class LowRankRule(DuringTraining):
         }
 
     def store(self, w: jax.Array, layout: MatrixLayout) -> Stored:
-        u, v = split_by_svd(layout.to_matrices(w), self._rank(layout.size))
+        u, v = split_by_svd(layout.to_matrices(w), self.format.rank_of(*layout.size))
         return {"u": u, "v": v}
 
     def number_of_choices(self, layout: MatrixLayout) -> int:
-        return self._rank(layout.size)
+        return self.format.rank_of(*layout.size)
 
     def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, "*stack"] | None) -> jax.Array:
         u = stored["u"]

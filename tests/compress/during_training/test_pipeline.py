@@ -12,8 +12,11 @@ from flax import nnx
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.compress.base import DuringTraining
 from jaxstack.compress.during_training import Compression, compress_in_training
+from jaxstack.compress.formats.block_float import BlockFloat
+from jaxstack.compress.formats.float8 import Fp8
 from jaxstack.compress.formats.integer_grid import QatRule
 from jaxstack.compress.formats.sparse import MaskRule
+from jaxstack.compress.solvers.bct import Bct
 from jaxstack.compress.solvers.cluster import ClusterRule
 from jaxstack.compress.solvers.lsq import LsqRule
 from jaxstack.compress.solvers.maestro import LowRankRule
@@ -35,6 +38,11 @@ RULES: list[DuringTraining] = [
     QatRule(path="attention/(q|k)_proj", bits=3, group_size=4),
     LsqRule(path="gate_proj", group_size=None),
     MaskRule(path="attention/(v|o)_proj"),
+]
+NEAREST: list[DuringTraining] = [
+    Fp8(path="attention"),
+    BlockFloat(path="up_proj", block_size=4),
+    Bct(path="down_proj", tile_size=4),
 ]
 
 
@@ -77,8 +85,9 @@ def everything(module: ModuleArrays, to_plain: Any, stored: Dict, key: jax.Array
         pytest.param(RULES, {"scan_layers": False}, marks=pytest.mark.longer),
         pytest.param(RULES, {"scan_layers": True}, marks=pytest.mark.exhaustive),
         pytest.param([ClusterRule(path="mlp", bits=2)], {"scan_layers": True}, marks=pytest.mark.exhaustive),
+        pytest.param(NEAREST, {"scan_layers": True}, marks=pytest.mark.longer),
     ],
-    ids=["unrolled", "scanned", "clusters"],
+    ids=["unrolled", "scanned", "clusters", "nearest"],
 )
 def test_stacks_of_stages_are_compressed_as_the_layers_are(rules: list[DuringTraining], changed: dict[str, bool]):
     """Three layers on two stages, one of whose four rows is empty; ranks are drawn for the same matrices."""
