@@ -33,10 +33,16 @@ from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.layer_paths import match_common_value
 from jaxstack.tree_rules import check_patterns, match
 
+# fmt: off
 METHODS: tuple[type[Method], ...] = (
-    Rtn, QatRule, LsqRule, Gptq, Awq, Fp8, BlockFloat, KMeans, ClusterRule, Bct, BctGptq, Magnitude, MaskRule, Wanda,
-    SparseGpt, LowRank, LowRankRule,
-)  # fmt: skip
+    Rtn, QatRule, LsqRule, Gptq, Awq,        # integers with scales
+    Fp8,                                     # FP8 with scales
+    BlockFloat, Bct, BctGptq,                # integers with powers of two
+    KMeans, ClusterRule,                     # indices into a table
+    LowRank, LowRankRule,                    # two factors
+    Magnitude, MaskRule, Wanda, SparseGpt,   # zeros
+)
+# fmt: on
 """Every compression method. Recipes take those that are `AfterTraining`, `compression.rules` those that are
 `DuringTraining`. A new one is added here."""
 
