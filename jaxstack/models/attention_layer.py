@@ -15,6 +15,7 @@ from jaxstack.models.attention.base import Angles, AttentionKind, CacheSlots, La
 from jaxstack.models.attention.cache_formats import as_stored, magnitude_order
 from jaxstack.models.attention.kv_cache import KeyCache
 from jaxstack.models.attention.paged_cache import PagedKeys
+from jaxstack.models.attention.slot_cache import decode_slots
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers
@@ -131,6 +132,8 @@ class Attention(nnx.Module):
         self, kind: AttentionKind, x: LayerInput, context: Context, cache: LayerCache, slots: CacheSlots
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
         """Add the tokens to the cache; return their attention to all tokens so far, and the cache."""
+        if slots.pages is not None and not isinstance(cache, PagedKeys):
+            return decode_slots(kind, *self._queries_keys_values(x, context), cache, slots, self.heads)
         angles = self._angles(context)
         plain = self.q_norm is None and self.heads.cache_format is None
         # XLA cannot partition the kernel that takes joined heads.

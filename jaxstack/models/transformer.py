@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxstack.models.adapters import adapted_layers
-from jaxstack.models.attention.base import Angles, CacheSlots, LayerCache, PageSlots, SegmentIds
+from jaxstack.models.attention.base import Angles, CacheRoom, CacheSlots, LayerCache, PageSlots, SegmentIds
 from jaxstack.models.attention_layer import Attention, Context
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
@@ -211,13 +211,9 @@ class Transformer(nnx.Module):
         layers = self._layer_caches(lambda layer: layer.kind.make_cache(layer.heads, batch, length, self.dtype))
         return Cache(layers, jnp.zeros(batch, jnp.int32))
 
-    def make_pages(self, pages: int, page_size: int) -> list[LayerCache]:
-        """Create the empty paged KV cache for `decode_packed`: per layer, `pages` pages of `page_size` tokens.
-
-        Raises:
-          ValueError: the attention kind does not keep its cache in pages.
-        """
-        return self._layer_caches(lambda layer: layer.kind.make_pages(layer.heads, pages, page_size, self.dtype))
+    def make_shared_cache(self, room: CacheRoom) -> list[LayerCache]:
+        """Create the empty cache of all layers for `decode_packed`: pages, or one row of fixed size for each slot."""
+        return self._layer_caches(lambda layer: layer.kind.make_shared_cache(layer.heads, room, self.dtype))
 
     def decode_packed(
         self,
@@ -228,13 +224,13 @@ class Transformer(nnx.Module):
         *,
         layers_together: int = 1,
     ) -> tuple[Float[Array, "T D"], list[LayerCache]]:
-        """Run the next tokens of many sequences, packed in one row; return hidden states and the updated cache pages.
+        """Run the next tokens of many sequences, packed in one row; return hidden states and the updated cache.
 
         Args:
           tokens: int32 token ids.
           positions: int32 position of each token in its sequence; -1 marks padding.
           slots: the places of the tokens in the pages, and the pages of each sequence.
-          pages: of all layers, from `make_pages`.
+          pages: caches of all layers, from `make_shared_cache`.
           layers_together: number of layers whose attention reads the same input, see `Stack.run_together`; 1: exact.
         """
         angles, local = self._angles(positions[None])

@@ -1,4 +1,4 @@
-"""Chooses the context limit and the number of KV-cache pages from configuration, model and device memory."""
+"""Chooses the context limit and the sizes of the cache from configuration, model and device memory."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,15 @@ import jax
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError
+from jaxstack.models.attention.base import CacheRoom
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.step import page_bytes
+from jaxstack.serve.step import cache_bytes
 
 _DEFAULT_CONTEXT = 4096
 
 
-def choose_context_and_pages(models: Sequence[ModelOnMesh], config: EngineConfig) -> tuple[int, int]:
-    """Choose the token limit of a request and the number of KV-cache pages that fit into device memory.
+def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoom:
+    """Choose the sizes of the cache: the token limit of a request and the number of pages that fit into device memory.
 
     Args:
       models: the model and, if there is one, its draft model, whose pages have the same numbers.
@@ -29,19 +30,27 @@ def choose_context_and_pages(models: Sequence[ModelOnMesh], config: EngineConfig
     context = config.context or limit or _DEFAULT_CONTEXT
     if limit is not None and context > limit:
         raise ConfigError(f"engine.context ({context}) exceeds the model's max_position_embeddings ({limit}).")
+    size = config.page_size
+    pages = config.pages or config.slots * -(-context // size)
+    room = CacheRoom(config.slots, context, pages, size)
     try:
-        size = sum(page_bytes(model, config.page_size) for model in models)
+        one, two = (sum(cache_bytes(model, room._replace(pages=count)) for model in models) for count in (1, 2))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    pages = config.pages or config.slots * -(-context // config.page_size)
+    per_page = two - one
+    per_slots = one - per_page
     available = memory_per_device()
-    if config.pages is None and available is not None:
+    if available is not None:
         weights = sum(x.nbytes for x in jax.tree.leaves([(model.params, model.non_params) for model in models]))
-        free = available * models[0].rules.mesh.size * config.memory_fraction - weights
-        pages = min(pages, int(free // size))
-    if pages * config.page_size < 2:
+        free = available * models[0].rules.mesh.size * config.memory_fraction - weights - per_slots
+        if config.pages is None and per_page:
+            pages = min(pages, int(free // per_page))
+        elif free < 0:
+            pages = 0
+    if pages * size < 2:
         raise ConfigError(
-            f"the weights leave no memory for the cache of keys and values (engine.memory_fraction "
-            f"{config.memory_fraction}); use more devices (parallel.tensor=2)."
+            "the weights leave no memory for the cache of keys and values or states "
+            f"(engine.memory_fraction {config.memory_fraction}); use more devices (parallel.tensor=2)"
+            + (f" or fewer engine.slots ({config.slots})." if per_slots else ".")
         )
-    return min(context, pages * config.page_size), pages
+    return room._replace(length=min(context, pages * size), pages=pages)

@@ -26,7 +26,7 @@ from jaxstack.models.attention.base import PageSlots
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from jaxstack.serve.rows import Column, Pages, decode_rows, pack_rows, rows_at_step
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
-from jaxstack.serve.step import Programs, limit_vocabulary, make_pages, sampling_of
+from jaxstack.serve.step import Programs, limit_vocabulary, make_cache, sampling_of
 
 
 class RecentTokens(NamedTuple):
@@ -53,7 +53,6 @@ class DraftPrograms:
     Args:
       target: programs of the model whose tokens are guessed.
       model: the draft model, on the same mesh, with the same tokenizer.
-      pages: number of pages.
       width: D.
       together: number of layers that run together while guessing; 1: the draft model is run exactly.
 
@@ -61,7 +60,7 @@ class DraftPrograms:
       ConfigError: layers that run together are stacked.
     """
 
-    def __init__(self, target: Programs, model: ModelOnMesh, pages: int, width: int, together: int = 1):
+    def __init__(self, target: Programs, model: ModelOnMesh, width: int, together: int = 1):
         if together > 1 and model.config.scan_layers and model.config.num_layers > 1:
             raise ConfigError("engine.draft_layers_together needs a draft model with model.scan_layers=false.")
         self.target = target
@@ -72,7 +71,7 @@ class DraftPrograms:
         options = model.compiler_options
         jit = target.compiler.jit
         with jax.set_mesh(model.rules.mesh):
-            make = jax.jit(lambda params, non_params: make_pages(model, params, non_params, pages, target.page_size))
+            make = jax.jit(lambda params, non_params: make_cache(model, params, non_params, target.room))
             self._pages = make(model.params, model.non_params)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
         self._guess = jit(

@@ -14,7 +14,7 @@ from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve import schedule
-from jaxstack.serve.capacity import choose_context_and_pages
+from jaxstack.serve.capacity import choose_room
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.draft_model import DraftPrograms
 from jaxstack.serve.pages import PagePool
@@ -22,7 +22,7 @@ from jaxstack.serve.requests import Constraint, FinishReason, Handle, Request
 from jaxstack.serve.runner import DraftRunner, Runner
 from jaxstack.serve.schedule import Scheduler
 from jaxstack.serve.stats import EngineState, EngineStats
-from jaxstack.serve.step import Programs
+from jaxstack.serve.step import Programs, shares_pages
 from jaxstack.serve.step_shapes import chunk_shapes
 
 
@@ -69,9 +69,16 @@ class Engine:
         self.vocab_size = vocab_size or model.config.vocab_size or 0
         if draft is not None and not self.config.draft_tokens:
             raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
-        self.context, pages = choose_context_and_pages([model] if draft is None else [model, draft], self.config)
-        size = self.config.page_size
-        self.pool = PagePool(pages, size, cache_prefixes=self.config.prefix_cache)
+        models = [model] if draft is None else [model, draft]
+        room = choose_room(models, self.config)
+        self.context = room.length
+        states = not all(map(shares_pages, models))
+        if states and self.config.draft_tokens:
+            raise ConfigError(
+                "engine.draft_tokens needs caches that can take back a rejected draft; the states of attention.name "
+                f"{model.config.attention.name} cannot. Set it to 0."
+            )
+        self.pool = PagePool(room.pages, room.page_size, cache_prefixes=self.config.prefix_cache and not states)
         self.scheduler = Scheduler(
             self.config.slots,
             self.context,
@@ -79,22 +86,15 @@ class Engine:
             self.pool,
             self.config.draft_tokens,
             draft_model=draft is not None,
+            states=states,
         )
-        self.programs = Programs(
-            model,
-            slots=self.config.slots,
-            pages=pages,
-            page_size=size,
-            context=self.context,
-            vocab_size=vocab_size,
-            halves_from=_halves_from(model, self.config),
-        )
+        self.programs = Programs(model, room, vocab_size=vocab_size, halves_from=_halves_from(model, self.config))
         self.stats = EngineStats()
         self.failure = None
         self._runner = Runner(self.programs, self.config, self.stats)
         if draft is not None:
             together = self.config.draft_layers_together
-            programs = DraftPrograms(self.programs, draft, pages, 1 + self.config.draft_tokens, together)
+            programs = DraftPrograms(self.programs, draft, 1 + self.config.draft_tokens, together)
             self.scheduler.approximate = together > 1
             self._runner = DraftRunner(self.programs, self.config, self.stats, programs)
         self._sequences: dict[int, schedule.Sequence] = {}

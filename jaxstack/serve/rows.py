@@ -13,10 +13,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxstack.models.attention.base import PageGroup, PageSlots
+from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.transformer import Transformer
 
 Pages: TypeAlias = PyTree
-"""KV cache of all layers: a tree of arrays [..., pages, page_size, kv_heads, head_dim]."""
+"""Caches of all layers, from `Transformer.make_shared_cache`: pages, or one row for each slot."""
 RowTokens: TypeAlias = tuple[Int[Array, "R columns"], Int[Array, "R C"]]
 """A group of rows of equal width C: row descriptions [R, columns] and token ids [R, C].
 
@@ -134,8 +135,8 @@ def rows_at_step(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Arr
 def pack_rows(
     rows: Int[Array, "R columns"], tokens: Int[Array, "R C"], pages: Pages
 ) -> tuple[Int[Array, " all"], Int[Array, " all"], Int[Array, " all"], PageGroup]:
-    """Flatten rows of tokens; return ids, positions and KV-cache slots of all tokens, and each row's pages and size."""
-    *_, number, page_size, _, _ = jax.tree.leaves(pages)[0].shape
+    """Flatten rows of tokens; return ids, positions and places in the pages of all tokens, and the rows as a group."""
+    number, page_size = _page_counts(pages)
     total = number * page_size
     width = tokens.shape[1]
     start = rows[:, Column.START, None]
@@ -146,4 +147,13 @@ def pack_rows(
     page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page_size, axis=1)
     write = jnp.where(positions >= 0, page * page_size + positions % page_size, total)
     lengths = jnp.where(count > 0, start + count, 0)[:, 0]
-    return tokens.ravel(), positions.ravel(), write.ravel(), PageGroup(table, lengths, width)
+    return tokens.ravel(), positions.ravel(), write.ravel(), PageGroup(table, lengths, width, rows[:, Column.SLOT])
+
+
+def _page_counts(pages: Pages) -> tuple[int, int]:
+    """Return the number of pages and the tokens per page of a cache; (1, 1) if none of its layers has pages."""
+    for layer in pages:
+        if isinstance(layer, PagedKeys):
+            *_, number, page_size, _, _ = jax.tree.leaves(layer)[0].shape
+            return number, page_size
+    return 1, 1

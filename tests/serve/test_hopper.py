@@ -11,6 +11,7 @@ import pytest
 
 from jaxstack.distributed.xla_options import half_batch_options
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.attention.base import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.hlo import Instruction, Module, parse_module
 from jaxstack.parallel import make_rules
@@ -52,7 +53,9 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
     programs.slots = ROWS
     programs.vocab_size = None
     programs.compiled = 0
-    pages = jax.eval_shape(lambda: module.merge(params, {}).make_pages(PAGES, PAGE))
+    pages = jax.eval_shape(
+        lambda: module.merge(params, {}).make_shared_cache(CacheRoom(ROWS, PAGES * PAGE, PAGES, PAGE))
+    )
     pages = jax.tree.map(lambda x: hopper_array(x.shape, x.dtype, rules.mesh, jax.P(None, None, "tensor")), pages)
     rows = hopper_array((ROWS, Column.PAGES + 32), jnp.int32, rules.mesh)
     number = hopper_array((), jnp.int32, rules.mesh)
