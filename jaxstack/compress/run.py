@@ -35,7 +35,8 @@ from jaxstack.compressed_training.distill import DistillConfig
 from jaxstack.config.loader import build_component, dump_yaml
 from jaxstack.config.sections import RunSection
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.decode import Decoder, Params
+from jaxstack.decoding.decode import Params
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.errors import ConfigError
 from jaxstack.files import new_directory, write_file
 from jaxstack.models.adapters import AdapterConfig

@@ -4,6 +4,7 @@ Dims: B batch, T query length, D model, N heads, K kv heads, H head_dim.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple, cast
 
 import jax
@@ -132,14 +133,20 @@ class Attention(nnx.Module):
         self, kind: AttentionKind, x: LayerInput, context: Context, cache: LayerCache, slots: CacheSlots
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
         """Add the tokens to the cache; return their attention to all tokens so far, and the cache."""
-        if slots.pages is not None and not isinstance(cache, PagedKeys):
-            return decode_slots(kind, *self._queries_keys_values(x, context), cache, slots, self.heads)
         angles = self._angles(context)
         plain = self.q_norm is None and self.heads.cache_format is None
+        in_slots = slots.pages is not None and not isinstance(cache, PagedKeys)
         # XLA cannot partition the kernel that takes joined heads.
-        if self.qkv_proj is None or angles is None or not plain or is_sharded():
-            return kind.decode(*self._queries_keys_values(x, context), cache, slots, self.heads)
-        return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
+        if self.qkv_proj is not None and angles is not None and plain and not in_slots and not is_sharded():
+            return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
+        q, k, v = self._queries_keys_values(x, context)
+        if slots.pages is None:
+            return kind.decode(q, k, v, cache, slots, self.heads)
+        # Packed tokens are one row for attention, whatever rows they are for the matmuls.
+        packed = [part.reshape(1, -1, *part.shape[2:]) for part in (q, k, v)]
+        decode = functools.partial(decode_slots, kind) if in_slots else kind.decode
+        out, cache = decode(*packed, cache, slots, self.heads)
+        return out.reshape(q.shape), cache
 
     def _angles(self, context: Context) -> Angles | None:
         """Return the rotations of this layer's queries and keys; None if the model has no rotary positions."""

@@ -13,12 +13,12 @@ from jaxstack.compress import run as compress_run
 from jaxstack.compress.recipe import RECIPES, load_recipe
 from jaxstack.compress.report import CompressionReport
 from jaxstack.compress.run import CompressOptions, compress
+from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.run.convert import export_checkpoint
 from jaxstack.run.evaluate import TextOptions, evaluate
 from jaxstack.run.load import load
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine
 from tests.compress.test_run import make_run
 from tests.stored.decoders import decoder_of
 

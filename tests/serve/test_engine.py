@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
@@ -17,8 +18,7 @@ from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine, EngineBusy, EngineClosed
-from jaxstack.serve.replicas import EngineGroup, open_engine
+from jaxstack.serve.engine import EngineGroup, open_engine
 from tests.decoding.test_decode import open_decoder
 from tests.marks import longer
 from tests.serve.tiny import CONFIG as TINY

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxstack.decoding.rows import Column, decode_rows
+from jaxstack.decoding.step import Programs
 from jaxstack.distributed.xla_options import half_batch_options
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.attention.base import CacheRoom
@@ -16,8 +18,6 @@ from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.hlo import Instruction, Module, parse_module
 from jaxstack.parallel import make_rules
 from jaxstack.parallel.sharding_context import logical_axis_rules
-from jaxstack.serve.rows import Column, decode_rows
-from jaxstack.serve.step import Programs
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.engine import Engine, _halves_from
+from jaxstack.decoding.rows import Column, run_rows
+from jaxstack.decoding.step import make_cache
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.base import CacheRoom
 from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine, _halves_from
-from jaxstack.serve.rows import Column, run_rows
-from jaxstack.serve.step import make_cache
 from tests.compilation import run_jitted
 from tests.decoding.test_decode import CONFIG, open_decoder
 from tests.serve.test_engine import GREEDY, expected, prompts

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from jaxstack.decoding import engine as engine_module
+from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.ngram_draft import accept
+from jaxstack.decoding.rows import Column
+from jaxstack.decoding.step import Programs
+from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
 from jaxstack.models.attention.base import CacheRoom
-from jaxstack.serve import engine as engine_module
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine
-from jaxstack.serve.ngram_draft import accept
-from jaxstack.serve.rows import Column
-from jaxstack.serve.step import Programs
-from jaxstack.serve.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
 
 V = 3
 CONTEXT = 40

@@ -21,12 +21,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.rows import Column, Pages, decode_rows, pack_rows, page_counts, rows_at_step
+from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
+from jaxstack.decoding.step import Programs, limit_vocabulary, make_cache, sampling_of
 from jaxstack.errors import ConfigError
-from jaxstack.models.attention.base import PageSlots
 from jaxstack.parallel.sharding_context import logical_axis_rules
-from jaxstack.serve.rows import Column, Pages, decode_rows, pack_rows, rows_at_step
-from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
-from jaxstack.serve.step import Programs, limit_vocabulary, make_cache, sampling_of
 
 
 class RecentTokens(NamedTuple):
@@ -182,10 +181,10 @@ class DraftPrograms:
     ) -> Pages:
         """Write keys and values of chunks of prompts into the draft model's KV-cache pages; return the pages."""
         self.target.compiled += 1
-        ids, positions, write, group = pack_rows(chunks, tokens, pages)
+        ids, positions, slots = pack_rows([(chunks, tokens)], *page_counts(pages))
         with logical_axis_rules(self.model.rules):
             model = self.model.module.merge(params, non_params)
-            return model.decode_packed(ids, positions, PageSlots(write, (group,)), pages)[1]
+            return model.decode_packed(ids, positions, slots, pages)[1]
 
     def _verify_step(
         self,

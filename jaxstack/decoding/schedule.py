@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
-from jaxstack.serve.ngram_draft import NGramDrafter
-from jaxstack.serve.pages import ROOT, PagePool, page_digest
-from jaxstack.serve.requests import Handle
-from jaxstack.serve.step_shapes import ChunkShape, choose_shape
+from jaxstack.decoding.ngram_draft import NGramDrafter
+from jaxstack.decoding.pages import ROOT, PagePool, page_digest
+from jaxstack.decoding.requests import Handle
+from jaxstack.decoding.step_shapes import ChunkShape, choose_shape
 
 
 class Sequence:

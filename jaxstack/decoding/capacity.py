@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-import jax
-
+from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.step import cache_bytes
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.base import CacheRoom
-from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.step import cache_bytes
 
 _DEFAULT_CONTEXT = 4096
 
@@ -24,8 +22,6 @@ def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoo
     Raises:
       ConfigError: a model cannot be served, or the weights leave no memory.
     """
-    if models[0].batch_unit > 1:
-        raise ConfigError("an engine supports only parallel.tensor, and `open_engine` data; set fsdp and expert to 1.")
     limit = min((model.context_length for model in models if model.context_length is not None), default=None)
     context = config.context or limit or _DEFAULT_CONTEXT
     if limit is not None and context > limit:
@@ -40,13 +36,13 @@ def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoo
     per_page = two - one
     per_slots = one - per_page
     available = memory_per_device()
-    if available is not None:
-        weights = sum(x.nbytes for x in jax.tree.leaves([(model.params, model.non_params) for model in models]))
+    if config.pages is None and available is not None:
+        weights = sum(model.weight_bytes for model in models)
         free = available * models[0].rules.mesh.size * config.memory_fraction - weights - per_slots
-        if config.pages is None and per_page:
-            pages = min(pages, int(free // per_page))
-        elif free < 0:
+        if free < 0:
             pages = 0
+        elif per_page:
+            pages = min(pages, int(free // per_page))
     if pages * size < 2:
         raise ConfigError(
             "the weights leave no memory for the cache of keys and values or states "
@@ -54,3 +50,23 @@ def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoo
             + (f" or fewer engine.slots ({config.slots})." if per_slots else ".")
         )
     return room._replace(length=min(context, pages * size), pages=pages)
+
+
+def check_memory(model: ModelOnMesh, room: CacheRoom) -> None:
+    """Check that a cache of this size fits the devices' memory.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    available = memory_per_device()
+    if available is None:
+        return
+    total = available * model.rules.mesh.size
+    needed = cache_bytes(model, room)
+    if needed > total:
+        fits = int(room.length * total / needed)
+        raise ConfigError(
+            f"the cache of keys and values for {room.slots} x {room.length:,} tokens takes {needed / 2**30:,.1f} GiB, "
+            f"of {total / 2**30:,.1f} GiB on {model.rules.mesh.size} device(s); at most about {fits:,} tokens fit, "
+            "prompt and new ones together."
+        )

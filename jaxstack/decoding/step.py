@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxstack.decoding import schedule
+from jaxstack.decoding.compilation import ThreadedCompiler
 from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.decoding.rows import Column, Pages, decode_rows, rows_at_step, run_rows, sampled_states
+from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, sample_rows
+from jaxstack.decoding.schedule import Row
+from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
 from jaxstack.models.attention.base import CacheRoom
 from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.parallel.sharding_context import logical_axis_rules
-from jaxstack.serve import schedule
-from jaxstack.serve.compilation import ThreadedCompiler
-from jaxstack.serve.rows import Column, Pages, decode_rows, rows_at_step, run_rows
-from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
-from jaxstack.serve.schedule import Row
-from jaxstack.serve.step_shapes import ChunkShape
 from pallas_kernels.target import current_target
 
 _NO_LIMIT = 2**31 - 1
@@ -64,8 +64,7 @@ class Programs:
         self.compiler = ThreadedCompiler()
         whole = model.rules.sharding(jax.P())
         with jax.set_mesh(model.rules.mesh):
-            make = jax.jit(lambda params, non_params: make_cache(model, params, non_params, room))
-            self._pages = make(model.params, model.non_params)
+            self._pages = self._make_cache()
             self._last = jax.device_put(jnp.zeros(room.slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
         self._sample = self.compiler.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
@@ -86,6 +85,10 @@ class Programs:
                 out_shardings=(whole, whole, layout),
                 compiler_options=options,
             )
+
+    def _make_cache(self) -> Pages:
+        make = jax.jit(lambda params, non_params: make_cache(self.model, params, non_params, self.room))
+        return make(self.model.params, self.model.non_params)
 
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
         """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
@@ -256,8 +259,7 @@ class Programs:
         with logical_axis_rules(self.model.rules):
             model = self.model.module.merge(params, non_params)
             hidden, pages = run_rows(model, groups, pages, halves=halves)
-            each, *ends = hidden[0].reshape(newest.size, -1), *(part[:, -1] for part in hidden[1:])
-            return model.logits(jnp.concatenate([each, *ends])), pages
+            return model.logits(sampled_states(hidden)), pages
 
     def _sample_step(
         self,
