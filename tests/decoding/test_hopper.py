@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxstack.decoding.decoder import Decoder
-from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.rows import Column
+from jaxstack.decoding.step import Programs
 from jaxstack.distributed.xla_options import is_supported
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.attention.base import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules, make_rules
 from pallas_kernels import lowering_platform
@@ -22,6 +24,7 @@ from tests.pallas_kernels.triton_interpreter import needs_triton
 
 BATCH = 16
 ROOM = 512
+PAGE = 16
 SPLITS = "xla_gpu_experimental_force_split_k"
 
 
@@ -55,18 +58,21 @@ def compiled_steps(
         return hopper_array(x.shape, jnp.bfloat16 if x.ndim > 1 else x.dtype, rules.mesh, spec)
 
     params = jax.tree.map(place, module.abstract_params, module.parameter_specs(rules))
-    decoder = Decoder.__new__(Decoder)  # the constructor casts arrays, of which there are none here
-    decoder.module = module
-    decoder.rules = rules
-    decoder._vocab_size = None
-    cache = jax.eval_shape(lambda: module.merge(params, {}).make_cache(batch, ROOM))
-    cache = jax.tree.map(
-        lambda x: hopper_array(x.shape, x.dtype, rules.mesh, jax.P("data", *["tensor"] * (x.ndim == 4))), cache
+    programs = Programs.__new__(Programs)  # the constructor makes arrays, of which there are none here
+    programs.model = types.SimpleNamespace(module=module, rules=rules)
+    programs.slots = batch
+    programs.vocab_size = None
+    programs.compiled = 0
+    room = CacheRoom(batch, ROOM, batch * ROOM // PAGE, PAGE)
+    pages = jax.eval_shape(lambda: module.merge(params, {}).make_shared_cache(room))
+    pages = jax.tree.map(
+        lambda x: hopper_array(x.shape, x.dtype, rules.mesh, jax.P(*[None] * (x.ndim - 2), "tensor")), pages
     )
-    row = hopper_array((batch,), jnp.int32, rules.mesh)
+    rows = hopper_array((batch, Column.PAGES + ROOM // PAGE), jnp.int32, rules.mesh)
+    last = hopper_array((batch,), jnp.int32, rules.mesh)
     number = hopper_array((), jnp.int32, rules.mesh)
-    program = functools.partial(decoder._decode_steps, count=steps, sampling=Sampling(temperature=0))
-    arguments = (params, {}, row, row, hopper_array((batch,), jnp.uint32, rules.mesh), number, cache)
+    program = functools.partial(programs._decode_steps, most=steps)
+    arguments = (params, {}, last, rows, number, number, pages)
     with lowering_platform("cuda"), jax.set_mesh(rules.mesh):
         jitted = jax.jit(program, donate_argnums=6)
         return compile_for_hopper(jitted, *arguments, mesh=rules.mesh, options=options).as_text()
