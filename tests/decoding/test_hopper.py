@@ -93,11 +93,11 @@ def launches(computation: str) -> list[str]:
 def test_eight_steps_are_one_loop_whose_attention_reads_what_is_filled():
     """Two rows: no product of a matrix and a row is written to memory."""
     program = compiled_steps(make_rules(hopper_mesh(ONE_DEVICE)), steps=8, batch=2)
-    assert program.count(" while(") == program.count('"known_trip_count":{"n":"8"}') == 1
-    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 2, "ranges and their sum in the full layer"
+    assert program.count(" while(") == 3, "the steps, and two searches for the limits of sampling"
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 4, "ranges and their sum in each layer"
     loop = main_loop(program)
     assert len(launches(loop)) <= 45, launches(loop)
-    made = re.findall(r"= bf16\[2,4,(?:256|512),128\]\S* ([\w-]+)\(", loop)
+    made = re.findall(r"= bf16\[64,16,4,128\]\S* ([\w-]+)\(", loop)
     assert not {"copy", "transpose", "concatenate"} & set(made), made
 
 
@@ -119,10 +119,10 @@ def test_a_layer_with_joined_projections_launches_ten_kernels():
         loop = main_loop(program)
         assert loop.count('custom_call_target="triton_kernel_call_ffi"') == 3 * layers
         assert loop.count("output_to_operand_aliasing={{1}: (4, {}), {2}: (5, {})}") == layers
-        made = re.findall(rf"= bf16\[2,4,{ROOM},128\]\S* ([\w-]+)\(", program)
-        assert set(made) <= {"parameter", "get-tuple-element"}, made
+        made = re.findall(r"= bf16\[64,16,4,128\]\S* ([\w-]+)\(", program)
+        assert set(made) <= {"parameter", "get-tuple-element", "bitcast"}, made
         found.append(len(launches(loop)))
-    assert found[1] - found[0] == 10 and found[0] <= 31, found
+    assert found[1] - found[0] == 10 and found[0] <= 35, found
 
 
 @needs_triton
@@ -136,17 +136,15 @@ def test_the_update_of_a_stacked_layers_cache_is_one_call_in_place():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_step_copies_no_cache_and_sends_one_sum_a_sublayer(tensor):
-    axes = {"pipeline": 1, "data": tensor, "fsdp": 1, "expert": 1, "context": 1, "tensor": tensor}
+@pytest.mark.parametrize(("data", "tensor", "count"), [(1, 1, 0), (1, 2, 5), (2, 2, 12)])
+def test_a_step_copies_no_cache_and_sends_one_sum_a_sublayer(data, tensor, count):
+    """Where batches are divided, the devices also exchange the rows' queries, keys and values."""
+    axes = {"pipeline": 1, "data": data, "fsdp": 1, "expert": 1, "context": 1, "tensor": tensor}
     program = compiled_steps(make_rules(hopper_mesh(axes)))
-    rows = BATCH // tensor
-    heads = 4 // tensor
-    for slots in (256, 512):
-        shape = re.escape(f"bf16[{rows},{heads},{slots},128]")
-        made = re.findall(rf"= {shape}\S* ([\w-]+)\(", program)
-        assert "scatter" in made and not {"copy", "transpose", "all-gather", "concatenate"} & set(made), made
+    shape = re.escape(f"bf16[{BATCH * ROOM // PAGE * PAGE},{4 // tensor},128]")
+    made = re.findall(rf"= {shape}\S* ([\w-]+)\(", program)
+    assert "scatter" in made and not {"copy", "transpose", "all-gather", "concatenate"} & set(made), made
     sums = re.findall(r"all-reduce(?:-start)?\(", program)
     others = re.findall(r"(?:reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", program)
     # The embedding's rows, then one after attention and one after the MLP of each layer.
-    assert (len(sums), others) == ((5, []) if tensor > 1 else (0, []))
+    assert (len(sums), others) == (count, [])
