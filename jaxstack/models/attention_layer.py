@@ -143,9 +143,9 @@ class Attention(nnx.Module):
         if slots.pages is None:
             return kind.decode(q, k, v, cache, slots, self.heads)
         # Packed tokens are one row for attention, whatever rows they are for the matmuls.
-        packed = [part.reshape(1, -1, *part.shape[2:]) for part in (q, k, v)]
+        row_q, row_k, row_v = (part.reshape(1, -1, *part.shape[2:]) for part in (q, k, v))
         decode = functools.partial(decode_slots, kind) if in_slots else kind.decode
-        out, cache = decode(*packed, cache, slots, self.heads)
+        out, cache = decode(row_q, row_k, row_v, cache, slots, self.heads)
         return out.reshape(q.shape), cache
 
     def _angles(self, context: Context) -> Angles | None:

@@ -34,10 +34,10 @@ def decode_slots(
     """
     assert slots.pages is not None
     outputs = []
-    for group, (queries, *new) in slots.pages.split(slots.queries, q, k, v):
+    for group, (queries, new_q, new_k, new_v) in slots.pages.split(slots.queries, q, k, v):
         seen = group.lengths - (queries >= 0).sum(1)
         rows = _read_rows(cache, group.slots, seen)
-        out, rows = kind.decode(*new, rows, CacheSlots(queries, seen), heads)
+        out, rows = kind.decode(new_q, new_k, new_v, rows, CacheSlots(queries, seen), heads)
         cache = _write_rows(cache, rows, group)
         outputs.append(out)
     return pack_groups(outputs), cache
