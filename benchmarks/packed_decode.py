@@ -37,7 +37,7 @@ from benchmarks.generate import VOCABULARY, bandwidth, measure
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.checkpoint.compressed import named_leaves
 from jaxstack.compress.matrix import MatrixLayout, dense_weights
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import nest

@@ -25,7 +25,8 @@ from jaxstack.compress.matrix import MatrixLayout, dense_weights, forward_order_
 from jaxstack.config.loader import build_component, dump_yaml
 from jaxstack.config.sections import RunSection
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.decode import Decoder, Params
+from jaxstack.decoding.decode import Params
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.distill import DistillConfig
 from jaxstack.errors import ConfigError
 from jaxstack.files import new_directory, write_file

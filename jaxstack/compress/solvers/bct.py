@@ -20,7 +20,7 @@ from pydantic import Field
 from jaxstack.compress.base import AfterTraining, Compressed, DuringTraining, Format, InputStatistics, Method
 from jaxstack.compress.solvers.column_sweep import ColumnSweepMethod
 from jaxstack.compress.solvers.gptq import round_to_scales
-from jaxstack.models.attention.base import AttentionSpec, LayerCache, SegmentIds
+from jaxstack.models.attention.base import AttentionSpec, CacheRoom, LayerCache, SegmentIds
 from jaxstack.models.attention.softmax import SoftmaxAttention
 from jaxstack.models.linear import Linear
 from jaxstack.models.transformer import Transformer
@@ -233,8 +233,8 @@ class IntegerSoftmax(SoftmaxAttention):
     def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
         raise ValueError("attention in integers computes whole sequences; it has no cache to generate with.")
 
-    def make_pages(self, heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> LayerCache:
-        raise ValueError("attention in integers computes whole sequences; it has no pages to serve with.")
+    def make_shared_cache(self, heads: AttentionSpec, room: CacheRoom, dtype: jax.typing.DTypeLike) -> LayerCache:
+        raise ValueError("attention in integers computes whole sequences; it has no cache to serve with.")
 
 
 def in_integers(model: Transformer) -> Transformer:

@@ -21,12 +21,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.rows import Column, Pages, decode_rows, pack_rows, page_counts, rows_at_step
+from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
+from jaxstack.decoding.step import Programs, limit_vocabulary, make_cache, sampling_of
 from jaxstack.errors import ConfigError
-from jaxstack.models.attention.base import PageSlots
 from jaxstack.parallel.sharding_context import logical_axis_rules
-from jaxstack.serve.rows import Column, Pages, decode_rows, pack_rows, rows_at_step
-from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
-from jaxstack.serve.step import Programs, limit_vocabulary, make_pages, sampling_of
 
 
 class RecentTokens(NamedTuple):
@@ -53,7 +52,6 @@ class DraftPrograms:
     Args:
       target: programs of the model whose tokens are guessed.
       model: the draft model, on the same mesh, with the same tokenizer.
-      pages: number of pages.
       width: D.
       together: number of layers that run together while guessing; 1: the draft model is run exactly.
 
@@ -61,7 +59,7 @@ class DraftPrograms:
       ConfigError: layers that run together are stacked.
     """
 
-    def __init__(self, target: Programs, model: ModelOnMesh, pages: int, width: int, together: int = 1):
+    def __init__(self, target: Programs, model: ModelOnMesh, width: int, together: int = 1):
         if together > 1 and model.config.scan_layers and model.config.num_layers > 1:
             raise ConfigError("engine.draft_layers_together needs a draft model with model.scan_layers=false.")
         self.target = target
@@ -72,7 +70,7 @@ class DraftPrograms:
         options = model.compiler_options
         jit = target.compiler.jit
         with jax.set_mesh(model.rules.mesh):
-            make = jax.jit(lambda params, non_params: make_pages(model, params, non_params, pages, target.page_size))
+            make = jax.jit(lambda params, non_params: make_cache(model, params, non_params, target.room))
             self._pages = make(model.params, model.non_params)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
         self._guess = jit(
@@ -183,10 +181,10 @@ class DraftPrograms:
     ) -> Pages:
         """Write keys and values of chunks of prompts into the draft model's KV-cache pages; return the pages."""
         self.target.compiled += 1
-        ids, positions, write, group = pack_rows(chunks, tokens, pages)
+        ids, positions, slots = pack_rows([(chunks, tokens)], *page_counts(pages))
         with logical_axis_rules(self.model.rules):
             model = self.model.module.merge(params, non_params)
-            return model.decode_packed(ids, positions, PageSlots(write, (group,)), pages)[1]
+            return model.decode_packed(ids, positions, slots, pages)[1]
 
     def _verify_step(
         self,

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
-from jaxstack.serve.ngram_draft import NGramDrafter
-from jaxstack.serve.pages import ROOT, PagePool, page_digest
-from jaxstack.serve.requests import Handle
-from jaxstack.serve.step_shapes import ChunkShape, choose_shape
+from jaxstack.decoding.ngram_draft import NGramDrafter
+from jaxstack.decoding.pages import ROOT, PagePool, page_digest
+from jaxstack.decoding.requests import Handle
+from jaxstack.decoding.step_shapes import ChunkShape, choose_shape
 
 
 class Sequence:
@@ -119,6 +119,8 @@ class Scheduler:
         constraint, a step is planned only when the tokens before it are known.
       draft_model: a draft model makes the drafts. Their number then does not depend on other requests, because the
         sampled tokens depend on their number.
+      states: some layers keep a state of fixed size for each slot, so that the chunks of a prompt have to follow one
+        another in different steps.
 
     Attributes:
       shapes: shapes of prompt chunks; may be replaced before the warm-up.
@@ -137,6 +139,7 @@ class Scheduler:
         draft_tokens: int = 0,
         *,
         draft_model: bool = False,
+        states: bool = False,
     ):
         self.context = context
         self.pool = pool
@@ -145,6 +148,7 @@ class Scheduler:
         self.decode_steps = 1
         self.draft_tokens = draft_tokens
         self._draft_model = draft_model
+        self._states = states
         self.approximate = False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -322,7 +326,8 @@ class Scheduler:
         rows: list[Row] = []
         for sequence in pending:
             start = sequence.filled
-            while start < sequence.target and len(rows) < shape.rows:
+            most = start + shape.width if self._states else sequence.target
+            while start < min(most, sequence.target) and len(rows) < shape.rows:
                 count = min(shape.width, sequence.target - start)
                 last = start + count == sequence.target == len(sequence.tokens)
                 rows.append(Row(sequence, start, count, sequence.sampled if last else None))

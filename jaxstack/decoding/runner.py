@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.draft_model import DraftPrograms, RecentTokens
-from jaxstack.serve.ngram_draft import accept
-from jaxstack.serve.sampling import Mode
-from jaxstack.serve.schedule import Row, StepPlan
-from jaxstack.serve.stats import EngineStats
-from jaxstack.serve.step import Programs, choose_mode, pad_chunks
-from jaxstack.serve.step_shapes import ChunkShape, StepSeconds, decode_batch_sizes
+from jaxstack.decoding.config import EngineConfig
+from jaxstack.decoding.draft_model import DraftPrograms, RecentTokens
+from jaxstack.decoding.ngram_draft import accept
+from jaxstack.decoding.sampling import Mode
+from jaxstack.decoding.schedule import Row, StepPlan
+from jaxstack.decoding.stats import EngineStats
+from jaxstack.decoding.step import Programs, choose_mode, pad_chunks
+from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds
 
 _LONGEST = 0.03
 """Seconds that a program of several decode steps should take at most, so that tokens keep coming and prompts start."""
@@ -39,10 +39,12 @@ class Runner:
       programs: the compiled programs, with the cache.
       config: sizes.
       stats: the engine's statistics, to which the durations of the programs are added.
+      row_counts: numbers of decoded rows to which batches are padded, smallest first; the last is the slots' number.
     """
 
-    def __init__(self, programs: Programs, config: EngineConfig, stats: EngineStats):
+    def __init__(self, programs: Programs, config: EngineConfig, stats: EngineStats, row_counts: Sequence[int]):
         self.programs = programs
+        self._row_counts = row_counts
         self._slots = config.slots
         self._stats = stats
         self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
@@ -96,7 +98,7 @@ class Runner:
     def _run_all(self, shapes: Sequence[ChunkShape]) -> None:
         """Run each program once, on padding only: all batch sizes, prompt-chunk shapes and ways of sampling."""
         totals = set[int]()
-        for count in decode_batch_sizes(self._slots):
+        for count in self._row_counts:
             rows = self.programs.describe([], count)
             self._run_empty(rows, None, None)
             if self._steps > 1:
@@ -129,7 +131,7 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> None:
         """Start a planned step on the device without waiting for its result."""
-        sampled = self._run_steps(plan) if plan.steps > 1 else self._run_one(plan)
+        sampled = self._run_steps(plan) if self._loops(plan) else self._run_one(plan)
         sampled.copy_to_host_async()
         self._in_flight.append((plan, sampled, time.perf_counter_ns()))
 
@@ -146,13 +148,18 @@ class Runner:
         self._stats.waiting += self._read_at - asked
         if plan.shape is None:
             self._step_seconds = (self._step_seconds + 1e-9 * (self._read_at - began) / plan.steps) / 2
-        return self._read_steps(plan, tokens) if plan.steps > 1 else self._read_one(plan, tokens)
+        return self._read_steps(plan, tokens) if self._loops(plan) else self._read_one(plan, tokens)
+
+    def _loops(self, plan: StepPlan) -> bool:
+        """Return True if a plan runs as the program of several decode steps, which may also run a single one."""
+        constrained = any(row.sequence.handle.request.constraint is not None for row in plan.decoded)
+        return plan.shape is None and self._steps > 1 and not constrained
 
     def _row_count(self, plan: StepPlan) -> int:
         """Return the compiled batch size to which the decoded sequences of a step are padded."""
         if plan.shape is not None:
             return self._slots
-        return next(count for count in decode_batch_sizes(self._slots) if count >= len(plan.decoded))
+        return next(count for count in self._row_counts if count >= len(plan.decoded))
 
     def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows"]:
         rows = self.programs.describe(plan.decoded, self._row_count(plan))
@@ -220,12 +227,19 @@ class DraftRunner(Runner):
     """Runs the scheduler's planned steps with speculative decoding, in which a draft model proposes tokens.
 
     Args:
-      programs, config, stats: as of `Runner`.
+      programs, config, stats, row_counts: as of `Runner`.
       draft: programs of the draft model.
     """
 
-    def __init__(self, programs: Programs, config: EngineConfig, stats: EngineStats, draft: DraftPrograms):
-        super().__init__(programs, config, stats)
+    def __init__(
+        self,
+        programs: Programs,
+        config: EngineConfig,
+        stats: EngineStats,
+        row_counts: Sequence[int],
+        draft: DraftPrograms,
+    ):
+        super().__init__(programs, config, stats, row_counts)
         self._draft = draft
 
     def _compiling(self) -> contextlib.AbstractContextManager[None]:

@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxstack.decoding import schedule
+from jaxstack.decoding.compilation import ThreadedCompiler
 from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.decoding.rows import Column, Pages, decode_rows, rows_at_step, run_rows, sampled_states
+from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, sample_rows
+from jaxstack.decoding.schedule import Row
+from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
+from jaxstack.models.attention.base import CacheRoom
+from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.parallel.sharding_context import logical_axis_rules
-from jaxstack.serve import schedule
-from jaxstack.serve.compilation import ThreadedCompiler
-from jaxstack.serve.rows import Column, Pages, decode_rows, rows_at_step, run_rows
-from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
-from jaxstack.serve.schedule import Row
-from jaxstack.serve.step_shapes import ChunkShape
 from pallas_kernels.target import current_target
 
 _NO_LIMIT = 2**31 - 1
@@ -30,37 +32,30 @@ _NO_LIMIT = 2**31 - 1
 
 
 class Programs:
-    """Device state of the engine (KV-cache pages, newest tokens) and the compiled programs that update it.
+    """Device state of the engine (cache, newest tokens) and the compiled programs that update it.
 
     Args:
       model: the model on its mesh.
-      slots: S.
-      pages, page_size: sizes of the cache.
-      context: token limit of a request.
+      room: S slots and the other sizes of the cache.
       vocab_size: number of ids that may be sampled; None: all.
       halves_from: number of tokens from which a step runs on two halves of them, see `run_rows`; None: never.
-
-    Raises:
-      ValueError: the model's attention kind does not keep its cache in pages.
     """
 
     def __init__(
         self,
         model: ModelOnMesh,
+        room: CacheRoom,
         *,
-        slots: int,
-        pages: int,
-        page_size: int,
-        context: int,
         vocab_size: int | None,
         halves_from: int | None = None,
     ):
         self.model = model
-        self.slots = slots
-        self.page_size = page_size
+        self.room = room
+        self.slots = room.slots
+        self.page_size = room.page_size
         self.halves_from = halves_from
-        self.table_width = -(-context // page_size)
-        self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
+        self.table_width = -(-room.length // room.page_size)
+        self._described = np.zeros((room.slots, Column.PAGES + self.table_width), np.int32)
         self.vocab_size = vocab_size
         self.words = -(-(vocab_size or model.config.vocab_size or 0) // 32)
         """int32 words of a row's mask of allowed tokens."""
@@ -69,9 +64,8 @@ class Programs:
         self.compiler = ThreadedCompiler()
         whole = model.rules.sharding(jax.P())
         with jax.set_mesh(model.rules.mesh):
-            make = jax.jit(lambda params, non_params: make_pages(model, params, non_params, pages, page_size))
-            self._pages = make(model.params, model.non_params)
-            self._last = jax.device_put(jnp.zeros(slots, jnp.int32), whole)
+            self._pages = self._make_cache()
+            self._last = jax.device_put(jnp.zeros(room.slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
         self._sample = self.compiler.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
         self._forward = dict[bool, Any]()
@@ -91,6 +85,10 @@ class Programs:
                 out_shardings=(whole, whole, layout),
                 compiler_options=options,
             )
+
+    def _make_cache(self) -> Pages:
+        make = jax.jit(lambda params, non_params: make_cache(self.model, params, non_params, self.room))
+        return make(self.model.params, self.model.non_params)
 
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
         """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
@@ -261,8 +259,7 @@ class Programs:
         with logical_axis_rules(self.model.rules):
             model = self.model.module.merge(params, non_params)
             hidden, pages = run_rows(model, groups, pages, halves=halves)
-            each, *ends = hidden[0].reshape(newest.size, -1), *(part[:, -1] for part in hidden[1:])
-            return model.logits(jnp.concatenate([each, *ends])), pages
+            return model.logits(sampled_states(hidden)), pages
 
     def _sample_step(
         self,
@@ -365,24 +362,33 @@ def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]
     return tokens
 
 
-def page_bytes(model: ModelOnMesh, page_size: int) -> int:
-    """Return the size in bytes of one KV-cache page, summed over all layers."""
-
-    def total(pages: int) -> int:
-        def make(params: Params, non_params: Params) -> Pages:
-            return make_pages(model, params, non_params, pages, page_size)
-
-        made = jax.eval_shape(make, model.params, model.non_params)
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
-
-    return total(2) - total(1)  # the difference leaves out what is allocated once for all pages
+def cache_bytes(model: ModelOnMesh, room: CacheRoom) -> int:
+    """Return the size in bytes of a model's cache, summed over all layers and devices."""
+    made = _cache_shapes(model, room)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
 
 
-def make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: int, page_size: int) -> Pages:
-    """Return an empty paged KV cache for all layers of a model. To be called in a jitted function.
+def shares_pages(model: ModelOnMesh) -> bool:
+    """Return True if every layer keeps its cache in pages.
+
+    Otherwise some keep a state of fixed size for each sequence, which only moves forward: it cannot be shared by
+    sequences with a common prefix, cannot take back draft tokens, and takes the chunks of a prompt one after another.
+    """
+    return all(isinstance(layer, PagedKeys) for layer in _cache_shapes(model, CacheRoom(1, 1, 1, 1)))
+
+
+def _cache_shapes(model: ModelOnMesh, room: CacheRoom) -> Pages:
+    def make(params: Params, non_params: Params) -> Pages:
+        return make_cache(model, params, non_params, room)
+
+    return jax.eval_shape(make, model.params, model.non_params)
+
+
+def make_cache(model: ModelOnMesh, params: Params, non_params: Params, room: CacheRoom) -> Pages:
+    """Return an empty cache for all layers of a model. To be called in a jitted function.
 
     Raises:
-      ValueError: the model's attention kind does not keep its cache in pages.
+      ValueError: the model's attention has no cache.
     """
     with logical_axis_rules(model.rules):
-        return model.module.merge(params, non_params).make_pages(pages, page_size)
+        return model.module.merge(params, non_params).make_shared_cache(room)

@@ -13,10 +13,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxstack.models.attention.base import PageGroup, PageSlots
+from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.transformer import Transformer
 
 Pages: TypeAlias = PyTree
-"""KV cache of all layers: a tree of arrays [..., pages, page_size, kv_heads, head_dim]."""
+"""Caches of all layers, from `Transformer.make_shared_cache`: pages, or one row for each slot."""
 RowTokens: TypeAlias = tuple[Int[Array, "R columns"], Int[Array, "R C"]]
 """A group of rows of equal width C: row descriptions [R, columns] and token ids [R, C].
 
@@ -98,14 +99,22 @@ def _run_packed(
     """Run the model on all tokens packed in one row; return the hidden states of each group, and the KV cache."""
     if not groups:
         return [], pages
-    ids, positions, write, places = zip(*(pack_rows(*group, pages) for group in groups), strict=True)
-    slots = PageSlots(jnp.concatenate(write), places)
-    hidden, pages = model.decode_packed(
-        jnp.concatenate(ids), jnp.concatenate(positions), slots, pages, layers_together=together
-    )
+    ids, positions, slots = pack_rows(groups, *page_counts(pages))
+    hidden, pages = model.decode_packed(ids, positions, slots, pages, layers_together=together)
+    return split_packed(hidden, groups), pages
+
+
+def split_packed(hidden: Float[Array, "T D"], groups: Sequence[RowTokens]) -> list[Float[Array, "R C D"]]:
+    """Split the hidden states of packed tokens into those of each group of rows."""
     ends = np.cumsum([tokens.size for _, tokens in groups])
     parts = jnp.split(hidden, ends[:-1])
-    return [part.reshape(*tokens.shape, -1) for part, (_, tokens) in zip(parts, groups, strict=True)], pages
+    return [part.reshape(*tokens.shape, -1) for part, (_, tokens) in zip(parts, groups, strict=True)]
+
+
+def sampled_states(hidden: Sequence[Float[Array, "R C D"]]) -> Float[Array, "all D"]:
+    """Return the states after which tokens are sampled: all of the decoded rows, the last of each prompt chunk."""
+    decoded, *chunks = hidden
+    return jnp.concatenate([decoded.reshape(-1, decoded.shape[-1]), *(part[:, -1] for part in chunks)])
 
 
 def _split(rows: Int[Array, "R columns"], tokens: Int[Array, "R C"]) -> tuple[list[RowTokens], int]:
@@ -132,18 +141,38 @@ def rows_at_step(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Arr
 
 
 def pack_rows(
-    rows: Int[Array, "R columns"], tokens: Int[Array, "R C"], pages: Pages
-) -> tuple[Int[Array, " all"], Int[Array, " all"], Int[Array, " all"], PageGroup]:
-    """Flatten rows of tokens; return ids, positions and KV-cache slots of all tokens, and each row's pages and size."""
-    *_, number, page_size, _, _ = jax.tree.leaves(pages)[0].shape
-    total = number * page_size
-    width = tokens.shape[1]
+    groups: Sequence[RowTokens], pages: int, page_size: int
+) -> tuple[Int[Array, " T"], Int[Array, " T"], PageSlots]:
+    """Flatten groups of rows of tokens; return ids, positions and cache places of all tokens.
+
+    Args:
+      pages, page_size: sizes of the cache, see `page_counts`.
+    """
+    packed = [_pack(rows, tokens.shape[1], pages, page_size) for rows, tokens in groups]
+    positions, write, places = zip(*packed, strict=True)
+    ids = [jnp.asarray(tokens).ravel() for _, tokens in groups]
+    return jnp.concatenate(ids), jnp.concatenate(positions), PageSlots(jnp.concatenate(write), places)
+
+
+def _pack(
+    rows: Int[Array, "R columns"], width: int, pages: int, page_size: int
+) -> tuple[Int[Array, " all"], Int[Array, " all"], PageGroup]:
+    """Return the positions of a group's tokens, their places in the pages, and the group."""
     start = rows[:, Column.START, None]
     count = rows[:, Column.COUNT, None]
     offset = jnp.arange(width, dtype=jnp.int32) - (width - count)
     positions = jnp.where(offset >= 0, start + offset, -1)
     table = rows[:, Column.PAGES :]
     page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page_size, axis=1)
-    write = jnp.where(positions >= 0, page * page_size + positions % page_size, total)
+    write = jnp.where(positions >= 0, page * page_size + positions % page_size, pages * page_size)
     lengths = jnp.where(count > 0, start + count, 0)[:, 0]
-    return tokens.ravel(), positions.ravel(), write.ravel(), PageGroup(table, lengths, width)
+    return positions.ravel(), write.ravel(), PageGroup(table, lengths, width, rows[:, Column.SLOT])
+
+
+def page_counts(pages: Pages) -> tuple[int, int]:
+    """Return the number of pages and the tokens per page of a cache; (1, 1) if none of its layers has pages."""
+    for layer in pages:
+        if isinstance(layer, PagedKeys):
+            *_, number, page_size, _, _ = jax.tree.leaves(layer)[0].shape
+            return number, page_size
+    return 1, 1

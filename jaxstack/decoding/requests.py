@@ -74,6 +74,8 @@ class Handle:
         """Prompt tokens whose keys and values were found in the prefix cache."""
         self.finish_reason: FinishReason | None = None
         """None until the answer has ended."""
+        self.stop_token: int | None = None
+        """The stop token that ended the answer, which is not part of it; None if something else did."""
         self.error: str | None = None
         self._cancel = cancel
         self._tokens = list[int]()

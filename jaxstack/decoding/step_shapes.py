@@ -14,6 +14,18 @@ class ChunkShape(NamedTuple):
     width: int
 
 
+class StepShapes(NamedTuple):
+    """Shapes of an engine's steps, for which programs are compiled.
+
+    Attributes:
+      decode: numbers of decoded rows, smallest first; the last is the number of slots.
+      chunks: shapes of prompt chunks, smallest first.
+    """
+
+    decode: tuple[int, ...]
+    chunks: tuple[ChunkShape, ...]
+
+
 def chunk_shapes(tokens: int, slots: int, together: int | None = None) -> tuple[ChunkShape, ...]:
     """Return the shapes of prompt-token batches to compile, smallest first.
 
