@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxstack import Trainer
+from jaxstack import TrainConfig, Trainer
 from jaxstack.checkpoint.compressed import named_leaves, read_compressed
 from jaxstack.compress.after_training.run import CompressOptions, compress
 from jaxstack.compress.base import AfterTraining, DuringTraining, Format
@@ -78,7 +78,8 @@ def test_during_training_a_step_computes_with_the_new_format():
     random = np.random.default_rng(0)
     x = random.normal(size=(64, 16)).astype(np.float32)
     data = [{"x": x, "y": np.tanh(x[:, :4])}] * 60
-    trainer = Trainer(compress_in_training(Model, rules), loss, data, optimizer=optax.adam(0.01))
+    train = TrainConfig(steps=60, global_batch_size=64)
+    trainer = Trainer(compress_in_training(Model, rules), loss, data, optimizer=optax.adam(0.01), train=train)
     compression = trainer.module.view(Compression)
     params, non_params = jax.jit(trainer.module.init)(jax.random.key(0))
     before = loss(trainer.module.merge(params, non_params), data[0])
