@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from jaxstack.errors import JaxstackError
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import Envelope, error_body
+from jaxstack.serve.requests import ConstraintFailed
 from jaxstack.serve.text import TextAnswer
 
 
@@ -68,6 +69,8 @@ class Answers:
                 answer = self.answers[index]
                 try:
                     text = self._take(index)
+                except ConstraintFailed as error:
+                    raise Refused(400, str(error)) from None
                 except JaxstackError as error:
                     raise Refused(500, str(error)) from None
                 if text or answer.finish_reason is not None:

@@ -4,6 +4,7 @@
 at the start, so that no request waits for a compilation.
 """
 
+import operator
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from jaxstack.serve.capacity import choose_context_and_pages
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.draft_model import DraftPrograms
 from jaxstack.serve.pages import PagePool
-from jaxstack.serve.requests import Constraint, FinishReason, Handle, Request
+from jaxstack.serve.requests import Constraint, ConstraintFailed, FinishReason, Handle, Request
 from jaxstack.serve.runner import DraftRunner, Runner
 from jaxstack.serve.schedule import Scheduler
 from jaxstack.serve.stats import EngineState, EngineStats
@@ -142,6 +143,7 @@ class Engine:
           EngineClosed: the engine is shutting down, or has failed.
         """
         self.check_prompt(prompt, max_tokens)
+        prompt = [operator.index(token) for token in prompt]
         stops = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
         request = Request(tuple(prompt), max_tokens, sampling or Sampling(), seed % 2**32, stops, constraint)
         handle = Handle(request, self._cancel)
@@ -159,8 +161,13 @@ class Engine:
         Raises:
           ConfigError: they do not, or the prompt has unknown ids.
         """
+        if isinstance(prompt, str | bytes):
+            raise ConfigError("a prompt is a sequence of token ids; encode a text by the model's tokenizer first.")
         if not len(prompt):
             raise ConfigError("a prompt must have at least one token.")
+        wrong = next((token for token in prompt if not hasattr(token, "__index__")), None)
+        if wrong is not None:
+            raise ConfigError(f"token ids must be whole numbers; found {wrong!r}.")
         if min(prompt) < 0:
             raise ConfigError(f"token ids must be at least 0; found {min(prompt)}.")
         if max_tokens < 1:
@@ -286,7 +293,7 @@ class Engine:
             self._new.clear()
         self._sequences.clear()
         for handle in handles:
-            handle.push([], "error", f"the engine has failed: {message}")
+            handle.push([], "error", JaxstackError(f"the engine has failed: {message}"))
 
     def _cancel(self, handle: Handle) -> None:
         with self._changed:
@@ -321,6 +328,7 @@ class Engine:
         request = sequence.handle.request
         added = list[int]()
         reason = None
+        error = None
         if not sequence.num_read:
             self.stats.prompt_tokens += len(request.prompt)
         for token in tokens:
@@ -329,7 +337,13 @@ class Engine:
                 break
             added.append(token)
             sequence.tokens.append(token)
-            if request.constraint is not None and not request.constraint.accept(token):
+            try:
+                complete = request.constraint is not None and not request.constraint.accept(token)
+            except ConstraintFailed as failure:
+                complete, error = False, failure
+            if error is not None:
+                reason = "error"
+            elif complete:
                 reason = "stop"
             elif sequence.num_read >= request.max_tokens:
                 reason = "length"
@@ -337,16 +351,22 @@ class Engine:
                 break
         self.stats.generated_tokens += len(added)
         if reason is not None:
-            self._finish(sequence, added, reason)
+            self._finish(sequence, added, reason, error)
         else:
             self.scheduler.register_pages(sequence)
             sequence.handle.push(added)
 
-    def _finish(self, sequence: schedule.Sequence, tokens: list[int], reason: FinishReason) -> None:
+    def _finish(
+        self,
+        sequence: schedule.Sequence,
+        tokens: list[int],
+        reason: FinishReason,
+        error: JaxstackError | None = None,
+    ) -> None:
         self.scheduler.finish(sequence)
         self._sequences.pop(id(sequence.handle), None)
         self.stats.finished[reason] += 1
-        sequence.handle.push(tokens, reason)
+        sequence.handle.push(tokens, reason, error)
 
 
 def _halves_from(model: ModelOnMesh, config: EngineConfig) -> int | None:

@@ -86,7 +86,7 @@ class TextAnswer:
                 self.finish_reason = "stop"
                 return "".join(pieces)
         if reason == "error":
-            raise JaxstackError(self.handle.error or "the engine has failed")
+            raise self.handle.error or JaxstackError("the engine has failed")
         if reason is not None and reason != "cancelled":
             pieces.append(self._text.finish("stop" if reason == "stop" else "length"))
             self.finish_reason = self._text.finish_reason
