@@ -26,12 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.compression_methods import calibration_batches
 from benchmarks.rows import append_rows, print_table, require_commit
 from jaxstack.checkpoint.compressed import dense_parameter, named_leaves
-from jaxstack.compress.config import Recipe
-from jaxstack.compress.integers import in_integers
-from jaxstack.compress.layerwise import compress_layers
-from jaxstack.compress.methods.bct_gptq import BctGptq
-from jaxstack.compress.recipe import choose_methods, dense_weights, load_recipe
-from jaxstack.compress.run import as_stored, compress_leaves
+from jaxstack.compress.after_training.layerwise import compress_layers
+from jaxstack.compress.after_training.run import as_stored, compress_leaves
+from jaxstack.compress.config import Recipe, choose_methods, load_recipe
+from jaxstack.compress.matrix import dense_weights
+from jaxstack.compress.solvers.bct import BctGptq, in_integers
 from jaxstack.data.loader import open_data
 from jaxstack.decoding.decode import Params
 from jaxstack.loss import language_model_loss
@@ -106,10 +105,10 @@ class Measurement:
 
     def compress(self, leaves: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
         """Return the parameters by path with the matrices compressed that the recipe chooses."""
-        dims = dense_weights(self.config.model)
-        methods = choose_methods(recipe, dims)
+        layouts = dense_weights(self.config.model)
+        methods = choose_methods(recipe, layouts)
         if not any(method.needs for method in methods.values()):
-            return compress_leaves(leaves, methods, dims)
+            return compress_leaves(leaves, methods, layouts)
         model = self.trainer.module.merge(self.params, self.non_params)
         text = open_data(self.config.data, sequence_length=self.config.train.sequence_length, seed=0)
         return {**leaves, **compress_layers(model, calibration_batches(text, SEQUENCES), methods).weights}

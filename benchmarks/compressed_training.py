@@ -48,10 +48,14 @@ from benchmarks.compression_methods import (
     replaced,
 )
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
-from jaxstack.compress.layerwise import compress_layers
-from jaxstack.compress.methods import Gptq, KMeans, LowRank, Magnitude, Method, Rtn, SparseGpt
-from jaxstack.compressed_training.base import WeightRule
-from jaxstack.compressed_training.cluster import (
+from jaxstack.compress.after_training.layerwise import compress_layers
+from jaxstack.compress.base import AfterTraining, DuringTraining
+from jaxstack.compress.during_training import Compression, compress_in_training
+from jaxstack.compress.formats.integer_grid import Rtn
+from jaxstack.compress.formats.lookup_table import KMeans
+from jaxstack.compress.formats.low_rank import LowRank
+from jaxstack.compress.formats.sparse import Magnitude, MaskRule
+from jaxstack.compress.solvers.cluster import (
     Clustering,
     ClusterRule,
     count_values,
@@ -59,13 +63,13 @@ from jaxstack.compressed_training.cluster import (
     start_centroids,
     stored_bytes,
 )
-from jaxstack.compressed_training.distill import DistillConfig, distillation_loss, empty_model, with_teacher
-from jaxstack.compressed_training.low_rank import LowRankRule
-from jaxstack.compressed_training.lsq import LsqRule
-from jaxstack.compressed_training.mask import MaskRule
+from jaxstack.compress.solvers.gptq import Gptq
+from jaxstack.compress.solvers.lsq import LsqRule
+from jaxstack.compress.solvers.maestro import LowRankRule
+from jaxstack.compress.solvers.sparsegpt import SparseGpt
+from jaxstack.distill import DistillConfig, distillation_loss, empty_model, with_teacher
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
-from jaxstack.module_arrays.compression import Compression, compress_in_training
 from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
@@ -107,7 +111,7 @@ class Study:
         return calibration_batches(self.base.data, self.args.sequences)
 
     def train(
-        self, seed: int, start: Dict, *rules: WeightRule, teacher: Dict | None = None
+        self, seed: int, start: Dict, *rules: DuringTraining, teacher: Dict | None = None
     ) -> tuple[ModuleArrays, Dict]:
         """Take further steps from `start`; return the module, and what its train state stores.
 
@@ -131,7 +135,7 @@ class Study:
         return trainer.module, trainer.state.params
 
     def make_trainer(
-        self, config: RunConfig, rules: Sequence[WeightRule], distill: DistillConfig | None, teacher: Dict | None
+        self, config: RunConfig, rules: Sequence[DuringTraining], distill: DistillConfig | None, teacher: Dict | None
     ) -> Trainer:
         """Return a trainer on the base's text, with rules; with `distill` a base with other parameters teaches it."""
 
@@ -165,10 +169,10 @@ class Study:
         """Return the parameters after further steps without compression."""
         return self.train(seed, self.start)[1]
 
-    def compress(self, params: Dict, methods: Method | Mapping[str, Method]) -> Dict:
+    def compress(self, params: Dict, methods: AfterTraining | Mapping[str, AfterTraining]) -> Dict:
         """Return the parameters with the dense layers compressed, as plain arrays."""
         model = self.base.trainer.module.merge(params, self.base.trainer.state.non_params)
-        if isinstance(methods, Method):
+        if isinstance(methods, AfterTraining):
             methods = dict.fromkeys(dense_paths(self.base.config.model.num_layers), methods)
         return replaced(params, compress_layers(model, self.calibration, methods).weights)
 
@@ -349,7 +353,7 @@ def train_student(study: Study, settings: DistillConfig | None, seed: int) -> fl
 
 def size_rows() -> Iterator[Row]:
     """Yield the memory of clustering in a step, and the bytes of a large clustered model."""
-    clustering = ClusterRule(path=".").settings
+    clustering = ClusterRule(path=".").format
     for name, function in (("k-means over all weights", dense_clusters), ("edkm", soft_clusters)):
         saved = saved_bytes(function, 4096, clustering)
         yield {"work": "map of 4096 x 4096, 3 bits", "implementation": name, "bytes": saved}

@@ -38,10 +38,14 @@ from benchmarks.learning import learn
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.steps import open_run
 from benchmarks.synthetic_layer import make_layer
-from jaxstack.compress.input_scales import candidate_scales, round_scaled, rounding_errors
-from jaxstack.compress.layerwise import compress_layers
-from jaxstack.compress.methods import Awq, Gptq, Magnitude, Method, Rtn, SparseGpt, Wanda
-from jaxstack.compress.methods.base import InputStatistics
+from jaxstack.compress.after_training.layerwise import compress_layers
+from jaxstack.compress.base import AfterTraining, InputStatistics
+from jaxstack.compress.formats.integer_grid import Rtn
+from jaxstack.compress.formats.sparse import Magnitude
+from jaxstack.compress.solvers.awq import Awq, candidate_scales, round_scaled, rounding_errors
+from jaxstack.compress.solvers.gptq import Gptq
+from jaxstack.compress.solvers.sparsegpt import SparseGpt
+from jaxstack.compress.solvers.wanda import Wanda
 from jaxstack.data.loader import Data, open_data
 from jaxstack.models import ModelConfig, Transformer, preset_config
 from jaxstack.observe.throughput import peak_memory_bytes
@@ -62,7 +66,7 @@ TINY = (
     "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.scan_layers=false",
     "data.tokenizer.name=byte", "train.global_batch_size=4", "train.sequence_length=32", "parallel.simulate_devices=1",
 )  # fmt: skip
-SETTINGS: dict[str, tuple[Method, ...]] = {
+SETTINGS: dict[str, tuple[AfterTraining, ...]] = {
     "50 % zeros": (Magnitude(path="."), Wanda(path="."), SparseGpt(path=".")),
     "2:4": tuple(kind(path=".", pattern="2:4") for kind in (Magnitude, Wanda, SparseGpt)),
     "int4, groups of 128": tuple(kind(path=".", bits=4, group_size=128) for kind in (Rtn, Awq, Gptq)),
@@ -145,7 +149,7 @@ def model_rows(
     steps: int,
     sequences: int,
     group_size: int,
-    settings: Mapping[str, tuple[Method, ...]] = SETTINGS,
+    settings: Mapping[str, tuple[AfterTraining, ...]] = SETTINGS,
 ) -> Iterator[Row]:
     """Yield the held-out perplexity of a trained model on one device, as it is and under each method."""
     params = trainer.state.params

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rows import append_rows, print_table
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.models import Transformer

@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table, require_commit
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.models import ModelConfig, Transformer, count_parameters, to_huggingface

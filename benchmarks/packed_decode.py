@@ -36,8 +36,8 @@ from benchmarks.arguments import positive
 from benchmarks.generate import VOCABULARY, bandwidth, measure
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.checkpoint.compressed import named_leaves
-from jaxstack.compress.recipe import WeightDims, dense_weights
-from jaxstack.decoding.decode import Decoder
+from jaxstack.compress.matrix import MatrixLayout, dense_weights
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import nest
@@ -66,13 +66,13 @@ Row = dict[str, Any]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def random_weight(key: jax.Array, grid: Grid, dims: WeightDims) -> PackedWeight:
+def random_weight(key: jax.Array, grid: Grid, layout: MatrixLayout) -> PackedWeight:
     """Return a packed weight whose outputs are about as large as its inputs."""
-    outputs, inputs = dims.matrix
+    outputs, inputs = layout.size
     low, high = grid.limits
     q = jax.random.randint(key, (outputs, inputs), low, high + 1, jnp.int8)
     scales = jnp.full((outputs, grid.groups(inputs)), math.sqrt(3 / inputs) / high, jnp.bfloat16)
-    return pack_integers(grid, q, scales).with_dims(*dims)
+    return pack_integers(grid, q, scales).with_dims(*layout.dims)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -87,13 +87,13 @@ def make_decoder(config: RunConfig, model: ModelConfig, layers: Grid | None, hea
     rules = make_rules(mesh)
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     module = ModuleArrays(lambda rngs: Transformer(model, rngs, dtype=dtype))
-    dims = dense_weights(model)
+    layouts = dense_weights(model)
     leaves = dict[str, Any]()
     for number, (path, leaf) in enumerate(named_leaves(module.abstract_params).items()):
-        grid = head if path == "head" else layers if path in dims and path.startswith("decoder/") else None
+        grid = head if path == "head" else layers if path in layouts and path.startswith("decoder/") else None
         key = jax.random.key(number)
         if grid is not None:
-            leaves[path] = random_weight(key, grid, dims[path])
+            leaves[path] = random_weight(key, grid, layouts[path])
         else:
             leaves[path] = random_array(key, leaf.shape, dtype if leaf.ndim > 1 else leaf.dtype)
     non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))

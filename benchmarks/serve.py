@@ -37,17 +37,17 @@ import numpy as np
 from benchmarks.generate import make_decoder
 from benchmarks.rows import append_rows, print_table
 from benchmarks.serve_breakdown import program_rows
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.requests import Handle
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, count_parameters
 from jaxstack.observe.throughput import dense_bf16_peak
 from jaxstack.run_config import load_config
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine
-from jaxstack.serve.requests import Handle
-from jaxstack.serve.step_shapes import ChunkShape
 
 GREEDY = Sampling(temperature=0.0)
 Asked = tuple[list[int], int]

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from benchmarks.step_profile import CLASSES, device_events, summarise
-from jaxstack.serve.engine import Engine
-from jaxstack.serve.rows import Column
-from jaxstack.serve.step import pad_chunks
-from jaxstack.serve.step_shapes import ChunkShape
+from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.rows import Column
+from jaxstack.decoding.step import pad_chunks
+from jaxstack.decoding.step_shapes import ChunkShape
 
 CALLS = 5
 """Calls of a program that are timed together."""

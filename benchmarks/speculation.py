@@ -31,14 +31,14 @@ import jax
 import jaxstack
 from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table, require_commit
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.models import count_parameters
 from jaxstack.run.load import Run, load
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine
 
 GREEDY = Sampling(temperature=0.0)
 COLUMNS = ("variant", "tokens_per_second_per_device", "times_without", "acceptance", "tokens_per_step",

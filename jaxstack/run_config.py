@@ -11,12 +11,10 @@ from typing import get_args
 
 from pydantic import model_validator
 
+from jaxstack import distill
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.compressed_training import config as compression_config
-from jaxstack.compressed_training import distill
-from jaxstack.compressed_training.config import CompressionConfig
-from jaxstack.compressed_training.distill import DistillConfig
-from jaxstack.compressed_training.mask import MaskRule
+from jaxstack.compress import config as compression_config
+from jaxstack.compress.config import CompressionConfig
 from jaxstack.config import sections as run_sections
 from jaxstack.config.base import Component
 from jaxstack.config.features import Feature, conflicts
@@ -30,6 +28,7 @@ from jaxstack.config.loader import (
 from jaxstack.config.overrides import merge_overrides
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
+from jaxstack.distill import DistillConfig
 from jaxstack.local_sgd import methods as worker_methods
 from jaxstack.local_sgd.diloco import DiLoCo
 from jaxstack.local_sgd.folder import FolderDiLoCo
@@ -149,8 +148,8 @@ class RunConfig(Component):
 
     def _need_problem(self) -> str | None:
         """Return which setting another one needs, or None."""
-        if self.compression.has(MaskRule) and self.run.init_from is None and self.run.branch_from is None:
-            return "method mask keeps the zeros of a pruned model: name its directory with run.init_from."
+        if self.compression.start_problem and self.run.init_from is None and self.run.branch_from is None:
+            return self.compression.start_problem
         count = self.parallel.workers
         if count == 1 and not isinstance(self.local_sgd, FolderDiLoCo):
             given = self.local_sgd != DiLoCo()

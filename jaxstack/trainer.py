@@ -136,7 +136,7 @@ class Trainer:
     Args:
       module: a `flax.nnx.Module`; or a function `rngs -> nnx.Module` (created sharded, for large models), such as
         `jaxstack.module_arrays.linen.from_linen` makes of a `flax.linen.Module`; or a `ModuleArrays`, such as
-        `jaxstack.module_arrays.compression.compress_in_training` makes.
+        `jaxstack.compress.during_training.compress_in_training` makes.
       loss_fn: `loss_fn(module, batch)`, which may also have parameters `key` and `train`; returns the mean over the
         batch or a `LossSum`, or a pair of either and a dict of further values for the metrics. See `jaxstack.loss`.
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an

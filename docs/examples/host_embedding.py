@@ -15,13 +15,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine
 from pallas_kernels import HostTable, host_gather
 
 

@@ -28,6 +28,7 @@ from jaxstack.tree_rules import path_name
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
 from pallas_kernels.weight_only.formats import FORMATS, Format
+from pallas_kernels.weight_only.packed import is_packed
 
 FOLDER = "compressed"
 MANIFEST = "compressed.json"
@@ -38,11 +39,6 @@ Params: TypeAlias = dict[str, Any]
 """Nested dicts with arrays and `PackedWeight` as leaves."""
 Place: TypeAlias = Callable[[str, tuple[int, ...]], jax.P]
 """(path of a parameter, its shape) -> the PartitionSpec in which a plain parameter of this shape is stored."""
-
-
-def is_packed(x: object) -> bool:
-    """Return True if x is a compressed weight (`PackedWeight`), which pytree functions should take as one leaf."""
-    return isinstance(x, PackedWeight)
 
 
 def is_compressed(directory: str | Path) -> bool:
@@ -123,7 +119,7 @@ def read_step(directory: str | Path) -> int:
 
 def dense_parameter(path: str, leaf: PackedWeight | ArrayLike) -> jax.Array:
     """Return a parameter as a plain array, decompressed if needed, in the shape that the model uses."""
-    if not isinstance(leaf, PackedWeight):
+    if not is_packed(leaf):
         return jnp.asarray(leaf)
     return leaf.matrix() if path.endswith("/table") else leaf.dense()  # a packed table is the transpose
 
@@ -142,7 +138,7 @@ def unpack_vectors(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tensors(leaves: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     for path, leaf in leaves.items():
-        if not isinstance(leaf, PackedWeight):
+        if not is_packed(leaf):
             yield path, np.asarray(leaf)
             continue
         bits = leaf.format.bits_of

@@ -1,1 +1,5 @@
-"""Compression of trained models: pruning, quantization, and the calibration that they need."""
+"""Compression of weights, during training and after it: quantized, sparse, clustered or of low rank.
+
+`matrix` sees weights as matrices, `formats` and `solvers` have the methods, which `config` lists; `during_training` and
+`after_training` apply them.
+"""

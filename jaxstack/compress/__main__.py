@@ -67,9 +67,9 @@ def _compress(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}; found {value}.")
-    from jaxstack.compress.recipe import load_recipe
-    from jaxstack.compress.report import summary_lines
-    from jaxstack.compress.run import CompressOptions, compress
+    from jaxstack.compress.after_training.report import summary_lines
+    from jaxstack.compress.after_training.run import CompressOptions, compress
+    from jaxstack.compress.config import load_recipe
     from jaxstack.run.evaluate import TextOptions
 
     out = args.out or f"{Path(args.run)}-{Path(args.recipe).stem}"

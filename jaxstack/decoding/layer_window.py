@@ -8,18 +8,19 @@ import functools
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, PyTree
 
-from jaxstack.decoding.decode import Decoder, Params, cast_matrices
-from jaxstack.decoding.sampling import Sampling
-from jaxstack.models.attention.base import LayerCache
+from jaxstack.decoding.decode import Params, cast_matrices
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.rows import Column, Pages, RowTokens, pack_rows, sampled_states, split_packed
+from jaxstack.decoding.step import Programs, make_cache
+from jaxstack.models.attention.base import CacheRoom, LayerCache
 from jaxstack.models.attention_layer import Context
 from jaxstack.models.transformer import Transformer
 from jaxstack.module_arrays.module import ModuleArrays
@@ -126,25 +127,24 @@ class WindowDecoder(Decoder):
         resident: int,
         vocab_size: int | None = None,
     ):
-        super().__init__(module, module.abstract_params, non_params, rules, vocab_size=vocab_size)
-        self._stored = stored
+        super().__init__(module, module.abstract_params, non_params, rules, vocab_size=vocab_size, steps=1)
+        self.stored = stored
+        self.make_programs = WindowPrograms
         layers = module.merge(module.abstract_params, module.abstract_non_params).decoder.layers
         kinds = [nnx.graphdef(layer) for layer in layers]
-        self._alike = [kinds.index(kind) for kind in kinds]
+        self.alike = [kinds.index(kind) for kind in kinds]
         """First layer of the same structure as each, whose compiled program it shares."""
-        self._head = "embedding" if self.config.tie_word_embeddings else "head"
+        self.head = "embedding" if self.config.tie_word_embeddings else "head"
         names = [name for name in self.params if name not in ("decoder", "embedding", "head")]
-        self._others = {name: self._read(name) for name in names}
-        paths = [f"decoder/layers/{number}" for number in range(len(kinds))] + [self._head]
+        self.others = {name: self._read(name) for name in names}
+        """Parameters that stay in device memory."""
+        paths = [f"decoder/layers/{number}" for number in range(len(kinds))] + [self.head]
         sizes = sorted((_bytes(self._dtypes(path)) for path in paths), reverse=True)
-        self.window_bytes = _bytes(self._others) + sum(sizes[:resident])
+        self.window_bytes = _bytes(self.others) + sum(sizes[:resident])
         """Bytes of weights that are in device memory at most."""
         self.total_bytes = _bytes(self.params)
         """Bytes of all weights in the compute dtype."""
-        self._window = WeightWindow(len(paths), resident, lambda number: self._read(paths[number]))
-        self._enter = jax.jit(self._enter_step)
-        self._layer = jax.jit(self._layer_step, static_argnames="index", donate_argnames=("x", "cache"))
-        self._leave = jax.jit(self._leave_step)
+        self.window = WeightWindow(len(paths), resident, lambda number: self._read(paths[number]))
 
     def load(self, params: Params, non_params: Params) -> None:
         """Set the parameters' shapes and dtypes (their values stay on disk) and the values of the other variables."""
@@ -153,108 +153,104 @@ class WindowDecoder(Decoder):
 
     def unload(self) -> None:
         """Stop the thread that reads ahead. The decoder cannot be used any more."""
-        self._window.close()
+        self.window.close()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.window_bytes
+
+    def embedding_rows(self, tokens: Int[np.ndarray, " T"]) -> Float[np.ndarray, "T D"]:
+        """Read the rows of the embedding matrix for these tokens."""
+        return self.stored.rows(_TABLE, tokens).astype(self.params["embedding"]["table"].dtype)
+
+    def merge(self, parts: Params) -> Transformer:
+        """Return the model with the parameters in `parts` as arrays, and its other parameters as shapes and dtypes."""
+        return self.module.merge({**self.params, **parts}, self.non_params)
 
     def _read(self, path: str) -> Params:
         """Read the parameters at or below a path from disk into device memory."""
-        return jax.device_put(self._stored.read(path, self._dtypes(path)), self.rules.sharding(jax.P()))
+        return jax.device_put(self.stored.read(path, self._dtypes(path)), self.rules.sharding(jax.P()))
 
     def _dtypes(self, path: str) -> PyTree:
         return functools.reduce(lambda tree, key: tree[key], path.split("/"), self.params)
 
-    def _dispatch(
-        self,
-        prompts: Int[np.ndarray, "B T"],
-        lengths: Int[np.ndarray, " B"],
-        seeds: UInt32[np.ndarray, " B"],
-        capacity: int,
-        max_tokens: int,
-        sampling: Sampling,
-    ) -> Iterator[Int[Array, " B"]]:
-        """Yield the new tokens of all rows of the batch, int32 [B], one step at a time."""
-        tokens = prompts
-        with jax.set_mesh(self.rules.mesh):
-            caches = jax.jit(lambda: self._merge({}).make_cache(len(prompts), capacity).layers)()
-        for step in range(max_tokens):
-            with jax.set_mesh(self.rules.mesh):
-                logits = self._run(tokens, lengths, step, caches)
-                token = self._sample(logits, seeds=seeds, step=step, sampling=sampling)
-            yield token
-            tokens = np.asarray(token)[:, None]
 
-    def _run(
-        self, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, " B"], step: int, caches: list[LayerCache]
-    ) -> Float[Array, "B V"]:
-        """Run all layers on prompts (step 0) or newest tokens; update the KV caches and return the logits [B, V]."""
-        rows = self._stored.rows(_TABLE, tokens.ravel()).astype(self.params["embedding"]["table"].dtype)
-        rows = rows.reshape(*tokens.shape, -1)
-        place = {"lengths": lengths, "step": None if step == 0 else np.int32(step)}
-        x = self._enter(self._others, rows, **place)
-        for number, index in enumerate(self._alike):
-            weights = self._window.take()
-            x, caches[number] = self._layer(weights, x, **place, cache=caches[number], index=index)
+class WindowPrograms(Programs):
+    """Programs of the engine that run one layer at a time, each with its weights from the window.
+
+    Args:
+      model: the decoder with the window.
+      room, settings: as of `Programs`.
+    """
+
+    def __init__(self, model: WindowDecoder, room: CacheRoom, **settings: Any):
+        super().__init__(model, room, **settings)
+        self.window_model = model
+        self._enter = jax.jit(self._enter_step)
+        self._layer = jax.jit(self._layer_step, static_argnames="index", donate_argnames=("x", "cache"))
+        self._leave = jax.jit(self._leave_step)
+
+    def _make_cache(self) -> Pages:
+        make = functools.partial(make_cache, self.model, self.model.params, self.model.non_params, self.room)
+        return jax.jit(make)()
+
+    def forward(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+        drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
+    ) -> Float[Array, "all V"]:
+        """Run all layers on the tokens of a step; update the cache and return the logits to sample from."""
+        model = self.window_model
+        newest = np.asarray(self._last)[rows[:, Column.SLOT], None] if drafted is None else np.asarray(drafted)
+        groups = [(rows, newest)]
+        if chunks is not None and tokens is not None:
+            groups.append((chunks, tokens))
+        ids = np.concatenate([part.ravel() for _, part in groups])
+        x = self._enter(model.others, model.embedding_rows(ids)[None], groups)
+        for number, index in enumerate(model.alike):
+            weights = model.window.take()
+            x, self._pages[number] = self._layer(weights, x, groups, cache=self._pages[number], index=index)
             jax.block_until_ready(x)
-            self._window.release(weights)
-        weights = self._window.take()
-        logits = jax.block_until_ready(self._leave(self._others, weights, x, **place))
-        self._window.release(weights)
+            model.window.release(weights)
+        weights = model.window.take()
+        logits = jax.block_until_ready(self._leave(model.others, weights, x, groups))
+        model.window.release(weights)
         return logits
 
-    def _merge(self, parts: Params) -> Transformer:
-        """Return the model with the parameters in `parts` as arrays, and its other parameters as shapes and dtypes."""
-        return self.module.merge({**self.params, **parts}, self.non_params)
-
-    def _context(self, model: Transformer, length: int, lengths: jax.Array, step: jax.Array | None) -> Context:
-        if step is None:
-            return model.first_context(length, lengths)
-        seen = lengths + step - 1
-        return model.decode_context(seen[:, None], seen)
+    def _context(self, model: Transformer, groups: Sequence[RowTokens]) -> Context:
+        _, positions, slots = pack_rows(groups, self.room.pages, self.room.page_size)
+        return model.packed_context(positions, slots)
 
     def _enter_step(
-        self,
-        others: Params,
-        rows: Float[Array, "B T D"],
-        lengths: Int[Array, " B"],
-        step: Int[Array, ""] | None,
-    ) -> Float[Array, "B T D"]:
+        self, others: Params, rows: Float[Array, "1 T D"], groups: Sequence[RowTokens]
+    ) -> Float[Array, "1 T D"]:
         """Return the input of the first layer, given `rows`, the rows of the embedding matrix for the tokens."""
-        with logical_axis_rules(self.rules):
-            model = self._merge(others)
-            return model.enter(rows, self._context(model, rows.shape[1], lengths, step))
+        with logical_axis_rules(self.model.rules):
+            model = self.window_model.merge(others)
+            return model.enter(rows, self._context(model, groups))
 
     def _layer_step(
-        self,
-        weights: Params,
-        x: Float[Array, "B T D"],
-        lengths: Int[Array, " B"],
-        step: Int[Array, ""] | None,
-        cache: LayerCache,
-        *,
-        index: int,
-    ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """Run a layer with the given weights; return its output and its updated KV cache.
+        self, weights: Params, x: Float[Array, "1 T D"], groups: Sequence[RowTokens], cache: LayerCache, *, index: int
+    ) -> tuple[Float[Array, "1 T D"], LayerCache]:
+        """Run a layer with the given weights; return its output and its updated cache.
 
         `index` is the first layer with the same structure, so that all layers of one structure share a program.
         """
-        layers = {**self.params["decoder"]["layers"], str(index): weights}
-        with logical_axis_rules(self.rules):
-            model = self._merge({"decoder": {**self.params["decoder"], "layers": layers}})
-            context = self._context(model, x.shape[1], lengths, step)
-            return model.decoder.run_layer(index, x, context, cache, model.dtype)
+        params = self.model.params["decoder"]
+        layers = {**params["layers"], str(index): weights}
+        with logical_axis_rules(self.model.rules):
+            model = self.window_model.merge({"decoder": {**params, "layers": layers}})
+            return model.decoder.run_layer(index, x, self._context(model, groups), cache, model.dtype)
 
     def _leave_step(
-        self,
-        others: Params,
-        head: Params,
-        x: Float[Array, "B T D"],
-        lengths: Int[Array, " B"],
-        step: Int[Array, ""] | None,
-    ) -> Float[Array, "B V"]:
-        """Return each row's next-token logits, given the last layer's output and the weights of the output head."""
-        with logical_axis_rules(self.rules):
-            model = self._merge({**others, self._head: head})
-            last = lengths - 1 if step is None else jnp.zeros_like(lengths)
-            return model.logits(model.leave(jnp.take_along_axis(x, last[:, None, None], axis=1)))[:, 0]
+        self, others: Params, head: Params, x: Float[Array, "1 T D"], groups: Sequence[RowTokens]
+    ) -> Float[Array, "all V"]:
+        """Return the logits after the tokens to sample from, given the last layer's output and the output head."""
+        with logical_axis_rules(self.model.rules):
+            model = self.window_model.merge({**others, self.window_model.head: head})
+            return model.logits(sampled_states(split_packed(model.leave(x)[0], groups)))
 
 
 def _bytes(tree: PyTree) -> int:

@@ -1,10 +1,20 @@
-"""Sampling of the next token from a model's logits."""
+"""Sampling of next tokens from a model's logits, with the settings of each row of a batch.
+
+The settings are arrays of the compiled programs, so that new settings need no compilation.
+
+Dims: R rows, V vocabulary.
+"""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+Mode = Literal["greedy", "free", "limited"]
+"""Cheapest program that samples all rows of a step: argmax only; with temperatures; with top_k, top_p or min_p."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,34 +47,92 @@ class Sampling:
             raise ValueError(f"min_p must be at least 0 and at most 1; found {self.min_p}.")
 
 
-def sample(logits: Float[Array, "B V"], key: Key[Array, ""] | Key[Array, " B"], sampling: Sampling) -> Int[Array, " B"]:
-    """Sample the next token of each row of a batch from its logits.
+class RowSampling(NamedTuple):
+    """Sampling settings of each row of a batch as arrays; see `Sampling`."""
 
-    Args:
-      logits: float32.
-      key: one key for all rows, or one per row, so that the sample of a row does not depend on the others.
-      sampling: temperature and limits.
+    seed: UInt32[Array, " R"]
+    number: Int[Array, " R"]
+    """Number of the token in its answer; with the seed it determines the random numbers."""
+    temperature: Float[Array, " R"]
+    """0 takes the likeliest token."""
+    top_k: Int[Array, " R"]
+    """V or more: no limit."""
+    top_p: Float[Array, " R"]
+    """1: no limit."""
+    min_p: Float[Array, " R"]
+    """0: no limit."""
+
+
+def sample_rows(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> Int[Array, " R"]:
+    """Sample the next token of each row of a batch from its logits, with the row's own sampling settings."""
+    greedy = jnp.argmax(logits, -1).astype(jnp.int32)
+    if mode == "greedy":
+        return greedy
+    sampled = jax.vmap(jax.random.categorical)(_keys(rows), _scaled(logits, rows, mode)).astype(jnp.int32)
+    return jnp.where(rows.temperature > 0, sampled, greedy)
+
+
+def probabilities(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> Float[Array, "R V"]:
+    """Return the probabilities of all tokens under each row's sampling settings, from which `sample_rows` draws."""
+    greedy = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
+    if mode == "greedy":
+        return greedy
+    return jnp.where(rows.temperature[:, None] > 0, jax.nn.softmax(_scaled(logits, rows, mode), -1), greedy)
+
+
+def uniform(rows: RowSampling) -> Float[Array, " R"]:
+    """Return a uniform random number in [0, 1) for each row, determined by the row's seed and token number."""
+    return jax.vmap(jax.random.uniform)(_keys(rows))
+
+
+def _keys(rows: RowSampling) -> Key[Array, " R"]:
+    return jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(rows.seed, rows.number)
+
+
+def _scaled(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> Float[Array, "R V"]:
+    """Divide logits by each row's temperature, and set tokens outside of its top-k, top-p or min-p limits to -inf."""
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+    return scaled if mode == "free" else keep_likeliest_rows(scaled, rows.top_k, rows.top_p, rows.min_p)
+
+
+def keep_likeliest_rows(
+    logits: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
+) -> Float[Array, "R V"]:
+    """Restrict each row's logits to its top-k, top-p and min-p tokens, with -inf at all others.
+
+    The threshold logit is found exactly by bisection over the bits of float32, in 32 passes over the logits, without
+    sorting the vocabulary.
     """
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, -1).astype(jnp.int32)
-    logits = keep_likeliest(logits / sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    categorical = jax.vmap(jax.random.categorical) if key.ndim else jax.random.categorical
-    return categorical(key, logits).astype(jnp.int32)
+    order = _ordered(logits)
+    least = _bisect(lambda t: (order >= t[:, None]).sum(-1) >= jnp.minimum(top_k, logits.shape[-1]), len(logits))
+    logits = jnp.where(order < least[:, None], -jnp.inf, logits)
+    order = _ordered(logits)
+    probabilities = jax.nn.softmax(logits, -1)
+    least = _bisect(lambda t: jnp.where(order >= t[:, None], probabilities, 0).sum(-1) >= top_p, len(logits))
+    logits = jnp.where((order < least[:, None]) & (top_p < 1)[:, None], -jnp.inf, logits)
+    return jnp.where(logits < logits.max(-1, keepdims=True) + jnp.log(min_p)[:, None], -jnp.inf, logits)
 
 
-def keep_likeliest(
-    logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, min_p: float | None = None
-) -> Float[Array, "B V"]:
-    """Return the logits with -inf for the tokens that top-k, top-p or min-p exclude; at least one per row remains."""
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][..., -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if top_p is not None and top_p < 1:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        before = jnp.cumsum(jax.nn.softmax(ordered, -1), -1) - jax.nn.softmax(ordered, -1)
-        least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), -1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if min_p:
-        least = logits.max(-1, keepdims=True) + jnp.log(min_p)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return logits
+def apply_bitmask(logits: Float[Array, "R V"], mask: Int[Array, "R words"]) -> Float[Array, "R V"]:
+    """Set logits to -inf where a token's mask bit is 0; bit i of word w is token 32 w + i."""
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]] == 1
+    allowed = jnp.pad(allowed, ((0, 0), (0, logits.shape[1] - allowed.shape[1])))
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
+def _ordered(x: Float[Array, "R V"]) -> UInt32[Array, "R V"]:
+    """Map floats to unsigned integers in the same order, so that a threshold can be found by bisection of bits."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _bisect(holds: Callable[[UInt32[Array, " R"]], Bool[Array, " R"]], rows: int) -> UInt32[Array, " R"]:
+    """Find by bisection, for each row, the largest integer at which the monotone predicate `holds` is true."""
+
+    def add_bit(step: jax.Array, found: jax.Array) -> jax.Array:
+        candidate = found | (jnp.uint32(1) << (jnp.uint32(31) - step.astype(jnp.uint32)))
+        return jnp.where(holds(candidate), candidate, found)
+
+    return jax.lax.fori_loop(0, 32, add_bit, jnp.zeros(rows, jnp.uint32))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, Protocol
 
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 

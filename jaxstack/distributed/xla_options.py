@@ -77,7 +77,7 @@ HALF_BATCHES = (
         "XLA would combine the all-reduces of both halves into one, for which both halves wait.",
     ),
 )
-"""Options of inference programs that run a model on two halves of a batch, see `jaxstack.serve.rows`."""
+"""Options of inference programs that run a model on two halves of a batch, see `jaxstack.decoding.rows`."""
 NARROW_ON_CPU = (
     Option(
         "xla_cpu_experimental_ynn_fusion_type",

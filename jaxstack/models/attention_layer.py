@@ -4,6 +4,7 @@ Dims: B batch, T query length, D model, N heads, K kv heads, H head_dim.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple, cast
 
 import jax
@@ -15,6 +16,7 @@ from jaxstack.models.attention.base import Angles, AttentionKind, CacheSlots, La
 from jaxstack.models.attention.cache_formats import as_stored, magnitude_order
 from jaxstack.models.attention.kv_cache import KeyCache
 from jaxstack.models.attention.paged_cache import PagedKeys
+from jaxstack.models.attention.slot_cache import decode_slots
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers
@@ -133,10 +135,18 @@ class Attention(nnx.Module):
         """Add the tokens to the cache; return their attention to all tokens so far, and the cache."""
         angles = self._angles(context)
         plain = self.q_norm is None and self.heads.cache_format is None
+        in_slots = slots.pages is not None and not isinstance(cache, PagedKeys)
         # XLA cannot partition the kernel that takes joined heads.
-        if self.qkv_proj is None or angles is None or not plain or is_sharded():
-            return kind.decode(*self._queries_keys_values(x, context), cache, slots, self.heads)
-        return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
+        if self.qkv_proj is not None and angles is not None and plain and not in_slots and not is_sharded():
+            return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
+        q, k, v = self._queries_keys_values(x, context)
+        if slots.pages is None:
+            return kind.decode(q, k, v, cache, slots, self.heads)
+        # Packed tokens are one row for attention, whatever rows they are for the matmuls.
+        row_q, row_k, row_v = (part.reshape(1, -1, *part.shape[2:]) for part in (q, k, v))
+        decode = functools.partial(decode_slots, kind) if in_slots else kind.decode
+        out, cache = decode(row_q, row_k, row_v, cache, slots, self.heads)
+        return out.reshape(q.shape), cache
 
     def _angles(self, context: Context) -> Angles | None:
         """Return the rotations of this layer's queries and keys; None if the model has no rotary positions."""

@@ -30,7 +30,7 @@ from pallas_kernels import (
     swiglu,
 )
 from pallas_kernels.target import current_target
-from pallas_kernels.weight_only.packed import concatenate_outputs
+from pallas_kernels.weight_only.packed import concatenate_outputs, is_packed
 
 Kernel: TypeAlias = jax.Array | QuantizedWeight | PackedWeight
 """A layer's matrix. In FP8 it may have been quantized before it was gathered; in a compressed model it is packed."""
@@ -124,8 +124,11 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
     """
     contracted = layers[0].contracted
     dot_general = layers[0].dot_general
-    if any(_is_packed(layer) for layer in layers):
-        return [_apply_packed(x, layer) if _is_packed(layer) else apply_together(x, layer)[0] for layer in layers]
+    if any(map(is_packed, _stored_kernels(layers))):
+        return [
+            _apply_packed(x, layer) if is_packed(layer.kernel.get_value()) else apply_together(x, layer)[0]
+            for layer in layers
+        ]
     if any(layer.dot_general != dot_general for layer in layers):
         return [apply_together(x, layer)[0] for layer in layers]
     if isinstance(dot_general, Fp8Matmul):
@@ -268,7 +271,7 @@ def _not_fusable_reason(layers: tuple[Linear, ...]) -> str | None:
     """Return why these layers cannot use kernels that fuse a matmul with other work, or None if they can."""
     if any(layer.adapter is not None for layer in layers):
         return "the layers have adapters"
-    if any(_is_packed(layer) for layer in layers):
+    if any(map(is_packed, _stored_kernels(layers))):
         return "the weights are packed in few bits"
     if all(layer.dot_general is jax.lax.dot_general for layer in layers):
         return None
@@ -295,10 +298,6 @@ def _stored_kernels(layers: tuple[Linear, ...]) -> list[Kernel]:
 def _unpacked_kernels(layers: tuple[Linear, ...]) -> list[jax.Array | QuantizedWeight]:
     """Return the layers' kernels, typed as not packed: the caller has excluded weights packed in few bits."""
     return cast(list[jax.Array | QuantizedWeight], _stored_kernels(layers))
-
-
-def _is_packed(layer: Linear) -> bool:
-    return isinstance(layer.kernel.get_value(), PackedWeight)
 
 
 def _apply_packed(x: LayerInput, layer: Linear) -> jax.Array:

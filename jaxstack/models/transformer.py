@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxstack.models.adapters import adapted_layers
-from jaxstack.models.attention.base import Angles, CacheSlots, LayerCache, PageSlots, SegmentIds
+from jaxstack.models.attention.base import Angles, CacheRoom, CacheSlots, LayerCache, PageSlots, SegmentIds
 from jaxstack.models.attention_layer import Attention, Context
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
@@ -19,7 +19,7 @@ from jaxstack.models.parametrization import Width, mup_width, scale_initial_weig
 from jaxstack.models.residual import shard_residual
 from jaxstack.models.rope import rope_cos_sin, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
-from jaxstack.parallel import gather_parameter, shard, splits_length
+from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length
 from jaxstack.precision.config import PrecisionConfig
 from pallas_kernels import PackedWeight, packed_matmul
 
@@ -59,7 +59,7 @@ class Transformer(nnx.Module):
     """Names of submodules that are not trained, not part of checkpoints, and loaded separately, such as `teacher`."""
 
     teacher: "Transformer | None" = None
-    """A model from whose predictions this one learns; see `jaxstack.compressed_training.distill`."""
+    """A model from whose predictions this one learns; see `jaxstack.distill`."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: jax.typing.DTypeLike = jnp.float32):
         if config.vocab_size is None:
@@ -211,13 +211,9 @@ class Transformer(nnx.Module):
         layers = self._layer_caches(lambda layer: layer.kind.make_cache(layer.heads, batch, length, self.dtype))
         return Cache(layers, jnp.zeros(batch, jnp.int32))
 
-    def make_pages(self, pages: int, page_size: int) -> list[LayerCache]:
-        """Create the empty paged KV cache for `decode_packed`: per layer, `pages` pages of `page_size` tokens.
-
-        Raises:
-          ValueError: the attention kind does not keep its cache in pages.
-        """
-        return self._layer_caches(lambda layer: layer.kind.make_pages(layer.heads, pages, page_size, self.dtype))
+    def make_shared_cache(self, room: CacheRoom) -> list[LayerCache]:
+        """Create the empty cache of all layers for `decode_packed`: pages, or one row of fixed size for each slot."""
+        return self._layer_caches(lambda layer: layer.kind.make_shared_cache(layer.heads, room, self.dtype))
 
     def decode_packed(
         self,
@@ -228,24 +224,35 @@ class Transformer(nnx.Module):
         *,
         layers_together: int = 1,
     ) -> tuple[Float[Array, "T D"], list[LayerCache]]:
-        """Run the next tokens of many sequences, packed in one row; return hidden states and the updated cache pages.
+        """Run the next tokens of many sequences, packed in one row; return hidden states and the updated cache.
 
         Args:
           tokens: int32 token ids.
           positions: int32 position of each token in its sequence; -1 marks padding.
           slots: the places of the tokens in the pages, and the pages of each sequence.
-          pages: of all layers, from `make_pages`.
+          pages: caches of all layers, from `make_shared_cache`.
           layers_together: number of layers whose attention reads the same input, see `Stack.run_together`; 1: exact.
         """
-        angles, local = self._angles(positions[None])
-        places = CacheSlots(positions[None], jnp.zeros(1, jnp.int32), pages=slots)
-        context = Context(positions[None], angles, None, places, local_angles=local)
+        context = self.packed_context(positions, slots)
+        tokens = tokens.reshape(context.positions.shape)
         if layers_together > 1:
-            x = self._embed(tokens[None], context, None)
+            x = self._embed(tokens, context, None)
             x, layers = self.decoder.run_together(x, context, pages, self.dtype, layers_together)
-            return self.leave(x)[0], layers
-        x, layers, _ = self._run(tokens[None], context, pages, None)
-        return x[0], layers or []
+            x = self.leave(x)
+        else:
+            x, layers, _ = self._run(tokens, context, pages, None)
+        return x.reshape(-1, x.shape[-1]), layers or []
+
+    def packed_context(self, positions: Int[Array, " T"], slots: PageSlots) -> Context:
+        """Return the positions and cache places that all layers need in `decode_packed`.
+
+        On a mesh that splits batches over devices the tokens are as many rows, so that each device computes its part of
+        the matmuls; T has to be a multiple of their number. Otherwise they are one row.
+        """
+        rows = positions.reshape(batch_shards(), -1)
+        angles, local = self._angles(rows)
+        places = CacheSlots(positions[None], jnp.zeros(1, jnp.int32), pages=slots)
+        return Context(rows, angles, None, places, local_angles=local)
 
     def _layer_caches(self, make: Callable[[Attention], LayerCache]) -> list[LayerCache]:
         """Create a decoding cache for each item (layer or stack) of the model's layer list, by calling `make`."""

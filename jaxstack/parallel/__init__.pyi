@@ -21,6 +21,7 @@ from .shard_map_experts import TokenSplit as TokenSplit
 from .shard_map_experts import with_local_tokens as with_local_tokens
 from .sharding_context import ShardingContext as ShardingContext
 from .sharding_context import StepLayout as StepLayout
+from .sharding_context import batch_shards as batch_shards
 from .sharding_context import current_context as current_context
 from .sharding_context import current_rules as current_rules
 from .sharding_context import logical_axis_rules as logical_axis_rules

@@ -110,6 +110,12 @@ def is_sharded() -> bool:
     return rules is not None and rules.degree(rules.free) > 1
 
 
+def batch_shards() -> int:
+    """Return over how many devices the mesh in use splits a batch; 1 without a mesh."""
+    rules = current_rules()
+    return 1 if rules is None else rules.degree(rules.table["batch"])
+
+
 def splits_length() -> bool:
     """Return True if the current sharding rules split sequences over several devices."""
     rules = current_rules()

@@ -9,8 +9,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from jaxstack.compressed_training.distill import distillation_loss, empty_model, with_teacher
+from jaxstack.compress.during_training import compress_in_training
 from jaxstack.data.loader import Data
+from jaxstack.distill import distillation_loss, empty_model, with_teacher
 from jaxstack.errors import ConfigError
 from jaxstack.folder_worker import FolderWorker
 from jaxstack.local_sgd.folder import FolderDiLoCo
@@ -22,7 +23,6 @@ from jaxstack.models import (
     in_fp8,
     with_kv_cache,
 )
-from jaxstack.module_arrays.compression import compress_in_training
 from jaxstack.parallel import make_mesh
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.decode import Decoder, Params
+from jaxstack.decoding.decode import Params
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.errors import ConfigError
 from jaxstack.run_config import RunConfig

@@ -8,11 +8,11 @@ from types import ModuleType
 
 import jax
 
-from jaxstack.compressed_training.distill import DistillConfig
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.decoding.decode import Params
+from jaxstack.distill import DistillConfig
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.parallel import ParallelConfig

@@ -14,7 +14,8 @@ from jaxstack.config.loader import build_component, merge_trees
 from jaxstack.config.overrides import merge_overrides
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.chat import ChatGenerator
-from jaxstack.decoding.decode import Decoder, Params, cast_shapes
+from jaxstack.decoding.decode import Params, cast_shapes
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.errors import ConfigError

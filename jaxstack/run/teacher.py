@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from jaxstack.compressed_training.distill import check_vocabulary
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.distill import check_vocabulary
 from jaxstack.errors import ConfigError
 from jaxstack.run.load import start_parameters
 from jaxstack.run_config import RunConfig

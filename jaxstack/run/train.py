@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.compress.during_training import check_start, describe_compression
 from jaxstack.config.loader import dump_yaml
 from jaxstack.cost_model.roofline import describe_roofline, find_peak
 from jaxstack.cost_model.search import describe_degrees
@@ -33,7 +34,6 @@ from jaxstack.observe.number_format import plural
 from jaxstack.resilience.preflight import check_program
 from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
-from jaxstack.run.compressed_training import check_masks, describe_compression
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
@@ -143,7 +143,7 @@ def train(
             say=say,
         ),
     )
-    for line in describe_compression(trainer):
+    for line in describe_compression(trainer.module, trainer.state.params):
         say(line)
     if first:
         _summarize(config, values, baselines, say)
@@ -178,7 +178,7 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
         shapes = trainer.start_shapes[0]
         direct = config.run.direct_storage
         params = start_parameters(source, config.model, shapes, say, direct_storage=direct)
-        check_masks(trainer.module, params)
+        check_start(trainer.module, params)
         trainer.start_from(params)
 
 

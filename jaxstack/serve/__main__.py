@@ -15,7 +15,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.serve.config import ServeConfig
 
 if TYPE_CHECKING:
-    from jaxstack.decoding.decode import Decoder
+    from jaxstack.decoding.decoder import Decoder
     from jaxstack.run.load import Run
 
 _DRAFT_TOKENS = 4
@@ -73,8 +73,8 @@ def _serve(args: argparse.Namespace) -> None:
     if key is not None and not key.strip():
         raise ConfigError(f"the environment variable {API_KEY} is empty; unset it to ask for no key.")
     try:
+        from jaxstack.serve.engine import open_engine
         from jaxstack.serve.listen import bind, serve
-        from jaxstack.serve.replicas import open_engine
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
     bound = bind(args.host, args.port)

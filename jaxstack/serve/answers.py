@@ -10,10 +10,10 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from jaxstack.decoding.requests import ConstraintFailed
 from jaxstack.errors import JaxstackError
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import Envelope, error_body
-from jaxstack.serve.requests import ConstraintFailed
 from jaxstack.serve.text import TextAnswer
 
 

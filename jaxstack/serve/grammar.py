@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding.requests import ConstraintFailed
 from jaxstack.errors import ConfigError
-from jaxstack.serve.requests import ConstraintFailed
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 

@@ -17,15 +17,15 @@ from starlette.routing import Route
 
 from jaxstack.config.loader import build_component
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
+from jaxstack.decoding.requests import Handle
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.answers import Answers, EventStream, Refused, collect, events, usage_of
 from jaxstack.serve.config import ServerConfig
-from jaxstack.serve.engine import Engine, EngineBusy, EngineClosed
+from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.grammar import Grammars
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import ChatRequest, CompletionRequest, Envelope, GenerationRequest, error_body
-from jaxstack.serve.replicas import EngineGroup
-from jaxstack.serve.requests import Handle
 from jaxstack.serve.text import ChatFormatter, TextAnswer
 
 _COMPLETION_TOKENS = 16

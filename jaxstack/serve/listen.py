@@ -8,11 +8,11 @@ from collections.abc import Callable
 import uvicorn
 
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding.engine import Engine
 from jaxstack.errors import ConfigError
 from jaxstack.serve.config import ServerConfig
-from jaxstack.serve.engine import Engine
+from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.http import Server
-from jaxstack.serve.replicas import EngineGroup
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from jaxstack.serve.engine import Engine
-from jaxstack.serve.replicas import EngineGroup
-from jaxstack.serve.requests import Handle
+from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.requests import Handle
+from jaxstack.serve.engine import EngineGroup
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 _DURATION = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)

@@ -6,9 +6,9 @@ from typing import Any
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding.requests import Handle
 from jaxstack.decoding.text_stream import TextStream
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.serve.requests import Handle
 
 
 class ChatFormatter:

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 
 from jaxstack.checkpoint import compressed
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.compressed_training.base import WeightRule
-from jaxstack.compressed_training.config import CompressionConfig
+from jaxstack.compress.base import DuringTraining
+from jaxstack.compress.config import CompressionConfig
+from jaxstack.compress.during_training import Compression, compress_in_training
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.config.renamed_keys import with_new_names
@@ -24,7 +25,6 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.models import ModelConfig, Transformer, adapted_layers, add_adapters
 from jaxstack.models.adapters import AdapterConfig, AdapterRule
 from jaxstack.models.restack import restack_shapes, same_stacking
-from jaxstack.module_arrays.compression import Compression, compress_in_training
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.nested import flatten, get, nest
 from jaxstack.parallel import AxisRules
@@ -83,7 +83,7 @@ class TrainingRun(RunDirectory):
         return self.section("adapters", AdapterConfig).rules
 
     @functools.cached_property
-    def compression(self) -> Sequence[WeightRule]:
+    def compression(self) -> Sequence[DuringTraining]:
         """The rules of the weights that were trained in compressed form."""
         return self.section("compression", CompressionConfig).rules
 

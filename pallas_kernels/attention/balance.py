@@ -128,7 +128,8 @@ def choose_head_parts(config: KernelConfig, num_heads: int, k_shape: tuple[int, 
 
     Returns:
         The divisor of N / K with the shortest time, in a simulation in which each program goes to the multiprocessor
-        that is free first.
+        that is free first; 1 if that saves less than 1 %, since the parts' results take memory (long sequences have
+        programs enough, but their results are as long).
     """
     batch, key_length, kv_heads, _ = k_shape
     group = num_heads // kv_heads
@@ -147,4 +148,5 @@ def choose_head_parts(config: KernelConfig, num_heads: int, k_shape: tuple[int, 
         copied = 2 * 2 * 4 * parts * batch * key_length * kv_heads if parts > 1 else 0
         return max(loads) + copied / _COPIED_BYTES
 
-    return min((parts for parts in range(1, group + 1) if group % parts == 0), key=tiles)
+    best = min((parts for parts in range(1, group + 1) if group % parts == 0), key=tiles)
+    return best if tiles(1) > _LEAST_GAIN * tiles(best) else 1

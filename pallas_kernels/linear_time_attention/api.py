@@ -61,7 +61,8 @@ def linear_attention(
         segment_ids: integers [B, T]; tokens of other documents are hidden. The tokens of a document are contiguous: the
             same number after another one is a new document. Negative numbers mark padding, which no query sees.
         state: sums over the tokens before the first one, from the previous call or `empty_linear_state`; they belong to
-            the first token's document. With a state, the state after the last token is returned too. Needs `causal`.
+            the document of the first token that is not padding. With a state, the state after the last token is
+            returned too. Needs `causal`.
         chunk: number of tokens per chunk; None chooses by F and H.
         implementation: name of a backend in `BACKENDS`; None takes the first that supports the call.
 

@@ -91,5 +91,7 @@ def _documents(ids: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         raise ValueError(f"segment_ids must have shape {list(k.shape[:2])} (batch, length); got {list(ids.shape)}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"segment_ids must be integers; got {ids.dtype}")
-    starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
+    # Padding before the first token is counted with that token's document, so that a state passes over it.
+    begun = jnp.cumsum(ids >= 0, axis=1) > 0
+    starts = jnp.pad((ids[:, 1:] != ids[:, :-1]) & begun[:, :-1], ((0, 0), (1, 0)))
     return jnp.cumsum(starts, axis=1, dtype=jnp.int32), ids < 0

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,11 @@ class PackedWeight:
         return self
 
 
+def is_packed(x: object) -> TypeGuard[PackedWeight]:
+    """Return True if x is a weight in few bits, which functions over pytrees should take as one leaf (`is_leaf`)."""
+    return isinstance(x, PackedWeight)
+
+
 def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | None:
     """Concatenate packed weights of the same inputs along an output dim; return None if they do not fit together.
 
@@ -97,7 +103,7 @@ def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | 
       The weight whose matrix has the rows of all; None if one is not packed, if their formats or inputs differ, or if
       an array of the format does not have a row for each output.
     """
-    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    packed = [weight for weight in weights if is_packed(weight)]
     place = len(packed[0].outputs) + axis if packed else -1
     if len(packed) < len(weights) or place < 0 or math.prod(packed[0].outputs[:place]) != 1:
         return None

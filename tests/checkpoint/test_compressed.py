@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jaxstack.checkpoint.compressed import FOLDER, MANIFEST, is_compressed, read_compressed, write_compressed
-from jaxstack.compress.config import Recipe
-from jaxstack.compress.methods.base import Keep
-from jaxstack.compress.run import as_stored
+from jaxstack.compress.after_training.run import as_stored
+from jaxstack.compress.config import Keep, Recipe
 from jaxstack.errors import JaxstackError
 from pallas_kernels import Grid
 from pallas_kernels.weight_only.packed import pack_integers, pack_lookup, pack_low_rank

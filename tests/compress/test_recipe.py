@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxstack.compress.config import Recipe
-from jaxstack.compress.recipe import RECIPES, choose_methods, dense_weights, load_recipe, method_name
+from jaxstack.compress.base import method_name
+from jaxstack.compress.config import RECIPES, Recipe, choose_methods, load_recipe
+from jaxstack.compress.matrix import dense_weights, other_parameters
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig
@@ -24,8 +25,8 @@ def test_every_shipped_recipe_is_valid(name):
 def test_weights_are_listed_in_the_order_of_the_forward_pass():
     names = list(WEIGHTS)
     assert names[0] == "embedding/table" and names[-1] == "head" and len(names) == 2 + 2 * 7
-    assert WEIGHTS["decoder/layers/1/attention/o_proj/kernel"] == ((4, 8), (32,))
-    assert WEIGHTS["head"].matrix == WEIGHTS["embedding/table"].matrix == (64, 32)
+    assert WEIGHTS["decoder/layers/1/attention/o_proj/kernel"].dims == ((4, 8), (32,))
+    assert WEIGHTS["head"].size == WEIGHTS["embedding/table"].size == (64, 32)
 
 
 def test_the_first_rule_that_matches_holds():
@@ -89,3 +90,19 @@ def test_a_rule_that_matches_nothing_or_does_not_fit_is_one_message():
         choose_methods(recipe({"path": "mpl", "method": "rtn"}), WEIGHTS)
     with pytest.raises(ConfigError, match="down_proj/kernel cannot be compressed by rtn: group_size 32"):
         choose_methods(recipe({"path": ".*", "method": "rtn", "group_size": 32}), WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("mlp/up_proj", r"'mlp/up_proj' matches decoder/layers/0/mlp/up_proj/kernel, which is a weight of experts\. "
+         r"Recipes compress dense layers, .* other matrices in bfloat16\. Remove the rule; compression\.rules can"),
+        ("router", "'router' matches decoder/layers/0/mlp/router/kernel, which is no dense layer.* Remove the rule"),
+        ("moe/up_proj", "'moe/up_proj' matches no parameter"),
+    ],
+)  # fmt: skip
+def test_a_rule_for_weights_that_recipes_do_not_compress_says_so(path, message):
+    config = build_component(ModelConfig, {**MODEL.model_dump(), "moe": {"num_experts": 4}}, "model")
+    rules = recipe({"path": "attention", "method": "rtn"}, {"path": path, "method": "rtn"})
+    with pytest.raises(ConfigError, match=message):
+        choose_methods(rules, dense_weights(config), other_parameters(config))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.decoding.decode import Decoder, _read_ahead
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, Transformer
@@ -50,6 +50,11 @@ def run(decoder: Decoder, prompts, tokens: int, sampling: Sampling, seed=0) -> l
     return np.stack(list(decoder.generate(prompts, tokens, sampling, seed=seed)), 1).tolist()
 
 
+def compiled_programs(decoder: Decoder) -> int:
+    assert decoder._engine is not None
+    return decoder._engine.programs.compiled
+
+
 @pytest.fixture(scope="module")
 def greedy(decoder) -> list[list[int]]:
     return run(decoder, PROMPTS, 12, GREEDY)
@@ -81,25 +86,27 @@ def test_several_steps_of_one_program_give_the_tokens_of_single_steps(decoder, g
     stop = greedy[0][6]
     alone = [int(token) for (token,) in several.generate(PROMPTS[:1], 12, GREEDY, stop_tokens=[stop])]
     assert alone == greedy[0][: greedy[0].index(stop) + 1]
-    assert several._next._cache_size() == 6, "programs of five steps and of one: greedy, sampled, and for one row"
 
 
-def test_each_part_is_dispatched_before_the_one_before_it_is_read():
-    asked = []
-
-    def parts():
-        for number in range(3):
-            asked.append(number)
-            yield np.full((2, 4), number)
-
-    for row in _read_ahead(parts()):
-        assert asked[-1] == min(row[0] + 1, 2)
+def test_one_program_of_several_steps_is_compiled_for_any_number_of_them_and_any_sampling(decoder):
+    several = Decoder(decoder.module, decoder.params, decoder.non_params, decoder.rules, steps=5)
+    for count, sampling in ((12, GREEDY), (4, GREEDY), (9, Sampling(temperature=1.0)), (12, Sampling(1.0, top_p=0.5))):
+        run(several, PROMPTS, count, sampling)
+    assert compiled_programs(several) == 5, "prompts, three ways to sample after them, and several steps"
 
 
 def test_a_lone_row_gets_a_second_one_on_a_gpu(decoder):
-    assert [decoder._row_count(n) for n in (1, 2, 3)] == [1, 2, 3]
+    assert [decoder._room(n, 5, 5).slots for n in (1, 2, 3)] == [1, 2, 3]
     with lowering_platform("cuda"):
-        assert [decoder._row_count(n) for n in (1, 2, 3)] == [2, 2, 3]
+        assert [decoder._room(n, 5, 5).slots for n in (1, 2, 3)] == [2, 2, 3]
+
+
+def test_a_batch_that_the_caller_leaves_early_frees_its_rows(decoder, greedy):
+    rows = decoder.generate(PROMPTS, 12, GREEDY)
+    assert next(rows).tolist() == [row[0] for row in greedy]
+    rows.close()
+    assert decoder._engine.running == decoder._engine.waiting == decoder._engine.pool.used == 0
+    assert run(decoder, PROMPTS, 12, GREEDY) == greedy
 
 
 def test_a_row_does_not_depend_on_the_others(decoder, greedy):
@@ -162,7 +169,7 @@ def test_prefill_and_step_are_compiled_once_for_prompts_of_any_length_in_a_block
     sizes = []
     for length in (3, 17, 60):
         run(decoder, [[1] * length], 5, GREEDY)
-        sizes.append((decoder._prefill._cache_size(), decoder._next._cache_size()))
+        sizes.append(compiled_programs(decoder))
     assert sizes[0] == sizes[1] == sizes[2]
 
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.layer_window import WeightWindow, WindowDecoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.models import ModelConfig, Transformer, to_huggingface
+from jaxstack.models.attention.base import CacheRoom
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.partial_load import ModelParts
@@ -87,15 +88,16 @@ def test_live_bytes_are_at_most_those_of_the_window_and_the_cache(tmp_path, monk
     del model
     before = {id(x) for x in jax.live_arrays()}
     live = []
-    run = window._layer
+    take = window.window.take
 
-    def watched(*args, **kwargs):
+    def watched():
+        taken = take()
         arrays = [x for x in jax.live_arrays() if id(x) not in before and (x.shape, x.dtype) in kinds]
         live.append(sum(x.nbytes for x in arrays))
-        return run(*args, **kwargs)
+        return taken
 
-    monkeypatch.setattr(window, "_layer", watched)
-    cache = jax.eval_shape(lambda: window._merge({}).make_cache(1, 128).layers)
+    monkeypatch.setattr(window.window, "take", watched)
+    cache = jax.eval_shape(lambda: window.merge({}).make_shared_cache(CacheRoom(1, 128, 8, 16)))
     # Threads that earlier tests of this process left may hold arrays of other models meanwhile.
     kinds = {(x.shape, x.dtype) for x in jax.tree.leaves((window.params, cache))}
     list(window.generate([[1, 2, 3]], 3, Sampling(0)))

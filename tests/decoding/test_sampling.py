@@ -7,10 +7,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxstack.decoding.sampling import Sampling, keep_likeliest, sample
+from jaxstack.decoding.sampling import RowSampling, Sampling, keep_likeliest_rows, sample_rows
 
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None]
+
+
+def keep_likeliest(logits, top_k=None, top_p=None, min_p=None) -> jax.Array:
+    """The product's function with the same limits for all rows."""
+    n = len(logits)
+    limits = np.full(n, top_k or logits.shape[1]), np.full(n, 1 if top_p is None else top_p), np.full(n, min_p or 0)
+    return keep_likeliest_rows(
+        logits, *(x.astype(t) for x, t in zip(limits, (np.int32, np.float32, np.float32), strict=True))
+    )
+
+
+def sample(logits, seeds, temperature: float) -> jax.Array:
+    n = len(logits)
+    ones = np.ones(n, np.float32)
+    numbers = np.zeros(n, np.int32)
+    rows = RowSampling(
+        np.asarray(seeds, np.uint32), numbers, temperature * ones, np.full(n, logits.shape[1]), ones, 0 * ones
+    )
+    return sample_rows(logits, rows, "free")
 
 
 def kept(top_k=None, top_p=None, min_p=None) -> list[int]:
@@ -39,9 +58,8 @@ def test_min_p_is_a_share_of_the_likeliest(min_p, wanted):
 
 def test_a_row_with_its_own_key_draws_as_if_alone():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)), jnp.float32)
-    keys = jax.random.split(jax.random.key(2), 6)
-    together = sample(logits, keys, Sampling(temperature=1.0))
-    alone = [int(sample(logits[row : row + 1], keys[row : row + 1], Sampling(temperature=1.0))[0]) for row in range(6)]
+    together = sample(logits, range(6), 1.0)
+    alone = [int(sample(logits[row : row + 1], [row], 1.0)[0]) for row in range(6)]
     assert together.tolist() == alone and len(set(alone)) > 1
 
 
@@ -60,14 +78,14 @@ def test_at_least_one_and_the_likeliest_is_left(top_k, top_p, seed):
 
 def test_zero_temperature_takes_the_likeliest():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 9)), jnp.float32)
-    found = sample(logits, jax.random.key(0), Sampling(temperature=0))
+    found = sample(logits, range(4), 0.0)
     assert found.dtype == jnp.int32 and found.tolist() == np.argmax(logits, -1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_draws_follow_the_probabilities(temperature):
     many = jnp.broadcast_to(LOGITS, (20000, 5))
-    found = np.bincount(sample(many, jax.random.key(1), Sampling(temperature=temperature)), minlength=5) / 20000
+    found = np.bincount(sample(many, range(20000), temperature), minlength=5) / 20000
     wanted = PROBABILITIES ** (1 / temperature)
     np.testing.assert_allclose(found, wanted / wanted.sum(), atol=0.015)
 

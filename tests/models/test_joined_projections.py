@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.models.attention.base import PageGroup, PageSlots
+from jaxstack.models.attention.base import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS
 from jaxstack.models.joined_projections import join_projections
 from pallas_kernels import Grid, PackedWeight, record_choices
@@ -94,13 +94,16 @@ def test_packed_decoding_gives_what_separate_projections_give(name):
     """A sequence of five tokens in two pages, after one of no tokens but padding."""
     changes, cache_format, together = UPDATES[name]
     tables = jnp.array([[5, 1], [3, 0]])
-    groups = (PageGroup(tables[:1], jnp.array([0]), 1), PageGroup(tables[1:], jnp.array([5]), 6))
+    groups = (
+        PageGroup(tables[:1], jnp.array([0]), 1, jnp.array([0])),
+        PageGroup(tables[1:], jnp.array([5]), 6, jnp.array([1])),
+    )
     positions = jnp.array([-1, -1, 0, 1, 2, 3, 4])
     slots = PageSlots(jnp.array([24, 24, 12, 13, 14, 15, 0]), groups)
 
     @nnx.jit
     def run(model):
-        hidden, pages = model.decode_packed(TOKENS[0], positions, slots, model.make_pages(6, 4))
+        hidden, pages = model.decode_packed(TOKENS[0], positions, slots, model.make_shared_cache(CacheRoom(2, 8, 6, 4)))
         return hidden[2:], pages
 
     separate, joined = make_pair(changes, cache_format)

@@ -2,7 +2,6 @@
 
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,8 +9,12 @@ from flax import nnx
 
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.attention import paged_cache
-from jaxstack.models.attention.base import PageGroup, PageSlots
+from jaxstack.models.attention.base import CacheRoom, PageGroup, PageSlots
+from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
 from jaxstack.models.attention.linear import LinearAttention
+from jaxstack.models.attention.longformer import LongformerAttention
+from jaxstack.models.attention.performer import PerformerAttention
+from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.moe.config import MoEConfig
 
 BASE = {
@@ -25,6 +28,11 @@ MODELS = {
     "learned positions, stacked layers": {
         "positions": "learned", "max_position_embeddings": 40, "scan_layers": True, "num_kv_heads": None,
     },
+    "blocks": {"attention": BlockSparseAttention(pattern=StridedPattern(local=1, stride=2), block_size=16)},
+    "a ring of a window after two tokens": {"attention": LongformerAttention(window=7, global_tokens=2)},
+    "sums of blocks": {"attention": ProjectedAttention(block_size=8, summaries=3)},
+    "a state": {"attention": LinearAttention()},
+    "a state, stacked layers": {"attention": PerformerAttention(), "scan_layers": True},
     "experts": {"moe": MoEConfig(num_experts=4, num_experts_per_tok=2, capacity_factor=None)},
 }  # fmt: skip
 T = 36
@@ -51,13 +59,13 @@ def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width, mo
     tables = random.permutation(PAGES)[: 4 * T // PAGE].reshape(4, -1).astype(np.int32)
 
     @nnx.jit
-    def run(model, tokens, positions, write, tables, lengths, pages):
-        split = jnp.split(tables, [3]), jnp.split(lengths, [3])
-        groups = tuple(PageGroup(*pair, width) for *pair, width in zip(*split, (1, width), strict=True))
+    def run(model, tokens, positions, write, tables, lengths, slots, pages):
+        split = jnp.split(tables, [3]), jnp.split(lengths, [3]), (1, width), jnp.split(jnp.asarray(slots), [3])
+        groups = tuple(PageGroup(*parts) for parts in zip(*split, strict=True))
         hidden, pages = model.decode_packed(tokens, positions, PageSlots(write, groups), pages)
         return model.logits(hidden), pages
 
-    pages = model.make_pages(PAGES, PAGE)
+    pages = model.make_shared_cache(CacheRoom(4, T, PAGES, PAGE))
     seen = np.zeros(4, int)
     for turn in range(6):
         single, chunked = ([0, 1], [2, 3]) if turn % 2 else ([2, 3], [0, 1])
@@ -71,7 +79,9 @@ def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width, mo
         ids = np.concatenate([tokens[order[row], np.maximum(p, 0)] for row, p in enumerate(positions)])
         write = np.concatenate([place(tables[order[row]][None], p[None]) for row, p in enumerate(positions)])
         lengths = np.where(counts > 0, starts + counts, 0).astype(np.int32)
-        logits, pages = run(model, *(x.astype(np.int32) for x in (ids, packed, write, tables[order])), lengths, pages)
+        logits, pages = run(
+            model, *(x.astype(np.int32) for x in (ids, packed, write, tables[order])), lengths, np.array(order), pages
+        )
         rows = np.repeat(order, [1, 1, 1, width, width])
         real = packed >= 0
         expected = wanted[rows[real], packed[real]]
@@ -82,9 +92,3 @@ def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width, mo
 def test_chunks_copy_few_widths_of_pages():
     assert paged_cache.copied_widths(504, 64) == (64, 126, 504)
     assert paged_cache.copied_widths(9, 2) == (2, 3, 9) and paged_cache.copied_widths(40, 64) == (40,)
-
-
-def test_attention_without_a_cache_of_keys_is_refused():
-    model = Transformer(ModelConfig(**BASE, attention=LinearAttention()), nnx.Rngs(0))
-    with pytest.raises(ValueError, match="needs attention.name softmax.*; found linear"):
-        jax.eval_shape(lambda: model.make_pages(4, 4))

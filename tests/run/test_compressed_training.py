@@ -13,11 +13,11 @@ import jaxstack.evaluate as evaluate
 import jaxstack.train as command
 from jaxstack import convert
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.compress.methods.rtn import Rtn
+from jaxstack.compress.during_training import compress_in_training
+from jaxstack.compress.formats.integer_grid import Rtn
 from jaxstack.config.loader import dump_yaml
 from jaxstack.files import write_file
 from jaxstack.models import from_huggingface
-from jaxstack.module_arrays.compression import compress_in_training
 from jaxstack.nested import flatten, nest
 from jaxstack.run.build import build_model
 from jaxstack.run.load import read_run_config
@@ -197,6 +197,7 @@ def test_a_mask_needs_zeros(folder, capsys):
             "a weight has one method",
         ),
         (["compression.rules=[{path: mlp, method: qat, group_size: 7}]"], "Groups of 7 do not divide"),
+        (["compression.rules=[{path: mlp, method: bfp, block_size: 7}]"], "block_size 7 does not divide its"),
         (["compression.rules=[{path: mlp, method: mask}]"], "name its directory"),
         (["compression.rules=[{path: mlp, method: low_rank, rank: 99}]"], "rank 99 is more than"),
         (["compression.rules=[{path: mlp, method: cluster}]", "adapters.rules=[{path: mlp}]"], "exclude each other"),

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstack.decoding import compilation
+from jaxstack.decoding.compilation import ThreadedCompiler
+from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.serve import compilation
-from jaxstack.serve.compilation import ThreadedCompiler
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine
 from tests.decoding.test_decode import open_decoder
 from tests.marks import longer
 from tests.serve.test_engine import SAMPLINGS, EvenOnly, prompts

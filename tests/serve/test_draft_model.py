@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.draft_model import accept_drafts
+from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.sampling import RowSampling, Sampling, probabilities
 from jaxstack.errors import ConfigError
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.draft_model import accept_drafts
-from jaxstack.serve.engine import Engine
-from jaxstack.serve.sampling import RowSampling, probabilities
 from tests.marks import longer
 from tests.serve.test_engine import GREEDY, SAMPLINGS, EvenOnly, expected, prompts
 from tests.serve.tiny import CONFIG as CONFIG_OF_TESTS

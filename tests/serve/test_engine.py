@@ -3,18 +3,25 @@
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
+from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
+from jaxstack.models.attention.linear import LinearAttention
+from jaxstack.models.attention.longformer import LongformerAttention
+from jaxstack.models.attention.performer import PerformerAttention
+from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine, EngineBusy, EngineClosed
-from jaxstack.serve.replicas import EngineGroup, open_engine
+from jaxstack.serve.engine import EngineGroup, open_engine
 from tests.decoding.test_decode import open_decoder
 from tests.marks import longer
+from tests.serve.tiny import CONFIG as TINY
 from tests.serve.tiny import open_tiny
 
 GREEDY = Sampling(temperature=0)
@@ -49,6 +56,17 @@ def expected(decoder: Decoder, prompt, count: int, sampling: Sampling = GREEDY, 
     return [int(tokens[0]) for tokens in decoder.generate([prompt], count, sampling, seed=seed)]
 
 
+def likeliest(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
+    """The answer by the whole forward pass: each token the likeliest after all tokens before it."""
+    model = decoder.module.merge(decoder.params, decoder.non_params)
+    forward = nnx.jit(lambda model, ids: jnp.argmax(model(ids), -1))
+    ids = np.zeros((1, 80), np.int32)
+    ids[0, : len(prompt)] = prompt
+    for end in range(len(prompt), len(prompt) + count):
+        ids[0, end] = forward(model, ids)[0, end - 1]
+    return ids[0, len(prompt) : len(prompt) + count].tolist()
+
+
 def prompts(lengths, seed: int = 0) -> list[list[int]]:
     random = np.random.default_rng(seed)
     return [random.integers(0, 61, n).tolist() for n in lengths]
@@ -58,17 +76,41 @@ def prompts(lengths, seed: int = 0) -> list[list[int]]:
 def test_greedy_answers_are_the_argmax_of_the_full_forward():
     """Two requests at once; then one of which most of the prompt is cached."""
     decoder = open_tiny()
-    model = decoder.module.merge(decoder.params, decoder.non_params)
     asked = prompts([60, 50])
     asked.append([*asked[0][:48], 7, 8])
     with Engine(decoder, EngineConfig(slots=2, chunk=128), warm_up=False) as engine:
         handles = [engine.submit(prompt, 4, GREEDY) for prompt in asked]
         answers = [handle.result() for handle in handles]
     assert handles[2].cached_tokens == 48
-    ids = np.array([(p + a + [0] * 64)[:64] for p, a in zip(asked, answers, strict=True)], np.int32)
-    likeliest = np.argmax(nnx.jit(lambda model, ids: model(ids))(model, ids), -1)
-    for row, p, answer in zip(likeliest, asked, answers, strict=True):
-        assert answer == row[len(p) - 1 : len(p) + 3].tolist()
+    assert answers == [likeliest(decoder, prompt, 4) for prompt in asked]
+
+
+KINDS = {
+    "linear": LinearAttention(),
+    "performer": PerformerAttention(),
+    "longformer": LongformerAttention(window=20, global_tokens=3),
+    "projected": ProjectedAttention(block_size=16, summaries=2),
+    "block_sparse": BlockSparseAttention(block_size=16, pattern=StridedPattern(local=2, stride=3)),
+}
+
+
+@pytest.mark.parametrize("name", ["linear", *longer("performer", "longformer", "projected", "block_sparse")])
+def test_every_attention_kind_is_served(name):
+    """Prompts of several chunks, more requests than slots, a repeated prompt, several decode steps in a program."""
+    decoder = open_tiny(config=TINY.model_copy(update={"attention": KINDS[name]}))
+    asked = prompts([60, 33, 5, 20])
+    asked.append(asked[0])
+    config = EngineConfig(slots=2, page_size=4, chunk=16, decode_steps=4)
+    with Engine(decoder, config, warm_up=False) as engine:
+        handles = [engine.submit(prompt, 4, GREEDY) for prompt in asked]
+        assert [handle.result() for handle in handles] == [likeliest(decoder, prompt, 4) for prompt in asked]
+    assert engine.pool.used == 0 and (handles[-1].cached_tokens > 0) == (name == "block_sparse")
+
+
+def test_drafts_are_refused_where_a_state_could_not_take_them_back():
+    decoder = open_tiny(config=TINY.model_copy(update={"attention": KINDS["linear"]}))
+    with pytest.raises(ConfigError, match="engine.draft_tokens needs caches that can take back.*linear cannot"):
+        Engine(decoder, EngineConfig(slots=2, draft_tokens=2), warm_up=False)
 
 
 def test_each_request_has_its_own_text_at_any_length_and_setting(decoder, engine):

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxstack.decoding.rows import Column, decode_rows
+from jaxstack.decoding.step import Programs
 from jaxstack.distributed.xla_options import half_batch_options
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.attention.base import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.hlo import Instruction, Module, parse_module
 from jaxstack.parallel import make_rules
 from jaxstack.parallel.sharding_context import logical_axis_rules
-from jaxstack.serve.rows import Column, decode_rows
-from jaxstack.serve.step import Programs
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.triton_interpreter import needs_triton
@@ -52,7 +53,9 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
     programs.slots = ROWS
     programs.vocab_size = None
     programs.compiled = 0
-    pages = jax.eval_shape(lambda: module.merge(params, {}).make_pages(PAGES, PAGE))
+    pages = jax.eval_shape(
+        lambda: module.merge(params, {}).make_shared_cache(CacheRoom(ROWS, PAGES * PAGE, PAGES, PAGE))
+    )
     pages = jax.tree.map(lambda x: hopper_array(x.shape, x.dtype, rules.mesh, jax.P(None, None, "tensor")), pages)
     rows = hopper_array((ROWS, Column.PAGES + 32), jnp.int32, rules.mesh)
     number = hopper_array((), jnp.int32, rules.mesh)

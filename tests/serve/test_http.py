@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.requests import Handle, Request
 from jaxstack.serve.config import EngineConfig, ServerConfig
-from jaxstack.serve.engine import Engine
-from jaxstack.serve.requests import Handle, Request
 from tests.serve.tiny import TOKENIZER, open_tiny
 
 uvicorn = pytest.importorskip("uvicorn")

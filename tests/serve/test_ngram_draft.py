@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxstack.serve.ngram_draft import NGramDrafter, accept
+from jaxstack.decoding.ngram_draft import NGramDrafter, accept
 
 
 @pytest.mark.parametrize(

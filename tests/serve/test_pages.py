@@ -5,7 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from jaxstack.serve.pages import ROOT, PagePool, page_digest
+from jaxstack.decoding.pages import ROOT, PagePool, page_digest
 
 SIZE = 4
 

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.engine import Engine, _halves_from
+from jaxstack.decoding.rows import Column, run_rows
+from jaxstack.decoding.step import make_cache
 from jaxstack.errors import ConfigError
+from jaxstack.models.attention.base import CacheRoom
+from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine, _halves_from
-from jaxstack.serve.rows import Column, run_rows
-from jaxstack.serve.step import make_pages
 from tests.compilation import run_jitted
 from tests.decoding.test_decode import CONFIG, open_decoder
 from tests.serve.test_engine import GREEDY, expected, prompts
 from tests.serve.tiny import open_tiny
 
 PAGE = 4
+ROOM = CacheRoom(16, 60 * PAGE, 60, PAGE)
 TABLE = 5
 
 
@@ -58,7 +61,9 @@ class Recorder:
         self.sizes.append(ids.size)
         lengths = [jnp.repeat(group.lengths, group.width) for group in slots.groups]
         hidden = jnp.stack([ids, positions, jnp.concatenate(lengths)], 1)
-        return hidden[:, :2], pages.reshape(-1, 3).at[slots.write].set(hidden, mode="drop").reshape(pages.shape)
+        (layer,) = pages
+        key = layer.key.reshape(-1, 3).at[slots.write].set(hidden, mode="drop").reshape(layer.key.shape)
+        return hidden[:, :2], [PagedKeys(key, layer.value)]
 
 
 @pytest.mark.quick
@@ -69,12 +74,13 @@ def test_halves_are_the_same_tokens_at_the_same_places():
     def run(rows, pages):
         return [run_rows(cast(Any, model), rows, pages, halves=halves) for halves in (False, True)]
 
-    (whole, cache), (halved, halved_cache) = run_jitted(run, rows, np.full((60, PAGE, 1, 3), -1))
+    (whole, cache), (halved, halved_cache) = run_jitted(
+        run, rows, [PagedKeys(np.full((60, PAGE, 1, 3), -1), np.zeros(0))]
+    )
     assert model.sizes == SIZES
     for one, other, mask in zip(whole, halved, real, strict=True):
         assert np.array_equal(np.asarray(one)[mask], np.asarray(other)[mask])
-    cache = np.asarray(cache)
-    halved_cache = np.asarray(halved_cache)
+    cache, halved_cache = (np.asarray(layer.key) for (layer,) in (cache, halved_cache))
     assert np.array_equal(cache[..., :2], halved_cache[..., :2])
     assert np.sum(cache[..., 1] >= 0) == sum(mask.sum() for mask in real)
     written = cache[..., 1] >= 0
@@ -87,7 +93,7 @@ def test_halves_are_the_same_tokens_at_the_same_places():
 def test_halves_have_the_hidden_states_and_the_cache_of_the_whole():
     decoder = open_tiny()
     random = np.random.default_rng(0)
-    made = jax.eval_shape(lambda: make_pages(decoder, decoder.params, decoder.non_params, 60, PAGE))
+    made = jax.eval_shape(lambda: make_cache(decoder, decoder.params, decoder.non_params, ROOM))
     pages = jax.tree.map(lambda x: random.normal(size=x.shape).astype(x.dtype), made)
 
     def run(params, rows, pages):

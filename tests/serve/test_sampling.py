@@ -4,8 +4,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxstack.decoding.sampling import Sampling, keep_likeliest, sample
-from jaxstack.serve.sampling import RowSampling, apply_bitmask, keep_likeliest_rows, sample_rows
+from jaxstack.decoding.sampling import (
+    RowSampling,
+    Sampling,
+    apply_bitmask,
+    keep_likeliest_rows,
+    sample_rows,
+)
+from tests.decoding.plain_sampling import keep_likeliest, sample
 
 SETTINGS = [
     Sampling(0.0), Sampling(1.0), Sampling(0.7, top_k=5), Sampling(1.3, top_p=0.6), Sampling(1.0, min_p=0.05),

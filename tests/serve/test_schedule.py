@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jaxstack.serve import engine as engine_module
+from jaxstack.decoding import engine as engine_module
+from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.ngram_draft import accept
+from jaxstack.decoding.rows import Column
+from jaxstack.decoding.step import Programs
+from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
+from jaxstack.models.attention.base import CacheRoom
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine
-from jaxstack.serve.ngram_draft import accept
-from jaxstack.serve.rows import Column
-from jaxstack.serve.step import Programs
-from jaxstack.serve.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
 
 V = 3
 CONTEXT = 40
@@ -47,13 +48,13 @@ class Sampled(np.ndarray):
 class SimulatedPrograms(Programs):
     """Pages of token ids. Everything that no token has been written to holds a wrong one."""
 
-    def __init__(self, model, *, slots, pages, page_size, context, vocab_size, halves_from):
-        self.slots = slots
-        self.page_size = page_size
-        self.table_width = -(-context // page_size)
-        self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
-        self.memory = np.full(pages * page_size, 255)
-        self.newest = np.full(slots, 254)
+    def __init__(self, model, room, *, vocab_size, halves_from):
+        self.slots = room.slots
+        self.page_size = room.page_size
+        self.table_width = -(-room.length // room.page_size)
+        self._described = np.zeros((room.slots, Column.PAGES + self.table_width), np.int32)
+        self.memory = np.full(room.pages * room.page_size, 255)
+        self.newest = np.full(room.slots, 254)
 
     def run(self, rows, chunks, tokens, mode, mask=None, drafted=None):
         newest = self.newest[rows[:, Column.SLOT], None] if drafted is None else drafted
@@ -95,7 +96,7 @@ class SimulatedPrograms(Programs):
 class SimulatedDraft:
     """Guesses that depend on the newest token alone, and are sometimes right."""
 
-    def __init__(self, target, model, pages, width, together):
+    def __init__(self, target, model, width, together):
         self.target = target
         self.width = width
         self.together = together
@@ -134,6 +135,10 @@ class SimulatedDraft:
                 self.memory[self.target._places(row)[start : start + row[Column.COUNT]]] = ids[-row[Column.COUNT] :]
 
 
+def choose_room(models, config: EngineConfig) -> CacheRoom:
+    return CacheRoom(config.slots, CONTEXT, config.pages, config.page_size)
+
+
 @pytest.fixture
 def make_engine(monkeypatch):
     model = types.SimpleNamespace(
@@ -141,7 +146,8 @@ def make_engine(monkeypatch):
     )
     monkeypatch.setattr(engine_module, "Programs", SimulatedPrograms)
     monkeypatch.setattr(engine_module, "DraftPrograms", SimulatedDraft)
-    monkeypatch.setattr(engine_module, "choose_context_and_pages", lambda models, config: (CONTEXT, config.pages))
+    monkeypatch.setattr(engine_module, "choose_room", choose_room)
+    monkeypatch.setattr(engine_module, "shares_pages", lambda model: True)
 
     def make(config: EngineConfig, draft: bool = False) -> Engine:
         return Engine(model, config, draft=model if draft else None, warm_up=False, start=False)

@@ -3,7 +3,7 @@
 import jax
 
 from jaxstack.data.tokenizer import ByteTokenizer
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules

@@ -1,6 +1,6 @@
 """Decoders of stored models, for tests that compare their parameters and logits."""
 
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.run.load import load_decoder, run_config, sets_layout
 from jaxstack.stored import StoredModel
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxstack import load
+from jaxstack.compress.after_training.run import compress
 from jaxstack.compress.config import Recipe
-from jaxstack.compress.methods.rtn import Rtn
-from jaxstack.compress.run import compress
+from jaxstack.compress.formats.integer_grid import Rtn
 from jaxstack.errors import ConfigError
 from jaxstack.run.convert import export_checkpoint
 from jaxstack.run.train import train

@@ -5,12 +5,13 @@ Dims: B batch, T query length, S key length, N heads, K kv heads, H head_dim.
 
 import dataclasses
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxstack.config.base import Component
 from jaxstack.models.attention.cache_formats import CacheFormat
@@ -59,15 +60,30 @@ class ScoreOptions:
     query_pre_attn_scalar: float | None = None
 
 
+class CacheRoom(NamedTuple):
+    """Room of a cache for many sequences that come and go, such as those of the serving engine."""
+
+    slots: int
+    """Largest number of sequences at a time. A cache of fixed size for each sequence has one place for each slot."""
+    length: int
+    """Largest number of tokens of a sequence."""
+    pages: int
+    """Number of pages that all sequences share, in which softmax attention stores keys and values."""
+    page_size: int
+    """Tokens per page."""
+
+
 class PageGroup(NamedTuple):
-    """Group of sequences with the same number of new tokens in a decoding call, and their pages in the KV cache."""
+    """Group of sequences with the same number of new tokens in a decoding call, and their places in the cache."""
 
     table: Int[Array, "R pages"]
     """Pages of each sequence, in order; entries after its last page are any valid ones."""
     lengths: Int[Array, " R"]
-    """Tokens of each sequence in the cache, its new tokens included."""
+    """Tokens of each sequence in the cache, its new tokens included; 0: an empty row of the group."""
     width: int
     """New tokens per sequence; those before position 0 are padding."""
+    slots: Int[Array, " R"]
+    """Slot of each sequence, which is its place in caches of fixed size."""
 
 
 class PageSlots(NamedTuple):
@@ -77,6 +93,20 @@ class PageSlots(NamedTuple):
     """Number of each token's slot, page * page size + offset; a number past the last slot is not written."""
     groups: tuple[PageGroup, ...]
     """The sequences in the order of their tokens."""
+
+    def split(self, *packed: Shaped[Array, "1 T ..."]) -> Iterator[tuple[PageGroup, list[Shaped[Array, "R C ..."]]]]:
+        """Yield each group with its part of the packed arrays, in rows of the group's width C."""
+        start = 0
+        for group in self.groups:
+            rows = group.lengths.shape[0]
+            end = start + rows * group.width
+            yield group, [x[0, start:end].reshape(rows, group.width, *x.shape[2:]) for x in packed]
+            start = end
+
+
+def pack_groups(parts: Iterable[Shaped[Array, "_ _ *dims"]]) -> Shaped[Array, "1 T *dims"]:
+    """Join the rows of all groups to one packed row, as `PageSlots.split` took them."""
+    return jnp.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])[None]
 
 
 class CacheSlots(NamedTuple):
@@ -193,16 +223,15 @@ class AttentionKind(Component):
 
     @abstractmethod
     def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """Create a layer's empty decoding cache, with room for `length` tokens in each of `batch` rows."""
+        """Create a layer's empty decoding cache, all zeros, with room for `length` tokens in each of `batch` rows."""
 
-    def make_pages(self, heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """Create a layer's empty paged KV cache: `pages` pages of `page_size` tokens for all sequences.
+    def make_shared_cache(self, heads: AttentionSpec, room: CacheRoom, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Create a layer's empty cache for many sequences; by default one row of `make_cache` for each slot.
 
-        Raises:
-          ValueError: this kind does not keep its cache in pages.
+        A kind that stores every key overrides this with `empty_pages`, so that sequences take memory as they grow and
+        share common prefixes.
         """
-        name = getattr(self, "name", type(self).__name__)
-        raise ValueError(f"serving needs attention.name softmax, whose cache is in pages; found {name}.")
+        return self.make_cache(heads, room.slots, room.length, dtype)
 
     @abstractmethod
     def store(

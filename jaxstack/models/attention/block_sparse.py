@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
-from jaxstack.models.attention.base import AttentionSpec, SegmentIds
+from jaxstack.models.attention.base import AttentionSpec, CacheRoom, SegmentIds
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
+from jaxstack.models.attention.paged_cache import PagedKeys, empty_pages
 from pallas_kernels import block_sparse_attention
 from pallas_kernels.attention import patterns
 from pallas_kernels.attention.masks import Layout, Mask
@@ -110,6 +111,9 @@ class BlockSparseAttention(MaskedSoftmax):
             implementation=heads.implementation,
         )
         return cast(jax.Array, out)
+
+    def make_shared_cache(self, heads: AttentionSpec, room: CacheRoom, dtype: jax.typing.DTypeLike) -> PagedKeys:
+        return empty_pages(heads, room, dtype)
 
     def mask(self, heads: AttentionSpec, length: int) -> Mask:
         return Mask(layout=Layout.from_pattern(self.pattern.layout(self._blocks(length)), self.block_size))

@@ -1,11 +1,13 @@
 """Base class of exact softmax attention under a position-dependent mask, with its KV cache and FLOPs."""
 
 from abc import abstractmethod
+from typing import cast
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import Angles, AttentionKind, AttentionSpec, CacheSlots
+from jaxstack.models.attention.base import Angles, AttentionKind, AttentionSpec, CacheSlots, LayerCache, pack_groups
 from jaxstack.models.attention.kv_cache import (
     KeyCache,
     attend_to,
@@ -16,6 +18,7 @@ from jaxstack.models.attention.kv_cache import (
     slot_positions,
     store,
 )
+from jaxstack.models.attention.paged_cache import PagedKeys, copy_pages, put_in_pages, put_joined_in_pages
 from pallas_kernels.attention.masks import Mask
 
 
@@ -53,10 +56,12 @@ class MaskedSoftmax(AttentionKind):
         q: Float[Array, "B T N H"],
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
-        cache: KeyCache,
+        cache: LayerCache,
         slots: CacheSlots,
         heads: AttentionSpec,
-    ) -> tuple[Float[Array, "B T N H"], KeyCache]:
+    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+        if slots.pages is not None:
+            return self.attend_to_pages(q, put_in_pages(cast(PagedKeys, cache), k, v, slots.pages), slots, heads)
         pinned = self.keys_kept(heads)[0]
         if q.shape[1] == 1:
             cache = put(cache, k, v, slots, pinned)
@@ -68,10 +73,12 @@ class MaskedSoftmax(AttentionKind):
         self,
         joined: Float[Array, "B T heads H"],
         angles: Angles,
-        cache: KeyCache,
+        cache: LayerCache,
         slots: CacheSlots,
         heads: AttentionSpec,
-    ) -> tuple[Float[Array, "B T N H"], KeyCache]:
+    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+        if slots.pages is not None:
+            return self.attend_to_pages(*put_joined_in_pages(cache, joined, angles, slots.pages, heads), slots, heads)
         if joined.shape[1] != 1:
             return super().decode_joined(joined, angles, cache, slots, heads)
         q, cache = put_joined(cache, joined, angles, slots, heads, self.keys_kept(heads)[0])
@@ -97,6 +104,23 @@ class MaskedSoftmax(AttentionKind):
         visible = (positions >= 0)[:, None]
         masked = self.mask(heads, length).visible(slots.queries, positions)
         return attend_to(q, seen, visible if masked is None else visible & masked, heads)
+
+    def attend_to_pages(
+        self, q: Float[Array, "1 T N H"], cache: PagedKeys, slots: CacheSlots, heads: AttentionSpec
+    ) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
+        """Compute attention of packed tokens to copies of their sequences' keys in pages; also return the cache.
+
+        The copies are as long as the page table, and keys that the mask hides are read too.
+        """
+        assert slots.pages is not None
+        outputs = []
+        for group, (queries, new) in slots.pages.split(slots.queries, q):
+            seen = KeyCache(*copy_pages(cache, group.table))
+            places = jnp.arange(seen.slots, dtype=jnp.int32)
+            positions = jnp.where(places < group.lengths[:, None], places, -1)
+            outputs.append(self._attend_to(new, seen, positions, seen.slots, CacheSlots(queries, group.lengths), heads))
+        # The barrier orders these reads before the next write to the pages, which XLA would else copy to be safe.
+        return jax.lax.optimization_barrier((pack_groups(outputs), cache))
 
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:
         return 12.0 * self.keys_seen(heads, length) * heads.num_heads * heads.head_dim

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import Angles, AttentionSpec, PageGroup, PageSlots
+from jaxstack.models.attention.base import Angles, AttentionSpec, CacheRoom, PageGroup, PageSlots, pack_groups
 from jaxstack.models.attention.cache_formats import empty_keys_and_values
 from jaxstack.parallel import current_rules, with_local_heads
 from jaxstack.parallel.rules import AxisRules
@@ -37,9 +37,9 @@ class PagedKeys(NamedTuple):
     value: Stored
 
 
-def empty_pages(heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> PagedKeys:
-    """Create a layer's paged KV cache, filled with zeros: `pages` pages of `page_size` tokens."""
-    shape = (pages, page_size, heads.num_kv_heads, heads.head_dim)
+def empty_pages(heads: AttentionSpec, room: CacheRoom, dtype: jax.typing.DTypeLike) -> PagedKeys:
+    """Create a layer's paged KV cache, filled with zeros: `room.pages` pages of `room.page_size` tokens."""
+    shape = (room.pages, room.page_size, heads.num_kv_heads, heads.head_dim)
     return PagedKeys(
         *empty_keys_and_values(heads.cache_format, shape, (None, None, "act_kv_heads", "act_head_dim"), dtype)
     )
@@ -77,18 +77,13 @@ def attend_pages(
 ) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
     """Return the attention of packed tokens, whose keys and values are in the cache, and the cache."""
     outputs = []
-    start = 0
-    for group in slots.groups:
-        rows = group.lengths.shape[0]
-        width = group.width
-        part = q[0, start : start + rows * width].reshape(rows, width, *q.shape[2:])
-        in_place = width <= _FEW or current_target().platform == "cpu"
+    for group, (part,) in slots.split(q):
+        in_place = group.width <= _FEW or current_target().platform == "cpu"
         attend = _attend_in_place if in_place else _attend_chunks
-        outputs.append(attend(part, cache, group, heads).reshape(rows * width, *q.shape[2:]))
-        start += rows * width
+        outputs.append(attend(part, cache, group, heads))
     # The barrier orders these reads before the next write to the pages in the same program. Without it XLA copies all
     # pages to be safe.
-    return jax.lax.optimization_barrier((jnp.concatenate(outputs)[None], cache))
+    return jax.lax.optimization_barrier((pack_groups(outputs), cache))
 
 
 def _attend_in_place(
@@ -186,6 +181,16 @@ def _attend_copies(
     return with_local_heads(
         attend, permute_query_channels(q, cache.key), k, v, jnp.zeros(q.shape[:2], jnp.int32), key_segments
     )
+
+
+def copy_pages(cache: PagedKeys, table: Int[Array, "R pages"]) -> tuple[Stored, Stored]:
+    """Copy the pages of each sequence to one contiguous array of keys and one of values, [R, K, pages * page, H]."""
+
+    def copy(pages: jax.Array) -> jax.Array:
+        rows, width = table.shape
+        return jnp.moveaxis(pages[table].reshape(rows, width * pages.shape[1], *pages.shape[2:]), 2, 1)
+
+    return map_stored(copy, cache.key), map_stored(copy, cache.value)
 
 
 def _write(pages: Stored, new: jax.Array, write: Int[Array, " T"]) -> Stored:

@@ -6,10 +6,9 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxstack.models.attention.base import (
-    Angles,
     AttentionSpec,
+    CacheRoom,
     CacheSlots,
-    LayerCache,
     ScoreOptions,
     SegmentIds,
     context_method,
@@ -20,8 +19,6 @@ from jaxstack.models.attention.paged_cache import (
     PagedKeys,
     attend_pages,
     empty_pages,
-    put_in_pages,
-    put_joined_in_pages,
 )
 from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask
@@ -82,33 +79,14 @@ class SoftmaxAttention(MaskedSoftmax):
     def exchanges_heads(self, method: str | None) -> bool:
         return method == "all_to_all"
 
-    def make_pages(self, heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> PagedKeys:
-        return empty_pages(heads, pages, page_size, dtype)
+    def make_shared_cache(self, heads: AttentionSpec, room: CacheRoom, dtype: jax.typing.DTypeLike) -> PagedKeys:
+        return empty_pages(heads, room, dtype)
 
-    def decode(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        cache: LayerCache,
-        slots: CacheSlots,
-        heads: AttentionSpec,
-    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
-        if slots.pages is not None:
-            return attend_pages(q, put_in_pages(cache, k, v, slots.pages), slots.pages, heads)
-        return super().decode(q, k, v, cache, slots, heads)
-
-    def decode_joined(
-        self,
-        joined: Float[Array, "B T heads H"],
-        angles: Angles,
-        cache: LayerCache,
-        slots: CacheSlots,
-        heads: AttentionSpec,
-    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
-        if slots.pages is not None:
-            return attend_pages(*put_joined_in_pages(cache, joined, angles, slots.pages, heads), slots.pages, heads)
-        return super().decode_joined(joined, angles, cache, slots, heads)
+    def attend_to_pages(
+        self, q: Float[Array, "1 T N H"], cache: PagedKeys, slots: CacheSlots, heads: AttentionSpec
+    ) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
+        assert slots.pages is not None
+        return attend_pages(q, cache, slots.pages, heads)
 
     def attend_to_cache(
         self, q: Float[Array, "B 1 N H"], cache: KeyCache, slots: CacheSlots, heads: AttentionSpec

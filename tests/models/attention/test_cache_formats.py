@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
-from jaxstack.models.attention.base import PageGroup, PageSlots
+from jaxstack.models.attention.base import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS, as_stored, magnitude_order
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
@@ -71,11 +71,11 @@ def test_packed_tokens_over_pages_give_the_logits_of_the_forward_with_rounded_ke
     tokens = np.random.default_rng(0).integers(0, 61, (2, 20)).astype(np.int32)
     wanted = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))
     table = np.random.default_rng(1).permutation(12)[:10].reshape(2, 5)
-    pages = nnx.jit(lambda model: model.make_pages(12, 4))(model)
+    pages = nnx.jit(lambda model: model.make_shared_cache(CacheRoom(2, 20, 12, 4)))(model)
 
     @nnx.jit
     def step(model, ids, positions, write, lengths, pages):
-        slots = PageSlots(write, (PageGroup(jnp.asarray(table), lengths, len(write) // 2),))
+        slots = PageSlots(write, (PageGroup(jnp.asarray(table), lengths, len(write) // 2, jnp.arange(2)),))
         hidden, pages = model.decode_packed(ids, positions, slots, pages)
         return model.logits(hidden), pages
 

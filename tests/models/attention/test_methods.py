@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, Transformer, count_parameters, model_flops_per_token

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.models import Transformer, from_huggingface

@@ -1,0 +1,287 @@
+"""Runs the layers of a Transformer over calibration text one at a time, and measures the inputs of dense layers.
+
+Dims: B batch, T sequence, D model.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxstack.compress.base import AfterTraining, CalibrationBlock, Change, InputStatistics, Statistic, Sublayer
+from jaxstack.compress.matrix import MatrixLayout
+from jaxstack.models.attention_layer import Context
+from jaxstack.models.block import Block
+from jaxstack.models.layer_weights import Weights, gather_weights
+from jaxstack.models.linear import Linear
+from jaxstack.models.stack import Stack, unstack_block
+from jaxstack.models.transformer import Transformer
+from jaxstack.parallel import AxisRules, logical_axis_rules
+
+SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "gate_proj": "up_proj"}
+"""Dense layer -> the dense layer of the same module that has the same input and is measured for both."""
+SUBLAYER_INPUT: dict[Sublayer, str] = {"attention": "attention/q_proj", "mlp": "mlp/up_proj"}
+"""Sublayer -> dense layer that has the sublayer's own input."""
+
+Needs: TypeAlias = tuple[tuple[str, tuple[Statistic, ...]], ...]
+"""(dense layer, statistics of its input), hashable."""
+Sums: TypeAlias = dict[str, dict[Statistic, jax.Array]]
+"""Dense layer -> statistic -> its sum over tokens."""
+
+
+class Batch(NamedTuple):
+    """A batch of calibration sequences between two layers: hidden states, and shared inputs such as positions."""
+
+    x: Float[Array, "B T D"]
+    context: Context
+
+
+class LayerRunner:
+    """Runs a Transformer one layer at a time and measures layers' inputs; equal layers share compiled programs.
+
+    Args:
+      dtype: dtype of the computation.
+      rules: sharding rules of the mesh; None: one device.
+    """
+
+    def __init__(self, dtype: jax.typing.DTypeLike, rules: AxisRules | None = None):
+        self._dtype = dtype
+        self._rules = rules
+        self._apply = jax.jit(self._apply_layer, static_argnames="graphdef", donate_argnames="x")
+        self._measure = jax.jit(self._add_statistics, static_argnames=("graphdef", "needs"), donate_argnames="sums")
+        self._measure_head = jax.jit(
+            self._add_head_statistics, static_argnames=("graphdef", "needs"), donate_argnames="sums"
+        )
+        self._errors = jax.jit(self._sublayer_errors, static_argnames=("graphdef", "sublayer", "change"))
+
+    def embed(self, model: Transformer, batches: Sequence[Mapping[str, Any]]) -> list[Batch]:
+        """Compute the inputs of the first Transformer layer for batches of calibration text.
+
+        Args:
+          batches: `tokens` [B, T] int32, and with packing `positions` and `segment_ids` [B, T].
+        """
+        found = []
+        for batch in batches:
+            options = {name: jnp.asarray(batch[name]) for name in ("positions", "segment_ids") if name in batch}
+            with self._sharded():
+                found.append(Batch(*model.inputs_of_layers(jnp.asarray(batch["tokens"]), **options)))
+        return found
+
+    def apply(self, block: Block, batches: Sequence[Batch]) -> list[Batch]:
+        """Run a Transformer layer on each batch and return its outputs; the inputs' buffers are donated."""
+        graphdef, state = nnx.split(block)
+        return [batch._replace(x=self._apply(graphdef, state, *batch)) for batch in batches]
+
+    def measure(
+        self, block: Block, batches: Sequence[Batch], needs: Mapping[str, frozenset[Statistic]]
+    ) -> dict[str, InputStatistics]:
+        """Measure statistics of the inputs of a Transformer layer's dense layers over all batches.
+
+        Args:
+          needs: dense layer by its path in the block, such as `mlp/up_proj` -> statistics wanted.
+        """
+        sources = {path: input_source(path) for path in needs}
+        joined = {source: frozenset[Statistic]() for source in sources.values()}
+        for path, source in sources.items():
+            joined[source] |= needs[path]
+        graphdef, state = nnx.split(block)
+        sums: Sums = {}
+        for batch in batches:
+            sums = self._measure(graphdef, state, *batch, sums=sums, needs=_hashable(joined))
+        found = _finish(sums, batches)
+        return {path: found[source] for path, source in sources.items() if source in found}
+
+    def measure_head(
+        self, model: Transformer, batches: Sequence[Batch], needs: frozenset[Statistic]
+    ) -> InputStatistics:
+        """Measure statistics of the output head's inputs, given the outputs of the last layer."""
+        graphdef, state = nnx.split(model.final_norm)
+        sums: Sums = {}
+        for batch in batches:
+            sums = self._measure_head(graphdef, state, batch.x, sums=sums, needs=_hashable({"head": needs}))
+        return _finish(sums, batches)["head"]
+
+    def calibration_block(
+        self,
+        model: Transformer,
+        block: Block,
+        batches: Sequence[Batch],
+        layouts: Mapping[str, MatrixLayout],
+        statistics: Mapping[str, InputStatistics],
+        methods: Mapping[str, AfterTraining],
+    ) -> CalibrationBlock:
+        """Bundle a layer's weights and input statistics for methods that rescale several of its weights together."""
+        graphdef, state = nnx.split(block)
+
+        def output_errors(sublayer: Sublayer, change: Change, candidates: jax.Array) -> jax.Array:
+            errors = [
+                self._errors(graphdef, state, *batch, candidates=candidates, sublayer=sublayer, change=change)
+                for batch in batches
+            ]
+            return jnp.mean(jnp.stack(errors), axis=0)
+
+        return CalibrationBlock(model.config, weights_by_path(state), layouts, statistics, methods, output_errors)
+
+    def _sharded(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._rules is None else logical_axis_rules(self._rules)
+
+    def _merge(self, graphdef: nnx.GraphDef, state: Weights) -> Block:
+        block: Block = nnx.merge(graphdef, gather_weights(state, self._dtype))
+        block.chunked_width = None  # the inputs inside a loop over chunks cannot be read
+        return block
+
+    def _apply_layer(self, graphdef: nnx.GraphDef, state: Weights, x: jax.Array, context: Context) -> jax.Array:
+        with self._sharded():
+            return self._merge(graphdef, state)(x, context)[0]
+
+    def _inputs(
+        self, block: Block, x: jax.Array, context: Context, paths: Sequence[str]
+    ) -> dict[str, Float[Array, "tokens in"]]:
+        """Return the inputs of a block's dense layers `paths`, by path. The block is modified, so discard it."""
+        found: dict[str, jax.Array] = {}
+        layers = dense_layers(block)
+        for path in paths:
+            layers[path].dot_general = _Recorder(found, path, layers[path].contracted)
+        block(x, context)
+        return found
+
+    def _add_statistics(
+        self, graphdef: nnx.GraphDef, state: Weights, x: jax.Array, context: Context, sums: Sums, *, needs: Needs
+    ) -> Sums:
+        with self._sharded():
+            inputs = self._inputs(self._merge(graphdef, state), x, context, [path for path, _ in needs])
+            return _add(sums, {path: _token_sums(inputs[path], wanted) for path, wanted in needs})
+
+    def _add_head_statistics(
+        self, graphdef: nnx.GraphDef, state: Weights, x: jax.Array, sums: Sums, *, needs: Needs
+    ) -> Sums:
+        with self._sharded():
+            norm = nnx.merge(graphdef, state)
+            inputs = norm(x).reshape(-1, x.shape[-1])
+            return _add(sums, {path: _token_sums(inputs, wanted) for path, wanted in needs})
+
+    def _sublayer_errors(
+        self,
+        graphdef: nnx.GraphDef,
+        state: Weights,
+        x: jax.Array,
+        context: Context,
+        candidates: jax.Array,
+        *,
+        sublayer: Sublayer,
+        change: Change,
+    ) -> Float[Array, " n"]:
+        """Return for each candidate the mean squared change of a sublayer's output when `change` replaces weights."""
+        source = SUBLAYER_INPUT[sublayer]
+
+        def run(state: Weights, inputs: jax.Array) -> jax.Array:
+            block = self._merge(graphdef, state)
+            out = block.attention(inputs, context) if sublayer == "attention" else block.mlp(inputs)
+            return (out[0] if isinstance(out, tuple) else out).astype(jnp.float32)
+
+        with self._sharded():
+            inputs = self._inputs(self._merge(graphdef, state), x, context, [source])[source].reshape(x.shape)
+            reference = run(state, inputs)
+            weights = weights_by_path(state)
+
+            def error(candidate: jax.Array) -> jax.Array:
+                changed = replace_weights(state, change(weights, candidate))
+                return jnp.mean(jnp.square(run(changed, inputs) - reference))
+
+            return jax.lax.map(error, candidates)
+
+
+class _Recorder:
+    """A `dot_general` that also records its first operand, the input of a dense layer.
+
+    Args:
+      found: receives the operand as [tokens, in], under `path`.
+      contracted: dims that the layer contracts.
+    """
+
+    def __init__(self, found: dict[str, jax.Array], path: str, contracted: int):
+        self._found = found
+        self._path = path
+        self._contracted = contracted
+
+    def __call__(self, x: jax.Array, kernel: jax.Array, dims: Any, *rest: Any, **options: Any) -> jax.Array:
+        width = math.prod(x.shape[dim] for dim in dims[0][0])
+        self._found[self._path] = x.reshape(-1, width)
+        return jax.lax.dot_general(x, kernel, dims, *rest, **options)
+
+
+def layers_in_order(stack: Stack) -> Iterator[tuple[int, Block]]:
+    """Yield (number, block) of each Transformer layer in forward order; stacks of layers are split into single ones."""
+    places = sorted(
+        (number, index, row)
+        for index in range(len(stack.layers))
+        for row, number in enumerate(stack.layer_numbers(index))
+    )
+    for number, index, row in places:
+        block = stack.layers[index]
+        yield number, unstack_block(block, row) if index in stack.scanned else block
+
+
+def dense_layers(block: nnx.Module) -> dict[str, Linear]:
+    """Return the dense layers of a Transformer layer by path, such as `mlp/up_proj`."""
+    found = ((path, node) for path, node in nnx.iter_modules(block) if isinstance(node, Linear))
+    return {"/".join(map(str, path)): node for path, node in found}
+
+
+def input_source(path: str) -> str:
+    """Return the dense layer that is measured in place of `path` because it has the same input: q_proj for k_proj."""
+    head, _, name = path.rpartition("/")
+    return "/".join(part for part in (head, SAME_INPUT.get(name, name)) if part)
+
+
+def weights_by_path(state: Weights) -> dict[str, jax.Array]:
+    """Return the weights of a Transformer layer by path, such as `mlp/up_proj/kernel`."""
+    return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
+
+
+def replace_weights(state: Weights, changes: Mapping[str, Any]) -> Weights:
+    """Return a layer's parameters with those at the paths in `changes` replaced by its values."""
+    flat = [(path, "/".join(map(str, path)), variable) for path, variable in nnx.to_flat_state(state)]
+    if unknown := changes.keys() - {name for _, name, _ in flat}:
+        raise KeyError(f"no weight {sorted(unknown)[0]!r}; there are {[name for _, name, _ in flat]}.")
+    return nnx.from_flat_state([(path, v.replace(changes[name]) if name in changes else v) for path, name, v in flat])
+
+
+def _hashable(needs: Mapping[str, frozenset[Statistic]]) -> Needs:
+    return tuple((path, tuple(sorted(wanted))) for path, wanted in sorted(needs.items()) if wanted)
+
+
+def _token_sums(x: Float[Array, "tokens in"], wanted: Sequence[Statistic]) -> dict[Statistic, jax.Array]:
+    """Return the `wanted` sums over tokens of a dense layer's input x: of x x^T, of |x|, or of x^2; float32."""
+    sums: dict[Statistic, jax.Array] = {}
+    if "hessian" in wanted:
+        # Products of bfloat16 values are exact in float32.
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        sums["hessian"] = jax.lax.dot_general(
+            x, x, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+    x = x.astype(jnp.float32)
+    if "mean_abs" in wanted:
+        sums["mean_abs"] = jnp.sum(jnp.abs(x), axis=0)
+    if "square_sum" in wanted:
+        sums["square_sum"] = jnp.sum(jnp.square(x), axis=0)
+    return sums
+
+
+def _add(sums: Sums, new: Sums) -> Sums:
+    return jax.tree.map(jnp.add, sums, new) if sums else new
+
+
+def _finish(sums: Sums, batches: Sequence[Batch]) -> dict[str, InputStatistics]:
+    """Turn sums over all calibration tokens into the statistics of the inputs of dense layers."""
+    count = sum(math.prod(batch.x.shape[:2]) for batch in batches)
+    factors: dict[Statistic, float] = {"hessian": 2 / count, "mean_abs": 1 / count, "square_sum": 1.0}
+    return {
+        path: InputStatistics(count, **{name: total * factors[name] for name, total in found.items()})
+        for path, found in sums.items()
+    }

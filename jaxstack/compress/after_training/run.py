@@ -1,0 +1,381 @@
+"""Compresses the model of a run or a Hugging Face checkpoint, and writes it as a run directory."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.checkpoint.compressed import (
+    dense_parameter,
+    named_leaves,
+    unpack_vectors,
+    write_compressed,
+)
+from jaxstack.compress.after_training.calibration_text import read_calibration
+from jaxstack.compress.after_training.layerwise import compress_layers
+from jaxstack.compress.after_training.report import CompressionReport, WeightRow, write_report
+from jaxstack.compress.base import AfterTraining, DuringTraining, method_name
+from jaxstack.compress.config import CompressionConfig, Recipe, choose_methods, load_recipe
+from jaxstack.compress.formats.block_float import SharedExponents
+from jaxstack.compress.matrix import MatrixLayout, dense_weights, forward_order_key, other_parameters
+from jaxstack.config.loader import build_component, dump_yaml
+from jaxstack.config.sections import RunSection
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding.decode import Params
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.distill import DistillConfig
+from jaxstack.errors import ConfigError
+from jaxstack.files import new_directory, write_file
+from jaxstack.models.adapters import AdapterConfig
+from jaxstack.nested import nest
+from jaxstack.run.convert import converted_config
+from jaxstack.run.evaluate import TextLoss, TextOptions, measure_loss, on_one_device, open_evaluation
+from jaxstack.run.load import load_decoder, run_config
+from jaxstack.run.setting import with_evaluation_layout
+from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
+from jaxstack.stored.model import copy_stop_tokens, initial_variables
+from jaxstack.tree_rules import match
+from pallas_kernels import Grid, PackedWeight
+
+Leaves: TypeAlias = dict[str, Any]
+"""Parameters by path: arrays, or packed weights."""
+Measure: TypeAlias = Callable[[Leaves, int | None], TextLoss]
+"""(parameters, token limit) -> loss on the held-out text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressOptions:
+    """Options of `compress`: which checkpoint to compress, and on which text to measure the loss.
+
+    Attributes:
+      step: step of the checkpoint to compress; None: the newest.
+      text: held-out text; a Hugging Face checkpoint has none of its own, and is not evaluated without.
+      layer_tokens: tokens of held-out text on which each layer's own loss is measured; 0: it is not.
+    """
+
+    step: int | None = None
+    text: TextOptions = TextOptions()
+    layer_tokens: int = 8192
+
+
+def compress(
+    directory: str | Path,
+    recipe: str | Recipe,
+    output: str | Path,
+    options: CompressOptions | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> CompressionReport:
+    """Compress a model; write it to `output`, a run directory with `compressed/` in place of checkpoints.
+
+    Args:
+      directory: run directory or Hugging Face checkpoint. Adapters are merged first; of weights that a run trained with
+        rounding, the unrounded values are compressed.
+      recipe: name of a recipe that comes with jaxstack, YAML file, or recipe.
+      output: directory to write, which must not exist.
+      options: checkpoint, and held-out text to measure on.
+      report: called with each line of progress and each warning.
+
+    Returns:
+      Bytes, errors and losses before and after; `output` holds it as compression.json and report.html.
+
+    Raises:
+      ConfigError: the recipe has a mistake or does not fit the model, or `output` exists.
+      JaxstackError: there is no checkpoint.
+    """
+    directory = Path(directory)
+    output = Path(output)
+    options = options or CompressOptions()
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    stored = StoredModel.open(directory, report)
+    source = run_config(stored)
+    _check_directories(stored, output, options.step)
+    layouts = dense_weights(source.model)
+    methods = choose_methods(recipe, layouts, other_parameters(source.model))
+    report(f"compressing {len(methods)} of {len(layouts)} weights")
+    for warning in other_rounding_warnings(source.compression.rules, methods):
+        report(warning)
+    if source.model.moe is not None:
+        report(f"no method compresses experts and routers; they are stored in {recipe.store}")
+    tokenizer = _tokenizer(stored, report)
+    config = _compressed_config(source, stored, output, tokenizer)
+    batches = _calibration(methods, stored, source, recipe, report)
+    # In float32, with layers unrolled and adapters merged, on one device. Weights that training rounded are taken as
+    # the optimizer stored them: rounding a second time has other scales, and other results.
+    one_device = run_config(stored, ["parallel.data=1", "precision.compute=float32"])
+    decoder = load_decoder(stored, one_device, step=options.step, form="master", layout_chosen=True)
+    step = stored.choose_step(options.step)
+    # The text and the output are opened before the work, so that a mistake in either is found at once.
+    measure = None if tokenizer is None else _open_measure(config, stored, options.text, report)
+    with new_directory(output) as folder:
+        weights = _compress_weights(decoder, methods, layouts, batches, recipe, report)
+        result = _describe(directory, step, weights, methods, layouts, measure, options, report)
+        _write(folder, weights.stored, step, tokenizer, stored)
+        write_report(folder, result, dump_yaml(recipe))
+        write_file(folder / "config.yaml", dump_yaml(config).encode())
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """Parameters by path before and after a compression.
+
+    Attributes:
+      before: float32 parameters.
+      after: the same with packed and pruned weights.
+      stored: `after` with plain matrices in the dtype of the recipe, as written.
+      output_errors: relative squared errors of the outputs of layers, where calibration measured them.
+    """
+
+    before: Leaves
+    after: Leaves
+    stored: Leaves
+    output_errors: Mapping[str, float]
+
+
+def _describe(
+    directory: Path,
+    step: int,
+    weights: _Weights,
+    methods: Mapping[str, AfterTraining],
+    layouts: Mapping[str, MatrixLayout],
+    measure: Measure | None,
+    options: CompressOptions,
+    report: Callable[[str], None],
+) -> CompressionReport:
+    """Measure a compressed model and return the report of its sizes, errors and losses."""
+    before = weights.before
+    stored = weights.stored
+    errors = weights.output_errors
+    rows = [
+        _row(path, methods.get(path), layouts[path], before[path], stored[path], errors.get(path)) for path in layouts
+    ]
+    limit = options.text.max_tokens
+    return CompressionReport(
+        source=str(directory),
+        step=step,
+        bytes_before=sum(2 * leaf.size for leaf in before.values()),
+        bytes_after=sum(map(_stored_bytes, stored.values())),
+        loss_before=None if measure is None else measure(before, limit),
+        loss_after=None if measure is None else measure(stored, limit),
+        rows=rows,
+        loss_by_layer=_losses_by_layer(before, weights.after, rows, measure, options.layer_tokens, report),
+    )
+
+
+def _calibration(
+    methods: Mapping[str, AfterTraining],
+    stored: StoredModel,
+    source: RunConfig,
+    recipe: Recipe,
+    report: Callable[[str], None],
+) -> Sequence[Mapping[str, Any]]:
+    """Return batches of calibration text for the compression methods; an empty list if none of them needs it."""
+    if not any(method.needs for method in methods.values()):
+        return []
+    return read_calibration(stored, source, recipe.calibration, report)
+
+
+def _compress_weights(
+    decoder: Decoder,
+    methods: Mapping[str, AfterTraining],
+    layouts: Mapping[str, MatrixLayout],
+    batches: Sequence[Mapping[str, Any]],
+    recipe: Recipe,
+    report: Callable[[str], None],
+) -> _Weights:
+    """Return the parameters before and after compressing each weight that has a method, and as they will be stored."""
+    before = named_leaves(decoder.params)
+    errors = dict[str, float]()
+    if batches:
+        model = decoder.module.merge(decoder.params, decoder.non_params)
+        found = compress_layers(model, batches, methods, rules=decoder.rules, report=report)
+        after = {**before, **found.weights}
+        errors = found.output_errors
+    else:
+        after = compress_leaves(before, methods, layouts, report)
+    return _Weights(before, after, {path: as_stored(leaf, recipe) for path, leaf in after.items()}, errors)
+
+
+def _check_directories(stored: StoredModel, output: Path, step: int | None) -> None:
+    if output.exists():
+        raise ConfigError(f"{output} exists already; give another directory, or remove it.")
+    if stored.packed and not stored.exported:
+        raise ConfigError(f"{stored.directory} is compressed already; compress the run that it was made from.")
+    stored.check_step(step)
+
+
+def compress_leaves(
+    leaves: Mapping[str, Any],
+    methods: Mapping[str, AfterTraining],
+    layouts: Mapping[str, MatrixLayout],
+    report: Callable[[str], None] = lambda line: None,
+) -> Leaves:
+    """Compress, without calibration, each weight that `methods` names; return all parameters by path.
+
+    Args:
+      leaves: float32 parameters of an unrolled model.
+      methods: method of each weight to compress.
+      layouts: these weights as matrices.
+      report: called with a line for each.
+    """
+    after = dict(leaves)
+    for number, (path, method) in enumerate(methods.items(), 1):
+        report(f"[{number}/{len(methods)}] {path}: {method_name(method)}")
+        layout = layouts[path]
+        w = layout.to_matrices(leaves[path].astype(jnp.float32))
+        after[path] = layout.from_compressed(method.compress(w, None))
+    return after
+
+
+def _row(
+    path: str,
+    method: AfterTraining | None,
+    layout: MatrixLayout,
+    before: jax.Array,
+    after: PackedWeight | jax.Array,
+    output_error: float | None,
+) -> WeightRow:
+    dense = dense_parameter(path, after).astype(jnp.float32)
+    wide = before.astype(jnp.float32)
+    difference = dense - before.astype(jnp.float32)
+    return WeightRow(
+        path=path,
+        layer=layer_name(path),
+        method="keep" if method is None else method_name(method),
+        shape=layout.size,
+        bytes_before=2 * before.size,
+        bytes_after=_stored_bytes(after),
+        error=float(jnp.sum(difference**2) / jnp.maximum(jnp.sum(wide**2), jnp.finfo(jnp.float32).tiny)),
+        zeros=float(jnp.mean(dense == 0)),
+        output_error=output_error,
+    )
+
+
+def layer_name(path: str) -> str:
+    """Return the layer that a weight belongs to, as reports name it: a number, `embedding` or `head`."""
+    parts = path.split("/")
+    return parts[2] if parts[:2] == ["decoder", "layers"] else parts[0]
+
+
+def as_stored(leaf: Any, recipe: Recipe) -> Any:
+    """Convert a parameter that no method has packed to the recipe's storage format for matrices or for vectors."""
+    if isinstance(leaf, PackedWeight) or leaf.ndim == 0:
+        return leaf
+    if leaf.ndim > 1:
+        return leaf.astype(recipe.store)
+    if recipe.vectors == "float32":
+        return leaf
+    row = MatrixLayout(leaf.shape, stack=0, inputs=1)
+    blocks = SharedExponents(Grid(8, math.gcd(64, leaf.size)))
+    return row.from_compressed(blocks.pack(row.to_matrices(leaf)))
+
+
+def _stored_bytes(leaf: Any) -> int:
+    return leaf.stored_bytes if isinstance(leaf, PackedWeight) else leaf.size * leaf.dtype.itemsize
+
+
+def _losses_by_layer(
+    before: Leaves,
+    after: Leaves,
+    rows: Sequence[WeightRow],
+    measure: Measure | None,
+    tokens: int,
+    report: Callable[[str], None],
+) -> dict[str, float]:
+    """Return layer -> held-out loss with only that layer compressed; `none` -> loss of the uncompressed model."""
+    changed = [path for path in after if after[path] is not before[path]]
+    layers = dict.fromkeys(row.layer for row in rows if any(layer_name(path) == row.layer for path in changed))
+    if measure is None or not tokens or not layers:
+        return {}
+    found = {"none": measure(before, tokens).loss}
+    for layer in layers:
+        own = {path: dense_parameter(path, after[path]) for path in changed if layer_name(path) == layer}
+        found[layer] = measure({**before, **own}, tokens).loss
+        report(f"loss with layer {layer} alone compressed: {found[layer]:.4f}, without {found['none']:.4f}")
+    return found
+
+
+def _open_measure(
+    config: RunConfig, stored: StoredModel, text: TextOptions, report: Callable[[str], None]
+) -> Measure | None:
+    if not text.paths and not stored.held_out_text:
+        report(
+            f"{stored.directory} has no held-out text of its own, so that no loss is measured; give some with --data"
+        )
+        return None
+    trainer, data = open_evaluation(with_evaluation_layout(config, 1, chosen=False), stored, text, report)
+    non_params = initial_variables(trainer.module)
+
+    def measure(leaves: Leaves, max_tokens: int | None) -> TextLoss:
+        params: Params = nest(unpack_vectors(leaves).items())
+        return measure_loss(trainer, data, params, non_params, max_tokens)
+
+    return measure
+
+
+def _tokenizer(stored: StoredModel, report: Callable[[str], None]) -> Tokenizer | None:
+    try:
+        return stored.tokenizer
+    except ConfigError as error:
+        report(str(error))
+        return None
+
+
+def _compressed_config(config: RunConfig, stored: StoredModel, output: Path, tokenizer: Tokenizer | None) -> RunConfig:
+    """Return the run configuration of a compressed model: no adapters, training in compressed form, teacher or FP8."""
+    model = config.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
+    if stored.exported:
+        return converted_config(output, model, tokenizer)
+    named = {"name": output.name, "dir": str(output.parent), "seed": config.run.seed}
+    plain = {"fp8": "none", "fp8_rules": ()}
+    return on_one_device(config).model_copy(
+        update={
+            "run": build_component(RunSection, named, str(output)),
+            "model": model,
+            "precision": config.precision.model_copy(update=plain),
+            "adapters": AdapterConfig(),
+            "compression": CompressionConfig(),
+            "distill": DistillConfig(),
+        }
+    )
+
+
+def _write(output: Path, leaves: Leaves, step: int, tokenizer: Tokenizer | None, source: StoredModel) -> None:
+    """Write a compressed model's weights and tokenizer to the output directory."""
+    ordered = dict(sorted(leaves.items(), key=lambda item: forward_order_key(item[0])))
+    write_compressed(output, nest(ordered.items()), step)
+    if tokenizer is not None:
+        tokenizer.save(output / "tokenizer")
+    copy_stop_tokens(source, output)
+
+
+def other_rounding_warnings(rules: Sequence[DuringTraining], methods: Mapping[str, AfterTraining]) -> Iterator[str]:
+    """Yield a warning for each method of a recipe that changes values which training has rounded.
+
+    A warning names the weights, and the recipe's rule that rounds as training did.
+
+    Args:
+      rules: `compression.rules` of the run.
+      methods: path of each weight to compress -> its method in the recipe.
+    """
+    table = [*((rule.path, rule.after_training) for rule in rules), (".*", None)]
+    paths: dict[tuple[AfterTraining, AfterTraining], list[str]] = {}
+    for path, method in methods.items():
+        trained = match(path, table)
+        same = None if trained is None else trained.model_copy(update={"path": method.path})
+        if same is not None and same != method:
+            paths.setdefault((same, method), []).append(path)
+    for (same, method), found in paths.items():
+        settings = {name: value for name, value in same.model_dump().items() if value is not None}
+        first = {"path": settings.pop("path"), "method": settings.pop("method")}
+        rule = ", ".join(f"{name}: {value}" for name, value in {**first, **settings}.items())
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        yield (
+            f"warning: this run was trained with rounded weights, whose values {method_name(method)} changes: "
+            f"{found[0]}{more}. The rule {{{rule}}} keeps the trained values."
+        )

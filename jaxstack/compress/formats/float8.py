@@ -1,0 +1,40 @@
+"""FP8: numbers of 8 bits (e4m3) with a scale for each output, after training and during it."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxstack.compress.base import AfterTraining, DuringTraining, Format
+from pallas_kernels.weight_only.packed import PackedWeight, pack_float8
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(Format):
+    """FP8 numbers (e4m3), with a scale for each output that maps its largest weight to 448, the FP8 maximum."""
+
+    def pack(self, w: Float[Array, "out in"]) -> PackedWeight:
+        limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        largest = jnp.max(jnp.abs(w.astype(jnp.float32)), axis=1, keepdims=True) / limit
+        scales = jnp.where(largest > 0, largest, 1.0).astype(jnp.bfloat16)  # rounded before it divides the weights
+        q = jnp.clip(w.astype(jnp.float32) / scales.astype(jnp.float32), -limit, limit)
+        return pack_float8(q.astype(jnp.float8_e4m3fn), scales)
+
+
+class Fp8(AfterTraining, DuringTraining):
+    """Rounds weights to FP8 (e4m3), with a scale for each output that maps its largest weight to 448, the FP8 maximum.
+
+    The relative precision is the same for large and small weights, where integers have the same absolute one. Needs no
+    calibration text.
+    """
+
+    method: Literal["fp8"] = "fp8"
+
+    @property
+    def format(self) -> Float8:
+        return Float8()
+
+    @property
+    def title(self) -> str:
+        return "rounded to FP8 (one scale an output)"

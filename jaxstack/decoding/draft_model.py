@@ -1,0 +1,277 @@
+"""Speculative decoding with a draft model: a small model proposes tokens, which the served model verifies in one step.
+
+Sampled tokens have the distribution of the model alone (Leviathan et al. 2022, arXiv:2211.17192), greedy ones are the
+same tokens. The draft model keeps its keys and values in pages of its own, under the page numbers of the model.
+
+Drafts may be guessed by layers that run together (EasySpec, Wu et al. 2025, arXiv:2502.02493): a few attention
+sublayers of the draft model read the same input. Their keys and values are approximations, so that the next step first
+runs the tokens that were accepted through the draft model as it is.
+
+Dims: R rows, D tokens per row (the newest and its drafts, at the row's end), Q chunks, C their width, V vocabulary.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.rows import Column, Pages, decode_rows, pack_rows, page_counts, rows_at_step
+from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, probabilities, sample_rows, uniform
+from jaxstack.decoding.step import Programs, limit_vocabulary, make_cache, sampling_of
+from jaxstack.errors import ConfigError
+from jaxstack.parallel.sharding_context import logical_axis_rules
+
+
+class RecentTokens(NamedTuple):
+    """Newest tokens of each sequence, to run again as the draft model's keys and values for them are approximate."""
+
+    tokens: Int[np.ndarray, "R D"]
+    """At the end of each row."""
+    counts: Int[np.ndarray, " R"]
+    """Number of them per row, 0 for a row of padding."""
+
+
+_GUESS = 1 << 29
+_ACCEPT = 1 << 30
+"""Added to a token's number, so that drafting and accepting it use random numbers of their own."""
+
+
+Guesses = tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]
+"""Newest token and drafts of each row, the draft model's logits after each, and its pages."""
+
+
+class DraftPrograms:
+    """KV cache of a draft model on the device, and the compiled programs that propose and verify tokens.
+
+    Args:
+      target: programs of the model whose tokens are guessed.
+      model: the draft model, on the same mesh, with the same tokenizer.
+      width: D.
+      together: number of layers that run together while guessing; 1: the draft model is run exactly.
+
+    Raises:
+      ConfigError: layers that run together are stacked.
+    """
+
+    def __init__(self, target: Programs, model: ModelOnMesh, width: int, together: int = 1):
+        if together > 1 and model.config.scan_layers and model.config.num_layers > 1:
+            raise ConfigError("engine.draft_layers_together needs a draft model with model.scan_layers=false.")
+        self.target = target
+        self.model = model
+        self.width = width
+        self.together = together
+        whole = model.rules.sharding(jax.P())
+        options = model.compiler_options
+        jit = target.compiler.jit
+        with jax.set_mesh(model.rules.mesh):
+            make = jax.jit(lambda params, non_params: make_cache(model, params, non_params, target.room))
+            self._pages = make(model.params, model.non_params)
+        layout = jax.tree.map(lambda x: x.sharding, self._pages)
+        self._guess = jit(
+            self._guess_step, donate_argnames="pages", out_shardings=(whole, whole, layout), compiler_options=options
+        )
+        self._fill = jit(self._fill_step, donate_argnames="pages", out_shardings=layout, compiler_options=options)
+        self._verify = jit(self._verify_step, out_shardings=whole)
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile in threads the programs that are called in this `with` block; see `Programs.compiling`."""
+        pages = self._pages
+        try:
+            with self.target.compiling():
+                yield
+        finally:
+            self._pages = pages
+
+    def run(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        newest: Int[np.ndarray, " R"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+        mode: Mode,
+        mask: Int[np.ndarray, "all words"] | None = None,
+        recent: RecentTokens | None = None,
+    ) -> Int[Array, " found"]:
+        """Dispatch one step of drafting, verifying and sampling asynchronously; return samples and accepted counts.
+
+        Args:
+          rows: from `describe`, of decoded rows; COUNT is the number of drafts and 1.
+          newest: newest token of each decoded row.
+          chunks, tokens, mode, mask: as of `Programs.run`, with D samples for each decoded row.
+          recent: tokens to run exactly, the newest included, if layers run together.
+
+        Returns:
+          D samples of each decoded row, the sample of each chunk, and the number of accepted drafts of each row.
+        """
+        model = self.model
+        number = np.int32(get_args(Mode).index(mode))
+        with jax.set_mesh(model.rules.mesh):
+            drafted, guessed, self._pages = self._guess(
+                model.params, model.non_params, rows, newest, recent, number, pages=self._pages
+            )
+            if chunks is not None:
+                self._pages = self._fill(model.params, model.non_params, chunks, tokens, pages=self._pages)
+            logits = self.target.forward(rows, chunks, tokens, drafted)
+            settings = [None if part is None else part[:, : Column.PAGES] for part in (rows, chunks)]
+            return self._verify(logits, drafted, guessed, *settings, mask, number)
+
+    def _guess_step(
+        self,
+        params: PyTree,
+        non_params: PyTree,
+        rows: Int[Array, "R columns"],
+        newest: Int[Array, " R"],
+        recent: RecentTokens | None,
+        mode: Int[Array, ""],
+        pages: Pages,
+    ) -> tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]:
+        """Propose draft tokens for each sequence; return them with the draft model's logits and KV-cache pages."""
+        self.target.compiled += 1
+        lines = jnp.arange(len(rows))
+        first = self.width - rows[:, Column.COUNT]
+        vocabulary = self.target.model.config.vocab_size or 0
+
+        def sample(logits: jax.Array, now: jax.Array, mode: Mode) -> jax.Array:
+            settings = sampling_of(now)
+            return sample_rows(logits, settings._replace(number=settings.number + _GUESS), mode)
+
+        def keep(step: jax.Array, logits: jax.Array, pages: Pages, drafted: jax.Array, guessed: jax.Array) -> Guesses:
+            column = first + step
+            logits = limit_vocabulary(_resize(logits, vocabulary), self.target.vocab_size)
+            branches = [partial(sample, mode=name) for name in get_args(Mode)]
+            tokens = jax.lax.switch(mode, branches, logits, rows_at_step(rows, step))
+            guessed = guessed.at[lines, column].set(logits, mode="drop")
+            return drafted.at[lines, column + 1].set(tokens, mode="drop"), guessed, pages
+
+        def advance(step: jax.Array, carry: Guesses) -> Guesses:
+            drafted, guessed, pages = carry
+            model = self.model.module.merge(params, non_params)
+            column = jnp.minimum(first + step, self.width - 1)
+            logits, pages = decode_rows(
+                model, rows_at_step(rows, step), drafted[lines, column][:, None], pages, together=self.together
+            )
+            return keep(step, logits, pages, drafted, guessed)
+
+        drafted = jnp.zeros((len(rows), self.width), jnp.int32).at[lines, first].set(newest, mode="drop")
+        guessed = jnp.zeros((*drafted.shape, vocabulary), jnp.float32)
+        with logical_axis_rules(self.model.rules):
+            # The number of iterations is a constant, so that the host need not read a condition after each of them.
+            if recent is None:  # the last draft is run too, for its keys and values
+                return jax.lax.fori_loop(0, self.width, advance, (drafted, guessed, pages))
+            again = rows.at[:, Column.START].add(1 - recent.counts).at[:, Column.COUNT].set(recent.counts)
+            model = self.model.module.merge(params, non_params)
+            logits, pages = decode_rows(model, again, jnp.asarray(recent.tokens), pages)
+            made = keep(jnp.int32(0), logits, pages, drafted, guessed)
+            return jax.lax.fori_loop(1, self.width - 1, advance, made)
+
+    def _fill_step(
+        self,
+        params: PyTree,
+        non_params: PyTree,
+        chunks: Int[Array, "Q columns"],
+        tokens: Int[Array, "Q C"],
+        pages: Pages,
+    ) -> Pages:
+        """Write keys and values of chunks of prompts into the draft model's KV-cache pages; return the pages."""
+        self.target.compiled += 1
+        ids, positions, slots = pack_rows([(chunks, tokens)], *page_counts(pages))
+        with logical_axis_rules(self.model.rules):
+            model = self.model.module.merge(params, non_params)
+            return model.decode_packed(ids, positions, slots, pages)[1]
+
+    def _verify_step(
+        self,
+        logits: Float[Array, "all V"],
+        drafted: Int[Array, "R D"],
+        guessed: Float[Array, "R D V"],
+        rows: Int[Array, "R columns"],
+        chunks: Int[Array, "Q columns"] | None,
+        mask: Int[Array, "all words"] | None,
+        mode: Int[Array, ""],
+    ) -> Int[Array, " found"]:
+        """Accept or reject draft tokens by the served model's logits; return sampled tokens and accepted counts."""
+        self.target.compiled += 1
+        logits = limit_vocabulary(logits, self.target.vocab_size)
+        if mask is not None:
+            logits = apply_bitmask(logits, mask)
+        count = drafted.size
+
+        def verify(logits: jax.Array, guessed: jax.Array, mode: Mode) -> jax.Array:
+            samples, accepted = accept_drafts(
+                logits[:count].reshape(guessed.shape), guessed, drafted, rows[:, Column.COUNT], sampling_of(rows), mode
+            )
+            ends = [] if chunks is None else [sample_rows(logits[count:], sampling_of(chunks), mode)]
+            return jnp.concatenate([samples.ravel(), *ends, accepted])
+
+        return jax.lax.switch(mode, [partial(verify, mode=name) for name in get_args(Mode)], logits, guessed)
+
+
+def accept_drafts(
+    logits: Float[Array, "R D V"],
+    guessed: Float[Array, "R D V"],
+    drafted: Int[Array, "R D"],
+    counts: Int[Array, " R"],
+    sampling: RowSampling,
+    mode: Mode,
+) -> tuple[Int[Array, "R D"], Int[Array, " R"]]:
+    """Verify draft tokens by rejection sampling; return the token after each, and each row's number of accepted drafts.
+
+    Outputs follow the served model's distribution p exactly. A draft x of the distribution q is accepted with
+    probability min(1, p(x) / q(x)); after the first one that is not, the token is sampled from max(0, p - q),
+    normalized.
+
+    Args:
+      logits: of the model, after each token.
+      guessed: of the draft model, after each token.
+      drafted: newest token and drafts, at the end of each row.
+      counts: number of these tokens, 0 for a row of padding.
+      sampling: settings of each row; `number` is that of the token after the newest one.
+      mode: how tokens are sampled.
+
+    Returns:
+      The next token after each token, valid up to and including the first that is not an accepted draft; and the
+      number of accepted drafts.
+    """
+    lines, width, vocabulary = logits.shape
+    offset = jnp.arange(width) - (width - counts[:, None])
+    draft = jnp.roll(drafted, -1, axis=1)
+    is_draft = (offset >= 0) & (jnp.arange(width) < width - 1)
+    if mode == "greedy":  # all probabilities are 0 or 1, so that no random number is needed
+        likeliest = jnp.argmax(logits, -1).astype(jnp.int32)
+        accepted = is_draft & (draft == likeliest)
+        return likeliest, _count_accepted(accepted, is_draft, offset)
+    each = RowSampling(*(jnp.repeat(x, width) for x in sampling))
+    each = each._replace(number=each.number + jnp.maximum(offset, 0).ravel())
+    p, q = (probabilities(x.reshape(-1, vocabulary), each, mode) for x in (logits, guessed))
+
+    def take(x):
+        return jnp.take_along_axis(x, draft.reshape(-1, 1), axis=1)[:, 0]
+
+    chance = uniform(each._replace(number=each.number + _ACCEPT))
+    accepted: Bool[Array, "R D"] = is_draft & (chance * take(q) < take(p)).reshape(lines, width)
+    left = jnp.where(is_draft.reshape(-1, 1), jnp.maximum(p - q, 0), p)
+    left = jnp.where(left.sum(-1, keepdims=True) > 0, left, p)  # p = q up to rounding
+    likely = each._replace(temperature=jnp.ones_like(each.temperature))
+    replacement = sample_rows(jnp.log(left), likely, "free").reshape(lines, width)
+    return jnp.where(accepted, draft, replacement), _count_accepted(accepted, is_draft, offset)
+
+
+def _count_accepted(
+    accepted: Bool[Array, "R D"], is_draft: Bool[Array, "R D"], offset: Int[Array, "R D"]
+) -> Int[Array, " R"]:
+    """Return the number of accepted drafts of each row before its first rejected one."""
+    before = jnp.cumprod(jnp.where(offset >= 0, accepted, True), axis=1)
+    return (before * is_draft).sum(1)
+
+
+def _resize(logits: Float[Array, "R W"], vocabulary: int) -> Float[Array, "R V"]:
+    """Cut or pad the draft model's logits to the served model's vocabulary size, with -inf at ids that it lacks."""
+    lacking = max(0, vocabulary - logits.shape[1])
+    return jnp.pad(logits[:, :vocabulary], ((0, 0), (0, lacking)), constant_values=-jnp.inf)

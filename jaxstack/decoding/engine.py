@@ -1,0 +1,393 @@
+"""The serving engine: generates answers to many requests at once by continuous batching over one model.
+
+`Engine.submit` returns a handle at once; a thread runs steps as long as there are requests. All programs are compiled
+at the start, so that no request waits for a compilation.
+"""
+
+import operator
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from jaxstack.decoding import schedule
+from jaxstack.decoding.capacity import choose_room
+from jaxstack.decoding.config import EngineConfig
+from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.draft_model import DraftPrograms
+from jaxstack.decoding.pages import PagePool
+from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReason, Handle, Request
+from jaxstack.decoding.runner import DraftRunner, Runner
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.schedule import Scheduler
+from jaxstack.decoding.stats import EngineState, EngineStats
+from jaxstack.decoding.step import Programs, shares_pages
+from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
+from jaxstack.errors import ConfigError, JaxstackError
+
+
+class EngineBusy(JaxstackError):
+    """Raised when a request is refused because the engine's waiting queue is full; the client may retry later."""
+
+
+class EngineClosed(JaxstackError):
+    """Raised when the engine refuses a request because it is shutting down or has failed."""
+
+
+class Engine:
+    """Generates answers to many requests at once, in a thread. Use it as a context manager, or call `close`.
+
+    Args:
+      model: the model on its mesh, such as `jaxstack.run.load.load(directory).decoder`.
+      config: sizes.
+      vocab_size: number of ids that may be generated, if the model has more rows than the tokenizer has ids.
+      stop_tokens: ids that end an answer, and are not part of it.
+      draft: a smaller model on the same mesh with the same tokenizer, which guesses `config.draft_tokens` tokens per
+        step; None: they are guessed from earlier text.
+      shapes: shapes of its steps; None: chosen by `config`.
+      make_programs: class of its compiled programs; None: `Programs`.
+      warm_up: compile all programs now; otherwise each is compiled when it is first needed.
+      start: start the thread; otherwise the caller calls `step`.
+
+    Raises:
+      ConfigError: the attention kind of a model cannot be served, the memory is too small, there are no draft tokens
+        for the draft model, or `half_batches_from` is set for a model with `scan_layers`.
+    """
+
+    def __init__(
+        self,
+        model: ModelOnMesh,
+        config: EngineConfig | None = None,
+        *,
+        vocab_size: int | None = None,
+        stop_tokens: Collection[int] = (),
+        draft: ModelOnMesh | None = None,
+        shapes: StepShapes | None = None,
+        make_programs: type[Programs] | None = None,
+        warm_up: bool = True,
+        start: bool = True,
+    ):
+        self.model = model
+        self.config = config or EngineConfig()
+        self.stop_tokens = frozenset(stop_tokens)
+        self.vocab_size = vocab_size or model.config.vocab_size or 0
+        if draft is not None and not self.config.draft_tokens:
+            raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
+        models = [model] if draft is None else [model, draft]
+        room = choose_room(models, self.config)
+        self.context = room.length
+        states = not all(map(shares_pages, models))
+        if states and self.config.draft_tokens:
+            raise ConfigError(
+                "engine.draft_tokens needs caches that can take back a rejected draft; the states of attention.name "
+                f"{model.config.attention.name} cannot. Set it to 0."
+            )
+        self.pool = PagePool(room.pages, room.page_size, cache_prefixes=self.config.prefix_cache and not states)
+        shapes = shapes or StepShapes(
+            decode_batch_sizes(self.config.slots),
+            chunk_shapes(self.config.chunk, self.config.slots, self.config.step_tokens),
+        )
+        self.scheduler = Scheduler(
+            self.config.slots,
+            self.context,
+            shapes.chunks,
+            self.pool,
+            self.config.draft_tokens,
+            draft_model=draft is not None,
+            states=states,
+        )
+        self.programs = (make_programs or Programs)(
+            model, room, vocab_size=vocab_size, halves_from=_halves_from(model, self.config)
+        )
+        self.stats = EngineStats()
+        self.failure = None
+        self._runner = Runner(self.programs, self.config, self.stats, shapes.decode)
+        if draft is not None:
+            together = self.config.draft_layers_together
+            programs = DraftPrograms(self.programs, draft, 1 + self.config.draft_tokens, together)
+            self.scheduler.approximate = together > 1
+            self._runner = DraftRunner(self.programs, self.config, self.stats, shapes.decode, programs)
+        self._sequences: dict[int, schedule.Sequence] = {}
+        self._new: deque[Handle] = deque()
+        self._cancelled: deque[Handle] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._count = 0
+        if warm_up:
+            self.warm_up()
+        self._thread = threading.Thread(target=self._run, name="jaxstack engine", daemon=True) if start else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        seed: int = 0,
+        stop_tokens: Collection[int] | None = None,
+        constraint: Constraint | None = None,
+    ) -> Handle:
+        """Submit a prompt for generation; return a handle that yields the answer's tokens as they are generated.
+
+        Args:
+          prompt: token ids.
+          max_tokens: token limit of the answer.
+          sampling: temperature and limits; default: `Sampling()`.
+          seed: the answer depends on it and on the prompt alone (up to rounding: XLA may choose another matmul for
+            another number of rows).
+          stop_tokens: ids that end the answer; default: those of the engine.
+          constraint: which tokens are allowed, for this request alone; default: all.
+
+        Raises:
+          ConfigError: the prompt is empty, has unknown ids, or is too long with its answer.
+          EngineBusy: too many requests wait.
+          EngineClosed: the engine is shutting down, or has failed.
+        """
+        self.check_prompt(prompt, max_tokens)
+        stops = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
+        request = Request(
+            tuple(map(operator.index, prompt)), max_tokens, sampling or Sampling(), seed % 2**32, stops, constraint
+        )
+        handle = Handle(request, self._cancel)
+        with self._changed:
+            self._check_open()
+            if self.waiting + self.running >= self.most_requests:
+                raise EngineBusy(f"{self.waiting} requests wait already (engine.queue: {self.config.queue}).")
+            self._new.append(handle)
+            self._changed.notify_all()
+        return handle
+
+    def check_prompt(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Check that the engine's limits allow a prompt and `max_tokens` generated tokens.
+
+        Raises:
+          ConfigError: they do not, or the prompt has unknown ids.
+        """
+        if isinstance(prompt, str | bytes):
+            raise ConfigError("a prompt is a sequence of token ids; encode a text by the model's tokenizer first.")
+        wrong = next((token for token in prompt if not hasattr(token, "__index__")), None)
+        if wrong is not None:
+            raise ConfigError(f"token ids must be whole numbers; found {wrong!r}.")
+        if not len(prompt):
+            raise ConfigError("a prompt must have at least one token.")
+        if min(prompt) < 0:
+            raise ConfigError(f"token ids must be at least 0; found {min(prompt)}.")
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1; found {max_tokens}.")
+        self.model.check_ids([prompt])
+        if len(prompt) + max_tokens > self.context:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, which with {max_tokens} new tokens exceeds the context of "
+                f"{self.context} tokens; at most {max(0, self.context - len(prompt))} new tokens fit."
+            )
+
+    @property
+    def running(self) -> int:
+        """Number of requests that are being computed, each of which has a slot of the engine's batch."""
+        return len(self.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests in the queue, which wait for a slot of the engine's batch."""
+        return len(self.scheduler.waiting) + len(self._new)
+
+    @property
+    def most_requests(self) -> int:
+        """Limit on the number of requests that run or wait at the same time."""
+        return self.config.queue + self.config.slots
+
+    @property
+    def state(self) -> EngineState:
+        """Current numbers of running and waiting requests, KV-cache pages and tokens."""
+        scheduler = self.scheduler
+        pool = self.pool
+        return EngineState(
+            self.running,
+            self.waiting,
+            pool.used,
+            pool.count,
+            scheduler.preemptions,
+            scheduler.prefix_queries,
+            scheduler.prefix_hits,
+            self.stats,
+        )
+
+    def step(self) -> bool:
+        """Run one iteration: start waiting requests, dispatch a step to the device, read tokens of an earlier step.
+
+        Returns:
+          False if there was nothing to do.
+        """
+        self._take_messages()
+        runner = self._runner
+        self.scheduler.decode_steps = runner.most_steps
+        # A request with drafts can be planned again only when its tokens have been read. Unless all tokens in flight
+        # are awaited, requests that started in different steps are never decoded in the same one.
+        waits = bool(self.config.draft_tokens) and runner.busy
+        plan = None if waits else self.scheduler.plan(runner.busy)
+        if plan is not None:
+            runner.dispatch(plan)
+            self.stats.steps += plan.steps
+            self.stats.computed_tokens += sum(row.count for row in plan.chunks)
+        if not runner.busy:
+            return False
+        if plan is None or runner.queued_steps >= self.config.steps_ahead:
+            self._read()
+        return True
+
+    def warm_up(self) -> None:
+        """Compile and time all programs of the engine now, so that no request has to wait for a compilation."""
+        page = self.pool.allocate(1) or []
+        seconds = self._runner.warm_up(self.scheduler.shapes, page)
+        self.pool.release(page)
+        self.scheduler.shapes_beside = partial(seconds.shapes_within, self.config.chunk_slowdown)
+
+    def drain(self, seconds: float) -> bool:
+        """Stop accepting requests, and wait up to `seconds` for running ones to end; return False if some did not."""
+        with self._changed:
+            self._closed = True
+        until = time.monotonic() + seconds
+        while self._sequences or self._new:
+            if time.monotonic() > until or self.failure is not None:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """Cancel all requests and stop the engine's thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for sequence in list(self._sequences.values()):
+            sequence.handle.cancel()
+        for handle in list(self._new):
+            handle.cancel()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise EngineClosed(f"the engine has failed: {self.failure}")
+        if self._closed:
+            raise EngineClosed("the engine is shutting down.")
+
+    def _run(self) -> None:
+        """Main loop of the engine's thread: run steps until the engine is closed and idle."""
+        try:
+            while True:
+                if self.step():
+                    continue
+                with self._changed:
+                    if self._new or self._cancelled:
+                        continue
+                    if self._closed:
+                        return
+                    self._changed.wait()
+        except Exception as error:  # after any error, callers must not wait forever
+            self._fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _fail(self, message: str) -> None:
+        with self._changed:
+            self.failure = message
+            handles = [sequence.handle for sequence in self._sequences.values()] + list(self._new)
+            self._new.clear()
+        self._sequences.clear()
+        for handle in handles:
+            handle.push([], "error", JaxstackError(f"the engine has failed: {message}"))
+
+    def _cancel(self, handle: Handle) -> None:
+        with self._changed:
+            self._cancelled.append(handle)
+            self._changed.notify_all()
+
+    def _take_messages(self) -> None:
+        """Receive what other threads sent: queue newly submitted requests and end cancelled ones."""
+        while self._new:
+            handle = self._new[0]
+            self._count = self._count + 1
+            sequence = schedule.Sequence(handle, self._count)
+            self._sequences[id(handle)] = sequence
+            self.scheduler.add(sequence)
+            self._new.popleft()
+        while self._cancelled:
+            sequence = self._sequences.get(id(self._cancelled.popleft()))
+            if sequence is not None:
+                self._finish(sequence, [], "cancelled")
+
+    def _read(self) -> None:
+        """Wait for the tokens of the oldest step on the device and append them to their answers."""
+        for row, tokens in self._runner.read():
+            if not row.sequence.finished:
+                self.stats.draft_tokens += len(row.drafts)
+                self.stats.accepted_tokens += len(tokens) - 1 if row.drafts else 0
+                row.set_accepted(len(tokens))
+                self._receive(row.sequence, tokens)
+
+    def _receive(self, sequence: schedule.Sequence, tokens: list[int]) -> None:
+        """Append new tokens to the answer of a request; finish it at a stop token or at its token limit."""
+        request = sequence.handle.request
+        added = list[int]()
+        reason = None
+        error = None
+        if not sequence.num_read:
+            self.stats.prompt_tokens += len(request.prompt)
+        for token in tokens:
+            if token in request.stop_tokens:
+                reason = "stop"
+                sequence.handle.stop_token = token
+                break
+            added.append(token)
+            sequence.tokens.append(token)
+            try:
+                complete = request.constraint is not None and not request.constraint.accept(token)
+            except ConstraintFailed as failure:
+                complete, error = False, failure
+            if error is not None:
+                reason = "error"
+            elif complete:
+                reason = "stop"
+            elif sequence.num_read >= request.max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        self.stats.generated_tokens += len(added)
+        if reason is not None:
+            self._finish(sequence, added, reason, error)
+        else:
+            self.scheduler.register_pages(sequence)
+            sequence.handle.push(added)
+
+    def _finish(
+        self, sequence: schedule.Sequence, tokens: list[int], reason: FinishReason, error: JaxstackError | None = None
+    ) -> None:
+        self.scheduler.finish(sequence)
+        self._sequences.pop(id(sequence.handle), None)
+        self.stats.finished[reason] += 1
+        sequence.handle.push(tokens, reason, error)
+
+
+def _halves_from(model: ModelOnMesh, config: EngineConfig) -> int | None:
+    """Return the number of tokens from which a step runs on two half-batches; None without tensor parallelism.
+
+    Raises:
+      ConfigError: the model's layers are stacked, so that a scan would run all of them on one half first.
+    """
+    if config.half_batches_from is None or model.rules.mesh.shape["tensor"] == 1:
+        return None
+    if model.config.scan_layers and model.config.num_layers > 1:
+        raise ConfigError(
+            "engine.half_batches_from needs unrolled layers: a scan would run all layers on one half before the other "
+            "starts. Set model.scan_layers=false."
+        )
+    return config.half_batches_from

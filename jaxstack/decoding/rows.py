@@ -1,0 +1,178 @@
+"""Rows of the serving engine's batch as arrays, and the forward pass over their tokens with a paged KV cache.
+
+Dims: R rows, C their width in tokens, V vocabulary, D model.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxstack.models.attention.base import PageGroup, PageSlots
+from jaxstack.models.attention.paged_cache import PagedKeys
+from jaxstack.models.transformer import Transformer
+
+Pages: TypeAlias = PyTree
+"""Caches of all layers, from `Transformer.make_shared_cache`: pages, or one row for each slot."""
+RowTokens: TypeAlias = tuple[Int[Array, "R columns"], Int[Array, "R C"]]
+"""A group of rows of equal width C: row descriptions [R, columns] and token ids [R, C].
+
+A row's COUNT tokens are right-aligned; what precedes them is padding."""
+
+
+class Column(IntEnum):
+    """Columns of the int32 array that describes each row of a step's batch; the row's page numbers follow them."""
+
+    SLOT = 0
+    """Slot of the sequence, from 0 to S - 1."""
+    START = 1
+    """Position of the row's first token in its sequence."""
+    COUNT = 2
+    """Number of tokens of the row; 0: an empty row."""
+    STORE = 3
+    """Slot that keeps the sampled token; S to keep it nowhere."""
+    INDEX = 4
+    """Number in the answer of the token that is sampled after the row."""
+    SEED = 5
+    TEMPERATURE = 6
+    """Bits of a float32, as are those of TOP_P and MIN_P."""
+    TOP_K = 7
+    TOP_P = 8
+    MIN_P = 9
+    PAGES = 10
+
+
+def decode_rows(
+    model: Transformer,
+    rows: Int[Array, "R columns"],
+    newest: Int[Array, "R C"],
+    pages: Pages,
+    *,
+    together: int = 1,
+    halves: bool = False,
+) -> tuple[Float[Array, "R V"], Pages]:
+    """Run the model on the rows' newest tokens; return the logits [R, V] after each row's last one, and the KV cache.
+
+    Args:
+      newest: the rows' COUNT tokens, at the end.
+      together, halves: as of `run_rows`.
+    """
+    (hidden,), pages = run_rows(model, [(rows, newest)], pages, together=together, halves=halves)
+    return model.logits(hidden[:, -1]), pages
+
+
+def run_rows(
+    model: Transformer,
+    groups: Sequence[RowTokens],
+    pages: Pages,
+    *,
+    together: int = 1,
+    halves: bool = False,
+) -> tuple[list[Float[Array, "R C D"]], Pages]:
+    """Run the model on the tokens of groups of rows; return the hidden states of each group, and the KV cache.
+
+    Args:
+      together: `layers_together` of `Transformer.decode_packed`.
+      halves: run the model on two halves of the tokens in turn (NanoFlow's nano-batches, Zhu et al. 2024,
+        arXiv:2408.12757). Layer by layer the second half needs only the first half's keys and values, so that XLA can
+        run matmuls of one half while devices sum the outputs of the other.
+    """
+    if not halves:
+        return _run_packed(model, groups, pages, together)
+    splits = [_split(*group) for group in groups]
+    first, pages = _run_packed(model, [parts[0] for parts, _ in splits], pages, together)
+    second, pages = _run_packed(model, [parts[1] for parts, _ in splits if len(parts) > 1], pages, together)
+    rest = iter(second)
+    hidden = list[jax.Array]()
+    for found, (parts, axis) in zip(first, splits, strict=True):
+        hidden.append(found if len(parts) == 1 else jnp.concatenate([found, next(rest)], axis))
+    return hidden, pages
+
+
+def _run_packed(
+    model: Transformer, groups: Sequence[RowTokens], pages: Pages, together: int
+) -> tuple[list[Float[Array, "R C D"]], Pages]:
+    """Run the model on all tokens packed in one row; return the hidden states of each group, and the KV cache."""
+    if not groups:
+        return [], pages
+    ids, positions, slots = pack_rows(groups, *page_counts(pages))
+    hidden, pages = model.decode_packed(ids, positions, slots, pages, layers_together=together)
+    return split_packed(hidden, groups), pages
+
+
+def split_packed(hidden: Float[Array, "T D"], groups: Sequence[RowTokens]) -> list[Float[Array, "R C D"]]:
+    """Split the hidden states of packed tokens into those of each group of rows."""
+    ends = np.cumsum([tokens.size for _, tokens in groups])
+    parts = jnp.split(hidden, ends[:-1])
+    return [part.reshape(*tokens.shape, -1) for part, (_, tokens) in zip(parts, groups, strict=True)]
+
+
+def sampled_states(hidden: Sequence[Float[Array, "R C D"]]) -> Float[Array, "all D"]:
+    """Return the states after which tokens are sampled: all of the decoded rows, the last of each prompt chunk."""
+    decoded, *chunks = hidden
+    return jnp.concatenate([decoded.reshape(-1, decoded.shape[-1]), *(part[:, -1] for part in chunks)])
+
+
+def _split(rows: Int[Array, "R columns"], tokens: Int[Array, "R C"]) -> tuple[list[RowTokens], int]:
+    """Split rows into two halves, or a single row between its tokens; return them and the dim along which they join.
+
+    A single token stays whole.
+    """
+    count, width = tokens.shape
+    if count > 1:
+        half = -(-count // 2)
+        return [(rows[:half], tokens[:half]), (rows[half:], tokens[half:])], 0
+    if width == 1:
+        return [(rows, tokens)], 0
+    half = width // 2
+    left = jnp.maximum(rows[:, Column.COUNT] - (width - half), 0)
+    right = rows.at[:, Column.START].add(left).at[:, Column.COUNT].add(-left)
+    return [(rows.at[:, Column.COUNT].set(left), tokens[:, :half]), (right, tokens[:, half:])], 1
+
+
+def rows_at_step(rows: Int[Array, "R columns"], step: Int[Array, ""]) -> Int[Array, "R columns"]:
+    """Return the row descriptions advanced to step `step` of a multi-step decode program; finished rows get COUNT 0."""
+    now = rows.at[:, Column.START].add(step).at[:, Column.INDEX].add(step)
+    return now.at[:, Column.COUNT].set((step < rows[:, Column.COUNT]).astype(jnp.int32))
+
+
+def pack_rows(
+    groups: Sequence[RowTokens], pages: int, page_size: int
+) -> tuple[Int[Array, " T"], Int[Array, " T"], PageSlots]:
+    """Flatten groups of rows of tokens; return ids, positions and cache places of all tokens.
+
+    Args:
+      pages, page_size: sizes of the cache, see `page_counts`.
+    """
+    packed = [_pack(rows, tokens.shape[1], pages, page_size) for rows, tokens in groups]
+    positions, write, places = zip(*packed, strict=True)
+    ids = [jnp.asarray(tokens).ravel() for _, tokens in groups]
+    return jnp.concatenate(ids), jnp.concatenate(positions), PageSlots(jnp.concatenate(write), places)
+
+
+def _pack(
+    rows: Int[Array, "R columns"], width: int, pages: int, page_size: int
+) -> tuple[Int[Array, " all"], Int[Array, " all"], PageGroup]:
+    """Return the positions of a group's tokens, their places in the pages, and the group."""
+    start = rows[:, Column.START, None]
+    count = rows[:, Column.COUNT, None]
+    offset = jnp.arange(width, dtype=jnp.int32) - (width - count)
+    positions = jnp.where(offset >= 0, start + offset, -1)
+    table = rows[:, Column.PAGES :]
+    page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page_size, axis=1)
+    write = jnp.where(positions >= 0, page * page_size + positions % page_size, pages * page_size)
+    lengths = jnp.where(count > 0, start + count, 0)[:, 0]
+    return positions.ravel(), write.ravel(), PageGroup(table, lengths, width, rows[:, Column.SLOT])
+
+
+def page_counts(pages: Pages) -> tuple[int, int]:
+    """Return the number of pages and the tokens per page of a cache; (1, 1) if none of its layers has pages."""
+    for layer in pages:
+        if isinstance(layer, PagedKeys):
+            *_, number, page_size, _, _ = jax.tree.leaves(layer)[0].shape
+            return number, page_size
+    return 1, 1

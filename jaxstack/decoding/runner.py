@@ -1,0 +1,301 @@
+"""Runs the scheduler's planned steps on the device: prepares the programs' arguments and reads back the tokens."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxstack.decoding.config import EngineConfig
+from jaxstack.decoding.draft_model import DraftPrograms, RecentTokens
+from jaxstack.decoding.ngram_draft import accept
+from jaxstack.decoding.sampling import Mode
+from jaxstack.decoding.schedule import Row, StepPlan
+from jaxstack.decoding.stats import EngineStats
+from jaxstack.decoding.step import Programs, choose_mode, pad_chunks
+from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds
+
+_LONGEST = 0.03
+"""Seconds that a program of several decode steps should take at most, so that tokens keep coming and prompts start."""
+
+
+class _Arguments(NamedTuple):
+    """Arguments of the compiled programs for one step of the engine; see `Programs.run`."""
+
+    rows: Int[np.ndarray, "R columns"]
+    chunks: Int[np.ndarray, "Q columns"] | None
+    tokens: Int[np.ndarray, "Q C"] | None
+    mode: Mode
+    mask: Int[np.ndarray, "all words"] | None
+
+
+class Runner:
+    """Dispatches the steps planned by the scheduler to the device, and reads their tokens back in the same order.
+
+    Args:
+      programs: the compiled programs, with the cache.
+      config: sizes.
+      stats: the engine's statistics, to which the durations of the programs are added.
+      row_counts: numbers of decoded rows to which batches are padded, smallest first; the last is the slots' number.
+    """
+
+    def __init__(self, programs: Programs, config: EngineConfig, stats: EngineStats, row_counts: Sequence[int]):
+        self.programs = programs
+        self._row_counts = row_counts
+        self._slots = config.slots
+        self._stats = stats
+        self._width = 1 + config.draft_tokens  # tokens per decoded row: the newest token and its draft tokens
+        self._steps = 1 if config.draft_tokens else config.decode_steps
+        self._in_flight = deque[tuple[StepPlan, Int[Array, "..."], int]]()
+        self._step_seconds = 0.0
+        self._read_at = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while the tokens of a dispatched step have not been read yet."""
+        return bool(self._in_flight)
+
+    @property
+    def queued_steps(self) -> int:
+        """Number of decode steps that wait on the device behind the oldest dispatched program."""
+        return sum(plan.steps for plan, *_ in self._in_flight) - self._in_flight[0][0].steps if self.busy else 0
+
+    @property
+    def most_steps(self) -> int:
+        """Maximum number of decode steps to run as one program, given how long recent steps took."""
+        return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
+
+    def warm_up(self, shapes: Sequence[ChunkShape], page: Sequence[int]) -> StepSeconds:
+        """Compile the programs for all batch sizes and prompt-chunk shapes; return the seconds that their steps take.
+
+        Args:
+          shapes: shapes of prompt chunks.
+          page: number of one allocated KV-cache page, as a sequence of length 1; timing overwrites it. Empty: chunks
+            are timed at the start of prompts only.
+        """
+        with self._compiling():
+            self._run_all(shapes)
+        # The first run of a program may still allocate and initialize, which no request should wait for.
+        self._run_all(shapes)
+        rows = self.programs.describe([], self._slots)
+        decode = seconds_of(lambda: self._run_empty(rows, None, None))
+        at_start = dict[ChunkShape, float]()
+        at_end = dict[ChunkShape, float]()
+        for shape in shapes:
+            at_start[shape] = self._time_chunks(shape, self.programs.describe([], shape.rows))
+            at_end[shape] = at_start[shape]
+            if page:
+                at_end[shape] = self._time_chunks(shape, self.programs.describe_deepest(shape, page[0]))
+        return StepSeconds(decode, at_start, at_end)
+
+    def _compiling(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which programs are compiled in threads instead of run."""
+        return self.programs.compiling()
+
+    def _run_all(self, shapes: Sequence[ChunkShape]) -> None:
+        """Run each program once, on padding only: all batch sizes, prompt-chunk shapes and ways of sampling."""
+        totals = set[int]()
+        for count in self._row_counts:
+            rows = self.programs.describe([], count)
+            self._run_empty(rows, None, None)
+            if self._steps > 1:
+                self.programs.run_steps(rows, 0, self._steps, "greedy")
+            totals.add(count * self._width)
+        rows = self.programs.describe([], self._slots)
+        for shape in shapes:
+            self._run_empty(rows, self.programs.describe([], shape.rows), pad_chunks([], shape))
+            totals.add(self._slots * self._width + shape.rows)
+        self._sample_padding(totals)
+
+    def _time_chunks(self, shape: ChunkShape, chunks: Int[np.ndarray, "Q columns"]) -> float:
+        """Return the seconds of a step of all batch slots and these rows of prompt chunks."""
+        rows = self.programs.describe([], self._slots)
+        tokens = pad_chunks([], shape)
+        return seconds_of(lambda: self._run_empty(rows, chunks, tokens))
+
+    def _sample_padding(self, totals: Collection[int]) -> None:
+        """Sample for batches of these numbers of rows of padding, in each mode."""
+        self.programs.sample_padding(totals)
+
+    def _run_empty(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+    ) -> Int[Array, " samples"]:
+        """Run a step on padding only, to compile or time its programs; return its samples."""
+        return self.programs.run(rows, chunks, tokens, "greedy", drafted=self._newest([], len(rows)))
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Start a planned step on the device without waiting for its result."""
+        sampled = self._run_steps(plan) if self._loops(plan) else self._run_one(plan)
+        sampled.copy_to_host_async()
+        self._in_flight.append((plan, sampled, time.perf_counter_ns()))
+
+    def read(self) -> Iterator[tuple[Row, list[int]]]:
+        """Wait for the oldest dispatched step; return an iterator of (row, its new tokens) over its batch."""
+        plan, sampled, dispatched = self._in_flight.popleft()
+        began = max(dispatched, self._read_at)
+        asked = time.perf_counter_ns()
+        tokens = np.asarray(sampled)
+        self._read_at = time.perf_counter_ns()
+        kind = "decode" if plan.shape is None else f"chunks {plan.shape.rows}x{plan.shape.width}"
+        self._stats.programs[kind] += 1
+        self._stats.nanoseconds[kind] += self._read_at - began
+        self._stats.waiting += self._read_at - asked
+        if plan.shape is None:
+            self._step_seconds = (self._step_seconds + 1e-9 * (self._read_at - began) / plan.steps) / 2
+        return self._read_steps(plan, tokens) if self._loops(plan) else self._read_one(plan, tokens)
+
+    def _loops(self, plan: StepPlan) -> bool:
+        """Return True if a plan runs as the program of several decode steps, which may also run a single one."""
+        constrained = any(row.sequence.handle.request.constraint is not None for row in plan.decoded)
+        return plan.shape is None and self._steps > 1 and not constrained
+
+    def _row_count(self, plan: StepPlan) -> int:
+        """Return the compiled batch size to which the decoded sequences of a step are padded."""
+        if plan.shape is not None:
+            return self._slots
+        return next(count for count in self._row_counts if count >= len(plan.decoded))
+
+    def _run_steps(self, plan: StepPlan) -> Int[Array, "steps rows"]:
+        rows = self.programs.describe(plan.decoded, self._row_count(plan))
+        return self.programs.run_steps(rows, plan.steps, self._steps, choose_mode(plan.decoded))
+
+    def _run_one(self, plan: StepPlan) -> Int[Array, " samples"]:
+        arguments = self._arguments(plan)
+        return self.programs.run(*arguments, self._newest(plan.decoded, len(arguments.rows)))
+
+    def _arguments(self, plan: StepPlan) -> _Arguments:
+        programs = self.programs
+        count = self._row_count(plan)
+        rows = programs.describe(plan.decoded, count)
+        chunks = None
+        tokens = None
+        if plan.shape is not None:
+            chunks = programs.describe(plan.chunks, plan.shape.rows)
+            tokens = pad_chunks(plan.chunks, plan.shape)
+        mask = self._mask(plan, count * self._width)
+        return _Arguments(rows, chunks, tokens, choose_mode(plan.rows) if mask is None else "limited", mask)
+
+    def _newest(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "rows D"] | None:
+        """Return each row's newest token and its draft tokens, int32 [rows, D]; None without speculative decoding."""
+        if self._width == 1:
+            return None
+        tokens = np.zeros((count, self._width), np.int32)
+        for line, row in zip(tokens, rows, strict=False):
+            line[-row.count :] = (row.sequence.tokens[-1], *row.drafts)
+        return tokens
+
+    def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
+        """Return the bitmask of tokens that grammars allow for each sample; None if no answer is constrained."""
+        width = self._width
+        places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
+        constraints = [
+            (place, row.sequence.handle.request.constraint)
+            for place, row in zip(places, plan.rows, strict=True)
+            if row.index is not None
+        ]
+        if all(constraint is None for _, constraint in constraints):
+            return None
+        total = decoded + (0 if plan.shape is None else plan.shape.rows)
+        mask = np.full((total, self.programs.words), -1, np.int32)
+        for place, constraint in constraints:
+            if constraint is not None:
+                constraint.fill_mask(mask[place])
+        return mask
+
+    def _read_steps(self, plan: StepPlan, sampled: Int[np.ndarray, "steps rows"]) -> Iterator[tuple[Row, list[int]]]:
+        for row, tokens in zip(plan.decoded, sampled.T.tolist(), strict=False):
+            yield row, tokens[: row.count]
+
+    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " samples"]) -> Iterator[tuple[Row, list[int]]]:
+        tokens = sampled.tolist()
+        width = self._width
+        for place, row in enumerate(plan.decoded, 1):
+            yield row, accept(row.drafts, tokens[place * width - row.count : place * width])
+        first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
+        for place, row in enumerate(plan.chunks, first):
+            if row.index is not None:
+                yield row, [tokens[place]]
+
+
+class DraftRunner(Runner):
+    """Runs the scheduler's planned steps with speculative decoding, in which a draft model proposes tokens.
+
+    Args:
+      programs, config, stats, row_counts: as of `Runner`.
+      draft: programs of the draft model.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        config: EngineConfig,
+        stats: EngineStats,
+        row_counts: Sequence[int],
+        draft: DraftPrograms,
+    ):
+        super().__init__(programs, config, stats, row_counts)
+        self._draft = draft
+
+    def _compiling(self) -> contextlib.AbstractContextManager[None]:
+        return self._draft.compiling()
+
+    def _sample_padding(self, totals: Collection[int]) -> None:
+        """Do nothing: the draft model's programs sample themselves."""
+
+    def _run_empty(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+    ) -> Int[Array, " found"]:
+        newest = np.zeros(len(rows), np.int32)
+        free = len(rows) * self._width + (0 if chunks is None else len(chunks))
+        recent = self._recent([], len(rows))
+        mask = np.full((free, self.programs.words), -1, np.int32)
+        self._draft.run(rows, newest, chunks, tokens, "greedy", mask, recent)
+        return self._draft.run(rows, newest, chunks, tokens, "greedy", None, recent)
+
+    def _run_one(self, plan: StepPlan) -> Int[Array, " found"]:
+        rows, chunks, tokens, mode, mask = self._arguments(plan)
+        newest = np.zeros(len(rows), np.int32)
+        newest[: len(plan.decoded)] = [row.sequence.tokens[-1] for row in plan.decoded]
+        return self._draft.run(rows, newest, chunks, tokens, mode, mask, self._recent(plan.decoded, len(rows)))
+
+    def _recent(self, rows: Sequence[Row], count: int) -> RecentTokens | None:
+        """Return each row's newest tokens, to recompute if the draft model's KV cache is approximate; else None."""
+        if self._draft.together == 1:
+            return None
+        tokens = np.zeros((count, self._width), np.int32)
+        counts = np.zeros(count, np.int32)
+        for number, row in enumerate(rows):
+            tokens[number, -row.again :], counts[number] = row.sequence.tokens[-row.again :], row.again
+        return RecentTokens(tokens, counts)
+
+    def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[tuple[Row, list[int]]]:
+        count = self._row_count(plan)
+        width = self._width
+        tokens = sampled[:-count].tolist()
+        accepted = sampled[-count:].tolist()
+        for place, (row, kept) in enumerate(zip(plan.decoded, accepted, strict=False), 1):
+            first = place * width - row.count
+            yield row, tokens[first : first + kept + 1]
+        for row, token in zip(plan.chunks, tokens[count * width :], strict=False):
+            if row.index is not None:
+                yield row, [token]
+
+
+def seconds_of(run: Callable[[], Array]) -> float:
+    """Time a compiled program: return the shortest of three calls in seconds, after one call that is not counted."""
+    run().block_until_ready()
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run().block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

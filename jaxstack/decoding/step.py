@@ -1,0 +1,394 @@
+"""The engine's compiled programs: the forward pass over packed tokens with a paged KV cache, and sampling.
+
+Dims: S slots, R rows, C width of a chunk, V vocabulary.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxstack.decoding import schedule
+from jaxstack.decoding.compilation import ThreadedCompiler
+from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.decoding.rows import Column, Pages, decode_rows, rows_at_step, run_rows, sampled_states
+from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, sample_rows
+from jaxstack.decoding.schedule import Row
+from jaxstack.decoding.step_shapes import ChunkShape
+from jaxstack.distributed.xla_options import OptionValue, half_batch_options
+from jaxstack.models.attention.base import CacheRoom
+from jaxstack.models.attention.paged_cache import PagedKeys
+from jaxstack.parallel.sharding_context import logical_axis_rules
+from pallas_kernels.target import current_target
+
+_NO_LIMIT = 2**31 - 1
+"""Largest int32, which is no limit of the number of tokens to sample from."""
+
+
+class Programs:
+    """Device state of the engine (cache, newest tokens) and the compiled programs that update it.
+
+    Args:
+      model: the model on its mesh.
+      room: S slots and the other sizes of the cache.
+      vocab_size: number of ids that may be sampled; None: all.
+      halves_from: number of tokens from which a step runs on two halves of them, see `run_rows`; None: never.
+    """
+
+    def __init__(
+        self,
+        model: ModelOnMesh,
+        room: CacheRoom,
+        *,
+        vocab_size: int | None,
+        halves_from: int | None = None,
+    ):
+        self.model = model
+        self.room = room
+        self.slots = room.slots
+        self.page_size = room.page_size
+        self.halves_from = halves_from
+        self.table_width = -(-room.length // room.page_size)
+        self._described = np.zeros((room.slots, Column.PAGES + self.table_width), np.int32)
+        self.vocab_size = vocab_size
+        self.words = -(-(vocab_size or model.config.vocab_size or 0) // 32)
+        """int32 words of a row's mask of allowed tokens."""
+        self.compiled = 0
+        """Number of programs compiled so far."""
+        self.compiler = ThreadedCompiler()
+        whole = model.rules.sharding(jax.P())
+        with jax.set_mesh(model.rules.mesh):
+            self._pages = self._make_cache()
+            self._last = jax.device_put(jnp.zeros(room.slots, jnp.int32), whole)
+        layout = jax.tree.map(lambda x: x.sharding, self._pages)
+        self._sample = self.compiler.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
+        self._forward = dict[bool, Any]()
+        self._advance = dict[bool, Any]()
+        for halves in (False,) if halves_from is None else (False, True):
+            options = _compiler_options(model, halves)
+            self._forward[halves] = self.compiler.jit(
+                partial(self._forward_step, halves=halves),
+                donate_argnames="pages",
+                out_shardings=(whole, layout),
+                compiler_options=options,
+            )
+            self._advance[halves] = self.compiler.jit(
+                partial(self._decode_steps, halves=halves),
+                static_argnames="most",
+                donate_argnames="pages",
+                out_shardings=(whole, whole, layout),
+                compiler_options=options,
+            )
+
+    def _make_cache(self) -> Pages:
+        make = jax.jit(lambda params, non_params: make_cache(self.model, params, non_params, self.room))
+        return make(self.model.params, self.model.non_params)
+
+    def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
+        """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
+        for row in rows:
+            if row.sequence.described_pages != len(row.sequence.pages):
+                self._describe_sequence(row.sequence)
+        plan = np.zeros((count, self._described.shape[1]), np.int32)
+        plan[:, Column.STORE] = self.slots
+        if rows:
+            slots = np.array([row.sequence.slot for row in rows])
+            own = plan[: len(rows)]
+            own[:] = self._described[slots]
+            own[:, Column.START] = [row.start for row in rows]
+            own[:, Column.COUNT] = [row.count for row in rows]
+            own[:, Column.STORE] = [self.slots if row.index is None else row.sequence.slot for row in rows]
+            own[:, Column.INDEX] = [row.index or 0 for row in rows]
+        return plan
+
+    def describe_deepest(self, shape: ChunkShape, page: int) -> Int[np.ndarray, "Q columns"]:
+        """Encode full prompt chunks at the end of the longest prompt, all of whose pages are `page`, to time them."""
+        chunks = self.describe([], shape.rows)
+        longest = self.table_width * self.page_size
+        count = min(shape.width, longest)
+        chunks[:, Column.START], chunks[:, Column.COUNT] = longest - count, count
+        chunks[:, Column.PAGES :] = page
+        return chunks
+
+    def _describe_sequence(self, sequence: schedule.Sequence) -> None:
+        """Write a sequence's sampling settings and new page numbers into the table that `describe` copies from."""
+        line = self._described[sequence.slot]
+        known = sequence.described_pages
+        if known < 0:
+            request = sequence.handle.request
+            known = 0
+            sampling = request.sampling
+            floats = line.view(np.float32)
+            line[:] = 0
+            line[Column.SLOT] = sequence.slot
+            line[Column.SEED] = np.uint32(request.seed).view(np.int32)
+            line[Column.TOP_K] = min(sampling.top_k or _NO_LIMIT, _NO_LIMIT)
+            # Logits divided by a temperature outside of these bounds would overflow, or all be alike.
+            temperature = min(max(sampling.temperature, 1e-6), 1e6) if sampling.temperature else 0.0
+            floats[Column.TEMPERATURE], floats[Column.MIN_P] = temperature, sampling.min_p or 0
+            floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
+        line[Column.PAGES + known : Column.PAGES + len(sequence.pages)] = sequence.pages[known:]
+        sequence.described_pages = len(sequence.pages)
+
+    def run(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+        mode: Mode,
+        mask: Int[np.ndarray, "all words"] | None = None,
+        drafted: Int[np.ndarray, "R D"] | None = None,
+    ) -> Int[Array, " all"]:
+        """Dispatch one step asynchronously; return a sampled token for each decoded row, then for each prompt chunk.
+
+        Args:
+          rows: from `describe`, of decoded rows.
+          chunks: from `describe`, of rows of prompt tokens.
+          tokens: ids of the chunks, each at the end of its row.
+          mode: how tokens are sampled.
+          mask: allowed tokens of all samples, see `Constraint.fill_mask`; None: all tokens are.
+          drafted: newest token and drafts of each decoded row, at its end; a token is sampled after each of them. None:
+            a row has the newest token of its slot, and one sample.
+        """
+        with jax.set_mesh(self.model.rules.mesh):
+            logits = self.forward(rows, chunks, tokens, drafted)
+            first = rows if drafted is None else self._repeat(rows, drafted.shape[1])
+            settings = np.concatenate([part[:, : Column.PAGES] for part in (first, chunks) if part is not None])
+            sampled, self._last = self._sample(logits, self._last, settings, mask, mode=mode)
+        return sampled
+
+    def forward(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+        drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
+    ) -> Float[Array, "all V"]:
+        """Dispatch the forward pass of a step; return the logits to sample from. Arguments as of `run`."""
+        model = self.model
+        count = len(rows) if drafted is None else drafted.size
+        halves = self._halves(count + (0 if tokens is None else tokens.size))
+        logits, self._pages = self._forward[halves](
+            model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
+        )
+        return logits
+
+    def run_steps(self, rows: Int[np.ndarray, "R columns"], steps: int, most: int, mode: Mode) -> Int[Array, "most R"]:
+        """Dispatch several decode steps as one program, asynchronously; return the sampled tokens of each step.
+
+        Args:
+          rows: from `describe`; COUNT is the number of steps of each row, from the first on.
+          steps: number of steps.
+          most: upper limit of `steps`, for which the program is compiled.
+          mode: how tokens are sampled.
+        """
+        model = self.model
+        number = np.int32(get_args(Mode).index(mode))
+        with jax.set_mesh(model.rules.mesh):
+            tokens, self._last, self._pages = self._advance[self._halves(len(rows))](
+                model.params, model.non_params, self._last, rows, np.int32(steps), number, pages=self._pages, most=most
+            )
+        return tokens
+
+    def _halves(self, tokens: int) -> bool:
+        """Return True if a step of so many tokens runs on two halves of them."""
+        return self.halves_from is not None and tokens >= self.halves_from
+
+    def _repeat(self, rows: Int[np.ndarray, "R columns"], width: int) -> Int[np.ndarray, "all columns"]:
+        """Repeat the description of each row, so that a token can be sampled after each of its `width` tokens."""
+        index = rows[:, Column.INDEX, None] + np.arange(width) - width + rows[:, Column.COUNT, None]
+        repeated = np.repeat(rows, width, axis=0)
+        repeated[:, Column.INDEX], repeated[:, Column.STORE] = np.maximum(index, 0).ravel(), self.slots
+        return repeated
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile in threads the programs that are called in this `with` block, as `ThreadedCompiler.compiling` does.
+
+        Their calls run nothing and return shapes. The device state stays as it is.
+        """
+        last = self._last
+        pages = self._pages
+        try:
+            with self.compiler.compiling():
+                yield
+        finally:
+            self._last = last
+            self._pages = pages
+
+    def sample_padding(self, totals: Iterable[int]) -> None:
+        """Sample for batches of these numbers of rows of padding, in each mode with and without a mask, to compile it.
+
+        Modes: greedy, with a temperature only, with top-k, top-p or min-p. Only the last of them is called with a mask.
+        """
+        with jax.set_mesh(self.model.rules.mesh):
+            for total in sorted(totals):
+                rows = self.describe([], total)[:, : Column.PAGES]
+                logits = np.zeros((total, self.model.config.vocab_size or 0), np.float32)
+                logits = jax.device_put(logits, self.model.rules.sharding(jax.P()))
+                for mode in get_args(Mode):
+                    self._sample(logits, self._last, rows, None, mode=mode)
+                mask = np.full((total, self.words), -1, np.int32)
+                self._sample(logits, self._last, rows, mask, mode="limited")
+
+    def _forward_step(
+        self,
+        params: PyTree,
+        non_params: PyTree,
+        last: Int[Array, " S"],
+        rows: Int[Array, "R columns"],
+        drafted: Int[Array, "R D"] | None,
+        chunks: Int[Array, "Q columns"] | None,
+        tokens: Int[Array, "Q C"] | None,
+        pages: Pages,
+        *,
+        halves: bool = False,
+    ) -> tuple[Float[Array, "all V"], Pages]:
+        """Return the logits of each decoded token and each prompt chunk's last token, and the updated KV cache."""
+        self.compiled += 1  # runs only when the program is traced
+        newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
+        groups = [(rows, newest)]
+        if chunks is not None and tokens is not None:
+            groups.append((chunks, tokens))
+        with logical_axis_rules(self.model.rules):
+            model = self.model.module.merge(params, non_params)
+            hidden, pages = run_rows(model, groups, pages, halves=halves)
+            return model.logits(sampled_states(hidden)), pages
+
+    def _sample_step(
+        self,
+        logits: Float[Array, "all V"],
+        last: Int[Array, " S"],
+        rows: Int[Array, "all columns"],
+        mask: Int[Array, "all words"] | None,
+        *,
+        mode: Mode,
+    ) -> tuple[Int[Array, " all"], Int[Array, " S"]]:
+        """Sample a token for each row; return the tokens, and the newest token of each slot of the batch."""
+        self.compiled += 1
+        tokens = self._sample_tokens(logits, rows, mask, mode)
+        return tokens, last.at[rows[:, Column.STORE]].set(tokens, mode="drop")
+
+    def _sample_tokens(
+        self, logits: Float[Array, "R V"], rows: Int[Array, "R columns"], mask: Int[Array, "R words"] | None, mode: Mode
+    ) -> Int[Array, " R"]:
+        """Sample a token for each row, with the sampling settings in the row's description."""
+        logits = limit_vocabulary(logits, self.vocab_size)
+        if mask is not None:
+            logits = apply_bitmask(logits, mask)
+        return sample_rows(logits, sampling_of(rows), mode)
+
+    def _decode_steps(
+        self,
+        params: PyTree,
+        non_params: PyTree,
+        last: Int[Array, " S"],
+        rows: Int[Array, "R columns"],
+        steps: Int[Array, ""],
+        mode: Int[Array, ""],
+        pages: Pages,
+        *,
+        most: int,
+        halves: bool = False,
+    ) -> tuple[Int[Array, "most R"], Int[Array, " S"], Pages]:
+        """Run several decode steps; return each step's tokens, each slot's newest token, and the updated KV cache.
+
+        The number of steps and the sampling mode are arguments of the program, so that one is compiled per row count.
+        """
+        self.compiled += 1
+
+        def advance(step: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
+            newest, sampled, pages = carry
+            model = self.model.module.merge(params, non_params)
+            now = rows_at_step(rows, step)
+            logits, pages = decode_rows(model, now, newest[:, None], pages, halves=halves)
+            branches = [partial(self._sample_tokens, mask=None, mode=name) for name in get_args(Mode)]
+            tokens = jax.lax.switch(mode, branches, logits, now[:, : Column.PAGES])
+            newest = jnp.where(now[:, Column.COUNT] > 0, tokens, newest)
+            return newest, sampled.at[step].set(newest), pages
+
+        with logical_axis_rules(self.model.rules):
+            newest = last[rows[:, Column.SLOT]]
+            sampled = jnp.zeros((most, len(rows)), jnp.int32)
+            newest, sampled, pages = jax.lax.fori_loop(0, steps, advance, (newest, sampled, pages))
+        return sampled, last.at[rows[:, Column.STORE]].set(newest, mode="drop"), pages
+
+
+def _compiler_options(model: ModelOnMesh, halves: bool) -> dict[str, OptionValue] | None:
+    """Return XLA's options for a program that runs the model, on two halves of its tokens or on all at once."""
+    if not halves or current_target().platform != "cuda":
+        return model.compiler_options
+    return {**(model.compiler_options or {}), **half_batch_options()}
+
+
+def limit_vocabulary(logits: Float[Array, "*R V"], size: int | None) -> Float[Array, "*R V"]:
+    """Set the logits of ids >= `size`, which the tokenizer does not use, to -inf; a `size` of None changes nothing."""
+    return logits if size is None else jnp.where(jnp.arange(logits.shape[-1]) < size, logits, -jnp.inf)
+
+
+def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
+    """Decode each row's sampling settings from the int32 array that describes the rows of a step."""
+    floats = jax.lax.bitcast_convert_type(rows, jnp.float32)
+    return RowSampling(
+        jax.lax.bitcast_convert_type(rows[:, Column.SEED], jnp.uint32),
+        rows[:, Column.INDEX],
+        floats[:, Column.TEMPERATURE],
+        rows[:, Column.TOP_K],
+        floats[:, Column.TOP_P],
+        floats[:, Column.MIN_P],
+    )
+
+
+def choose_mode(rows: Sequence[Row]) -> Mode:
+    """Return the cheapest mode that samples all rows: greedy, free (temperature) or limited (top-k, top-p, min-p)."""
+    settings = [row.sequence.handle.request.sampling for row in rows]
+    if all(s.temperature == 0 for s in settings):
+        return "greedy"
+    limited = any(s.top_k is not None or s.min_p or s.top_p is not None for s in settings)
+    return "limited" if limited else "free"
+
+
+def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]:
+    """Return the prompt tokens of the rows as one int32 array, left-padded to `shape`."""
+    tokens = np.zeros(shape, np.int32)
+    for line, row in zip(tokens, rows, strict=False):
+        line[shape.width - row.count :] = row.sequence.tokens[row.start : row.start + row.count]
+    return tokens
+
+
+def cache_bytes(model: ModelOnMesh, room: CacheRoom) -> int:
+    """Return the size in bytes of a model's cache, summed over all layers and devices."""
+    made = _cache_shapes(model, room)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+
+
+def shares_pages(model: ModelOnMesh) -> bool:
+    """Return True if every layer keeps its cache in pages.
+
+    Otherwise some keep a state of fixed size for each sequence, which only moves forward: it cannot be shared by
+    sequences with a common prefix, cannot take back draft tokens, and takes the chunks of a prompt one after another.
+    """
+    return all(isinstance(layer, PagedKeys) for layer in _cache_shapes(model, CacheRoom(1, 1, 1, 1)))
+
+
+def _cache_shapes(model: ModelOnMesh, room: CacheRoom) -> Pages:
+    def make(params: Params, non_params: Params) -> Pages:
+        return make_cache(model, params, non_params, room)
+
+    return jax.eval_shape(make, model.params, model.non_params)
+
+
+def make_cache(model: ModelOnMesh, params: Params, non_params: Params, room: CacheRoom) -> Pages:
+    """Return an empty cache for all layers of a model. To be called in a jitted function.
+
+    Raises:
+      ValueError: the model's attention has no cache.
+    """
+    with logical_axis_rules(model.rules):
+        return model.module.merge(params, non_params).make_shared_cache(room)

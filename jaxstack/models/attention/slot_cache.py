@@ -1,0 +1,71 @@
+"""Decoding of packed tokens with caches of fixed size, of which each running sequence has one: its slot.
+
+Recurrent states, ring buffers of a window and sums of blocks cannot be cut into pages that sequences share. Such a
+cache is one array with a row for each slot. The rows of a call's sequences are read, updated by the attention kind's
+own `decode`, and written back.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxstack.models.attention.base import AttentionKind, AttentionSpec, CacheSlots, LayerCache, PageGroup, pack_groups
+from pallas_kernels.low_bits.encoded import Encoded, Stored, map_stored
+
+
+def decode_slots(
+    kind: AttentionKind,
+    q: Float[Array, "1 T N H"],
+    k: Float[Array, "1 T K H"],
+    v: Float[Array, "1 T K H"],
+    cache: LayerCache,
+    slots: CacheSlots,
+    heads: AttentionSpec,
+) -> tuple[Float[Array, "1 T N H"], LayerCache]:
+    """Add packed tokens of many sequences to their slots' caches; return the tokens' attention, and the cache.
+
+    A sequence has at most one row in the call. A row that starts at position 0 begins with an empty cache, whatever
+    the slot's last sequence left.
+
+    Args:
+      kind: an attention kind whose `make_cache` has one row for each slot.
+    """
+    assert slots.pages is not None
+    outputs = []
+    for group, (queries, new_q, new_k, new_v) in slots.pages.split(slots.queries, q, k, v):
+        seen = group.lengths - (queries >= 0).sum(1)
+        rows = _read_rows(cache, group.slots, seen)
+        out, rows = kind.decode(new_q, new_k, new_v, rows, CacheSlots(queries, seen), heads)
+        cache = _write_rows(cache, rows, group)
+        outputs.append(out)
+    return pack_groups(outputs), cache
+
+
+def _read_rows(cache: LayerCache, slots: Int[Array, " R"], seen: Int[Array, " R"]) -> LayerCache:
+    """Return the rows of the given slots, zeros (an empty cache) where a sequence has no earlier tokens."""
+
+    def read(x: jax.Array) -> jax.Array:
+        rows = x[slots]
+        return jnp.where(seen.reshape(-1, *(1,) * (rows.ndim - 1)) > 0, rows, jnp.zeros_like(rows))
+
+    return _map_arrays(read, cache)
+
+
+def _write_rows(cache: LayerCache, rows: LayerCache, group: PageGroup) -> LayerCache:
+    """Return the cache with the rows of the group's slots replaced, except those of its empty rows."""
+
+    def write(x: jax.Array, rows: jax.Array) -> jax.Array:
+        return x.at[jnp.where(group.lengths > 0, group.slots, x.shape[0])].set(rows.astype(x.dtype), mode="drop")
+
+    return _map_arrays(write, cache, rows)
+
+
+def _map_arrays(function: Callable[..., jax.Array], *caches: LayerCache) -> LayerCache:
+    """Apply `function` to the arrays of caches that have one row for each slot, which orders of channels have not."""
+
+    def apply(*stored: Stored) -> Stored:
+        return map_stored(function, *stored)
+
+    return jax.tree.map(apply, *caches, is_leaf=lambda x: isinstance(x, Encoded))

@@ -1,0 +1,89 @@
+"""Compressed directories of each shipped recipe hold the model in memory bit for bit, and answer alike."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.checkpoint import compressed as files
+from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, read_compressed, unpack_vectors
+from jaxstack.compress.after_training import run as compress_run
+from jaxstack.compress.after_training.report import CompressionReport
+from jaxstack.compress.after_training.run import CompressOptions, compress
+from jaxstack.compress.config import RECIPES, load_recipe
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.run.convert import export_checkpoint
+from jaxstack.run.evaluate import TextOptions, evaluate
+from jaxstack.run.load import load
+from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.engine import Engine
+from tests.compress.after_training.test_run import make_run
+from tests.stored.decoders import decoder_of
+
+GREEDY = Sampling(temperature=0)
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A run with grouped queries and an output head of its own, in sizes that all recipes can divide."""
+    sizes = ["model.hidden_size=128", "model.intermediate_size=256", "model.num_kv_heads=1"]
+    untied = ["model.tie_word_embeddings=false", "compression.rules=[]"]
+    return make_run(tmp_path_factory.mktemp("runs"), *sizes, *untied)
+
+
+def compress_by(name: str, source: Path, out: Path, text: TextOptions | None = None) -> CompressionReport:
+    calibration = ["calibration.sequences=8", f"calibration.data=[{source.parent / 'text.txt'}]"]
+    options = CompressOptions(
+        text=text or TextOptions([str(source.parent / "text.txt")], max_tokens=64), layer_tokens=0
+    )
+    return compress(source, load_recipe(name, calibration), out, options)
+
+
+def test_a_directory_of_each_recipe_holds_the_bits_of_the_model_in_memory(source, tmp_path, monkeypatch):
+    written = {}
+
+    def write(directory, params, step):
+        written[directory.name] = params
+        files.write_compressed(directory, params, step)
+
+    monkeypatch.setattr(compress_run, "write_compressed", write)
+    for name in NAMES:
+        written.clear()
+        compress_by(name, source, tmp_path / name)
+        (params,) = written.values()
+        in_memory = unpack_vectors(named_leaves(params))
+        reloaded = named_leaves(read_compressed(tmp_path / name)[0])
+        assert in_memory.keys() == reloaded.keys()
+        for path, leaf in in_memory.items():
+            assert jax.tree.structure(leaf) == jax.tree.structure(reloaded[path]), (name, path)
+            jax.tree.map(assert_same_bits, leaf, reloaded[path])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_directory_is_evaluated_generated_from_served_and_converted_alike(name, source, tmp_path):
+    out = tmp_path / "small"
+    text = TextOptions([str(source.parent / "text.txt")])
+    report = compress_by(name, source, out, text)
+    measured = evaluate(out, text=text).text
+    assert measured is not None and report.loss_after is not None
+    assert measured.loss == pytest.approx(report.loss_after.loss, rel=1e-6)
+    run = load(out, ["parallel.data=1"])
+    prompt = list(b"A sentence to")
+    generated = np.concatenate(list(run.decoder.generate([prompt], 6, GREEDY))).tolist()
+    settings = EngineConfig(slots=1, chunk=16, context=64)
+    words = run.tokenizer.vocab_size
+    with Engine(run.decoder, settings, vocab_size=words, warm_up=False) as engine:
+        assert engine.submit(prompt, 6, GREEDY).result() == generated
+    export_checkpoint(out, tmp_path / "converted", warn=lambda line: None)
+    plain = named_leaves(decoder_of(tmp_path / "converted", ["parallel.data=1"]).params)
+    for path, leaf in named_leaves(run.parameters).items():
+        np.testing.assert_array_equal(plain[path], dense_parameter(path, leaf).astype(jnp.float32), path)
+
+
+def assert_same_bits(x: jax.Array, y: jax.Array) -> None:
+    assert x.dtype == y.dtype
+    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
+    np.testing.assert_array_equal(x.astype(wide), y.astype(wide))
