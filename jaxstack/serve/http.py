@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import json
+import re
 import secrets
 import time
 import weakref
@@ -15,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxstack.config.loader import build_component
 from jaxstack.data.tokenizer import Tokenizer
@@ -46,6 +49,7 @@ class Server:
       tokenizer: the model's tokenizer.
       name: name of the model in requests and answers.
       config: limits.
+      loopback: True if only this machine can connect; then the header Host must name it.
       api_key: key that requests must send as `Authorization: Bearer KEY`; None: none is needed.
     """
 
@@ -57,6 +61,7 @@ class Server:
         config: ServerConfig | None = None,
         *,
         api_key: str | None = None,
+        loopback: bool = False,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -85,6 +90,9 @@ class Server:
             ],
             exception_handlers={Refused: _refusal, HTTPException: _http_error, Exception: _failure},
         )
+        if loopback and "*" not in self.config.allowed_hosts:
+            known = ["localhost", *self.config.allowed_hosts]
+            self.app.add_middleware(_KnownHosts, known)
 
     def end(self) -> None:
         """Refuse all requests from now on, the running ones included (status 503); to be called in the event loop."""
@@ -356,6 +364,31 @@ def _refuse_on_error(make: Callable[[], T]) -> T:
         return make()
     except (ConfigError, ValueError) as error:
         raise Refused(400, str(error)) from None
+
+
+def _is_address(host: str) -> bool:
+    """Return True if a host is an IP address: only names can be resolved to another machine than their owner's."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+class _KnownHosts:
+    """ASGI middleware that refuses requests whose header Host names none of the known hosts."""
+
+    def __init__(self, app: ASGIApp, known: Sequence[str]):
+        self._app = app
+        self._known = {name.lower() for name in known}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = dict(scope.get("headers", ())).get(b"host", b"").decode("latin-1").lower()
+        name = re.sub(r":\d*$", "", host)
+        if not name or name in self._known or _is_address(name):
+            return await self._app(scope, receive, send)
+        message = f"requests for the host {name!r} are not served; add it to server.allowed_hosts."
+        await JSONResponse(error_body(message, 403), 403)(scope, receive, send)
 
 
 def _is_key(sent: str, wanted: str) -> bool:

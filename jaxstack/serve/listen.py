@@ -1,6 +1,7 @@
 """Runs the HTTP server on a socket until SIGTERM or Ctrl-C."""
 
 import asyncio
+import ipaddress
 import signal
 import socket
 import sys
@@ -57,7 +58,8 @@ def serve(
       bound: the socket, from `bind`.
       report: called with a line of text when the server is ready and when it ends.
     """
-    server = Server(engine, tokenizer, name, config, api_key=api_key)
+    loopback = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+    server = Server(engine, tokenizer, name, config, api_key=api_key, loopback=loopback)
     timeout = round(config.drain) + _REFUSAL_SECONDS
     settings = uvicorn.Config(
         server.app,

@@ -368,3 +368,10 @@ def test_requests_that_outlast_the_shutdown_get_an_error():
         status, answer, _ = whole.result()
         assert status == 503 and "shutting down" in answer["error"]["message"]
         assert "shutting down" in stream.read().decode()
+
+
+def test_on_this_machine_only_its_own_names_are_served():
+    server, port = listen(Echo(), LIMITS.model_copy(update={"allowed_hosts": ("proxy.example",)}), loopback=True)
+    for host, status in (("evil.com", 403), (f"evil.com:{port}", 403), ("localhost", 200), ("proxy.example:80", 200)):
+        assert ask(port, "/health", headers={"Host": host})[0] == status
+    server.should_exit = True
