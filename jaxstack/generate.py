@@ -86,6 +86,8 @@ def _generate(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; found {value}.")
     if not 0 <= args.seed < 2**32 - args.samples:
         raise ConfigError(f"--seed must be at least 0 and below 2^32 - samples; found {args.seed}.")
+    if "" in args.stop:
+        raise ConfigError("--stop must have at least one character.")
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows a replacement
         sys.stdout.reconfigure(errors="replace")
     from jaxstack.decoding.sampling import Sampling

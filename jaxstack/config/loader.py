@@ -260,10 +260,10 @@ def build_component(kind: type[C], tree: object, origin: str = "the configuratio
     try:
         return kind.model_validate_json(json.dumps(tree))
     except ValidationError as error:
-        problems = error.errors()
+        problems = error.errors(include_url=False)
         # Pydantic also reports a list with wrong items as too short; the problems of its items say more.
         problems = [p for p in problems if p["type"] != "too_short" or not _has_inner(p, problems)]
-        lines = [_explain(kind, problem, overrides) for problem in problems]
+        lines = [_explain(kind, problem, overrides) for problem in problems[:_MOST_PROBLEMS]]
     except (TypeError, ValueError) as error:
         lines = [f"it holds a value that is not plain data ({error})."]
     except RecursionError:
@@ -280,6 +280,12 @@ def dump_yaml(component: Component) -> str:
     """Write a configuration component as YAML text, from which an equal component can be loaded."""
     tree = component.model_dump(mode="json", by_alias=True)
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+
+
+def _shortened(value: object) -> str:
+    """Return a value as Python writes it, without the middle of a long one."""
+    shown = repr(value)
+    return shown if len(shown) <= 200 else f"{shown[:150]} ... {shown[-40:]}"
 
 
 def _kind(value: object) -> str:
@@ -303,6 +309,8 @@ def _has_inner(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -> bool:
 
 
 _OVERRIDE = "override "
+_MOST_PROBLEMS = 10
+"""Largest number of problems that a message lists."""
 
 
 def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[str]) -> str:
@@ -335,7 +343,7 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
     if code == "missing":
         return f"{where} is required."
     if code in _WANTED:
-        shown = "null" if found is None else f"{_kind(found)} {found!r}"
+        shown = "null" if found is None else f"{_kind(found)} {_shortened(found)}"
         shown = f"a {_kind(found)}" if isinstance(found, dict | list) else shown
         return f"{where} must be {_WANTED[code]}; found {shown}{_hint(path, owner, code, found)}."
     if code == "literal_error":
@@ -355,7 +363,9 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
     if code == "too_short" and isinstance(found, list):
         return f"{where} must have at least {context['min_length']} item(s); found {len(found)}."
     limit = problem["msg"].removeprefix("Input ")
-    return f"{where}: {limit}; found {found!r}." if where else f"{limit}."
+    if code == "too_long" and isinstance(found, list):
+        return f"{where} must have at most {context['max_length']} item(s); found {len(found)}."
+    return f"{where}: {limit}; found {_shortened(found)}." if where else f"{limit}."
 
 
 def _hint(path: Sequence[str], owner: type[BaseModel], code: str, found: object) -> str:

@@ -140,8 +140,8 @@ class ModelOnMesh:
         highest = max((max(row) for row in rows if len(row)), default=0)
         if highest >= (self.config.vocab_size or 0):
             raise ConfigError(
-                f"the token id {highest} is outside of the model's vocabulary of {self.config.vocab_size} ids: the "
-                "tokenizer is that of another model."
+                f"the token id {highest} is outside of the model's vocabulary of {self.config.vocab_size} ids. If a "
+                "tokenizer wrote it, that tokenizer belongs to another model."
             )
 
 

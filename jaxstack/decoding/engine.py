@@ -4,6 +4,7 @@
 at the start, so that no request waits for a compilation.
 """
 
+import operator
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.pages import PagePool
-from jaxstack.decoding.requests import Constraint, FinishReason, Handle, Request
+from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReason, Handle, Request
 from jaxstack.decoding.runner import DraftRunner, Runner
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
@@ -153,7 +154,9 @@ class Engine:
         """
         self.check_prompt(prompt, max_tokens)
         stops = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
-        request = Request(tuple(prompt), max_tokens, sampling or Sampling(), seed % 2**32, stops, constraint)
+        request = Request(
+            tuple(map(operator.index, prompt)), max_tokens, sampling or Sampling(), seed % 2**32, stops, constraint
+        )
         handle = Handle(request, self._cancel)
         with self._changed:
             self._check_open()
@@ -169,6 +172,11 @@ class Engine:
         Raises:
           ConfigError: they do not, or the prompt has unknown ids.
         """
+        if isinstance(prompt, str | bytes):
+            raise ConfigError("a prompt is a sequence of token ids; encode a text by the model's tokenizer first.")
+        wrong = next((token for token in prompt if not hasattr(token, "__index__")), None)
+        if wrong is not None:
+            raise ConfigError(f"token ids must be whole numbers; found {wrong!r}.")
         if not len(prompt):
             raise ConfigError("a prompt must have at least one token.")
         if min(prompt) < 0:
@@ -296,7 +304,7 @@ class Engine:
             self._new.clear()
         self._sequences.clear()
         for handle in handles:
-            handle.push([], "error", f"the engine has failed: {message}")
+            handle.push([], "error", JaxstackError(f"the engine has failed: {message}"))
 
     def _cancel(self, handle: Handle) -> None:
         with self._changed:
@@ -331,6 +339,7 @@ class Engine:
         request = sequence.handle.request
         added = list[int]()
         reason = None
+        error = None
         if not sequence.num_read:
             self.stats.prompt_tokens += len(request.prompt)
         for token in tokens:
@@ -340,7 +349,13 @@ class Engine:
                 break
             added.append(token)
             sequence.tokens.append(token)
-            if request.constraint is not None and not request.constraint.accept(token):
+            try:
+                complete = request.constraint is not None and not request.constraint.accept(token)
+            except ConstraintFailed as failure:
+                complete, error = False, failure
+            if error is not None:
+                reason = "error"
+            elif complete:
                 reason = "stop"
             elif sequence.num_read >= request.max_tokens:
                 reason = "length"
@@ -348,16 +363,18 @@ class Engine:
                 break
         self.stats.generated_tokens += len(added)
         if reason is not None:
-            self._finish(sequence, added, reason)
+            self._finish(sequence, added, reason, error)
         else:
             self.scheduler.register_pages(sequence)
             sequence.handle.push(added)
 
-    def _finish(self, sequence: schedule.Sequence, tokens: list[int], reason: FinishReason) -> None:
+    def _finish(
+        self, sequence: schedule.Sequence, tokens: list[int], reason: FinishReason, error: JaxstackError | None = None
+    ) -> None:
         self.scheduler.finish(sequence)
         self._sequences.pop(id(sequence.handle), None)
         self.stats.finished[reason] += 1
-        sequence.handle.push(tokens, reason)
+        sequence.handle.push(tokens, reason, error)
 
 
 def _halves_from(model: ModelOnMesh, config: EngineConfig) -> int | None:

@@ -15,6 +15,10 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 """Reason for the end of an answer: a stop token, the token limit, `Handle.cancel`, or a failure of the engine."""
 
 
+class ConstraintFailed(JaxstackError):
+    """Raised when a constraint can no longer tell which tokens are allowed, for example beyond a parser's limits."""
+
+
 class Constraint(Protocol):
     """Restricts which tokens an answer may contain, for example by a grammar. For the engine's thread only."""
 
@@ -23,7 +27,11 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token: int) -> bool:
-        """Advance the constraint by one generated token; return False if it is invalid or the answer is complete."""
+        """Advance the constraint by one generated token; return False if the answer is complete.
+
+        Raises:
+          ConstraintFailed: the token is not allowed, or a limit is exceeded; the answer ends with an error.
+        """
         ...
 
 
@@ -76,7 +84,8 @@ class Handle:
         """None until the answer has ended."""
         self.stop_token: int | None = None
         """The stop token that ended the answer, which is not part of it; None if something else did."""
-        self.error: str | None = None
+        self.error: JaxstackError | None = None
+        """Reason for the finish reason "error"."""
         self._cancel = cancel
         self._tokens = list[int]()
         self._read = 0
@@ -88,7 +97,7 @@ class Handle:
         """Yield each token of the answer once, waiting until it is generated.
 
         Raises:
-          JaxstackError: the engine failed.
+          JaxstackError: the engine or the request's constraint failed.
         """
         while True:
             with self._changed:
@@ -97,7 +106,7 @@ class Handle:
             yield from tokens
             if reason is not None:
                 if self.error is not None:
-                    raise JaxstackError(self.error)
+                    raise self.error
                 return
 
     def take(self) -> tuple[list[int], FinishReason | None]:
@@ -111,11 +120,11 @@ class Handle:
         """Wait until the answer is complete and return all of its tokens.
 
         Raises:
-          JaxstackError: the engine failed.
+          JaxstackError: the engine or the request's constraint failed.
         """
         self._ended.wait()  # wakes once, where an iterator wakes for each token
         if self.error is not None:
-            raise JaxstackError(self.error)
+            raise self.error
         return list(self._tokens)
 
     @property
@@ -132,7 +141,7 @@ class Handle:
         self._listener = listener
         listener()
 
-    def push(self, tokens: list[int], reason: FinishReason | None = None, error: str | None = None) -> None:
+    def push(self, tokens: list[int], reason: FinishReason | None = None, error: JaxstackError | None = None) -> None:
         """Append generated tokens, and end the answer if a finish reason is given. For the engine only."""
         with self._changed:
             if self.finish_reason is not None:

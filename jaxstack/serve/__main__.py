@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,10 +95,31 @@ def _serve(args: argparse.Namespace) -> None:
         _report(f"[{args.run}, step {run.step}] compiling")
         tokenizer = run.tokenizer
         name = args.name or Path(args.run).resolve().name
-        with open_engine(
-            run.decoder, engine_config, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens, draft=draft
-        ) as engine:
+        with _reporting_time("compiling", _report):
+            engine = open_engine(
+                run.decoder, engine_config, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens, draft=draft
+            )
+        with engine:
             serve(engine, tokenizer, name, config.server, bound, api_key=key, report=_report)
+
+
+@contextlib.contextmanager
+def _reporting_time(work: str, report: Callable[[str], None], seconds: float = 3.0) -> Iterator[None]:
+    """Report every few seconds for how long the work in the `with` block has taken."""
+    started = time.monotonic()
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(seconds):
+            report(f"{work}: {time.monotonic() - started:.0f} s")
+
+    ticking = threading.Thread(target=tick, daemon=True)
+    ticking.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticking.join()
 
 
 def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decoder":

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from jaxstack.decoding.requests import ConstraintFailed
 from jaxstack.errors import JaxstackError
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import Envelope, error_body
@@ -48,6 +49,7 @@ class Answers:
         self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._notified = False
+        self._refusal: Refused | None = None
         for answer in answers:
             answer.handle.listen(self._notify)
 
@@ -64,16 +66,25 @@ class Answers:
             except TimeoutError:
                 raise Refused(504, f"the request took longer than {self._timeout:g} s (server.timeout).") from None
             self._event.clear()
+            if self._refusal is not None:
+                raise self._refusal
             for index in sorted(left):
                 answer = self.answers[index]
                 try:
                     text = self._take(index)
+                except ConstraintFailed as error:
+                    raise Refused(400, str(error)) from None
                 except JaxstackError as error:
                     raise Refused(500, str(error)) from None
                 if text or answer.finish_reason is not None:
                     yield index, text, answer.finish_reason
                 if answer.ended:
                     left.discard(index)
+
+    def refuse(self, refusal: Refused) -> None:
+        """End `stream` with an error, for example because the server shuts down."""
+        self._refusal = refusal
+        self._event.set()
 
     def cancel(self) -> None:
         """Cancel all unfinished answers, for example after the client has disconnected."""

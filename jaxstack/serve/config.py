@@ -20,6 +20,10 @@ class ServerConfig(Component):
     chat_template: str = "auto"
     """Chat template. auto: the tokenizer's own; chatml, llama3 or gemma: a built-in one; otherwise a file with a Jinja
     template."""
+    allowed_hosts: list[str] = Field(default=[])
+    """Further host names that requests may be addressed to (header Host) where the server listens on this machine only,
+    such as that of a reverse proxy; "*": any. Other names are refused: a web page could have its own name resolved to
+    this machine, and so send requests from a visitor's browser (DNS rebinding)."""
     document_start: bool = True
     """Put the tokenizer's document-start id before each prompt of /v1/completions, as in training."""
 

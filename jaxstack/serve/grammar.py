@@ -4,20 +4,34 @@ Grammars are compiled by the library llguidance, which the extra `serve` install
 """
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding.requests import ConstraintFailed
 from jaxstack.errors import ConfigError
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
+_MOST_CACHED = 64
+"""Number of compiled grammars that are kept for later requests."""
+_MOST_ITEMS = 20_000
+"""Limit of llguidance on the alternatives at one place of an answer, such as the optional properties of an object."""
+_WHITE_SPACE = r" |\n {0,32}"
+"""Between the values of JSON: a space, or a line break with an indentation. Without a limit, a weak model may write
+white space up to its token limit, because it is valid everywhere."""
+
 
 class Grammars:
     """Compiles JSON schemas, regular expressions and other grammars into token constraints for one tokenizer.
+
+    Compiled grammars are kept, so that requests with the same grammar compile it once. Thread-safe.
 
     Args:
       tokenizer: the model's tokenizer, whose ids must stand for fixed bytes.
@@ -27,9 +41,11 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int]):
         self._tokenizer = tokenizer
         self._stop_tokens = sorted(stop_tokens)
+        self._compiled = OrderedDict[tuple[Kind, str], Future[Any]]()
+        self._lock = threading.Lock()
 
     def compile(self, kind: Kind, value: object) -> "GrammarConstraint":
-        """Compile a grammar and return it as the constraint for one answer.
+        """Compile a grammar, unless it is known, and return it as the constraint for one answer.
 
         Args:
           kind: what `value` is.
@@ -38,16 +54,34 @@ class Grammars:
         Raises:
           ConfigError: the grammar is wrong, llguidance is not installed, or the tokenizer does not fit.
         """
+        key = (kind, json.dumps(value))
+        with self._lock:
+            known = self._compiled.get(key)
+            future = self._compiled[key] = known or Future[Any]()
+            self._compiled.move_to_end(key)
+            if len(self._compiled) > _MOST_CACHED:
+                self._compiled.popitem(last=False)
+        if known is None:
+            try:
+                future.set_result(self._compile(kind, value))
+            except BaseException as error:
+                future.set_exception(error)
+        matcher = future.result()
+        with self._lock:
+            return GrammarConstraint(matcher.deep_copy())
+
+    def _compile(self, kind: Kind, value: object) -> Any:
+        """Return llguidance's matcher at the start of an answer."""
         library = _import_llguidance()
         try:
             grammar = _write(library, kind, value)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the {kind} of the structured output is wrong: {error}") from None
-        matcher = library.LLMatcher(self._ll_tokenizer, grammar, log_level=0)
+        limits = library.LLParserLimits(max_items_in_row=_MOST_ITEMS)
+        matcher = library.LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            reason = matcher.get_error().splitlines()[0]
-            raise ConfigError(f"the {kind} of the structured output is wrong: {reason}")
-        return GrammarConstraint(matcher)
+            raise ConfigError(f"the {kind} of the structured output is wrong: {_reason(matcher.get_error())}")
+        return matcher
 
     @cached_property
     def _ll_tokenizer(self) -> Any:
@@ -67,7 +101,21 @@ class GrammarConstraint:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def accept(self, token: int) -> bool:
-        return self._matcher.consume_token(token) and not self._matcher.is_stopped()
+        # llguidance does not raise: beyond its limits it enters an error state, in which it also counts as stopped.
+        self._matcher.consume_token(token)
+        if self._matcher.is_error():
+            raise ConstraintFailed(
+                f"the answer cannot be constrained further ({_reason(self._matcher.get_error())}); simplify the schema "
+                "or grammar."
+            )
+        return not self._matcher.is_stopped()
+
+
+def _reason(message: str) -> str:
+    """Return llguidance's error message as one line: what is wrong, without the excerpt of the grammar."""
+    first, *others = message.splitlines() or ["unknown reason"]
+    details = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
+    return ": ".join([first[:500].rstrip(": "), *details])
 
 
 class _TokenTable:
@@ -93,11 +141,13 @@ def _write(library: Any, kind: Kind, value: object) -> str:
     """Convert a JSON schema, regular expression, choices or grammar to llguidance's text format."""
     write = library.LLMatcher
     if kind == "json":
-        return write.grammar_from_json_schema(json.dumps({} if value is True else value))
+        schema = json.dumps({} if value is True else value)
+        return write.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITE_SPACE})
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
             raise ValueError("give a list of texts")
-        return write.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in value))
+        # A terminal (in capitals) becomes one automaton; each alternative of a rule would be parsed separately.
+        return write.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in value))
     if not isinstance(value, str):
         raise ValueError(f"give a text; found {type(value).__name__}")
     return write.grammar_from_regex(value) if kind == "regex" else write.grammar_from_lark(value)

@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import json
+import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxstack.config.loader import build_component
 from jaxstack.data.tokenizer import Tokenizer
@@ -45,6 +49,7 @@ class Server:
       tokenizer: the model's tokenizer.
       name: name of the model in requests and answers.
       config: limits.
+      loopback: True if only this machine can connect; then the header Host must name it.
       api_key: key that requests must send as `Authorization: Bearer KEY`; None: none is needed.
     """
 
@@ -56,6 +61,7 @@ class Server:
         config: ServerConfig | None = None,
         *,
         api_key: str | None = None,
+        loopback: bool = False,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -64,6 +70,8 @@ class Server:
         self._api_key = api_key
         self._created = int(time.time())
         self.metrics = Metrics(engine, name)
+        self._ending = asyncio.Event()
+        self._answers = weakref.WeakSet[Answers]()
         self._grammars = Grammars(tokenizer, engine.stop_tokens or {tokenizer.document_start})
         self._chat: ChatFormatter | None = None
         with contextlib.suppress(ConfigError):
@@ -82,20 +90,44 @@ class Server:
             ],
             exception_handlers={Refused: _refusal, HTTPException: _http_error, Exception: _failure},
         )
+        if loopback and "*" not in self.config.allowed_hosts:
+            known = ["localhost", *self.config.allowed_hosts]
+            self.app.add_middleware(_KnownHosts, known)
+
+    def end(self) -> None:
+        """Refuse all requests from now on, the running ones included (status 503); to be called in the event loop."""
+        self._ending.set()
+        for answers in list(self._answers):
+            answers.refuse(Refused(503, _SHUTS_DOWN))
+
+    async def _unless_ending(self, response: Coroutine[Any, Any, Response]) -> Response:
+        """Return the response to a request; cancel its computation when the server ends first.
+
+        Raises:
+          Refused: the server has ended.
+        """
+        work = asyncio.ensure_future(response)
+        ending = asyncio.ensure_future(self._ending.wait())
+        try:
+            await asyncio.wait((work, ending), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise Refused(503, _SHUTS_DOWN)
+        finally:
+            work.cancel()
+            ending.cancel()
 
     def _require_key(
-        self, handler: Callable[[Request], Awaitable[Response]]
+        self, handler: Callable[[Request], Coroutine[Any, Any, Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Wrap a route's handler so that it first checks the request's API key."""
 
         async def authorized(request: Request) -> Response:
             kind, _, key = request.headers.get("authorization", "").partition(" ")
             wanted = self._api_key
-            if wanted is not None and not (
-                kind.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), wanted.encode())
-            ):
+            if wanted is not None and not (kind.lower() == "bearer" and _is_key(key, wanted)):
                 raise Refused(401, "send the server's API key as `Authorization: Bearer KEY`.", "invalid_api_key")
-            return await handler(request)
+            return await self._unless_ending(handler(request))
 
         return authorized
 
@@ -129,6 +161,7 @@ class Server:
     async def _complete(self, request: Request) -> Response:
         body = await self._parse(request, CompletionRequest)
         texts = body.prompts
+        self._check_count(body, len(texts))
         prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in texts])
         longest = max(map(len, prompts), default=0)
         limit = body.max_tokens or max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
@@ -147,6 +180,7 @@ class Server:
                 "the model's tokenizer has no chat template; use /v1/completions, or start the server with "
                 "server.chat_template=chatml (or llama3, gemma, a file).",
             )
+        self._check_count(body, 1)
         messages = [message.as_template_input for message in body.messages]
         try:
             prompt = await asyncio.to_thread(chat.encode, messages)
@@ -180,7 +214,8 @@ class Server:
             raise Refused(400, f"the body is not valid JSON: {error}.") from None
         if not isinstance(tree, dict):
             raise Refused(400, f"the body must be a JSON object; found {type(tree).__name__}.")
-        body = _refuse_on_error(lambda: build_component(kind, tree, "the request"))
+        # In a thread, as everything whose duration depends on the request: the event loop serves the other clients.
+        body = await asyncio.to_thread(_refuse_on_error, lambda: build_component(kind, tree, "the request"))
         self._check_model(body.model)
         return body
 
@@ -197,19 +232,50 @@ class Server:
         too_large = Refused(413, f"the body exceeds {limit} bytes (server.max_body_bytes).")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
+            await self._discard(request)
             raise too_large
         try:
             async with asyncio.timeout(timeout):
                 async for part in request.stream():
                     size += len(part)
                     if size > limit:
-                        raise too_large
+                        break
                     parts.append(part)
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {timeout:g} s (server.timeout).") from None
         except ClientDisconnect:
             raise Refused(_GONE, "the client is gone.") from None
+        if size > limit:
+            await self._discard(request)
+            raise too_large
         return b"".join(parts)
+
+    async def _discard(self, request: Request) -> None:
+        """Read the rest of a body that is too large, up to a limit: closing the connection earlier would reset it,
+
+        so that a client that sends the body in one piece would not see the answer.
+        """
+        if "expect" in request.headers:  # the client waits for an answer before it sends the body
+            return
+        size = 0
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(min(self.config.timeout, _DISCARD_SECONDS)):
+                while size < 16 * self.config.max_body_bytes:
+                    message = await request.receive()
+                    size += len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+
+    def _check_count(self, body: GenerationRequest, prompts: int) -> None:
+        """Check the number of answers, before any prompt is encoded.
+
+        Raises:
+          Refused: the engine does not take so many.
+        """
+        count = (body.n or 1) * prompts
+        most = self.engine.most_requests
+        if not 1 <= count <= most:
+            raise Refused(400, f"a request must ask for 1 to {most} answers; found {count}.")
 
     async def _submit(
         self,
@@ -226,10 +292,10 @@ class Server:
         """
         if max_tokens > self.config.max_tokens:
             raise Refused(400, f"max_tokens must be at most {self.config.max_tokens}; found {max_tokens}.")
-        count = (body.n or 1) * len(prompts)
-        most = self.engine.most_requests
-        if not 1 <= count <= most:
-            raise Refused(400, f"a request must ask for 1 to {most} answers; found {count}.")
+        known = self.tokenizer.vocab_size
+        unknown = [token for token in body.stop_token_ids or () if token >= known]
+        if unknown:
+            raise Refused(400, f"stop_token_ids must be below {known}, the number of ids; found {unknown[0]}.")
         grammar = _refuse_on_error(lambda: body.grammar)
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
@@ -254,7 +320,9 @@ class Server:
                 raise Refused(503, str(error)) from None
             raise
         answers = [TextAnswer(handle, self.tokenizer, stop) for handle in handles]
-        return Answers(answers, self.metrics, self.config.timeout)
+        submitted = Answers(answers, self.metrics, self.config.timeout)
+        self._answers.add(submitted)
+        return submitted
 
     async def _answer(
         self, request: Request, body: GenerationRequest, answers: Answers, envelope: Envelope, before: Sequence[str]
@@ -281,6 +349,9 @@ class Server:
         return JSONResponse(envelope.whole(choices, usage_of(answers, body.n or 1)))
 
 
+_SHUTS_DOWN = "the server is shutting down."
+_DISCARD_SECONDS = 5.0
+"""Time limit for reading the rest of a body that is too large."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -293,6 +364,38 @@ def _refuse_on_error(make: Callable[[], T]) -> T:
         return make()
     except (ConfigError, ValueError) as error:
         raise Refused(400, str(error)) from None
+
+
+def _is_address(host: str) -> bool:
+    """Return True if a host is an IP address: only names can be resolved to another machine than their owner's."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+class _KnownHosts:
+    """ASGI middleware that refuses requests whose header Host names none of the known hosts."""
+
+    def __init__(self, app: ASGIApp, known: Sequence[str]):
+        self._app = app
+        self._known = {name.lower() for name in known}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = dict(scope.get("headers", ())).get(b"host", b"").decode("latin-1").lower()
+        name = re.sub(r":\d*$", "", host)
+        if not name or name in self._known or _is_address(name):
+            return await self._app(scope, receive, send)
+        message = f"requests for the host {name!r} are not served; add it to server.allowed_hosts."
+        await JSONResponse(error_body(message, 403), 403)(scope, receive, send)
+
+
+def _is_key(sent: str, wanted: str) -> bool:
+    """Return True if a header, which is decoded as Latin-1, has the bytes of the key in UTF-8 or in Latin-1."""
+    given = sent.strip(" \t").encode("latin-1")
+    keys = [wanted.strip().encode("utf-8", "surrogateescape"), wanted.strip().encode("latin-1", "replace")]
+    return any([secrets.compare_digest(given, key) for key in keys])
 
 
 async def _until_gone(request: Request) -> None:

@@ -1,5 +1,7 @@
 """Runs the HTTP server on a socket until SIGTERM or Ctrl-C."""
 
+import asyncio
+import ipaddress
 import signal
 import socket
 import sys
@@ -14,9 +16,14 @@ from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.http import Server
 
+_REFUSAL_SECONDS = 5
+"""Seconds in which requests that outlast `server.drain` receive their error."""
+
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to a host and port, but does not listen for connections yet.
+    """Return a socket that listens at a host and port; connections wait until `serve` accepts them.
+
+    A socket that is only bound would leave the port to another server, which fails when it begins to listen.
 
     Raises:
       ConfigError: the address is in use or does not belong to this machine.
@@ -28,6 +35,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen()
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port.") from None
     return bound
@@ -50,9 +58,15 @@ def serve(
       bound: the socket, from `bind`.
       report: called with a line of text when the server is ready and when it ends.
     """
-    server = Server(engine, tokenizer, name, config, api_key=api_key)
+    loopback = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+    server = Server(engine, tokenizer, name, config, api_key=api_key, loopback=loopback)
+    timeout = round(config.drain) + _REFUSAL_SECONDS
     settings = uvicorn.Config(
-        server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=round(config.drain)
+        server.app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=timeout,
     )
 
     class ReportingServer(uvicorn.Server):
@@ -62,6 +76,11 @@ def serve(
             await super().startup(sockets)
             host, port = bound.getsockname()[:2]
             report(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends)")
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            ending = asyncio.get_running_loop().call_later(config.drain, server.end)
+            await super().shutdown(sockets)
+            ending.cancel()
 
         def handle_exit(self, sig: int, frame: object) -> None:
             if not self.should_exit:

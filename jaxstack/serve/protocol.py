@@ -3,9 +3,9 @@
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from jaxstack.config.base import Component
 from jaxstack.decoding.sampling import Sampling
@@ -34,10 +34,45 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"], None),
 }
 """Fields of other servers that are not supported here, with the values that are accepted: those that do nothing."""
-_NEUTRAL_IN_MESSAGES = ("refusal", "tool_calls", "function_call", "audio", "annotations", "tool_call_id")
+_NEUTRAL_IN_MESSAGES = ("refusal", "tool_calls", "function_call", "audio", "annotations")
 """Fields of the messages of an answer, which clients send back in the next request; only empty ones are accepted."""
 _IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
 """Fields that are accepted and ignored, because they do not change the answer."""
+
+
+_MOST_STOPS = 64
+"""Largest number of texts that end an answer: each is looked for after every token."""
+Choices: TypeAlias = Annotated[list[str], Field(max_length=10_000, fail_fast=True)]
+"""The possible answers of a request."""
+
+
+def _check_prompt(prompt: object) -> object:
+    """Check that a prompt is a text, token ids, or a list of either; name the first wrong item only."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list):
+        raise ValueError("it must be a text, a list of token ids, or a list of texts or of lists of token ids")
+    kind = type(prompt[0]) if prompt else str
+    for place, item in enumerate(prompt):
+        ids = item if isinstance(item, list) else ()
+        if kind not in (str, int, list) or type(item) is not kind or any(type(token) is not int for token in ids):
+            raise ValueError(
+                f"it must be a text, token ids (whole numbers), or a list of either; item {place} does not fit"
+            )
+    return prompt
+
+
+def _check_stop(stop: object) -> object:
+    """Check that stop texts are a text or a short list of texts; name the first wrong item only."""
+    texts = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    if len(texts) > _MOST_STOPS:
+        raise ValueError(f"at most {_MOST_STOPS} texts can end an answer; found {len(texts)}")
+    for place, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"it must be a text or a list of texts; item {place} is no text")
+        if not text:
+            raise ValueError("a stop text must have at least one character")
+    return stop
 
 
 class StreamOptions(Component):
@@ -84,7 +119,7 @@ class StructuredOutputs(Component):
     """A JSON schema."""
     regex: str | None = None
     """A regular expression."""
-    choice: list[str] | None = None
+    choice: Choices | None = None
     """The possible answers."""
     grammar: str | None = None
     """A grammar in the syntax of Lark."""
@@ -109,9 +144,9 @@ class GenerationRequest(Component):
     """Seed of the first answer, the next has seed + 1; by default another for each request."""
     n: int | None = Field(default=None, ge=1, le=128)
     """Answers per prompt."""
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(_check_stop)] = None
     """Texts that end an answer."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1024, fail_fast=True)] | None = None
     """Further ids that end an answer."""
     ignore_eos: bool | None = None
     """Go on after the ids that end a text, up to max_tokens."""
@@ -127,7 +162,7 @@ class GenerationRequest(Component):
     """A JSON schema that the answer matches."""
     guided_regex: str | None = None
     """A regular expression that the answer matches."""
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     """The possible answers."""
 
     @model_validator(mode="before")
@@ -140,13 +175,6 @@ class GenerationRequest(Component):
             if name in kept and name not in cls.model_fields and not _is_one_of(kept.pop(name), neutral):
                 raise ValueError(f"{name} is not supported; leave it out")
         return {name: value for name, value in kept.items() if name not in _IGNORED}
-
-    @field_validator("stop")
-    @classmethod
-    def _stops_are_texts(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        if stop is not None and "" in ([stop] if isinstance(stop, str) else stop):
-            raise ValueError("a stop text must have at least one character")
-        return stop
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -195,7 +223,7 @@ def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
 class CompletionRequest(GenerationRequest):
     """JSON body of a request to /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[Any, BeforeValidator(_check_prompt)]
     """A text or its token ids, or a list of either."""
     echo: bool | None = None
     """Begin each answer with its prompt."""
@@ -225,6 +253,8 @@ class Message(Component):
     """The text of the message, or parts of it."""
     name: str | None = None
     """Passed to the chat template."""
+    tool_call_id: str | None = None
+    """The call that a message of the role tool answers; required there, and passed to the chat template."""
 
     @model_validator(mode="before")
     @classmethod
@@ -240,6 +270,8 @@ class Message(Component):
     def _has_content(self) -> "Message":
         if self.content is None and self.role != "assistant":
             raise ValueError(f"content is required in a message of the role {self.role!r}")
+        if (self.role == "tool") != bool(self.tool_call_id):
+            raise ValueError("tool_call_id must be given in messages of the role 'tool', and only there")
         return self
 
     @property
@@ -248,13 +280,15 @@ class Message(Component):
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+        return {"role": role, "content": text} | {
+            key: value for key, value in (("name", self.name), ("tool_call_id", self.tool_call_id)) if value
+        }
 
 
 class ChatRequest(GenerationRequest):
     """JSON body of a request to /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
     """The chat."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """The newer name of max_tokens."""

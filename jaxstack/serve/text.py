@@ -41,8 +41,16 @@ class ChatFormatter:
         """Return the token ids of a chat, up to where the next answer begins.
 
         Raises:
-          JaxstackError: the template refuses the chat.
+          JaxstackError: the template refuses the chat, or a text in it contains a special token, with which it could
+            pass for another turn.
         """
+        for place, message in enumerate(messages):
+            found = next((token for token in self._tokenizer.special_tokens if token in str(message["content"])), None)
+            if found is not None and message["role"] != "assistant":
+                raise ConfigError(
+                    f"messages.{place}.content contains {found!r}, a special token, with which the text could pass for "
+                    "another turn; write it differently."
+                )
         return self._tokenizer.encode_marked([self._template.render(messages, prompt=True)])[0][0].tolist()
 
 
@@ -86,7 +94,7 @@ class TextAnswer:
                 self.finish_reason = "stop"
                 return "".join(pieces)
         if reason == "error":
-            raise JaxstackError(self.handle.error or "the engine has failed")
+            raise self.handle.error or JaxstackError("the engine has failed")
         if reason is not None and reason != "cancelled":
             pieces.append(self._text.finish("stop" if reason == "stop" else "length"))
             self.finish_reason = self._text.finish_reason

@@ -310,3 +310,68 @@ def test_the_metrics_have_the_names_of_vllm(client, port, engine):
         assert f"vllm:{name}{{" in text and 'model_name="tiny"' in text
     found = re.search(r'vllm:generation_tokens_total\{model_name="tiny"\} (\S+)', text)
     assert found is not None and float(found[1]) == engine.stats.generated_tokens > 0
+
+
+def test_a_key_may_have_any_characters():
+    server, port = listen(Echo(), api_key="schlüssel")
+    for key in ("schlüssel".encode(), "schlüssel".encode("latin-1")):
+        assert ask(port, "/v1/models", headers={"Authorization": b"Bearer " + key})[0] == 200
+    assert ask(port, "/v1/models", headers={"Authorization": "Bearer schlussel"})[0] == 401
+    server.should_exit = True
+
+
+def test_a_body_that_is_too_large_and_sent_in_one_piece_gets_its_error():
+    server, port = listen(Echo(), LIMITS.model_copy(update={"max_body_bytes": 2**20}))
+    assert ask(port, COMPLETE, {"prompt": "a" * 6 * 2**20})[0] == 413
+    server.should_exit = True
+
+
+def test_a_port_is_taken_from_the_start():
+    from jaxstack.errors import ConfigError
+    from jaxstack.serve.listen import bind
+
+    with bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="cannot listen"):
+        bind("127.0.0.1", first.getsockname()[1])
+
+
+class Silent(Echo):
+    """Never answers."""
+
+    def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Handle:
+        return Handle(Request(tuple(prompt), max_tokens), lambda handle: handle.push([], "cancelled"))
+
+
+def test_requests_that_outlast_the_shutdown_get_an_error():
+    """Both a whole answer and a stream; `Server.end` is what SIGTERM calls after `server.drain` seconds."""
+    from jaxstack.serve.http import Server
+    from jaxstack.serve.listen import bind
+
+    place = bind("127.0.0.1", 0)
+    application = Server(Silent(), TOKENIZER, "tiny", LIMITS)
+
+    class Ending(uvicorn.Server):
+        async def shutdown(self, sockets=None) -> None:
+            application.end()
+            await super().shutdown(sockets)
+
+    server = Ending(uvicorn.Config(application.app, log_level="warning", lifespan="off"))
+    threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True).start()
+    port = place.getsockname()[1]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(ask, port, COMPLETE, {"prompt": "a"})
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        body = json.dumps({"prompt": "a", "stream": True})
+        connection.request("POST", COMPLETE, body, {"Content-Type": "application/json"})
+        stream = connection.getresponse()
+        time.sleep(0.3)
+        server.should_exit = True
+        status, answer, _ = whole.result()
+        assert status == 503 and "shutting down" in answer["error"]["message"]
+        assert "shutting down" in stream.read().decode()
+
+
+def test_on_this_machine_only_its_own_names_are_served():
+    server, port = listen(Echo(), LIMITS.model_copy(update={"allowed_hosts": ("proxy.example",)}), loopback=True)
+    for host, status in (("evil.com", 403), (f"evil.com:{port}", 403), ("localhost", 200), ("proxy.example:80", 200)):
+        assert ask(port, "/health", headers={"Host": host})[0] == status
+    server.should_exit = True

@@ -1,5 +1,7 @@
 """Requests in OpenAI's form: what is read from them, and what a wrong one is told."""
 
+import time
+
 import pytest
 
 from jaxstack.config.loader import build_component
@@ -109,3 +111,35 @@ def test_an_answer_has_one_id_in_all_of_its_pieces():
     assert first is not None and first["id"] == piece["id"] != Envelope("m", chat=True).piece(0, "", None)["id"]
     assert piece["choices"][0]["delta"] == {"content": "text"}
     assert envelope.piece(0, "", "stop")["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": [1.5] * 100_000}, "prompt: .* item 0 does not fit"),
+        ({"prompt": [1] * 100_000 + ["a"]}, "item 100000 does not fit"),
+        ({"prompt": [[1], [1.5]]}, "item 1 does not fit"),
+        ({"prompt": [True]}, "item 0 does not fit"),
+        ({"stop": ["x"] * 30_000}, "at most 64 texts can end an answer; found 30000"),
+        ({"stop": [1]}, "item 0 is no text"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"stop_token_ids": [1.5] * 100_000}, "stop_token_ids.0"),
+        ({"guided_choice": ["a"] * 200_000}, "guided_choice"),
+        ({"guided_choice": [1] * 9_000}, "guided_choice.0 must be text"),
+        ({f"key {i}": 0 for i in range(1000)}, "10 problems"),
+    ],
+)
+def test_long_wrong_lists_get_a_short_answer_soon(fields, message):
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match=message) as told:
+        completion(**fields)
+    assert time.perf_counter() - started < 1 and len(str(told.value)) < 4000 and "list[" not in str(told.value)
+
+
+def test_the_role_tool_needs_the_id_of_its_call():
+    answer = {"role": "tool", "content": "3", "tool_call_id": "call_1"}
+    body = build_component(ChatRequest, {"messages": [answer]}, "it")
+    assert body.messages[0].as_template_input == {"role": "tool", "content": "3", "tool_call_id": "call_1"}
+    for wrong in ({**answer, "tool_call_id": None}, {**answer, "role": "user"}):
+        with pytest.raises(ConfigError, match="tool_call_id must be given"):
+            build_component(ChatRequest, {"messages": [wrong]}, "it")

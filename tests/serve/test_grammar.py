@@ -1,0 +1,77 @@
+"""Constraints of answers: what is compiled, kept, limited, and told if the library gives up."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxstack.decoding.requests import ConstraintFailed
+from jaxstack.errors import ConfigError
+from tests.serve.tiny import TOKENIZER
+
+pytest.importorskip("llguidance")
+from jaxstack.serve.grammar import GrammarConstraint, Grammars
+
+
+@pytest.fixture
+def grammars() -> Grammars:
+    return Grammars(TOKENIZER, {256})
+
+
+def follows(constraint: GrammarConstraint, text: str) -> bool:
+    """Whether the constraint allows each character; it must not be complete before the last one."""
+    mask = np.zeros(9, np.int32)
+    for place, byte in enumerate(text.encode()):
+        constraint.fill_mask(mask)
+        if not mask[byte // 32] >> byte % 32 & 1:
+            return False
+        assert constraint.accept(byte) or place == len(text.encode()) - 1
+    return True
+
+
+def test_large_schemas_and_long_lists_of_choices_are_followed_to_their_end(grammars):
+    schema = {"type": "object", "properties": {f"key_{i}": {"type": "string"} for i in range(600)}}
+    assert follows(grammars.compile("json", schema), '{"key_0":"a","key_599":"b"}')
+    choices = [f"choice {i}" for i in range(2000)]
+    for text, allowed in (("choice 1999", True), ("choice x", False)):
+        assert follows(grammars.compile("choice", choices), text) == allowed
+
+
+def test_an_error_of_the_library_is_an_error_and_not_the_end_of_the_answer(grammars):
+    constraint = grammars.compile("choice", ["red"])
+    constraint.fill_mask(np.zeros(9, np.int32))
+    with pytest.raises(ConstraintFailed, match="cannot be constrained further"):
+        constraint.accept(ord("x"))
+
+
+def test_more_than_the_library_compiles_is_refused(grammars):
+    with pytest.raises(ConfigError, match="too big"):
+        grammars.compile("choice", [f"choice {i}" for i in range(200_000)])
+
+
+def test_the_same_grammar_is_compiled_once_and_its_answers_are_independent(grammars, monkeypatch):
+    compiled = []
+    compile_it = Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, *key: compiled.append(key) or compile_it(self, *key))
+    first, *others = [grammars.compile("json", {"type": "integer"}) for _ in range(200)]
+    assert len(compiled) == 1 and follows(first, "123")
+    assert all(follows(other, "77") for other in others[:3])
+    grammars.compile("json", {"type": "string"})
+    assert len(compiled) == 2
+
+
+def test_white_space_between_values_is_limited(grammars):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for text in (json.dumps({"a": 1}), json.dumps({"a": 1}, indent=4), '{"a":1}'):
+        assert follows(grammars.compile("json", schema), text)
+    for text in ("{" + "\n" * 9, "{" + " " * 9, "{\n" + " " * 33, "{\t\t"):
+        assert not follows(grammars.compile("json", schema), text)
+
+
+@pytest.mark.parametrize(
+    ("regex", "reason"), [("(a|b", "unclosed group"), ("a(?=b)", "look-around, including look-ahead and look-behind")]
+)
+def test_the_reason_of_a_wrong_regex_is_told(grammars, regex, reason):
+    with pytest.raises(ConfigError, match=reason) as told:
+        grammars.compile("regex", regex)
+    assert "\n" not in str(told.value)
