@@ -242,9 +242,8 @@ def not_measured(results: Path = RESULTS) -> str:
     missing = {name: what for name, what in NOT_MEASURED.items() if not read_all(results / f"{name}.jsonl")}
     lines = [f"- {what} (`python benchmarks/{name}.py`)" for name, what in missing.items()]
     if not any("jaxstack" in row["implementation"] for row in read_all(results / "collective_matmul.jsonl")):
-        lines.append(
-            "- our kernels that communicate while they multiply, on two and four GPUs (`python benchmarks/collective_matmul.py`)"
-        )
+        what = "our kernels that communicate while they multiply, on two and four GPUs"
+        lines.append(f"- {what} (`python benchmarks/collective_matmul.py`)")
     return MISSING.format(lines="\n".join(lines)) if lines else ""
 
 
