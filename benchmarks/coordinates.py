@@ -4,7 +4,7 @@
     python benchmarks/coordinates.py --optimizer soap --widths 64,128,256
 
 The check is `python -m jaxstack.tune coordinates` on the bytes of the quickstart's text, with the model of
-benchmarks/transfer.py. A row has the magnitudes of one parametrization. `python scripts/tuning_pages.py`
+benchmarks/transfer.py. A row has the magnitudes of one parametrization. `python -m scripts.pages`
 shows the rows in docs/optimizers.md.
 """
 

@@ -5,7 +5,7 @@
     python benchmarks/fields.py --steps 5              # a few steps each; rows go to tiny/
 
 `main(steps=..., seed=...)` of an example returns a dict with the keys of `KEYS`. A row for each example is appended to
-benchmarks/results/fields.jsonl, from which `python scripts/fields_page.py` makes the table and the pictures of
+benchmarks/results/fields.jsonl, from which `python -m scripts.pages fields` makes the table and the pictures of
 docs/fields.md.
 """
 

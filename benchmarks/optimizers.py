@@ -16,7 +16,7 @@ loss to reach: `steps_to_loss` is the step at which the mean over a tenth of the
 which hold on a machine that does other work too. `state_bytes` is the optimizer's state.
 
 Every run is a row of benchmarks/results/optimizers.jsonl. Runs that have a row are not repeated: a command that was
-stopped goes on, and `--minutes` ends it before a run that would take longer. `python scripts/tuning_pages.py` shows
+stopped goes on, and `--minutes` ends it before a run that would take longer. `python -m scripts.pages` shows
 the results in docs/optimizers.md.
 """
 

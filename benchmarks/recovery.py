@@ -13,7 +13,7 @@ compared in the same way.
 The data is random, so no files are needed. XLA is asked for deterministic operations; on GPUs the losses are
 bit-equal only with an attention that is deterministic, too. The compilation cache is empty at the first start and
 warm afterwards. Each row is appended when it is measured, to benchmarks/results/recovery.jsonl and, with `--record`,
-to tests/reliability/results.jsonl, of which scripts/reliability_page.py makes a table. No fault begins after
+to tests/reliability/results.jsonl, of which `python -m scripts.pages reliability` makes a table. No fault begins after
 `--seconds`. Further arguments are the run's.
 """
 

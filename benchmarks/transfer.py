@@ -6,7 +6,7 @@
 A Transformer of two layers learns the bytes of the quickstart's text. Every learning rate 2^-k of the range is tried at
 every width; a row has the losses of one width, the mean over the last fifth of the steps. The learning rate is an
 argument of one compiled program, so that a width is compiled once. `cpu_seconds` is the processor time of a width with
-its compilation, which holds on a machine that does other work too. `python scripts/tuning_pages.py` shows the rows
+its compilation, which holds on a machine that does other work too. `python -m scripts.pages` shows the rows
 in docs/optimizers.md.
 """
 

@@ -7,7 +7,7 @@ The model is a one-layer Transformer over the bytes of Python's standard library
 compiled program with the hyperparameters as arguments, so that a trial takes a fraction of a second; proposals, records
 and constraints are those of `jaxstack.tune`. Each seed draws its own initial weights and its own proposals, the same
 weights for every sampler. The row of a seed has the best loss after each number of trials. `python
-scripts/tuning_pages.py` shows the rows in docs/tuning.md.
+-m scripts.pages` shows the rows in docs/tuning.md.
 """
 
 import argparse

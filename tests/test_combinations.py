@@ -11,9 +11,9 @@ from jaxstack.config.features import Feature, are_alternatives, find_exclusion, 
 from jaxstack.errors import ConfigError
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import FEATURES, load_config
+from scripts.pages.combinations import PAGES
 from tests.combinations import BASE, VOCABULARY, combined, write_model_config
 from tests.small_runs import batch_at, run_steps
-from tests.test_site import ROOT, load_script
 
 KINDS = {name for feature in FEATURES for name in feature.also}
 TRIED = [feature for feature in FEATURES if feature.name not in KINDS]
@@ -102,5 +102,6 @@ def test_an_object_made_without_a_configuration_refuses_with_the_same_reason():
 
 
 def test_the_page_shows_the_declarations():
-    page = (ROOT / "docs" / "combinations.md").read_text(encoding="utf-8")
-    assert load_script("combinations_page").make_page(page) == page, "run: python scripts/combinations_page.py"
+    (page,) = PAGES
+    text = page.read()
+    assert page.make(text) == text, "run: python -m scripts.pages combinations"

@@ -34,6 +34,8 @@ from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from jaxstack.tune import __main__ as tune
 from pallas_kernels import record_choices
+from scripts.pages import performance
+from scripts.pages.row_tables import rows_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -357,50 +359,28 @@ def test_index_lists_every_page():
     assert sorted(listed) == sorted(path.name for path in PAGES if path.name != "index.md")
 
 
-def load_performance_page() -> Any:
-    source = ROOT / "scripts" / "performance_page.py"
-    spec = importlib.util.spec_from_file_location("performance_page", source)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_performance_pages_are_what_their_script_makes():
-    module = load_performance_page()
-    for path, text in module.make_pages().items():
-        assert path.read_text(encoding="utf-8") == text, "run: python scripts/performance_page.py"
-    for name, drawing in module.make_pictures().items():
-        assert (module.PICTURES / name).read_text(encoding="utf-8") == drawing, (
-            "run: python scripts/performance_page.py"
-        )
-
-
 ROW = {"work": "w", "implementation": "jaxstack", "device": "d", "devices": 1, "command": "python x.py", "commit": "c"}
 
 
 def test_page_of_rows_shows_the_newest_row_of_each(tmp_path):
-    module = load_performance_page()
     old = {**ROW, "milliseconds": 5, "date": "2026-01-01T00:00"}
     new = {**ROW, "milliseconds": 4.25, "date": "2026-01-02T00:00"}
     peer = {**ROW, "implementation": "peer 1.0", "date": "2026-01-01T00:00", "mfu": 0.5}
     (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, (new, old, peer))))
-    page = module.rows_page(tmp_path)
+    page = rows_page(tmp_path)
     table = page[page.index("## bench") :]
     assert table.count("python x.py") == 2 and "| 4.25 |" in table and "| 50.0 % |" in table
 
 
 @pytest.mark.parametrize("change", [{"commit": "c-dirty"}, {"commit": None}, {"uncommitted": ["a.py"]}])
 def test_rows_of_uncommitted_files_are_not_shown(tmp_path, change):
-    module = load_performance_page()
     row = {**ROW, "milliseconds": 5, "date": "2026-01-01T00:00", **change}
     (tmp_path / "bench.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "work": "kept", "note": "why"}))
-    page = module.rows_page(tmp_path)
+    page = rows_page(tmp_path)
     assert page.count("python x.py") == 1 and "kept" in page and "with changes" in page
 
 
 def test_ours_is_compared_with_the_fastest_peer_of_the_same_run(tmp_path):
-    module = load_performance_page()
     rate = "tokens_per_second_per_device"
     work = "gpt2-124m bf16"
     ours = {**ROW, "work": work, rate: 120.0, "date": "2026-01-01T00:00", "run": "1", "measured_seconds": 30.0}
@@ -410,9 +390,9 @@ def test_ours_is_compared_with_the_fastest_peer_of_the_same_run(tmp_path):
     limit = {**ROW, "work": work, "implementation": "limit", rate: 240.0, "date": "2026-01-01T00:00"}
     (tmp_path / "train_step.jsonl").write_text("\n".join(map(json.dumps, (ours, *peers, later, short))))
     (tmp_path / "device.jsonl").write_text(json.dumps(limit))
-    (found,) = module.comparisons(tmp_path)
+    (found,) = performance.comparisons(tmp_path)
     assert (found.ours[rate], found.peer[rate], found.ratio, found.limit_fraction) == (120.0, 100.0, 1.2, 0.5)
-    page = module.make_page(tmp_path)
+    page = performance.make_page(tmp_path)
     assert "| 120 | 100 (peer 100) | 1.20 | 1.25 | 50 % | sustained" in page
     assert "1.20 of 1.25; the goal is 52 % of the device's limit" in page
-    assert set(module.make_pictures(tmp_path)) == {"speed.svg", "limit.svg"}
+    assert set(performance.make_pictures(tmp_path)) == {"speed.svg", "limit.svg"}

@@ -1,6 +1,5 @@
 """The scripts for clusters, with stand-ins for Slurm; the page of reliability figures."""
 
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import yaml
 
 from jaxstack.launch.__main__ import make_job, make_parser
 from jaxstack.train import make_parser as make_train_parser
+from scripts.pages import reliability
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,13 +97,7 @@ def test_local_script_starts_the_launcher(tmp_path):
     assert done.stdout == "-m jaxstack.launch --processes 2 -- python -m jaxstack.train --config c.yaml train.steps=3\n"
 
 
-def test_reliability_page_is_what_its_script_makes(tmp_path):
-    spec = importlib.util.spec_from_file_location("reliability_page", ROOT / "scripts" / "reliability_page.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    page = module.PAGE.read_text(encoding="utf-8")
-    assert page == module.make_page(page, module.newest_rows()), "run: python scripts/reliability_page.py"
+def test_reliability_table_shows_the_newest_records(tmp_path):
     row = {
         "row": 2,
         "test": "t",
@@ -116,16 +110,6 @@ def test_reliability_page_is_what_its_script_makes(tmp_path):
     at_length = {**row, "name": "n", "test": "9 x t", "figure": "the whole", "full": True}
     lines = [{**row, "figure": "new", "date": "2026-01-02T00:00"}, row, at_length, shortened]
     (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    made = module.make_page(page, module.newest_rows(tmp_path / "results.jsonl"))
+    made = reliability.results_table(reliability.newest_rows(tmp_path / "results.jsonl"))
     assert "| 2 | t | new | cpu | 0 | 2026-01-02 |" in made and "the former" not in made
     assert "| 2 | 9 x t | the whole |" in made and "the shortened" not in made
-
-
-@pytest.mark.exhaustive
-def test_plan_page_is_what_its_script_makes():
-    spec = importlib.util.spec_from_file_location("plan_page", ROOT / "scripts" / "plan_page.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    page = module.PAGE.read_text(encoding="utf-8")
-    assert page == module.make_page(page), "run: python scripts/plan_page.py"

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from benchmarks import web
-from scripts import web_page
+from scripts.pages.export import run_table
 
 
 def one(ids, prompt, token, logits):
@@ -45,15 +45,10 @@ def test_a_folder_without_onnxruntime_is_one_message(monkeypatch, tmp_path, caps
     assert "npm install onnxruntime-web" in capsys.readouterr().err
 
 
-def test_the_page_shows_the_newest_rows():
-    page = web_page.PAGE.read_text(encoding="utf-8")
-    assert page == web_page.make_page(page, web_page.newest_runs()), "run: python scripts/web_page.py"
-
-
 def test_a_table_has_a_line_for_each_work():
     common = {"onnxruntime": "1.0", "date": "2026-11-23", "commit": "0123456789", "chromium": "1.2", "threads": 1}
     common |= {"cores": 2, "load": 0.5, "parameters": 1000, "command": "c"}
     rows = [{**common, **row} for row in web.model_rows(FOUND, {"page": 5000.0, "graph": 50.0})]
-    made = web_page.table(rows)
+    made = run_table(rows)
     assert "| ready | 50 ms | 5.0 s | 0.0 |" in made
     assert "| prompt of 64 tokens | 9 ms | 3 ms | 3.0 |" in made and "differ by at most 2e-01" in made

@@ -1,11 +1,6 @@
 """The tables of docs/compression_cache.md are those of the newest rows."""
 
-from scripts import cache_page
-
-
-def test_the_page_shows_the_newest_rows():
-    page = cache_page.PAGE.read_text(encoding="utf-8")
-    assert page == cache_page.make_page(page, cache_page.newest_run())
+from scripts.pages import compression_cache as cache_page
 
 
 def test_a_format_that_misses_the_claim_is_said_to():

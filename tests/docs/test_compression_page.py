@@ -1,13 +1,9 @@
-"""The tables of docs/compression.md are what their script makes from the stored rows."""
+"""The tables of docs/compression.md have a line for each setting."""
 
-from scripts import compression_page
-from scripts.result_rows import RESULTS, read_rows
+import functools
 
-
-def test_page_is_what_its_script_makes():
-    page = compression_page.PAGE.read_text(encoding="utf-8")
-    rows = read_rows(RESULTS / "compression_methods.jsonl")
-    assert page == compression_page.make_page(page, rows), "run: python scripts/compression_page.py"
+from scripts.pages import compression
+from scripts.pages.page import fill
 
 
 def test_tables_have_a_line_for_each_setting():
@@ -18,7 +14,8 @@ def test_tables_have_a_line_for_each_setting():
         {"work": "GPTQ of x", "device": "d", "seconds": 61.4, "peak_memory_bytes": None, "weights": 4},
     ]
     page = "".join(f"<!-- made: {name} -->\nb\n<!-- end -->\n" for name in ("model", "time", "other"))
-    made = compression_page.make_page(page, rows)
+    parts = {"model": compression.model_tables, "time": compression.time_table}
+    made = fill(page, {name: functools.partial(make, rows) for name, make in parts.items()})
     assert "perplexity 9.00 on held-out text, calibrated on 8 sequences" in made
     assert "| 2:4 | – | – | +0.250 |" in made and "| int4 | – | – | +0.125 |" in made
     assert "| GPTQ of x | d | 61 | – |" in made and "<!-- made: other -->\n\nb\n\n<!-- end -->" in made

@@ -1,15 +1,6 @@
 """The tables of docs/compression_training.md are made from the rows of its benchmark."""
 
-from scripts import compression_training_page as script
-from scripts.compression_page import make_page
-from scripts.result_rows import read_all
-
-
-def test_the_page_has_the_rows():
-    page = script.PAGE.read_text(encoding="utf-8")
-    made = make_page(page, read_all(script.ROWS), script.MADE)
-    assert page == made, "run: python scripts/compression_training_page.py"
-    assert all(f"<!-- made: {part} -->" in page for part in script.MADE)
+from scripts.pages import compression_training as script
 
 
 def test_a_table_has_the_rows_of_the_newest_run():

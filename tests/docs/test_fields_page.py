@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fields import FOLDER, KEYS, NAMES, check_result
-from scripts import fields_page
+from scripts.pages import fields as fields_page
+from scripts.pages.page import fill
+from scripts.pages.rows import ROOT
 
 RESULT = {
     "claim": "A claim.", "paper": "arXiv:2201.00001", "measure": "error", "ours": 1.5, "baseline": 3.0,
@@ -23,18 +25,9 @@ ROW = {
 }  # fmt: skip
 
 
-def test_fields_page_is_what_its_script_makes():
-    page = fields_page.PAGE.read_text(encoding="utf-8")
-    rows = fields_page.newest_rows()
-    assert page == fields_page.make_page(page, rows), "run: python scripts/fields_page.py"
-    for name, drawing in fields_page.make_pictures(rows).items():
-        stored = (fields_page.PICTURES / name).read_text(encoding="utf-8")
-        assert stored == drawing, "run: python scripts/fields_page.py"
-
-
 def test_page_shows_misses():
     page = "<!-- made: table -->\n<!-- end -->\n<!-- made: details -->\n<!-- end -->"
-    made = fields_page.make_page(page, [ROW])
+    made = fill(page, {"table": lambda: fields_page.table([ROW]), "details": lambda: fields_page.details([ROW])})
     assert "[Some example](examples/fields/some_example.py): A claim. ([arXiv:2201.00001](" in made
     assert "| error | 1.5 | 3 | – | **missed**: 4x below the baseline |" in made
     assert "- met: error <= 2\n- **missed**: 4x below the baseline\n- epochs: 3\n" in made
@@ -64,7 +57,7 @@ def test_criteria_that_the_page_calls_met_are_met_again(name, tmp_path):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     environment |= {"BENCHMARK_RESULTS": str(tmp_path), "BENCHMARK_UNCOMMITTED": "1"}
     command = [sys.executable, "benchmarks/fields.py", name]
-    subprocess.run(command, cwd=fields_page.ROOT, env=environment, check=True, capture_output=True, timeout=580)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=580)
     found = json.loads((tmp_path / "fields.jsonl").read_text(encoding="utf-8"))
     (row,) = [row for row in fields_page.newest_rows() if row["work"] == name]
     checks = row["checks"]

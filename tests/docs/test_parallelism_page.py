@@ -1,14 +1,6 @@
 """The tables of docs/parallelism.md are what their script makes from the stored rows."""
 
-from scripts import parallelism_page
-from scripts.result_rows import RESULTS, read_all, read_rows
-
-
-def test_page_is_what_its_script_makes():
-    page = parallelism_page.PAGE.read_text(encoding="utf-8")
-    rows = read_rows(RESULTS / "overlap.jsonl"), read_all(RESULTS / "parallel.jsonl")
-    assert page == parallelism_page.make_page(page, *rows), "run: python scripts/parallelism_page.py"
-    assert all(f"<!-- made: {name} -->" in page for name in ("goals", "overlap", "steps", "clocks"))
+from scripts.pages import parallelism as parallelism_page
 
 
 def test_goals_say_how_much_is_missing():

@@ -1,15 +1,13 @@
 """Reads the rows that benchmarks append to `benchmarks/results/`, and chooses those that documentation shows."""
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT))
 
 Row = Mapping[str, Any]
 RATE = "tokens_per_second_per_device"
@@ -91,3 +89,10 @@ def compare(work: str, rows: Iterable[Row], limits: Iterable[Row]) -> Comparison
     *_, ours, peer = max(found, key=lambda one: one[:3])
     limit = [row for row in limits if all(row.get(key) == ours.get(key) for key in ("work", "device", "devices"))]
     return Comparison(work, ours, peer, limit[-1] if limit else None)
+
+
+def read_newest_run(path: Path) -> list[Row]:
+    """Return the rows of a file that its newest run wrote, in their order."""
+    rows = read_all(path)
+    newest = max((row["date"] for row in rows), default="")
+    return [row for row in rows if row["date"] == newest]

@@ -1,22 +1,18 @@
-"""Makes the performance pages and their charts from the rows in `benchmarks/results/`.
-
-    python scripts/performance_page.py
+"""The performance pages and their charts.
 
 Every figure on docs/performance.md, docs/performance-rows.md and docs/profiles.md comes from a row.
 """
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.bars import Bar, Group, draw_bars
 from benchmarks.convergence import picture
-from scripts.result_rows import (
+from scripts.pages.page import Page
+from scripts.pages.row_tables import rows_page, short_name
+from scripts.pages.rows import (
     RATE,
     RESULTS,
-    ROOT,
     Comparison,
     Row,
     compare,
@@ -25,11 +21,7 @@ from scripts.result_rows import (
     read_all,
     read_rows,
 )
-from scripts.row_tables import rows_page, short_name
 
-DOCS = ROOT / "docs"
-PAGE = DOCS / "performance.md"
-PICTURES = DOCS / "pictures"
 WORKS = {
     "gpt2-124m bf16": "GPT-2 124M, bfloat16",
     "llama3-1b bf16": "Llama 1B, bfloat16",
@@ -65,7 +57,7 @@ OPENING = """\
 After this page you know how fast jaxstack trains its main workloads, how that compares with the best peer measured in
 the same run on the same GPU, and how far it is from what the GPU can do. Every number has the command that repeats it.
 
-<!-- Made by `python scripts/performance_page.py` from benchmarks/results/. Do not edit. -->
+<!-- Made by `python -m scripts.pages` from benchmarks/results/. Do not edit. -->
 
 """
 SPEED = """\
@@ -100,7 +92,7 @@ REPEAT = """
 python benchmarks/train_step.py "gpt2-124m bf16" "llama3-1b bf16" --variants unrolled --peers torch
 python benchmarks/train_step.py "llama3-1b fp8" --variants "unrolled, all layers in FP8" --set precision.fp8=delayed
 python benchmarks/device.py --only gemm copy attention limit
-python scripts/performance_page.py
+python -m scripts.pages
 ```
 
 Peers are measured where they are installed. New rows are written only if no file differs from the commit; each names
@@ -120,6 +112,24 @@ Rows: [attention_random](performance-rows.md#attention_random). Yours: `{command
 |---|---|---|---|---|---|---|---|
 {lines}
 """
+NOT_MEASURED = {
+    "attention_kinds": "kinds of attention: linear, performer, projected, block-sparse and longformer",
+    "attention": "flash attention on shapes of models, next to cuDNN and PyTorch",
+    "fp8": "our own matrix product in FP8, with and without quantization",
+    "grouped_matmul": "the grouped matrix product of mixtures of experts",
+    "pipeline": "schedules of pipelines, and their bubbles",
+    "pointwise": "elementwise operations, relative to the bandwidth of a copy",
+    "replica_check": "the cost of comparing replicas",
+    "startup": "the time from the start of a process to its first step",
+}
+"""Benchmark -> what it measures. Listed on the page while there are no rows of it."""
+MISSING = """
+## Not measured at present
+
+These have a benchmark, but no row of a commit that could be repeated:
+
+{lines}
+"""
 MORE = """
 ## More
 
@@ -132,7 +142,7 @@ PROFILES = """\
 After this page you know which kernels take the time of a training step, what each technique adds to the speed, and what
 FP8 does to the loss.
 
-<!-- Made by `python scripts/performance_page.py` from benchmarks/results/. Do not edit. -->
+<!-- Made by `python -m scripts.pages` from benchmarks/results/. Do not edit. -->
 
 ## Profiles of a step
 
@@ -227,6 +237,16 @@ def device_name(row: Row) -> str:
     return row["device"].removeprefix("NVIDIA ")
 
 
+def not_measured(results: Path = RESULTS) -> str:
+    """Return the section of what has a benchmark and no rows; an empty string if there is nothing."""
+    missing = {name: what for name, what in NOT_MEASURED.items() if not read_all(results / f"{name}.jsonl")}
+    lines = [f"- {what} (`python benchmarks/{name}.py`)" for name, what in missing.items()]
+    if not any("jaxstack" in row["implementation"] for row in read_all(results / "collective_matmul.jsonl")):
+        what = "our kernels that communicate while they multiply, on two and four GPUs"
+        lines.append(f"- {what} (`python benchmarks/collective_matmul.py`)")
+    return MISSING.format(lines="\n".join(lines)) if lines else ""
+
+
 def attention_section(rows: Sequence[Row]) -> str:
     """Return the section on attention of shapes drawn at random; an empty string without rows."""
     if not rows:
@@ -265,7 +285,19 @@ def make_page(results: Path = RESULTS) -> str:
     limits = "\n![Share of the device's limit](pictures/limit.svg)\n" if any(one.limit for one in found) else ""
     attention = attention_section(read_rows(results / "attention_random.jsonl"))
     missed = missed_goals(found, newest_rows(read_all(results / "step_profile.jsonl")))
-    return OPENING + chart + comparison_table(found) + READING + noted + missed + limits + attention + REPEAT + MORE
+    return (
+        OPENING
+        + chart
+        + comparison_table(found)
+        + READING
+        + noted
+        + missed
+        + limits
+        + attention
+        + REPEAT
+        + not_measured(results)
+        + MORE
+    )
 
 
 def make_profiles_page(results: Path = RESULTS) -> str:
@@ -386,19 +418,8 @@ def make_pictures(results: Path = RESULTS) -> Mapping[str, str]:
     return drawn
 
 
-def make_pages(results: Path = RESULTS) -> Mapping[Path, str]:
-    """Return path -> content of all pages."""
-    return {
-        PAGE: make_page(results),
-        DOCS / "performance-rows.md": rows_page(results),
-        DOCS / "profiles.md": make_profiles_page(results),
-    }
-
-
-if __name__ == "__main__":
-    for page, text in make_pages().items():
-        page.write_text(text, encoding="utf-8")
-        print(page.relative_to(ROOT))
-    for name, drawing in make_pictures().items():
-        (PICTURES / name).write_text(drawing, encoding="utf-8")
-        print((PICTURES / name).relative_to(ROOT))
+PAGES = (
+    Page("performance.md", {}, make_pictures, lambda _: make_page()),
+    Page("performance-rows.md", {}, rewrite=lambda _: rows_page(RESULTS)),
+    Page("profiles.md", {}, rewrite=lambda _: make_profiles_page()),
+)

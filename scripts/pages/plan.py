@@ -1,6 +1,4 @@
-"""Fills the tables of docs/plan.md: the worked examples, and predicted beside measured times and compiled memory.
-
-python scripts/plan_page.py
+"""The tables of docs/plan.md: worked examples, and predicted and measured times and compiled memory.
 
 The examples are searches of the planner. Measured rows come from train_step.jsonl, planner.jsonl
 and parallel.jsonl of benchmarks/results, and compiled memory from tests/cost_model/data/compiled_memory.jsonl.
@@ -10,13 +8,10 @@ import functools
 import json
 import math
 import re
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxstack.cost_model.cluster import cluster_of_devices, parse_cluster
 from jaxstack.cost_model.efficiency import FILE
@@ -24,11 +19,10 @@ from jaxstack.cost_model.forecast import forecast, training_budget
 from jaxstack.cost_model.search import describe_degrees
 from jaxstack.plan.cluster_search import SearchOptions, search_cluster
 from jaxstack.run_config import load_config
-from scripts.page_parts import fill_page
+from scripts.pages.page import Page
+from scripts.pages.page import spaced_table as table
+from scripts.pages.rows import RESULTS, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "plan.md"
-RESULTS = ROOT / "benchmarks" / "results"
 COMPILED = ROOT / "tests" / "cost_model" / "data" / "compiled_memory.jsonl"
 EXAMPLES = {
     "1b": (["model.preset=llama3-1b", "model.scan_layers=false", "train.global_batch_size=4"], "1 x 1 h200"),
@@ -40,14 +34,8 @@ MEASURED = {"1b": ("llama3-1b bf16", "unrolled")}
 """Example -> work and variant of the row that measured its first layout."""
 BLIND_SINCE = "2026-11-24"
 """First day of the rows whose stored forecasts are a blind test: no formula had been changed because of them."""
-PARTS = {"matmul": "matmul", "attention": "attention", "elementwise": "elementwise",
+TIMES = {"matmul": "matmul", "attention": "attention", "elementwise": "elementwise",
          "exposed_communication": "communication", "bubble": "bubble"}  # fmt: skip
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def example(name: str) -> str:
@@ -57,11 +45,11 @@ def example(name: str) -> str:
     result = search_cluster(config, SearchOptions(cluster=cluster, tokens="chinchilla", top=5))
     rows = []
     for one in result.found.forecasts:
-        parts = [f"{1e3 * one.seconds[part]:,.0f}" for part in PARTS]
+        parts = [f"{1e3 * one.seconds[part]:,.0f}" for part in TIMES]
         speed = f"{one.tokens_per_second / one.devices:,.0f}"
         rows.append([describe_degrees(one.config), f"{one.memory_bytes / 2**30:.0f}", f"{1e3 * one.step_seconds:,.0f}",
                      *parts, speed, f"{100 * one.mfu:.1f}"])  # fmt: skip
-    titles = ["layout", "GiB", "step ms", *PARTS.values(), "tokens/s/GPU", "MFU %"]
+    titles = ["layout", "GiB", "step ms", *TIMES.values(), "tokens/s/GPU", "MFU %"]
     assert result.tokens is not None
     budget = training_budget(result.found.best, result.tokens)
     counts = f"{result.found.fitting:,} of {result.found.tried:,} possible layouts fit."
@@ -184,7 +172,7 @@ def compiled() -> str:
     return f"{table(titles, lines)}\n\nMedian of the absolute differences: {middle:.1f} %."
 
 
-MAKERS: dict[str, Callable[[], str]] = {
+PARTS: dict[str, Callable[[], str]] = {
     **{f"example {name}": lambda name=name: example(name) for name in EXAMPLES},
     "measured": lambda: measured(filter(calibrates, usual_rows("train_step"))),
     "blind": lambda: measured((row for row in usual_rows("planner") if row["date"] >= BLIND_SINCE), stored=True),
@@ -195,12 +183,4 @@ MAKERS: dict[str, Callable[[], str]] = {
 }
 """Name of a part of the page -> the function that makes it."""
 
-
-def make_page(page: str) -> str:
-    """Return the page with its made parts replaced."""
-    return fill_page(page, MAKERS)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {PAGE}")
+PAGES = (Page("plan.md", PARTS),)

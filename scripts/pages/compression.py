@@ -1,19 +1,10 @@
-"""Makes the tables of docs/compression.md from benchmarks/results/compression_methods.jsonl.
+"""The tables of docs/compression.md: errors of the methods, their time, and the speed of packed weights."""
 
-python benchmarks/compression_methods.py && python scripts/compression_page.py
-"""
+from collections.abc import Iterable
 
-import functools
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from scripts.pages.page import Page, table, table_of
+from scripts.pages.rows import RESULTS, Row, read_rows
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from scripts.page_parts import fill_page
-from scripts.result_rows import RESULTS, ROOT, Row, read_rows
-
-PAGE = ROOT / "docs" / "compression.md"
 NAMES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "rtn": "rounding", "awq": "AWQ",
          "gptq": "GPTQ"}  # fmt: skip
 PRUNING = ("magnitude", "wanda", "sparsegpt")
@@ -31,11 +22,11 @@ def comparison(rows: Iterable[Row], methods: tuple[str, ...], key: str, form: st
     """
     found = {(row["variant"], row["implementation"]): row[key] for row in rows if key in row}
     variants = list(dict.fromkeys(variant for variant, method in found if method in methods))
-    lines = ["| | " + " | ".join(NAMES[method] for method in methods) + " |", "|---|" + "---|" * len(methods)]
-    for variant in variants:
-        cells = (format(found[variant, m], form) if (variant, m) in found else "–" for m in methods)
-        lines.append(f"| {variant} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = [
+        [variant, *(format(found[variant, m], form) if (variant, m) in found else "–" for m in methods)]
+        for variant in variants
+    ]
+    return table(["", *(NAMES[method] for method in methods)], lines)
 
 
 def layer_tables(rows: Iterable[Row]) -> str:
@@ -64,22 +55,20 @@ def time_table(rows: Iterable[Row]) -> str:
     found = [row for row in rows if "weights" in row]
     if not found:
         return "Not measured yet; `python benchmarks/compression_methods.py --parts time` measures it."
-    lines = ["| work | device | seconds | peak memory |", "|---|---|---|---|"]
-    for row in found:
-        memory = row["peak_memory_bytes"]
-        shown = "–" if memory is None else f"{memory / 2**30:.1f} GiB"
-        lines.append(f"| {row['work']} | {row['device']} | {row['seconds']:.0f} | {shown} |")
-    return "\n".join(lines)
+    columns = {"work": "{work}", "device": "{device}", "seconds": "{seconds:.0f}", "peak memory": _memory}
+    return table_of(columns, found)
 
 
-def products_table(_: Iterable[Row]) -> str:
+def _memory(row: Row) -> str:
+    found = row["peak_memory_bytes"]
+    return "–" if found is None else f"{found / 2**30:.1f} GiB"
+
+
+def products_table() -> str:
     """Return the speed of products with packed weights relative to bfloat16's, by the kernel and by XLA."""
     rows = read_rows(RESULTS / "packed_products.jsonl")
     found = {(row["work"], row["variant"], row["implementation"]): row for row in rows}
-    lines = [
-        "| work | weight | bfloat16, µs | kernel, µs | speedup | GB/s | XLA's speedup |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for (work, variant, implementation), row in found.items():
         if implementation != "triton":
             continue
@@ -87,19 +76,17 @@ def products_table(_: Iterable[Row]) -> str:
         xla = found.get((work, variant, "xla"))
         times = (1e3 * timed["milliseconds"] / row["pairs"] for timed in (plain, row))
         cells = (work, variant, *(f"{time:.1f}" for time in times), f"{row['speedup']:.2f}")
-        beside = f"{xla['speedup']:.2f}" if xla else "–"
-        lines.append(f"| {' | '.join(cells)} | {row['bandwidth']:,.0f} | {beside} |")
-    return "\n".join([*lines, "", _source(rows)])
+        lines.append([*cells, f"{row['bandwidth']:,.0f}", f"{xla['speedup']:.2f}" if xla else "–"])
+    titles = ["work", "weight", "bfloat16, µs", "kernel, µs", "speedup", "GB/s", "XLA's speedup"]
+    return f"{table(titles, lines)}\n\n{_source(rows)}"
 
 
-def decode_table(_: Iterable[Row]) -> str:
-    """Return the time of a decoding step of a whole model with packed weights, beside bfloat16's."""
+def decode_table() -> str:
+    """Return the time of a decoding step of a whole model with packed weights."""
     rows = read_rows(RESULTS / "packed_decode.jsonl")
-    lines = ["| work | weights | ms a step | speedup | bound by bytes | GB/s |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        cells = (row["work"], row["variant"], f"{row['milliseconds']:.2f}", f"{row['speedup']:.2f}")
-        lines.append(f"| {' | '.join(cells)} | {row['bound']:.2f} | {row['gigabytes_per_second']:,.0f} |")
-    return "\n".join([*lines, "", _source(rows)])
+    columns = {"work": "{work}", "weights": "{variant}", "ms a step": "{milliseconds:.2f}", "speedup": "{speedup:.2f}",
+               "bound by bytes": "{bound:.2f}", "GB/s": "{gigabytes_per_second:,.0f}"}  # fmt: skip
+    return f"{table_of(columns, rows)}\n\n{_source(rows)}"
 
 
 def _source(rows: list[Row]) -> str:
@@ -107,23 +94,16 @@ def _source(rows: list[Row]) -> str:
     return f"{rows[0]['device']}; " + "; ".join(f"commit {commit}, `{command}`" for commit, command in runs) + "."
 
 
-MADE: Mapping[str, Callable[[Iterable[Row]], str]] = {
-    "layer": layer_tables,
-    "model": model_tables,
-    "time": time_table,
+def read_methods() -> list[Row]:
+    """Return the newest rows of the methods."""
+    return read_rows(RESULTS / "compression_methods.jsonl")
+
+
+PARTS = {
+    "layer": lambda: layer_tables(read_methods()),
+    "model": lambda: model_tables(read_methods()),
+    "time": lambda: time_table(read_methods()),
     "products": products_table,
     "decode": decode_table,
 }
-"""Name of a made part -> function of the rows."""
-
-
-def make_page(page: str, rows: Iterable[Row], made: Mapping[str, Callable[[Iterable[Row]], str]] = MADE) -> str:
-    """Return the page with its made parts replaced."""
-    rows = list(rows)
-    return fill_page(page, {part: functools.partial(make, rows) for part, make in made.items()})
-
-
-if __name__ == "__main__":
-    text = make_page(PAGE.read_text(encoding="utf-8"), read_rows(RESULTS / "compression_methods.jsonl"))
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+PAGES = (Page("compression.md", PARTS),)

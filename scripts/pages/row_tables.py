@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from scripts.result_rows import RATE, Row, read_rows
+from scripts.pages.rows import RATE, Row, read_rows
 
 ELSEWHERE = ("recovery", "fields", "compression", "cache_formats", "web")
 """Results that another page is made from."""
@@ -20,7 +20,7 @@ PREFACE = """\
 After this page you can look up any measured number, see the commit and the command that gave it, and run that command
 on your own machine. Start with [Performance](performance.md), which shows the main workloads as charts.
 
-<!-- Made by `python scripts/performance_page.py` from benchmarks/results/. Do not edit. -->
+<!-- Made by `python -m scripts.pages` from benchmarks/results/. Do not edit. -->
 
 The tables show the newest row of each workload, implementation, variant and device.
 

@@ -1,20 +1,12 @@
-"""Makes the tables of docs/compression_training.md from benchmarks/results/compressed_training.jsonl.
-
-python benchmarks/compressed_training.py && python scripts/compression_training_page.py
-"""
+"""The tables of docs/compression_training.md: held-out loss of training with compressed weights."""
 
 import functools
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts.pages import page
+from scripts.pages.page import Page
+from scripts.pages.rows import RESULTS, Row, read_all
 
-from scripts.compression_page import make_page
-from scripts.result_rows import RESULTS, ROOT, Row, read_all
-
-PAGE = ROOT / "docs" / "compression_training.md"
-ROWS = RESULTS / "compressed_training.jsonl"
 NAMES = {
     "float32": "further training alone",
     "float32 once more": "further training, then once more on the same text",
@@ -48,11 +40,11 @@ def table(part: str, rows: Iterable[Row]) -> str:
     newest = {penalty: max(row["run"] for row in rows if row.get("penalty") == penalty) for penalty in _penalties(rows)}
     rows = [row for row in rows if row["run"] == newest[row.get("penalty")]]
     rows.sort(key=lambda row: row.get("penalty", 0))
-    lines = ["| weights | method | held-out loss | more than the first |", "|---|---|---|---|"]
+    lines = []
     for row in rows:
         kept = f", penalty {row['penalty']} ({row['kept']:.0%} of the values left)" if "kept" in row else ""
-        cells = (row["variant"] + kept, NAMES[row["implementation"]], f"{row['loss']:.4f}", f"{row['rise']:+.4f}")
-        lines.append(f"| {' | '.join(cells)} |")
+        name = NAMES[row["implementation"]]
+        lines.append([row["variant"] + kept, name, f"{row['loss']:.4f}", f"{row['rise']:+.4f}"])
     first = rows[0]
     seeds = max(len(row["losses"]) for row in rows)
     of_seeds = f"mean of {seeds} repetitions, " if seeds > 1 else ""
@@ -60,7 +52,8 @@ def table(part: str, rows: Iterable[Row]) -> str:
     if "eval_tokens" in first:
         of_seeds = f"learning rate {first['learning_rate']:g}, {first['eval_tokens']:,} held-out tokens, {of_seeds}"
     about = f"{first['work']}; {of_seeds}{first['date'][:10]}, commit {commits}, {first['device']}."
-    return "\n".join([*lines, "", about[0].upper() + about[1:]])
+    drawn = page.table(["weights", "method", "held-out loss", "more than the first"], lines)
+    return f"{drawn}\n\n{about[0].upper()}{about[1:]}"
 
 
 def _penalties(rows: Iterable[Row]) -> list[float | None]:
@@ -74,22 +67,27 @@ def sizes_table(rows: Iterable[Row]) -> str:
     for row in rows:
         if row["part"] == "sizes":
             newest.setdefault(row["work"], {})[row["implementation"]] = row
-    lines = ["| | without, MiB | eDKM, MiB | ratio |", "|---|---|---|---|"]
+    lines = []
     for work, found in newest.items():
         before = next(row["bytes"] for name, row in found.items() if name != "edkm")
         after = found["edkm"]["bytes"]
-        lines.append(f"| {work} | {before / 2**20:,.0f} | {after / 2**20:,.0f} | {before / after:.1f}x |")
-    return "\n".join(lines)
+        lines.append([work, f"{before / 2**20:,.0f}", f"{after / 2**20:,.0f}", f"{before / after:.1f}x"])
+    return page.table(["", "without, MiB", "eDKM, MiB", "ratio"], lines)
 
 
-MADE = {
-    part: functools.partial(table, part)
-    for part in ("qat", "sparse", "cluster", "low_rank", "low_rank_from_start", "distill")
-} | {"sizes": sizes_table}
-"""Name of a made part -> function of the rows."""
+def read_training() -> list[Row]:
+    """Return all rows of training with compressed weights."""
+    return read_all(RESULTS / "compressed_training.jsonl")
 
 
-if __name__ == "__main__":
-    text = make_page(PAGE.read_text(encoding="utf-8"), read_all(ROWS), MADE)
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+def part(name: str) -> str:
+    """Return the table of a part, from the stored rows."""
+    return table(name, read_training())
+
+
+PARTS = {
+    **{n: functools.partial(part, n)
+       for n in ("qat", "sparse", "cluster", "low_rank", "low_rank_from_start", "distill")},
+    "sizes": lambda: sizes_table(read_training()),
+}  # fmt: skip
+PAGES = (Page("compression_training.md", PARTS),)

@@ -1,19 +1,11 @@
-"""Makes the tables of docs/parallelism.md from the rows in overlap.jsonl and parallel.jsonl.
+"""The tables of docs/parallelism.md: goals, overlap of communication, and whole steps in parallel layouts."""
 
-python benchmarks/overlap.py && python benchmarks/parallel.py && python scripts/parallelism_page.py
-"""
-
-import functools
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts.pages.page import Page
+from scripts.pages.page import spaced_table as table
+from scripts.pages.rows import RATE, RESULTS, Row, newest_rows, read_all, read_rows
 
-from scripts.page_parts import fill_page
-from scripts.result_rows import RATE, RESULTS, ROOT, Row, newest_rows, read_all, read_rows
-
-PAGE = ROOT / "docs" / "parallelism.md"
 WEAK = "tokens a device"
 STRONG = "tokens in all"
 """Parts of the names of works in which the tokens grow with the number of devices, and in which they do not."""
@@ -26,12 +18,6 @@ WEAK_GOALS = {2: 0.97, 4: 0.95}
 def percent(value: float) -> str:
     """Return a share as a percentage with one decimal."""
     return f"{100 * value:.1f} %"
-
-
-def draw_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def measured_at(rows: Sequence[Row]) -> str:
@@ -58,7 +44,7 @@ def goals(overlap: Iterable[Row], steps: Sequence[Row]) -> str:
         lines.append([*cells, f"{100 * goal:.0f} %", percent(value), reached])
     if not lines:
         return "Not measured yet."
-    return draw_table(["what", "workload", "GPUs", "goal", "measured", "reached"], lines)
+    return table(["what", "workload", "GPUs", "goal", "measured", "reached"], lines)
 
 
 def overlap_table(rows: Iterable[Row]) -> str:
@@ -73,7 +59,7 @@ def overlap_table(rows: Iterable[Row]) -> str:
     lines = [
         [row["variant"], *(f"{row[part]:.1f}" for part in parts), percent(row["overlap"])] for row in (before, after)
     ]
-    table = draw_table(["variant", "step, ms", "computation", "communication", "at the same time", "overlap"], lines)
+    drawn = table(["variant", "step, ms", "computation", "communication", "at the same time", "overlap"], lines)
     added = after["busy"] - before["computation"]
     longer = after["computation"] - before["computation"]
     alone = after["communication"] - after["overlapped"]
@@ -83,7 +69,7 @@ def overlap_table(rows: Iterable[Row]) -> str:
         f"take longer than the same computation alone, {alone:.1f} ms of collectives beside which nothing computes. "
         f"`{after['work']}`, {measured_at([before, after])}"
     )
-    return f"{table}\n\n{text}"
+    return f"{drawn}\n\n{text}"
 
 
 def step_table(steps: Sequence[Row]) -> str:
@@ -96,7 +82,7 @@ def step_table(steps: Sequence[Row]) -> str:
             lines.append([*cells, f"{row[RATE]:,.0f}", f"{row[RATE] / base[RATE]:.3f}", clock])
     if not lines:
         return "Not measured yet; `python benchmarks/parallel.py --only weak strong tensor` measures it."
-    return draw_table(["workload", "variant", "GPUs", "step, ms", "tokens/s/GPU", "relative", "MHz"], lines)
+    return table(["workload", "variant", "GPUs", "step, ms", "tokens/s/GPU", "relative", "MHz"], lines)
 
 
 def clocks(steps: Sequence[Row]) -> str:
@@ -141,24 +127,20 @@ def compared_runs(steps: Sequence[Row]) -> list[tuple[Row, list[Row]]]:
     return list(found.values())
 
 
-def make_page(page: str, overlap: Sequence[Row], steps: Sequence[Row]) -> str:
-    """Return the page with its made parts replaced.
-
-    Args:
-        page: The page in Markdown.
-        overlap: The newest rows of benchmarks/overlap.py.
-        steps: All rows of benchmarks/parallel.py.
-    """
-    makers = {
-        "goals": functools.partial(goals, overlap, steps),
-        "overlap": functools.partial(overlap_table, overlap),
-        "steps": functools.partial(step_table, steps),
-        "clocks": functools.partial(clocks, steps),
-    }
-    return fill_page(page, makers)
+def read_steps() -> list[Row]:
+    """Return all rows of whole steps in parallel layouts."""
+    return read_all(RESULTS / "parallel.jsonl")
 
 
-if __name__ == "__main__":
-    rows = read_rows(RESULTS / "overlap.jsonl"), read_all(RESULTS / "parallel.jsonl")
-    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8"), *rows), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+def read_overlap() -> list[Row]:
+    """Return the newest traces."""
+    return read_rows(RESULTS / "overlap.jsonl")
+
+
+PARTS = {
+    "goals": lambda: goals(read_overlap(), read_steps()),
+    "overlap": lambda: overlap_table(read_overlap()),
+    "steps": lambda: step_table(read_steps()),
+    "clocks": lambda: clocks(read_steps()),
+}
+PAGES = (Page("parallelism.md", PARTS),)

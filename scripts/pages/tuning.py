@@ -1,26 +1,17 @@
-"""Makes the tables and pictures of docs/tuning.md and docs/optimizers.md from the rows of their benchmarks.
-
-python benchmarks/tune_search.py && python benchmarks/optimizers.py && python scripts/tuning_pages.py
-"""
+"""The tables and pictures of docs/tuning.md and docs/optimizers.md."""
 
 import functools
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.optimizers import mean_curve, summarize
 from benchmarks.picture import Panel, draw
 from jaxstack.tune.coordinate_check import PARAMETRIZATIONS, QUANTITIES, CoordinateCheckResult
 from jaxstack.tune.coordinate_check import draw as draw_coordinates
-from scripts.page_parts import fill_page
-from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
+from scripts.pages.page import Page, table
+from scripts.pages.rows import RESULTS, Row, read_all, read_rows
 
-PAGES = (ROOT / "docs" / "tuning.md", ROOT / "docs" / "optimizers.md")
-PICTURES = ROOT / "docs" / "pictures"
 WORKS = {"optimizers": "small", "optimizers large": "gpt2-124m"}
 """Part of the page -> work of benchmarks/optimizers.py, as it is without other settings."""
 DRAWN = ("adamw", "muon", "soap", "lion", "sophia", "schedule_free_adamw")
@@ -66,13 +57,11 @@ def optimizers(work: str) -> str:
         return f"Not measured yet; `python benchmarks/optimizers.py --work {work}` measures it."
     base = found[0]
     timed = "processor time" if base["device"] == "cpu" else "time"
-    lines = [
-        f"| | learning rate | loss | held-out loss | steps to AdamW's loss | {timed} to it | {timed} a step | "
-        "state, bytes a parameter |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    titles = ["", "learning rate", "loss", "held-out loss", "steps to AdamW's loss", f"{timed} to it",
+              f"{timed} a step", "state, bytes a parameter"]  # fmt: skip
+    lines = []
     for row in found:
-        cells = [
+        lines.append([
             f"`{row['optimizer']}`",
             _power(row["rate"]) + " (edge)" * row["edge"],
             f"{row['final_loss']:.3f}" + (f" ± {row['spread']:.3f}" if row["spread"] is not None else ""),
@@ -81,15 +70,14 @@ def optimizers(work: str) -> str:
             f"{row['seconds_to_loss'] / base['seconds_to_loss']:.2f}" if row["steps_to_loss"] else "–",
             f"{row['milliseconds'] / base['milliseconds']:.2f}",
             f"{row['state_bytes'] / row['parameters']:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        ])  # fmt: skip
     about = (
         f"{base['parameters'] / 1e6:.3g} million parameters, {base['steps']:.0f} steps, {base['tokens'] / 1e6:.3g} "
         f"million tokens; {timed} relative to AdamW's ({base['seconds_to_loss']:.1f} s, {base['milliseconds']:.1f} ms "
         f"a step); {source(runs)}"
     )
     drawn = ["![Training loss of optimizers](pictures/optimizers.svg)", ""] if work == "small" else []
-    return "\n".join([*drawn, *lines, "", about])
+    return "\n".join([*drawn, table(titles, lines), "", about])
 
 
 def _power(rate: float) -> str:
@@ -101,15 +89,13 @@ def coordinates(rows: Sequence[Row]) -> str:
     """Return the table of the coordinate check: growth from the smallest width to the largest."""
     if not rows:
         return "`python benchmarks/coordinates.py` measures it."
-    lines = [
-        "| optimizer | widths | parametrization | embeddings | residual stream | logits |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         ends = [f"{row[quantity][0]:.3g} to {row[quantity][-1]:.3g}" for quantity in QUANTITIES]
         widths = f"{row['widths'][0]} to {row['widths'][-1]}"
-        lines.append(f"| `{row['optimizer']}` | {widths} | {_named(row)} | {' | '.join(ends)} |")
-    return "\n".join([*lines, "", f"Mean magnitude after {rows[-1]['steps']} steps; {source(rows)}"])
+        lines.append([f"`{row['optimizer']}`", widths, _named(row), *ends])
+    titles = ["optimizer", "widths", "parametrization", "embeddings", "residual stream", "logits"]
+    return "\n".join([table(titles, lines), "", f"Mean magnitude after {rows[-1]['steps']} steps; {source(rows)}"])
 
 
 def _named(row: Row) -> str:
@@ -122,14 +108,15 @@ def transfers(rows: Sequence[Row]) -> str:
         return "`python benchmarks/transfer.py` measures it."
     drawn = "![Loss over the learning rate at the widths, standard and muP](pictures/transfer.svg)"
     head = ("parametrization", "width", "best learning rate", "its loss", "loss at 2^-8")
-    lines = [drawn, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = []
     for row in rows:
         best = row["losses"][str(row["best"])]
         at = row["losses"]["8"]
-        found = f"2^-{row['best']} | {best:.3f} | {at if at is None else format(at, '.3f')}"
-        lines.append(f"| {_named(row)} | {row['width']} | {found} |")
+        lines.append([_named(row), str(row["width"]), f"2^-{row['best']}", f"{best:.3f}",
+                      str(at if at is None else format(at, ".3f"))])  # fmt: skip
     spent = sum(row["cpu_seconds"] for row in rows)
-    return "\n".join([*lines, "", f"{rows[-1]['steps']} steps, {spent:.0f} s of processor time in all; {source(rows)}"])
+    about = f"{rows[-1]['steps']} steps, {spent:.0f} s of processor time in all; {source(rows)}"
+    return "\n\n".join([drawn, table(head, lines), about])
 
 
 # --- docs/tuning.md --------------------------------------------------------------------------------------------------
@@ -222,20 +209,11 @@ def _transfer_panel(parametrization: str, rows: Iterable[Row]) -> Panel:
     return Panel(f"{name}: loss over learning rate", "log2 of the learning rate", curves)
 
 
-def make_page(page: str) -> str:
-    """Return the page with its made parts replaced."""
-    makers: dict[str, Callable[[], str]] = {
-        "samplers": lambda: samplers(read_studies()),
-        "coordinates": lambda: coordinates(read_rows(RESULTS / "coordinates.jsonl")),
-        "transfer": lambda: transfers([r for r in read_rows(RESULTS / "transfer.jsonl") if r["optimizer"] == "adamw"]),
-    }
-    return fill_page(page, makers | {part: functools.partial(optimizers, work) for part, work in WORKS.items()})
-
-
-if __name__ == "__main__":
-    for path in PAGES:
-        path.write_text(make_page(path.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"wrote {path.relative_to(ROOT)}")
-    for name, drawing in make_pictures().items():
-        (PICTURES / name).write_text(drawing, encoding="utf-8")
-        print(f"wrote {(PICTURES / name).relative_to(ROOT)}")
+OPTIMIZERS = {
+    "coordinates": lambda: coordinates(read_rows(RESULTS / "coordinates.jsonl")),
+    "transfer": lambda: transfers([r for r in read_rows(RESULTS / "transfer.jsonl") if r["optimizer"] == "adamw"]),
+} | {part: functools.partial(optimizers, work) for part, work in WORKS.items()}
+PAGES = (
+    Page("tuning.md", {"samplers": lambda: samplers(read_studies())}, make_pictures),
+    Page("optimizers.md", OPTIMIZERS),
+)

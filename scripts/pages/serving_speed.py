@@ -1,24 +1,14 @@
-"""Makes the tables of docs/serving-speed.md from the rows of six benchmarks in benchmarks/results.
-
-python benchmarks/generate.py --batch 1 16 64 --peers torch
-python benchmarks/paged_attention.py && python benchmarks/host_gather.py
-python benchmarks/speculation.py --run runs/target --draft runs/draft && python benchmarks/layer_window.py
-python benchmarks/serve.py && python scripts/serving_page.py
-"""
+"""The tables of docs/serving-speed.md: decoding, the engine, and the parts of a request's time."""
 
 import re
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from collections.abc import Callable
 
 from jaxstack.models import count_parameters
 from jaxstack.models.preset import preset_config
-from scripts.page_parts import fill_page
-from scripts.result_rows import RATE, RESULTS, ROOT, Row, read_all, read_rows
+from scripts.pages.page import Page
+from scripts.pages.page import spaced_table as table
+from scripts.pages.rows import RATE, RESULTS, Row, read_all, read_rows
 
-PAGE = ROOT / "docs" / "serving-speed.md"
 _OVERVIEW = "its documentation, performance overview"
 PUBLISHED = (
     ("8B in FP8, prompts and answers of 1,000 tokens", "one H200", "TensorRT-LLM 1.0", "17,744", _OVERVIEW),
@@ -33,11 +23,6 @@ _READ_SPEED = 4.3e12
 """Bytes/s at which the memory of an H200 was measured to be read."""
 _THROUGHPUT = re.compile(r"serve (\S+) throughput prompt (\d+) tokens (\d+) .*")
 _DECODING = re.compile(r"generate (\S+) batch (\d+) prompt (\d+) \w+: steps")
-
-
-def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [titles, ["---"] * len(titles), *lines])
 
 
 def provenance(row: Row) -> str:
@@ -211,7 +196,7 @@ def published() -> str:
     return table(["work", "machine", "engine", "tokens/s", "source"], PUBLISHED)
 
 
-MAKERS: dict[str, Callable[[], str]] = {
+PARTS: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "paged attention": paged_attention,
     "engine": engine,
@@ -223,12 +208,4 @@ MAKERS: dict[str, Callable[[], str]] = {
 }
 """Name of a part of the page -> the function that makes it."""
 
-
-def make_page(page: str) -> str:
-    """Return the page with its made parts replaced."""
-    return fill_page(page, MAKERS)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+PAGES = (Page("serving-speed.md", PARTS),)

@@ -1,26 +1,17 @@
-"""Makes the table and the pictures of docs/fields.md from benchmarks/results/fields.jsonl.
-
-python benchmarks/fields.py && python scripts/fields_page.py
-"""
+"""The table, the sections and the pictures of docs/fields.md: claims of examples and what they measure."""
 
 import re
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.picture import Panel, draw
-from scripts.page_parts import fill_page
-from scripts.result_rows import RESULTS, ROOT, Row, read_rows
-
-PAGE = ROOT / "docs" / "fields.md"
-PICTURES = ROOT / "docs" / "pictures"
+from scripts.pages import page
+from scripts.pages.page import Page, escaped
+from scripts.pages.rows import RESULTS, Row, read_rows
 
 
-def newest_rows(results: Path = RESULTS) -> list[Row]:
+def newest_rows() -> list[Row]:
     """Return the newest row of each example, in the order of their names."""
-    return sorted(read_rows(results / "fields.jsonl"), key=lambda row: row["work"])
+    return sorted(read_rows(RESULTS / "fields.jsonl"), key=lambda row: row["work"])
 
 
 def verdict(row: Row) -> str:
@@ -42,14 +33,14 @@ def title(row: Row) -> str:
 
 def table(rows: Iterable[Row]) -> str:
     """Return the table of claims and results."""
-    lines = ["| claim | measure | ours | baseline | paper | verdict |", "|---|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         name = f"[{title(row)}](examples/fields/{row['work']}.py)"
         source = re.sub(r"^arXiv:(\S+)$", r"[arXiv:\1](https://arxiv.org/abs/\1)", row["paper"])
         numbers = (number(row[key]) for key in ("ours", "baseline", "published"))
         cells = (f"{name}: {row['claim']} ({source})", row["measure"], *numbers, verdict(row))
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines)
+        lines.append([escaped(cell) for cell in cells])
+    return page.table(["claim", "measure", "ours", "baseline", "paper", "verdict"], lines)
 
 
 def details(rows: Iterable[Row]) -> str:
@@ -67,12 +58,6 @@ def details(rows: Iterable[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def make_page(page: str, rows: Iterable[Row]) -> str:
-    """Return the page with its made parts replaced."""
-    rows = list(rows)
-    return fill_page(page, {"table": lambda: table(rows), "details": lambda: details(rows)})
-
-
 def make_pictures(rows: Iterable[Row]) -> Mapping[str, str]:
     """Return file name -> SVG of each example's curves."""
     return {
@@ -82,10 +67,5 @@ def make_pictures(rows: Iterable[Row]) -> Mapping[str, str]:
     }
 
 
-if __name__ == "__main__":
-    found = newest_rows()
-    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-    for name, drawing in make_pictures(found).items():
-        (PICTURES / name).write_text(drawing, encoding="utf-8")
-        print(f"wrote {(PICTURES / name).relative_to(ROOT)}")
+PARTS = {"table": lambda: table(newest_rows()), "details": lambda: details(newest_rows())}
+PAGES = (Page("fields.md", PARTS, lambda: make_pictures(newest_rows())),)

@@ -1,19 +1,12 @@
-"""Makes the tables of docs/combinations.md from the features that the configuration declares.
+"""The tables of docs/combinations.md, from the features that the configuration declares."""
 
-python scripts/combinations_page.py
-"""
-
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxstack.config.features import Feature, are_alternatives, find_exclusion, find_remark
 from jaxstack.run_config import FEATURES
-from scripts.page_parts import fill_page
+from scripts.pages import page
+from scripts.pages.page import Page
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "combinations.md"
 FAMILIES = {
     "layouts": ("parallel", "local_sgd"),
     "training and model": ("train", "observe", "model"),
@@ -65,12 +58,12 @@ def cell(one: Feature, other: Feature, numbers: Mapping[str, int]) -> str:
 
 def table(columns: Sequence[Feature], rows: Sequence[Feature], numbers: Mapping[str, int]) -> str:
     """Return a table in Markdown: a row for each feature of `rows`, a column for each of `columns`."""
-    lines = [["", *(feature.name for feature in columns)], ["---"] * (len(columns) + 1)]
+    lines = []
     for row in rows:
         known = [column for column in columns if row not in columns or columns.index(column) < columns.index(row)]
         cells = [cell(column, row, numbers) if column in known else "" for column in columns]
         lines.append([row.name, *cells])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return page.spaced_table(["", *(feature.name for feature in columns)], lines)
 
 
 def make_tables() -> str:
@@ -96,14 +89,8 @@ def make_notes() -> str:
 
 def make_switches() -> str:
     """Return a table of how each feature is turned on."""
-    rows = [f"| {feature.name} | {'<br>'.join(f'`{text}`' for text in feature.turn_on)} |" for feature in shown()]
-    return "\n".join(["| feature | turned on by, for example |", "|---|---|", *rows])
+    rows = [[feature.name, "<br>".join(f"`{text}`" for text in feature.turn_on)] for feature in shown()]
+    return page.table(["feature", "turned on by, for example"], rows)
 
 
-def make_page(page: str) -> str:
-    """Return the page with its tables made anew."""
-    return fill_page(page, {"tables": make_tables, "notes": make_notes, "switches": make_switches})
-
-
-if __name__ == "__main__":
-    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+PAGES = (Page("combinations.md", {"tables": make_tables, "notes": make_notes, "switches": make_switches}),)

@@ -1,6 +1,4 @@
-"""Makes the tables of docs/configuration.md from the types: every key with its default and its docstring.
-
-python scripts/configuration_page.py
+"""The tables of docs/configuration.md, from the types: every key with its default and its docstring.
 
 The table of a study's keys in docs/tuning.md is made too. Text outside the tables is written by hand.
 """
@@ -8,7 +6,6 @@ The table of a study's keys in docs/tuning.md is made too. Text outside the tabl
 import json
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -26,9 +23,8 @@ from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES, Schedule
 from jaxstack.run_config import RunConfig
 from jaxstack.tune.space import StudyConfig
+from scripts.pages.page import Page
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
-STUDIES = PAGE.with_name("tuning.md")
 HEAD = "| key | default | meaning |\n|---|---|---|\n"
 NAMED_HEAD = "| name | keys with their defaults |\n|---|---|\n"
 BASES = {
@@ -174,7 +170,7 @@ def tables_of(section: str) -> tuple[list[str], list[str]]:
     return [*keyed, table("model.moe", MoEConfig, "moe.")], named
 
 
-if __name__ == "__main__":
-    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    STUDIES.write_text(make_studies_page(STUDIES.read_text(encoding="utf-8")), encoding="utf-8")
-    print(PAGE.name, STUDIES.name)
+PAGES = (
+    Page("configuration.md", {}, rewrite=make_page),
+    Page("tuning.md", {}, rewrite=make_studies_page),
+)

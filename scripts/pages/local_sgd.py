@@ -1,0 +1,59 @@
+"""The tables of docs/local-sgd.md: loss, bytes and speed of the methods for workers over slow links."""
+
+import functools
+
+from scripts.pages.page import Page, table_of
+from scripts.pages.rows import RESULTS, Row, read_all
+
+NAMES = {
+    "data_parallel": "data parallelism",
+    "local_sgd": "`local_sgd`",
+    "local_sgd_synchronous": "`local_sgd`, `synchronous_steps: 200`",
+    "diloco": "`diloco`, defaults",
+    "diloco_calm": "`diloco`, `outer_learning_rate: 0.9`, `momentum: 0.3`",
+    "diloco_int8": "`diloco`, `compression: int8`",
+    "diloco_powersgd": "`diloco`, `compression: powersgd`, `rank: 4`",
+    "streaming": "`streaming`, `fragments: 2`",
+    "gossip": "`gossip`",
+}
+"""Method of a row -> what the page calls it."""
+LOSS = {
+    "": "{title}",
+    "held-out loss": "{eval_loss:.3f}",
+    "relative to data parallelism": "{relative_loss:.3f}",
+    "bytes between workers": "{relative_bytes:.3f}",
+}
+LOSS_SOURCE = "{steps:,} steps, {islands} workers, {device}, {date:.10}, commit {commit:.7}."
+SPEED = {
+    "": "{title}",
+    "ms a step": "{milliseconds:.0f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "relative speed": "{relative_speed:.1f}",
+    "bytes sent a step": "{bytes_per_step:,.0f}",
+}
+SPEED_SOURCE = (
+    "Two processes, {limit_megabytes:g} MB/s on each connection, {steps} steps, {device}, {date:.10}, "
+    "commit {commit:.7}."
+)
+
+
+def methods(columns: dict[str, str], source: str, rows: list[Row]) -> str:
+    """Return a table of the newest row of each method, in the order of `NAMES`, and where the last was measured."""
+    newest = {row["method"]: row for row in rows}
+    shown = [{**newest[method], "title": title} for method, title in NAMES.items() if method in newest]
+    last = max(newest.values(), key=lambda row: row["date"])
+    return f"{table_of(columns, shown)}\n\n{source.format_map(last)}"
+
+
+def losses(work: str) -> str:
+    """Return held-out loss and bytes between workers of each method, relative to data parallelism."""
+    return methods(LOSS, LOSS_SOURCE, [row for row in read_all(RESULTS / "islands.jsonl") if row["work"] == work])
+
+
+def speeds() -> str:
+    """Return the speed of each method over a limited link, relative to data parallelism."""
+    return methods(SPEED, SPEED_SOURCE, read_all(RESULTS / "slow_link.jsonl"))
+
+
+PARTS = {work: functools.partial(losses, work) for work in ("bytes", "quickstart")}
+PAGES = (Page("local-sgd.md", {**PARTS, "slow link": speeds}),)
