@@ -113,7 +113,7 @@ class Decoder(ModelOnMesh):
         width = self.padded_length(longest)
         while room.slots * width > _STEP_TOKENS and width > _BLOCK:
             width = -(-width // 2)
-        shapes = StepShapes((room.slots,), (ChunkShape(room.slots, width),))
+        shapes = StepShapes((room.slots,), (ChunkShape(room.slots, width),), constant_steps=True)
         last = self._engine
         if last is None or last.config.slots != room.slots or last.context < room.length:
             self._engine = None  # its cache is freed first

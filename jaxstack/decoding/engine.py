@@ -98,7 +98,11 @@ class Engine:
             states=states,
         )
         self.programs = (make_programs or Programs)(
-            model, room, vocab_size=vocab_size, halves_from=_halves_from(model, self.config)
+            model,
+            room,
+            vocab_size=vocab_size,
+            halves_from=_halves_from(model, self.config),
+            constant_steps=shapes.constant_steps,
         )
         self.stats = EngineStats()
         self.failure = None

@@ -20,10 +20,12 @@ class StepShapes(NamedTuple):
     Attributes:
       decode: numbers of decoded rows, smallest first; the last is the number of slots.
       chunks: shapes of prompt chunks, smallest first.
+      constant_steps: see `Programs`.
     """
 
     decode: tuple[int, ...]
     chunks: tuple[ChunkShape, ...]
+    constant_steps: bool = False
 
 
 def chunk_shapes(tokens: int, slots: int, together: int | None = None) -> tuple[ChunkShape, ...]:

@@ -72,8 +72,12 @@ def compiled_steps(together: int | None = None, chunk: int | None = None) -> str
         arguments = (params, {}, last, rows, None, chunks, tokens, pages)
         options = half_batch_options()
     elif together is None:
-        program = jax.jit(functools.partial(programs._decode_steps, most=8), donate_argnames="pages")
-        arguments = (params, {}, last, rows, number, number, pages)
+
+        def steps(params, non_params, last, rows, number, pages):
+            return programs._decode_steps(params, non_params, last, rows, pages, steps=number, mode=number, most=8)
+
+        program = jax.jit(steps, donate_argnames="pages")
+        arguments = (params, {}, last, rows, number, pages)
     else:
         program = jax.jit(step, donate_argnames="pages")
         arguments = (params, last, rows, pages)

@@ -48,7 +48,7 @@ class Sampled(np.ndarray):
 class SimulatedPrograms(Programs):
     """Pages of token ids. Everything that no token has been written to holds a wrong one."""
 
-    def __init__(self, model, room, *, vocab_size, halves_from):
+    def __init__(self, model, room, *, vocab_size, halves_from, constant_steps):
         self.slots = room.slots
         self.page_size = room.page_size
         self.table_width = -(-room.length // room.page_size)
