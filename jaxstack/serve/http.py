@@ -251,9 +251,10 @@ class Server:
         return b"".join(parts)
 
     async def _discard(self, request: Request) -> None:
-        """Read the rest of a body that is too large, up to a limit: closing the connection earlier would reset it,
+        """Read the rest of a body that is too large, up to a limit.
 
-        so that a client that sends the body in one piece would not see the answer.
+        Closing the connection earlier would reset it, and a client that sends the body in one piece would not see the
+        answer.
         """
         if "expect" in request.headers:  # the client waits for an answer before it sends the body
             return

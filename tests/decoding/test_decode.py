@@ -88,11 +88,11 @@ def test_several_steps_of_one_program_give_the_tokens_of_single_steps(decoder, g
     assert alone == greedy[0][: greedy[0].index(stop) + 1]
 
 
-def test_one_program_of_several_steps_is_compiled_for_any_number_of_them_and_any_sampling(decoder):
+def test_a_program_of_several_steps_is_compiled_for_each_way_of_sampling_and_any_number_of_steps(decoder):
     several = Decoder(decoder.module, decoder.params, decoder.non_params, decoder.rules, steps=5)
     for count, sampling in ((12, GREEDY), (4, GREEDY), (9, Sampling(temperature=1.0)), (12, Sampling(1.0, top_p=0.5))):
         run(several, PROMPTS, count, sampling)
-    assert compiled_programs(several) == 5, "prompts, three ways to sample after them, and several steps"
+    assert compiled_programs(several) == 7, "prompts, three ways to sample after them, and in each several steps"
 
 
 def test_a_lone_row_gets_a_second_one_on_a_gpu(decoder):

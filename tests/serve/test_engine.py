@@ -275,7 +275,7 @@ def test_tensor_parallelism_gives_the_same_text(decoder):
         assert engine.submit(prompt, 8, GREEDY).result() == expected(decoder, prompt, 8)
         assert engine.submit(prompt, 8, GREEDY).result() == expected(decoder, prompt, 8)
     with pytest.raises(ConfigError, match="supports only parallel.tensor"):
-        Engine(open_decoder(fsdp=2), SMALL)
+        open_engine(open_decoder(fsdp=2), SMALL)
 
 
 def test_speculation_changes_no_token_and_accepts_repetitions(decoder):
