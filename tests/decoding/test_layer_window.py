@@ -93,7 +93,8 @@ def test_live_bytes_are_at_most_those_of_the_window_and_the_cache(tmp_path, monk
     def watched():
         taken = take()
         arrays = [x for x in jax.live_arrays() if id(x) not in before and (x.shape, x.dtype) in kinds]
-        live.append(sum(x.nbytes for x in arrays))
+        # While the other thread places weights on the device, several arrays may share a buffer.
+        live.append(sum({x.unsafe_buffer_pointer(): x.nbytes for x in arrays}.values()))
         return taken
 
     monkeypatch.setattr(window.window, "take", watched)
