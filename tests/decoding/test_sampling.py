@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxstack.decoding.sampling import RowSampling, Sampling, keep_likeliest_rows, sample_rows
 
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
+LIMIT = jax.jit(keep_likeliest_rows)
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None]
 
 
