@@ -32,7 +32,8 @@ _STEP_TOKENS = 32768
 class Decoder(ModelOnMesh):
     """A model that generates tokens for a batch of prompts. Unrolled layers (`scan_layers: false`) are fastest.
 
-    On a mesh with `data` or `fsdp` each device computes a part of the tokens, and holds the cache of all rows.
+    On a mesh with `data` or `fsdp` each device computes a part of the tokens, and holds the cache of all rows. The
+    cache stays in memory for the next batch until `unload`.
 
     Args:
       module, params, non_params, rules: as of `ModelOnMesh`.
@@ -59,11 +60,13 @@ class Decoder(ModelOnMesh):
         self._engine: Engine | None = None
 
     def unload(self) -> None:
+        """Free the memory of the parameters and of the cache until `load` is called again."""
         super().unload()
-        self._engine = None
+        self._free_cache()
 
     def join_projections(self) -> None:
         super().join_projections()
+        self._free_cache()
         self._engine = None
 
     def generate(
@@ -116,7 +119,7 @@ class Decoder(ModelOnMesh):
         shapes = StepShapes((room.slots,), (ChunkShape(room.slots, width),), constant_steps=True)
         last = self._engine
         if last is None or last.config.slots != room.slots or last.context < room.length:
-            self._engine = None  # its cache is freed first
+            self._free_cache()
             check_memory(self, room)
             config = EngineConfig(
                 slots=room.slots,
@@ -137,8 +140,19 @@ class Decoder(ModelOnMesh):
                 start=False,
             )
             self._engine = last
+        last.programs.allocate()
         last.scheduler.shapes = shapes.chunks
         return last
+
+    def _free_cache(self) -> None:
+        """Free the engine's cache, unless the caller still reads an earlier batch; then the next batch has another."""
+        engine = self._engine
+        if engine is None:
+            return
+        if engine.running or engine.waiting:
+            self._engine = None
+        else:
+            engine.programs.free()
 
     def _room(self, prompts: int, longest: int, max_tokens: int) -> CacheRoom:
         """Return the sizes of the cache for a batch, whose number of rows is a multiple of `batch_unit`.

@@ -45,14 +45,15 @@ class Engine:
       stop_tokens: ids that end an answer, and are not part of it.
       draft: a smaller model on the same mesh with the same tokenizer, which guesses `config.draft_tokens` tokens per
         step; None: they are guessed from earlier text.
-      shapes: shapes of its steps; None: chosen by `config`.
+      shapes: shapes of its steps, whose numbers of tokens `model.batch_unit` divides; None: chosen by `config`.
       make_programs: class of its compiled programs; None: `Programs`.
       warm_up: compile all programs now; otherwise each is compiled when it is first needed.
       start: start the thread; otherwise the caller calls `step`.
 
     Raises:
-      ConfigError: the attention kind of a model cannot be served, the memory is too small, there are no draft tokens
-        for the draft model, or `half_batches_from` is set for a model with `scan_layers`.
+      ConfigError: the attention of a model has no cache, the memory is too small, the mesh splits batches over devices
+        and no `shapes` are given, there are no draft tokens for the draft model or drafts where a cache is a state, or
+        `half_batches_from` is set for a model with `scan_layers`.
     """
 
     def __init__(
@@ -75,6 +76,10 @@ class Engine:
         if draft is not None and not self.config.draft_tokens:
             raise ConfigError("a draft model guesses engine.draft_tokens tokens per step; set it to 4, for example.")
         models = [model] if draft is None else [model, draft]
+        if shapes is None and model.batch_unit > 1:
+            raise ConfigError(
+                "an engine supports only parallel.tensor, and `open_engine` data; set fsdp and expert to 1."
+            )
         room = choose_room(models, self.config)
         self.context = room.length
         states = not all(map(shares_pages, models))

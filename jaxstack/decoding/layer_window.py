@@ -152,8 +152,9 @@ class WindowDecoder(Decoder):
         self.non_params = non_params
 
     def unload(self) -> None:
-        """Stop the thread that reads ahead. The decoder cannot be used any more."""
+        """Stop the thread that reads ahead, and free the cache. The decoder cannot be used any more."""
         self.window.close()
+        self._free_cache()
 
     @property
     def weight_bytes(self) -> int:
@@ -190,9 +191,11 @@ class WindowPrograms(Programs):
         self._layer = jax.jit(self._layer_step, static_argnames="index", donate_argnames=("x", "cache"))
         self._leave = jax.jit(self._leave_step)
 
-    def _make_cache(self) -> Pages:
-        make = functools.partial(make_cache, self.model, self.model.params, self.model.non_params, self.room)
-        return jax.jit(make)()
+    @functools.cached_property
+    def _make_cache(self) -> Callable[[Params, Params], Pages]:
+        # The parameters are shapes, which a compiled function does not take.
+        make = jax.jit(functools.partial(make_cache, self.model, self.model.params, self.model.non_params, self.room))
+        return lambda params, non_params: make()
 
     def forward(
         self,

@@ -65,7 +65,12 @@ class Runner:
 
     @property
     def most_steps(self) -> int:
-        """Maximum number of decode steps to run as one program, given how long recent steps took."""
+        """Maximum number of decode steps to run as one program, given how long recent steps took.
+
+        Where their number is a constant of the program it does not depend on times, which differ between processes.
+        """
+        if self.programs.constant_steps:
+            return self._steps
         return max(1, min(self._steps, int(_LONGEST / max(self._step_seconds, 1e-6))))
 
     def warm_up(self, shapes: Sequence[ChunkShape], page: Sequence[int]) -> StepSeconds:

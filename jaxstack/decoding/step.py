@@ -4,8 +4,9 @@ Dims: S slots, R rows, C width of a chunk, V vocabulary.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -40,8 +41,7 @@ class Programs:
       vocab_size: number of ids that may be sampled; None: all.
       halves_from: number of tokens from which a step runs on two halves of them, see `run_rows`; None: never.
       constant_steps: the programs of several steps always run their largest number of steps, in one way of sampling.
-        More programs are compiled, but the host need not read a condition on the device in each step, which on an H100
-        takes a quarter of the time of a step of a model of 1B parameters.
+        More programs are compiled, but the host need not read conditions from the device in each step.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Programs:
         self.slots = room.slots
         self.page_size = room.page_size
         self.halves_from = halves_from
-        self._constant_steps = constant_steps
+        self.constant_steps = constant_steps
         self.table_width = -(-room.length // room.page_size)
         self._described = np.zeros((room.slots, Column.PAGES + self.table_width), np.int32)
         self.vocab_size = vocab_size
@@ -68,8 +68,9 @@ class Programs:
         """Number of programs compiled so far."""
         self.compiler = ThreadedCompiler()
         whole = model.rules.sharding(jax.P())
+        self._pages: Pages = None
+        self.allocate()
         with jax.set_mesh(model.rules.mesh):
-            self._pages = self._make_cache()
             self._last = jax.device_put(jnp.zeros(room.slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
         self._sample = self.compiler.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
@@ -91,9 +92,24 @@ class Programs:
                 compiler_options=options,
             )
 
-    def _make_cache(self) -> Pages:
-        make = jax.jit(lambda params, non_params: make_cache(self.model, params, non_params, self.room))
-        return make(self.model.params, self.model.non_params)
+    @functools.cached_property
+    def _make_cache(self) -> Callable[[Params, Params], Pages]:
+        return jax.jit(lambda params, non_params: make_cache(self.model, params, non_params, self.room))
+
+    def allocate(self) -> None:
+        """Make an empty cache on the device, if there is none since the last call of `free`."""
+        if self._pages is None:
+            with jax.set_mesh(self.model.rules.mesh):
+                self._pages = self._make_cache(self.model.params, self.model.non_params)
+
+    def free(self) -> None:
+        """Free the cache's memory on the device until `allocate` is called; no request may be running.
+
+        Dropping the last reference to this object does not free it: compiled methods refer to their object.
+        """
+        for x in jax.tree.leaves(self._pages):
+            x.delete()
+        self._pages = None
 
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
         """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
@@ -195,7 +211,7 @@ class Programs:
         """
         model = self.model
         options: dict[str, Any] = {"steps": np.int32(steps), "mode": np.int32(get_args(Mode).index(mode))}
-        if self._constant_steps:
+        if self.constant_steps:
             options = {"steps": most, "mode": mode}
         with jax.set_mesh(model.rules.mesh):
             tokens, self._last, self._pages = self._advance[self._halves(len(rows))](

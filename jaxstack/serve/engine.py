@@ -12,7 +12,6 @@ from jaxstack.decoding.engine import Engine, EngineBusy
 from jaxstack.decoding.requests import Constraint, Handle
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.stats import EngineState
-from jaxstack.errors import ConfigError
 from jaxstack.serve.config import EngineConfig
 
 
@@ -82,13 +81,7 @@ def open_engine(
     draft: ModelOnMesh | None = None,
     warm_up: bool = True,
 ) -> Engine | EngineGroup:
-    """Start and return an `Engine` that serves a model, or an `EngineGroup` if it has data-parallel replicas.
-
-    Raises:
-      ConfigError: the mesh splits the batch over `fsdp` or `expert`, or as of `Engine`.
-    """
-    if any(model.rules.mesh.shape[axis] > 1 for axis in ("fsdp", "expert")):
-        raise ConfigError("serving supports only parallel.tensor and parallel.data; set fsdp and expert to 1.")
+    """Start and return an `Engine` that serves a model, or an `EngineGroup` if it has data-parallel replicas."""
     models = split_replicas(model)
     drafts = [None] * len(models) if draft is None else split_replicas(draft)
     engines = [

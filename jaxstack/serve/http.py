@@ -206,16 +206,8 @@ class Server:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "send JSON, with the header Content-Type: application/json.")
         content = await self._read_body(request)
-        try:
-            tree = json.loads(content)
-            if b"\\u" in content or b"\xed" in content:
-                json.dumps(tree, ensure_ascii=False).encode()  # refuses lone surrogates, which no answer could repeat
-        except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is not valid JSON: {error}.") from None
-        if not isinstance(tree, dict):
-            raise Refused(400, f"the body must be a JSON object; found {type(tree).__name__}.")
         # In a thread, as everything whose duration depends on the request: the event loop serves the other clients.
-        body = await asyncio.to_thread(_refuse_on_error, lambda: build_component(kind, tree, "the request"))
+        body = await asyncio.to_thread(_parse, content, kind)
         self._check_model(body.model)
         return body
 
@@ -359,6 +351,23 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 T = TypeVar("T")
 
 
+def _parse(content: bytes, kind: type[R]) -> R:
+    """Parse a JSON body and validate it as a request of type `kind`.
+
+    Raises:
+      Refused: it is not JSON, or does not describe a request of this kind.
+    """
+    try:
+        tree = json.loads(content)
+        if b"\\u" in content or b"\xed" in content:
+            json.dumps(tree, ensure_ascii=False).encode()  # refuses lone surrogates, which no answer could repeat
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not valid JSON: {error}.") from None
+    if not isinstance(tree, dict):
+        raise Refused(400, f"the body must be a JSON object; found {type(tree).__name__}.")
+    return _refuse_on_error(lambda: build_component(kind, tree, "the request"))
+
+
 def _refuse_on_error(make: Callable[[], T]) -> T:
     """Return the result of `make()`; turn a ConfigError or ValueError into an HTTP error response of status 400."""
     try:
@@ -377,7 +386,11 @@ def _is_address(host: str) -> bool:
 
 
 class _KnownHosts:
-    """ASGI middleware that refuses requests whose header Host names none of the known hosts."""
+    """ASGI middleware that refuses requests whose header Host names none of the known hosts.
+
+    Starlette's `TrustedHostMiddleware` takes the text before the first colon for the host and so refuses IPv6
+    addresses.
+    """
 
     def __init__(self, app: ASGIApp, known: Sequence[str]):
         self._app = app

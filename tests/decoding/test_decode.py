@@ -101,6 +101,22 @@ def test_a_lone_row_gets_a_second_one_on_a_gpu(decoder):
         assert [decoder._room(n, 5, 5).slots for n in (1, 2, 3)] == [2, 2, 3]
 
 
+def test_unloading_frees_the_cache_and_loading_compiles_nothing(decoder, greedy):
+    """As between the evaluations of a run, also on a slow model: the number of steps does not depend on times."""
+    several = Decoder(decoder.module, decoder.params, decoder.non_params, decoder.rules, steps=3)
+    run(several, PROMPTS, 12, GREEDY)
+    engine = several._engine
+    assert engine is not None
+    engine._runner._step_seconds = 1.0
+    cache = jax.tree.leaves(engine.programs._pages)
+    several.unload()
+    assert cache and all(x.is_deleted() for x in cache)
+    several.load(decoder.params, decoder.non_params)
+    compiled = compiled_programs(several)
+    assert run(several, PROMPTS, 12, GREEDY) == greedy
+    assert compiled_programs(several) == compiled and engine._runner.most_steps == 3
+
+
 def test_a_batch_that_the_caller_leaves_early_frees_its_rows(decoder, greedy):
     rows = decoder.generate(PROMPTS, 12, GREEDY)
     assert next(rows).tolist() == [row[0] for row in greedy]

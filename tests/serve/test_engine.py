@@ -1,9 +1,9 @@
-"""The engine gives each request the tokens of `Decoder.generate`, whatever runs beside it, and leaks no pages."""
+"""The engine gives each request the tokens of whole forward passes, whatever runs beside it, and leaks no pages."""
 
 import threading
 import time
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -19,6 +19,7 @@ from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import EngineGroup, open_engine
+from tests.decoding.plain_sampling import sample
 from tests.decoding.test_decode import open_decoder
 from tests.marks import longer
 from tests.serve.tiny import CONFIG as TINY
@@ -53,18 +54,22 @@ def engine(decoder):
 
 
 def expected(decoder: Decoder, prompt, count: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[int]:
-    return [int(tokens[0]) for tokens in decoder.generate([prompt], count, sampling, seed=seed)]
-
-
-def likeliest(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
-    """The answer by the whole forward pass: each token the likeliest after all tokens before it."""
+    """The answer by whole forward passes without a cache, each token sampled with its own key by sorting."""
     model = decoder.module.merge(decoder.params, decoder.non_params)
-    forward = nnx.jit(lambda model, ids: jnp.argmax(model(ids), -1))
-    ids = np.zeros((1, 80), np.int32)
+    ids = np.zeros((1, 128), np.int32)
     ids[0, : len(prompt)] = prompt
-    for end in range(len(prompt), len(prompt) + count):
-        ids[0, end] = forward(model, ids)[0, end - 1]
+    with jax.set_mesh(decoder.rules.mesh):
+        for number in range(count):
+            end = len(prompt) + number
+            logits = forward(model, ids)[:, end - 1]
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            ids[0, end] = sample(logits, key[None], sampling)[0]
     return ids[0, len(prompt) : len(prompt) + count].tolist()
+
+
+@nnx.jit
+def forward(model, ids):
+    return model(ids)
 
 
 def prompts(lengths, seed: int = 0) -> list[list[int]]:
@@ -82,7 +87,7 @@ def test_greedy_answers_are_the_argmax_of_the_full_forward():
         handles = [engine.submit(prompt, 4, GREEDY) for prompt in asked]
         answers = [handle.result() for handle in handles]
     assert handles[2].cached_tokens == 48
-    assert answers == [likeliest(decoder, prompt, 4) for prompt in asked]
+    assert answers == [expected(decoder, prompt, 4) for prompt in asked]
 
 
 KINDS = {
@@ -103,7 +108,7 @@ def test_every_attention_kind_is_served(name):
     config = EngineConfig(slots=2, page_size=4, chunk=16, decode_steps=4)
     with Engine(decoder, config, warm_up=False) as engine:
         handles = [engine.submit(prompt, 4, GREEDY) for prompt in asked]
-        assert [handle.result() for handle in handles] == [likeliest(decoder, prompt, 4) for prompt in asked]
+        assert [handle.result() for handle in handles] == [expected(decoder, prompt, 4) for prompt in asked]
     assert engine.pool.used == 0 and (handles[-1].cached_tokens > 0) == (name == "block_sparse")
 
 
@@ -275,7 +280,7 @@ def test_tensor_parallelism_gives_the_same_text(decoder):
         assert engine.submit(prompt, 8, GREEDY).result() == expected(decoder, prompt, 8)
         assert engine.submit(prompt, 8, GREEDY).result() == expected(decoder, prompt, 8)
     with pytest.raises(ConfigError, match="supports only parallel.tensor"):
-        open_engine(open_decoder(fsdp=2), SMALL)
+        Engine(open_decoder(fsdp=2), SMALL)
 
 
 def test_speculation_changes_no_token_and_accepts_repetitions(decoder):

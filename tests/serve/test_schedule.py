@@ -49,6 +49,7 @@ class SimulatedPrograms(Programs):
     """Pages of token ids. Everything that no token has been written to holds a wrong one."""
 
     def __init__(self, model, room, *, vocab_size, halves_from, constant_steps):
+        self.constant_steps = constant_steps
         self.slots = room.slots
         self.page_size = room.page_size
         self.table_width = -(-room.length // room.page_size)
@@ -142,7 +143,7 @@ def choose_room(models, config: EngineConfig) -> CacheRoom:
 @pytest.fixture
 def make_engine(monkeypatch):
     model = types.SimpleNamespace(
-        check_ids=lambda _: None, config=types.SimpleNamespace(vocab_size=V), context_length=None
+        check_ids=lambda _: None, config=types.SimpleNamespace(vocab_size=V), context_length=None, batch_unit=1
     )
     monkeypatch.setattr(engine_module, "Programs", SimulatedPrograms)
     monkeypatch.setattr(engine_module, "DraftPrograms", SimulatedDraft)
