@@ -18,9 +18,7 @@ def keep_likeliest(logits, top_k=None, top_p=None, min_p=None) -> jax.Array:
     """The product's function with the same limits for all rows."""
     n = len(logits)
     limits = np.full(n, top_k or logits.shape[1]), np.full(n, 1 if top_p is None else top_p), np.full(n, min_p or 0)
-    return keep_likeliest_rows(
-        logits, *(x.astype(t) for x, t in zip(limits, (np.int32, np.float32, np.float32), strict=True))
-    )
+    return LIMIT(logits, *(x.astype(t) for x, t in zip(limits, (np.int32, np.float32, np.float32), strict=True)))
 
 
 def sample(logits, seeds, temperature: float) -> jax.Array:
