@@ -13,7 +13,7 @@ from jaxstack.cost_model.memory import memory_parts
 from jaxstack.cost_model.model_shape import ModelShape, model_shape, optimizer_bytes, trained_share
 from jaxstack.cost_model.step_time import StepModel
 from jaxstack.distributed.device_setup import DEVICE_FRACTION
-from jaxstack.models.count import model_flops_per_token
+from jaxstack.models.count import mixer_flops_per_token, model_flops_per_token
 from jaxstack.run_config import RunConfig
 
 MARGIN = 0.95
@@ -131,7 +131,6 @@ class LayoutModel:
         self.shape: ModelShape = model_shape(config.model)
         self.optimizer_bytes = optimizer_bytes(config.optimizer, self.shape)
         length = config.train.sequence_length
-        model = config.model
         trained = trained_share(config.optimizer, config.adapters, self.shape)
         self.time = StepModel(
             shape=self.shape,
@@ -139,11 +138,11 @@ class LayoutModel:
             efficiency=efficiency or load_efficiency(),
             tokens=count_tokens(config),
             length=length,
-            attention_flops=sum(model.attention.flops_per_token(model.heads(w), length) for w in model.windows()),
+            attention_flops=mixer_flops_per_token(config.model, length),
             optimizer_bytes=self.optimizer_bytes,
             trained=trained,
             reduce_bytes=trained * (2 if config.precision.reduce == "bfloat16" else 4),
-            rotates=config.model.positions == "rope",
+            rotates=bool(config.model.rotations()),
             scanned=config.model.scan_layers,
             prefetch=config.parallel.prefetch,
             copies=config.parallel.copy_engines != "never",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.count import count_parameters
+from jaxstack.models.count import count_mixers, count_parameters
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer
 from jaxstack.tree_rules import match
@@ -21,6 +21,7 @@ class ModelShape:
 
     Attributes:
       layers: number of layers.
+      dense_layers: number of layers with a dense feed-forward sublayer.
       mixtures: number of layers with a mixture of experts.
       hidden: width of the residual stream.
       query: heads x head_dim.
@@ -35,7 +36,7 @@ class ModelShape:
       exchange_factor: rows of one all-to-all relative to an even load.
       vocabulary: rows of the embedding.
       tied: True if embedding and head are one table.
-      attention_parameters: parameters of the attention's projections in one layer.
+      attention_parameters: parameters of the token mixers' matrices, as a mean over layers.
       dense_parameters: parameters of a dense feed-forward sublayer.
       expert_parameters: parameters of all routed experts of one layer.
       router_and_shared_parameters: parameters of router and shared experts of one layer.
@@ -46,6 +47,7 @@ class ModelShape:
     """
 
     layers: int
+    dense_layers: int
     mixtures: int
     hidden: int
     query: int
@@ -60,7 +62,7 @@ class ModelShape:
     exchange_factor: float
     vocabulary: int
     tied: bool
-    attention_parameters: int
+    attention_parameters: float
     dense_parameters: int
     expert_parameters: int
     router_and_shared_parameters: int
@@ -73,11 +75,6 @@ class ModelShape:
     def tables(self) -> int:
         """Number of parameters outside of the layers: embedding and output head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def dense_layers(self) -> int:
-        """Number of layers without a mixture of experts."""
-        return self.layers - self.mixtures
 
     @property
     def all_experts(self) -> int:
@@ -111,14 +108,14 @@ def model_shape(model: ModelConfig) -> ModelShape:
     query, key = (count * model.width_per_head for count in (model.num_heads, model.kv_heads))
     count = count_parameters(model)
     moe = model.moe
-    mixtures = sum(map(model.is_mixture_layer, range(model.num_layers)))
     expert = d * model.expert_size * inner if moe else 0
     shared = moe.n_shared_experts * model.expert_size if moe else 0
     dense = d * model.feed_forward_size
     active = (moe.num_experts_per_tok * model.expert_size + shared) * d if moe else 0
     return ModelShape(
         layers=model.num_layers,
-        mixtures=mixtures,
+        dense_layers=model.dense_layers,
+        mixtures=model.mixture_layers,
         hidden=d,
         query=query,
         key=key,
@@ -132,12 +129,12 @@ def model_shape(model: ModelConfig) -> ModelShape:
         exchange_factor=moe.exchange_factor if moe else 0.0,
         vocabulary=model.vocab_size,
         tied=model.tie_word_embeddings,
-        attention_parameters=d * (query + 2 * key) + query * d,
+        attention_parameters=count_mixers(model).matmul / model.num_layers,
         dense_parameters=dense * inner,
         expert_parameters=moe.num_experts * expert if moe else 0,
         router_and_shared_parameters=d * moe.num_experts + shared * d * inner if moe else 0,
         active_expert_parameters=moe.num_experts_per_tok * expert if moe else 0,
-        down_parameters=((model.num_layers - mixtures) * dense + mixtures * active) / model.num_layers,
+        down_parameters=(model.dense_layers * dense + model.mixture_layers * active) / model.num_layers,
         total=count.total,
         matmul=count.matmul,
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import count_parameters
+from jaxstack.models.block import mixer_module
 from jaxstack.models.config import ModelConfig
 from jaxstack.observe.throughput import dense_bf16_peak
 from jaxstack.run_config import RunConfig
@@ -147,13 +148,13 @@ def model_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
       model: with `vocab_size` set.
       work: the part of the step that one device computes.
     """
-    layers = model.num_layers * work.microbatches
-    mixtures = sum(map(model.is_mixture_layer, range(model.num_layers))) * work.microbatches
+    dense = model.dense_layers * work.microbatches
+    mixtures = model.mixture_layers * work.microbatches
     return [
         *_attention_operators(model, work),
-        *(_dense_operators(model, work, layers - mixtures) if layers > mixtures else []),
+        *(_dense_operators(model, work, dense) if dense else []),
         *(_mixture_operators(model, work, mixtures) if mixtures else []),
-        *_elementwise_operators(model, work, layers),
+        *_elementwise_operators(model, work),
         *_end_operators(model, work),
     ]
 
@@ -181,18 +182,19 @@ def _attention_operators(model: ModelConfig, work: Workload) -> list[OperatorCos
     parts = work.tensor
     heads = model.num_heads / parts
     kv = model.kv_heads / min(parts, model.kv_heads)
-    layers = model.num_layers * work.microbatches
+    attending = [layer for layer in model.layers() if layer.mixer is not None]
+    layers = len(attending) * work.microbatches
     found = [
         _matmul("query, key, value projection", work, d, (heads + 2 * kv) * h, layers),
         _matmul("output projection", work, heads * h, d, layers),
     ]
-    windows = model.windows()
-    for window in sorted(set(windows), key=lambda window: window or math.inf):
-        flops = model.attention.flops_per_token(model.heads(window), work.length) / parts
+    for layer in sorted(set(attending), key=lambda layer: layer.window or math.inf):
+        assert layer.mixer is not None
+        flops = mixer_module(layer.mixer).flops_per_token(model, layer, work.length) / parts
         # Queries, keys, values and outputs; in the backward pass these and the gradients of all four.
         traffic = _PASSES * work.itemsize * work.tokens * 2 * (heads + kv) * h
-        name = "attention" + (f", window {window}" if window else "")
-        calls = windows.count(window) * work.microbatches
+        name = "attention" + (f", window {layer.window}" if layer.window else "")
+        calls = attending.count(layer) * work.microbatches
         found.append(OperatorCost(name, "attention", flops * work.tokens, traffic, calls))
     return found
 
@@ -242,19 +244,22 @@ def _mixture_operators(model: ModelConfig, work: Workload, calls: int) -> list[O
     return found
 
 
-def _elementwise_operators(model: ModelConfig, work: Workload, layers: int) -> list[OperatorCost]:
+def _elementwise_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
     values = work.tokens * model.hidden_size
     size = work.itemsize
-    norms = 4 if model.post_norms else 2
+    layers = model.layers()
+    feeding = sum(layer.feed_forward is not None for layer in layers)
+    sublayers = (sum(layer.mixer is not None for layer in layers) + feeding) * work.microbatches
+    norms = 2 if model.post_norms else 1
     found = [
         # Read and write; backward: read the input and the gradient, write a gradient.
-        OperatorCost("norm", "elementwise", 15 * values, 5 * size * values, norms * layers),
-        OperatorCost("residual connection", "elementwise", 2 * values, 5 * size * values, 2 * layers),
+        OperatorCost("norm", "elementwise", 15 * values, 5 * size * values, norms * sublayers),
+        OperatorCost("residual connection", "elementwise", 2 * values, 5 * size * values, sublayers),
     ]
-    if model.positions == "rope":
+    if rotating := sum(layer.rotation is not None for layer in layers) * work.microbatches:
         heads = (model.num_heads + model.kv_heads) / work.tensor
         turned = work.tokens * heads * model.width_per_head
-        found.append(OperatorCost("rotary positions", "elementwise", 6 * turned, 4 * size * turned, layers))
+        found.append(OperatorCost("rotary positions", "elementwise", 6 * turned, 4 * size * turned, rotating))
     return found
 
 

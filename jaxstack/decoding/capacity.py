@@ -7,7 +7,7 @@ from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.step import cache_bytes
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError
-from jaxstack.models.attention.base import CacheRoom
+from jaxstack.models.mixer import CacheRoom
 
 _DEFAULT_CONTEXT = 4096
 

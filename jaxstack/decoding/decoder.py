@@ -14,7 +14,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.step import Programs, cache_bytes
 from jaxstack.decoding.step_shapes import ChunkShape, StepShapes
 from jaxstack.errors import ConfigError
-from jaxstack.models.attention.base import CacheRoom
+from jaxstack.models.mixer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels.target import current_target

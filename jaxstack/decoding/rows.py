@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxstack.models.attention.base import PageGroup, PageSlots
 from jaxstack.models.attention.paged_cache import PagedKeys
+from jaxstack.models.mixer import PageGroup, PageSlots
 from jaxstack.models.transformer import Transformer
 
 Pages: TypeAlias = PyTree

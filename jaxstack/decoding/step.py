@@ -23,8 +23,8 @@ from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, sample_
 from jaxstack.decoding.schedule import Row
 from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
-from jaxstack.models.attention.base import CacheRoom
 from jaxstack.models.attention.paged_cache import PagedKeys
+from jaxstack.models.mixer import CacheRoom
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels.target import current_target
 

@@ -101,4 +101,6 @@ def dense_softmax_problem(model: ModelConfig) -> str | None:
         return f"attention.name: {model.attention.name} (only softmax)"
     if model.moe is not None:
         return "moe, a mixture of experts (only dense layers)"
+    if any(layer.mixer is None or layer.feed_forward is None for layer in model.layers()):
+        return "layer_types: attention_only, feed_forward_only (only layers of two sublayers)"
     return None

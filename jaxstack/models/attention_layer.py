@@ -5,14 +5,14 @@ Dims: B batch, T query length, D model, N heads, K kv heads, H head_dim.
 
 import dataclasses
 import functools
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import Angles, AttentionKind, CacheSlots, LayerCache, SegmentIds
+from jaxstack.models.attention.base import AttentionKind
 from jaxstack.models.attention.cache_formats import as_stored, magnitude_order
 from jaxstack.models.attention.kv_cache import KeyCache
 from jaxstack.models.attention.paged_cache import PagedKeys
@@ -20,7 +20,16 @@ from jaxstack.models.attention.slot_cache import decode_slots
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers
-from jaxstack.models.norm import LayerInput, head_norm_name, make_norm
+from jaxstack.models.mixer import (
+    Angles,
+    CacheRoom,
+    CacheSlots,
+    Context,
+    Layer,
+    LayerCache,
+    ParameterCount,
+)
+from jaxstack.models.norm import LayerInput, count_norm_parameters, head_norm_name, make_norm
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
 from jaxstack.parallel.sharding_context import is_sharded
@@ -28,30 +37,15 @@ from pallas_kernels import PackedWeight
 from pallas_kernels.low_bits.encoded import Encoded
 
 
-class Context(NamedTuple):
-    """Inputs that all layers of one forward pass share, such as positions and rotary angles."""
-
-    positions: Int[Array, "#B T"]
-    """Positions of the tokens; one row where they are the same in every row."""
-    angles: Angles | None
-    """Rotations of queries and keys; None: the model has no rotary positions."""
-    segment_ids: SegmentIds
-    slots: CacheSlots | None
-    """Positions in the cache while decoding; None: there is no cache."""
-    counted: bool = False
-    """True if positions are 0..T-1 in every row."""
-    local_angles: Angles | None = None
-    """Rotations in layers with a window, where they differ from `angles`."""
-
-
 class Attention(nnx.Module):
     """The attention sublayer: projections of queries, keys, values and output around an attention kind.
 
     Args:
-      window: keys that a query sees, itself included; None: the attention kind decides.
+      layer: its window, and which rotations it applies; its mixer is an attention kind.
     """
 
-    def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: Layer, rngs: nnx.Rngs):
+        assert isinstance(layer.mixer, AttentionKind)
         d = config.hidden_size
         h = config.width_per_head
         n = config.num_heads
@@ -74,10 +68,10 @@ class Attention(nnx.Module):
         )
         self.q_norm = make_norm(head_norm_name(config.norm), h, config.norm_eps) if config.qk_norm else None
         self.k_norm = make_norm(head_norm_name(config.norm), h, config.norm_eps) if config.qk_norm else None
-        self.kind = config.attention
-        self.heads = config.heads(window)
+        self.kind = layer.mixer
+        self.heads = config.heads(layer.window)
         self.kind_weight = self.kind.make_weight(self.heads, rngs)
-        self.rotates = config.positions == "rope"
+        self.rotation = layer.rotation
 
     def __call__(
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
@@ -105,7 +99,9 @@ class Attention(nnx.Module):
         if cache_format is None or not cache_format.sorts_channels:
             return None
         kernel = self.k_proj.kernel.get_value()
-        return magnitude_order(kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotates)
+        return magnitude_order(
+            kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotation is not None
+        )
 
     def join_projections(self) -> bool:
         """Merge the query, key and value projections into one layer if possible; return True if they were merged.
@@ -122,7 +118,15 @@ class Attention(nnx.Module):
         del self.q_proj, self.k_proj, self.v_proj
         return True
 
-    def with_order(self, cache: LayerCache) -> LayerCache:
+    def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Create an empty cache with room for `length` tokens in each of `batch` rows, or fewer with a window."""
+        return self.kind.make_cache(self.heads, batch, length, dtype)
+
+    def make_shared_cache(self, room: CacheRoom, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Create an empty cache for the sequences of an engine."""
+        return self.kind.make_shared_cache(self.heads, room, dtype)
+
+    def complete_cache(self, cache: LayerCache) -> LayerCache:
         """Return the empty cache with this layer's channel order set, if its format sorts channels."""
         order = self.channel_order()
         if order is None or not isinstance(cache, KeyCache | PagedKeys):
@@ -143,15 +147,14 @@ class Attention(nnx.Module):
         if slots.pages is None:
             return kind.decode(q, k, v, cache, slots, self.heads)
         # Packed tokens are one row for attention, whatever rows they are for the matmuls.
-        row_q, row_k, row_v = (part.reshape(1, -1, *part.shape[2:]) for part in (q, k, v))
-        decode = functools.partial(decode_slots, kind) if in_slots else kind.decode
-        out, cache = decode(row_q, row_k, row_v, cache, slots, self.heads)
+        packed = [part.reshape(1, -1, *part.shape[2:]) for part in (q, k, v)]
+        decode = functools.partial(kind.decode, heads=self.heads)
+        out, cache = decode_slots(decode, packed, cache, slots) if in_slots else decode(*packed, cache, slots)
         return out.reshape(q.shape), cache
 
     def _angles(self, context: Context) -> Angles | None:
-        """Return the rotations of this layer's queries and keys; None if the model has no rotary positions."""
-        local = self.heads.window is not None and context.local_angles is not None
-        return context.local_angles if local else context.angles
+        """Return the rotations of this layer's queries and keys; None if it does not rotate them."""
+        return None if self.rotation is None else context.angles[self.rotation]
 
     def _queries_keys_values(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute q [B, T, N, H], k and v [B, T, K, H], with head norms and rotary positions applied."""
@@ -181,3 +184,21 @@ class Attention(nnx.Module):
         if axis is None:
             return kind.attend(q, k, v, segment_ids, self.heads)
         return kind.attend_over(axis, q, k, v, segment_ids, self.heads)
+
+    @staticmethod
+    def count(config: ModelConfig, layer: Layer) -> ParameterCount:
+        """Count the parameters of this sublayer: projections; biases, head norms and what the attention kind learns."""
+        assert isinstance(layer.mixer, AttentionKind)
+        d = config.hidden_size
+        h = config.width_per_head
+        n = config.num_heads
+        k = config.kv_heads
+        head_norms = 2 * count_norm_parameters(head_norm_name(config.norm), h) if config.qk_norm else 0
+        biases = (n + 2 * k) * h * config.qkv_bias + d * config.output_bias
+        return ParameterCount(2 * d * n * h + 2 * d * k * h, biases + head_norms + layer.mixer.count_weight())
+
+    @staticmethod
+    def flops_per_token(config: ModelConfig, layer: Layer, length: int) -> float:
+        """Return forward and backward FLOPs per token of the attention over `length` tokens, without projections."""
+        assert isinstance(layer.mixer, AttentionKind)
+        return layer.mixer.flops_per_token(config.heads(layer.window), length)

@@ -1,45 +1,104 @@
-"""A Transformer layer: attention and a feed-forward sublayer, each added to the residual stream."""
+"""A layer of a model: a token mixer and a feed-forward sublayer, each added to the residual stream; or one of them."""
 
-from typing import cast
+from collections.abc import Callable
+from typing import Protocol, cast, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxstack.models.attention.base import LayerCache
-from jaxstack.models.attention_layer import Attention, Context
+from jaxstack.models.attention.base import AttentionKind
+from jaxstack.models.attention_layer import Attention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.feed_forward_chunks import apply_in_chunks, count_chunks
+from jaxstack.models.mixer import CacheRoom, Context, Layer, LayerCache, Mixer, ParameterCount
 from jaxstack.models.mlp import MLPS, PlainMLP
 from jaxstack.models.moe_layer import MoE
-from jaxstack.models.norm import Norm, make_norm
+from jaxstack.models.norm import LayerInput, Norm, make_norm
 from jaxstack.models.remat import MATMULS_SAVED
 from jaxstack.models.residual import add_to_residual, normalize, shard_residual
 
 
+@runtime_checkable
+class TokenMixer(Protocol):
+    """Interface of the modules of token mixers, in which tokens exchange information. Made with (config, layer, rngs).
+
+    Its parameters name logical axes, as those of `Attention` do, and its output projection is made with
+    `make_initializer(config, residual=True)`.
+    """
+
+    def __call__(
+        self, x: LayerInput, context: Context, cache: LayerCache | None = None
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Return the mixer's output for its normalized input x [B, T, D], and the cache with these tokens added.
+
+        With `context.slots.pages` the tokens of many sequences are packed in one row, see `PageSlots.split`.
+        """
+        ...
+
+    def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Create an empty cache, all zeros, with room for `length` tokens in each of `batch` rows."""
+        ...
+
+    def make_shared_cache(self, room: CacheRoom, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Create an empty cache for the sequences of an engine, in pages or with one row for each of `room.slots`."""
+        ...
+
+    def complete_cache(self, cache: LayerCache) -> LayerCache:
+        """Return an empty cache, which may be that of a stack of layers, with what depends on weights filled in."""
+        ...
+
+    @staticmethod
+    def count(config: ModelConfig, layer: Layer) -> ParameterCount:
+        """Count the parameters of one such layer's mixer."""
+        ...
+
+    @staticmethod
+    def flops_per_token(config: ModelConfig, layer: Layer, length: int) -> float:
+        """Return forward and backward FLOPs per token beside those of its matrices, in sequences of `length` tokens."""
+        ...
+
+
+MIXERS: dict[type[Mixer], type[TokenMixer]] = {AttentionKind: Attention}
+"""The module of each token mixer, by the class (or a base class) of its configuration."""
+
+
+def mixer_module(mixer: Mixer) -> type[TokenMixer]:
+    """Return the class of the module that computes a token mixer, from the table `MIXERS`.
+
+    Raises:
+      KeyError: the table has none for it.
+    """
+    found = next((module for kind, module in MIXERS.items() if isinstance(mixer, kind)), None)
+    if found is None:
+        raise KeyError(f"no module computes {type(mixer).__name__}; add a row to jaxstack.models.block.MIXERS.")
+    return found
+
+
 class Block(nnx.Module):
-    """One Transformer layer: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
+    """One layer: x = x + mixer(norm(x)), then x = x + mlp(norm(x)). Either sublayer may be missing.
 
     With `config.post_norms` the output of each sublayer is normalized too, before it is added.
 
     Args:
-      window: keys that a query sees, itself included; None: all before it.
-      mixture: True if the feed-forward sublayer is a mixture of experts.
+      layer: what this layer consists of.
     """
 
-    def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs, *, mixture: bool = False):
-        def norm() -> Norm:
-            return make_norm(config.norm, config.hidden_size, config.norm_eps)
+    def __init__(self, config: ModelConfig, layer: Layer, rngs: nnx.Rngs):
+        def norm(wanted: object) -> Norm | None:
+            return make_norm(config.norm, config.hidden_size, config.norm_eps) if wanted else None
 
-        self.attention_norm = norm()
-        self.mlp_norm = norm()
-        self.attention = Attention(config, window, rngs)
-        self.mlp = MoE(config, rngs) if mixture else MLPS[config.mlp](config, rngs)
-        self.attention_post_norm = norm() if config.post_norms else None
-        self.mlp_post_norm = norm() if config.post_norms else None
+        self.attention_norm = norm(layer.mixer)
+        self.mlp_norm = norm(layer.feed_forward)
+        self.attention = None if layer.mixer is None else mixer_module(layer.mixer)(config, layer, rngs)  # pyright: ignore[reportCallIssue]
+        self.mlp = _make_feed_forward(config, layer, rngs)
+        self.attention_post_norm = norm(layer.mixer and config.post_norms)
+        self.mlp_post_norm = norm(layer.feed_forward and config.post_norms)
         self.dropout = config.dropout
-        self.chunked_width = None if mixture or config.remat in MATMULS_SAVED else config.feed_forward_size
+        cut = layer.feed_forward == "dense" and config.remat not in MATMULS_SAVED
+        self.chunked_width = config.feed_forward_size if cut else None
         """Width of the activations that decides into how many chunks the MLP is cut; None: it is never cut."""
 
     def __call__(
@@ -61,40 +120,61 @@ class Block(nnx.Module):
           a dense block).
         """
         attention_key, mlp_key = split_key(key if self.dropout else None)
-        with jax.named_scope("attention"):
-            normalized, x = normalize(self.attention_norm, x)
-            update, cache = self.attention(normalized, context, cache)
-            x = self._add(x, update, self.attention_post_norm, attention_key)
-        with jax.named_scope("mlp"):
-            update, x, router_loss = self._feed_forward(x, decoding=cache is not None)
-            x = self._add(x, update, self.mlp_post_norm, mlp_key)
+        router_loss = None
+        if self.attention is not None and self.attention_norm is not None:
+            with jax.named_scope("attention"):
+                normalized, x = normalize(self.attention_norm, x)
+                update, cache = self.attention(normalized, context, cache)
+                x = self._add(x, update, self.attention_post_norm, attention_key)
+        if self.mlp is not None:
+            with jax.named_scope("mlp"):
+                update, x, router_loss = self._feed_forward(x, decoding=context.slots is not None)
+                x = self._add(x, update, self.mlp_post_norm, mlp_key)
         return x, cache, router_loss
+
+    def make_cache(self, make: Callable[[TokenMixer], LayerCache], layers: int | None = None) -> LayerCache:
+        """Create the mixer's empty cache by calling `make`; None if the layer has no mixer.
+
+        Args:
+          layers: number of layers that this block stacks, a leading dim of the result; None: it is one layer.
+        """
+        if self.attention is None:
+            return None
+        cache = make(self.attention)
+        if layers is not None:
+            cache = jax.tree.map(lambda x: jnp.broadcast_to(x, (layers, *x.shape)), cache)
+        return self.attention.complete_cache(cache)
 
     def attend(
         self, x: Float[Array, "B T D"], context: Context, cache: LayerCache
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Compute only the attention sublayer's output while decoding; also return the updated cache."""
+    ) -> tuple[Float[Array, "B T D"] | None, LayerCache | None]:
+        """Compute only the mixer's output while decoding; also return the updated cache. Both None without a mixer."""
+        if self.attention is None or self.attention_norm is None:
+            return None, None
         with jax.named_scope("attention"):
             return self.attention(normalize(self.attention_norm, x)[0], context, cache)
 
-    def finish(self, x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def finish(self, x: Float[Array, "B T D"], update: Float[Array, "B T D"] | None) -> Float[Array, "B T D"]:
         """Complete the layer after `attend`: add its output to the residual stream; run the feed-forward sublayer."""
         with jax.named_scope("mlp"):
-            x = self._add(x, update, self.attention_post_norm, None)
+            if update is not None:
+                x = self._add(x, update, self.attention_post_norm, None)
+            if self.mlp is None:
+                return x
             update, x, _ = self._feed_forward(x, decoding=True)
             return self._add(x, update, self.mlp_post_norm, None)
 
     def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Compute mlp(norm(x)); also return the residual stream to add it to, and the router's losses."""
-        modules = cast(tuple[Norm, PlainMLP], (self.mlp_norm, self.mlp))
+        norm, mlp = modules = cast(tuple[Norm, PlainMLP], (self.mlp_norm, self.mlp))
         count = 1 if self.chunked_width is None else count_chunks(modules, x, self.chunked_width)
         if count > 1:
             return apply_in_chunks(_apply_mlp, modules, x, count), x, None
-        normalized, x = normalize(self.mlp_norm, x)
+        normalized, x = normalize(norm, x)
         if isinstance(self.mlp, MoE):
             update, router_loss = self.mlp(normalized, decoding=decoding)
             return update, x, router_loss
-        return self.mlp(normalized), x, None
+        return mlp(normalized), x, None
 
     def _add(self, x: jax.Array, update: jax.Array, post_norm: Norm | None, key: jax.Array | None) -> jax.Array:
         """Add a sublayer's output to the residual stream: x + dropout(post_norm(update))."""
@@ -102,6 +182,12 @@ class Block(nnx.Module):
         if post_norm is not None:
             update = post_norm(update)
         return add_to_residual(x, drop(update, self.dropout, key))
+
+
+def _make_feed_forward(config: ModelConfig, layer: Layer, rngs: nnx.Rngs) -> nnx.Module | None:
+    if layer.feed_forward is None:
+        return None
+    return MoE(config, rngs) if layer.feed_forward == "experts" else MLPS[config.mlp](config, rngs)
 
 
 def _apply_mlp(modules: tuple[Norm, PlainMLP], x: jax.Array) -> jax.Array:

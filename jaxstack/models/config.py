@@ -1,5 +1,6 @@
 """Configuration of a decoder-only Transformer. Field names follow Hugging Face's config.json where one exists."""
 
+import dataclasses
 import functools
 from typing import Annotated, Literal
 
@@ -10,13 +11,37 @@ from jaxstack.config.features import Excludes, Feature
 from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
+from jaxstack.models.mixer import Layer, Mixer
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.models.norm import NORMS
 from jaxstack.models.table_choice import NameIn
 from jaxstack.parallel.config import MIXTURE
 
 _SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")
-LayerType = Literal["full_attention", "sliding_attention"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerType:
+    """What a name in `ModelConfig.layer_types` stands for.
+
+    Attributes:
+      mixer: name of the key of `ModelConfig` that configures its token mixer; None: it has none.
+      windowed: True if a token sees the last `ModelConfig.sliding_window` tokens only.
+      feed_forward: True if it has a feed-forward sublayer.
+    """
+
+    mixer: str | None = "attention"
+    windowed: bool = False
+    feed_forward: bool = True
+
+
+LAYER_TYPES = {
+    "full_attention": LayerType(),
+    "sliding_attention": LayerType(windowed=True),
+    "attention_only": LayerType(feed_forward=False),
+    "feed_forward_only": LayerType(mixer=None),
+}
+"""The types of layers by the name that `ModelConfig.layer_types` has for them."""
 
 
 class RopeScaling(Component):
@@ -93,8 +118,9 @@ class ModelConfig(Component):
 
     attention: AnyAttention = SoftmaxAttention()
     """Attention kind of all layers, chosen by `name`."""
-    layer_types: tuple[LayerType, ...] = ("full_attention",)
-    """Type of each layer, repeated over the depth; sliding_attention, a causal window, needs softmax attention."""
+    layer_types: tuple[Annotated[str, NameIn(LAYER_TYPES)], ...] = ("full_attention",)
+    """Type of each layer, repeated over the depth; sliding_attention, a causal window, needs softmax attention.
+    attention_only and feed_forward_only are layers with one sublayer in place of two."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Number of keys that a query of a sliding_attention layer sees, itself included."""
     qkv_bias: bool = False
@@ -173,6 +199,11 @@ class ModelConfig(Component):
                 f"layer_types must have between 1 and num_layers ({self.num_layers}) entries; found "
                 f"{len(self.layer_types)}."
             )
+        if all(LAYER_TYPES[name].mixer is None for name in self.layer_types):
+            raise ValueError(
+                f"layer_types ({', '.join(self.layer_types)}) must have a type in which tokens see other tokens, such "
+                "as full_attention."
+            )
         if self.moe is not None and self.mlp_bias:
             raise ValueError("mlp_bias must be false with moe: experts have no biases.")
         if problem := self._width_problem():
@@ -226,10 +257,6 @@ class ModelConfig(Component):
         size = self.moe.moe_intermediate_size if self.moe is not None else None
         return size or self.feed_forward_size
 
-    def is_mixture_layer(self, layer: int) -> bool:
-        """Return True if layer number `layer`, counted from 0, has a mixture of experts."""
-        return self.moe is not None and self.moe.is_mixture_layer(layer)
-
     @property
     def score_divisor(self) -> float:
         """Square of the attention scores' divisor: `query_pre_attn_scalar`, or derived from the head width."""
@@ -254,14 +281,52 @@ class ModelConfig(Component):
             implementation=self.attention_implementation,
         )
 
+    def layers(self) -> tuple[Layer, ...]:
+        """Return what each layer consists of: its token mixer, window, rotation and feed-forward sublayer."""
+        kinds = self._layer_kinds()
+        records = {kind: self._layer(*kind) for kind in set(kinds)}
+        return tuple(records[kind] for kind in kinds)
+
+    def _layer_kinds(self) -> tuple[tuple[str, bool], ...]:
+        """Return (layer type, has a mixture of experts) of each layer, from which its record follows."""
+        return tuple(
+            (self.layer_types[i % len(self.layer_types)], self.moe is not None and self.moe.is_mixture_layer(i))
+            for i in range(self.num_layers)
+        )
+
+    def _layer(self, name: str, mixture: bool) -> Layer:
+        kind = LAYER_TYPES[name]
+        local = kind.windowed and self.rope_local_base_freq is not None
+        return Layer(
+            mixer=None if kind.mixer is None else getattr(self, kind.mixer),
+            window=self.sliding_window if kind.windowed else None,
+            rotation=("local" if local else "global") if kind.mixer and self.positions == "rope" else None,
+            feed_forward=("experts" if mixture else "dense") if kind.feed_forward else None,
+        )
+
     def windows(self) -> tuple[int | None, ...]:
         """Return each layer's window, the number of keys that a query sees; None for all earlier keys."""
-        kinds = [self.layer_types[i % len(self.layer_types)] for i in range(self.num_layers)]
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+        return tuple(layer.window for layer in self.layers())
 
-    def layer_kinds(self) -> list[tuple[int | None, bool]]:
-        """Return (window, is mixture of experts) per layer; layers with equal pairs have equal structure."""
-        return [(window, self.is_mixture_layer(layer)) for layer, window in enumerate(self.windows())]
+    @property
+    def dense_layers(self) -> int:
+        """Number of layers with a dense feed-forward sublayer."""
+        return sum(layer.feed_forward == "dense" for layer in self.layers())
+
+    @property
+    def mixture_layers(self) -> int:
+        """Number of layers with a mixture of experts."""
+        return sum(layer.feed_forward == "experts" for layer in self.layers())
+
+    def rotations(self) -> dict[str, tuple[float, RopeScaling | None]]:
+        """Return the base and the scaling of each rotation of queries and keys, by the name that layers have for it."""
+        known = {"global": (self.rope_theta, self.rope_scaling), "local": (self.rope_local_base_freq or 0.0, None)}
+        used = {layer.rotation for layer in self.layers()}
+        return {name: rotation for name, rotation in known.items() if name in used}
+
+    def mixers(self) -> list[Mixer]:
+        """Return the configurations of the layers' token mixers, each once."""
+        return list(dict.fromkeys(layer.mixer for layer in self.layers() if layer.mixer is not None))
 
     @property
     def layer_pattern(self) -> tuple[int, int]:
@@ -269,9 +334,7 @@ class ModelConfig(Component):
 
         The pattern is followed by the layers of an incomplete repetition and by the `end_layers`.
         """
-        start, period = _repeated_pattern(
-            tuple(self.layer_kinds()[self.end_layers : self.num_layers - self.end_layers])
-        )
+        start, period = _repeated_pattern(self._layer_kinds()[self.end_layers : self.num_layers - self.end_layers])
         return self.end_layers + start, period
 
     @property
@@ -281,10 +344,10 @@ class ModelConfig(Component):
 
 
 @functools.lru_cache(maxsize=64)
-def _repeated_pattern(kinds: tuple[tuple[int | None, bool], ...]) -> tuple[int, int]:
+def _repeated_pattern(kinds: tuple[tuple[str, bool], ...]) -> tuple[int, int]:
     """Return (start, period) of the repeated layers with the fewest layers to compile: one period and the rest."""
 
-    def period_of(kinds: tuple[tuple[int | None, bool], ...]) -> int:
+    def period_of(kinds: tuple[tuple[str, bool], ...]) -> int:
         fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
         return next(fits, len(kinds))
 

@@ -9,12 +9,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from jaxstack.models.block import mixer_module
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.norm import count_norm_parameters, head_norm_name
+from jaxstack.models.mixer import Layer, ParameterCount
+from jaxstack.models.norm import count_norm_parameters
 
 
 @dataclasses.dataclass(frozen=True)
-class ParameterCount:
+class ModelSize:
     """Parameter counts of a model: total, embeddings, those in matmuls, and those active per token.
 
     Attributes:
@@ -30,7 +32,7 @@ class ParameterCount:
     active: int
 
 
-def count_parameters(config: ModelConfig) -> ParameterCount:
+def count_parameters(config: ModelConfig) -> ModelSize:
     """Count the parameters of the Transformer that a configuration describes.
 
     Raises:
@@ -39,46 +41,63 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     if config.vocab_size is None:
         raise ValueError("ModelConfig.vocab_size must be set to count parameters.")
     d = config.hidden_size
-    h = config.width_per_head
-    layers = config.num_layers
-    n = config.num_heads
-    k = config.kv_heads
     norm = count_norm_parameters(config.norm, d)
-    head_norms = 2 * count_norm_parameters(head_norm_name(config.norm), h) if config.qk_norm else 0
-    attention = d * n * h + 2 * d * k * h + n * h * d
-    vectors = norm * (4 if config.post_norms else 2)
-    vectors += (n + 2 * k) * h * config.qkv_bias + d * config.output_bias + head_norms
     embedding = head = config.vocab_size * d
     rows = (config.max_position_embeddings or 0) if config.positions == "learned" else 0
-    vectors += config.attention.count_weight()
     outside = embedding + rows * d + norm + (0 if config.tie_word_embeddings else head)
-    mixtures = sum(map(config.is_mixture_layer, range(layers)))
-    dense = _dense_mlp(config)
-    routed = _mixture(config)
-    stored = (layers - mixtures) * sum(dense) + mixtures * (routed[0] + routed[2])
-    used = (layers - mixtures) * sum(dense) + mixtures * (routed[1] + routed[2])
-    common = layers * (attention + vectors) + outside
-    matmul = layers * attention + (layers - mixtures) * dense[0] + mixtures * routed[1] + head
-    return ParameterCount(common + stored, embedding + rows * d, matmul, common + used)
+    sizes = {layer: _layer(config, layer) for layer in set(config.layers())}
+    layers = [sizes[layer] for layer in config.layers()]
+    idle = config.mixture_layers * _idle_experts(config)
+    matmul = sum(layer.matmul for layer in layers) - idle
+    total = outside + sum(map(sum, layers))
+    return ModelSize(total, embedding + rows * d, matmul + head, total - idle)
 
 
-def _dense_mlp(config: ModelConfig) -> tuple[int, int]:
-    """Count the parameters of a dense feed-forward sublayer: (matrices, biases)."""
+def count_mixers(config: ModelConfig) -> ParameterCount:
+    """Count the parameters of all layers' token mixers."""
+    sizes = [mixer_module(layer.mixer).count(config, layer) for layer in config.layers() if layer.mixer is not None]
+    return ParameterCount(sum(size.matmul for size in sizes), sum(size.other for size in sizes))
+
+
+def mixer_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """Return the forward and backward FLOPs per token of all layers' token mixers, without those of their matrices."""
+    return sum(
+        mixer_module(layer.mixer).flops_per_token(config, layer, sequence_length)
+        for layer in config.layers()
+        if layer.mixer is not None
+    )
+
+
+def _layer(config: ModelConfig, layer: Layer) -> ParameterCount:
+    """Count the parameters of one layer, its norms included."""
+    mixer = ParameterCount(0, 0) if layer.mixer is None else mixer_module(layer.mixer).count(config, layer)
+    sublayers = (layer.mixer is not None) + (layer.feed_forward is not None)
+    norms = sublayers * (2 if config.post_norms else 1) * count_norm_parameters(config.norm, config.hidden_size)
+    feed_forward = _feed_forward(config, layer)
+    return ParameterCount(mixer.matmul + feed_forward.matmul, mixer.other + feed_forward.other + norms)
+
+
+def _feed_forward(config: ModelConfig, layer: Layer) -> ParameterCount:
     d = config.hidden_size
-    f = config.feed_forward_size
     inner = 2 if config.mlp == "gated" else 1
-    return d * f * (inner + 1), (f * inner + d) * config.mlp_bias
+    if layer.feed_forward is None:
+        return ParameterCount(0, 0)
+    if layer.feed_forward == "dense":
+        f = config.feed_forward_size
+        return ParameterCount(d * f * (inner + 1), (f * inner + d) * config.mlp_bias)
+    moe = config.moe
+    assert moe is not None
+    experts = (moe.num_experts + moe.n_shared_experts) * d * config.expert_size * (inner + 1)
+    return ParameterCount(d * moe.num_experts + experts, moe.num_experts * moe.balance_bias)
 
 
-def _mixture(config: ModelConfig) -> tuple[int, int, int]:
-    """Count the parameters of a mixture of experts: (in matrices, in the matrices that a token uses, in vectors)."""
+def _idle_experts(config: ModelConfig) -> int:
+    """Count the parameters of the experts of one mixture that do not compute a given token."""
     moe = config.moe
     if moe is None:
-        return 0, 0, 0
+        return 0
     expert = config.hidden_size * config.expert_size * (3 if config.mlp == "gated" else 2)
-    always = config.hidden_size * moe.num_experts + moe.n_shared_experts * expert
-    stored, used = (always + experts * expert for experts in (moe.num_experts, moe.num_experts_per_tok))
-    return stored, used, moe.num_experts * moe.balance_bias
+    return (moe.num_experts - moe.num_experts_per_tok) * expert
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
@@ -87,9 +106,7 @@ def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     Softmax attention counts the keys that a query sees on average: T / 2, with a window w it is w - w^2 / 2T, in a
     block-sparse layout the keys of its blocks. Linear attention and Performer count their recurrence at any length.
     """
-    layers = (config.heads(window) for window in config.windows())
-    attention = sum(config.attention.flops_per_token(heads, sequence_length) for heads in layers)
-    return 6.0 * count_parameters(config).matmul + attention
+    return 6.0 * count_parameters(config).matmul + mixer_flops_per_token(config, sequence_length)
 
 
 def flops_saved_per_token(config: ModelConfig, frozen: Mapping[str, tuple[Sequence[str], Sequence[int]]]) -> float:

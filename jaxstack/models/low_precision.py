@@ -8,6 +8,7 @@ from flax import nnx
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
+from jaxstack.models.attention_layer import Attention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer_paths import match_common_value, weight_paths
 from jaxstack.models.stack import Stack
@@ -68,7 +69,8 @@ def with_kv_cache(model: Transformer, name: str) -> Transformer:
             "stores heads of 16 or more channels, fp8 of any number."
         )
     for layer in model.decoder.layers:
-        layer.attention.heads = dataclasses.replace(layer.attention.heads, cache_format=cache_format)
+        if isinstance(layer.attention, Attention):
+            layer.attention.heads = dataclasses.replace(layer.attention.heads, cache_format=cache_format)
     return model
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import Angles
 from jaxstack.models.config import RopeScaling
+from jaxstack.models.mixer import Angles
 
 _POSITIONS_PER_RUN = 1024
 

@@ -1,7 +1,7 @@
 """The layers of a Transformer: stacked along a leading `layers` dim and run by a scan, or unrolled.
 
-Layers whose kind alternates (windows, experts) are scanned in groups: a pattern of p kinds is p stacks that one scan
-runs together. Layers before the pattern and after its last whole repetition are unrolled.
+Layers whose records alternate (mixers, windows, experts) are scanned in groups: a pattern of p records is p stacks that
+one scan runs together. Layers before the pattern and after its last whole repetition are unrolled.
 """
 
 import functools
@@ -14,8 +14,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Key
 
 from jaxstack.models.adapters import set_adapter_dropout_keys
-from jaxstack.models.attention.base import LayerCache
-from jaxstack.models.attention_layer import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key
@@ -26,6 +24,7 @@ from jaxstack.models.layer_weights import (
     gather_weights,
     remove_layers_logical_axis,
 )
+from jaxstack.models.mixer import Context, Layer, LayerCache
 from jaxstack.models.prefetch import run_prefetched
 from jaxstack.models.remat import OFFLOADED, name_layer_input, rematerialise
 from jaxstack.parallel import gathers_ahead
@@ -71,7 +70,7 @@ class Stack(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        kinds = config.layer_kinds()
+        kinds = config.layers()
         self.start, self.period = config.layer_pattern if config.scan_layers else (0, len(kinds))
         self.repeats = (len(kinds) - config.end_layers - self.start) // self.period if config.scan_layers else 1
         if self.repeats == 1:
@@ -82,12 +81,12 @@ class Stack(nnx.Module):
         blocks = {}
         for index in self.scanned:
             numbers = jnp.array(self.layer_numbers(index))
-            blocks[index] = make_stacked_blocks(_block_maker(config, *kinds[index]), keys[numbers])
+            blocks[index] = make_stacked_blocks(_block_maker(config, kinds[index]), keys[numbers])
         count = len(kinds) - self.period * (self.repeats - 1)
         single = {index: self.layer_numbers(index)[0] for index in range(count) if index not in self.scanned}
         for kind in dict.fromkeys(kinds[number] for number in single.values()):
             alike = [(index, number) for index, number in single.items() if kinds[number] == kind]
-            stacked = make_stacked_blocks(_block_maker(config, *kind), keys[jnp.array([number for _, number in alike])])
+            stacked = make_stacked_blocks(_block_maker(config, kind), keys[jnp.array([number for _, number in alike])])
             blocks |= {index: unstack_block(stacked, row) for row, (index, _) in enumerate(alike)}
         self.layers = nnx.List([blocks[index] for index in sorted(blocks)])
         for p in jax.tree.leaves(nnx.state(self.layers, nnx.Param), is_leaf=lambda p: isinstance(p, nnx.Variable)):
@@ -289,8 +288,8 @@ def add_losses(losses: Sequence[RouterLoss]) -> RouterLoss:
     return functools.reduce(jnp.add, found) if found else None
 
 
-def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Callable[[nnx.Rngs], Block]:
-    return lambda rngs: Block(config, window, rngs, mixture=mixture)
+def _block_maker(config: ModelConfig, layer: Layer) -> Callable[[nnx.Rngs], Block]:
+    return lambda rngs: Block(config, layer, rngs)
 
 
 def _with_weights(block: Block, dtype: jax.typing.DTypeLike) -> Block:

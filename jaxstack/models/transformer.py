@@ -8,12 +8,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxstack.models.adapters import adapted_layers
-from jaxstack.models.attention.base import Angles, CacheRoom, CacheSlots, LayerCache, PageSlots, SegmentIds
-from jaxstack.models.attention_layer import Attention, Context
+from jaxstack.models.block import TokenMixer
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.embedding import Embedding
 from jaxstack.models.initialization import embedding_initializer, make_initializer
+from jaxstack.models.mixer import Angles, CacheRoom, CacheSlots, Context, LayerCache, PageSlots, SegmentIds
 from jaxstack.models.norm import make_norm
 from jaxstack.models.parametrization import Width, mup_width, scale_initial_weights
 from jaxstack.models.residual import shard_residual
@@ -161,8 +161,7 @@ class Transformer(nnx.Module):
             )
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        angles, local = self._angles(positions)
-        return Context(positions, angles, segment_ids, None, counted, local)
+        return Context(positions, self._angles(positions), segment_ids, None, counted)
 
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], room: int
@@ -198,22 +197,20 @@ class Transformer(nnx.Module):
         """Return the `Context` (positions, cache slots) of `prefill`, for `lengths` tokens padded to `length`."""
         numbers = jnp.arange(length, dtype=jnp.int32)
         slots = CacheSlots(jnp.where(numbers < lengths[:, None], numbers, -1), jnp.zeros_like(lengths), first=True)
-        angles, local = self._angles(numbers[None])
-        return Context(numbers[None], angles, None, slots, counted=True, local_angles=local)
+        return Context(numbers[None], self._angles(numbers[None]), None, slots, counted=True)
 
     def decode_context(self, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Context:
         """Return the positions and cache slots that `decode` needs for new tokens, after `seen` cached ones."""
-        angles, local = self._angles(positions)
-        return Context(positions, angles, None, CacheSlots(positions, seen), local_angles=local)
+        return Context(positions, self._angles(positions), None, CacheSlots(positions, seen))
 
     def make_cache(self, batch: int, length: int) -> Cache:
         """Create an empty decoding cache with room for `length` tokens per row (fewer where layers have windows)."""
-        layers = self._layer_caches(lambda layer: layer.kind.make_cache(layer.heads, batch, length, self.dtype))
+        layers = self._layer_caches(lambda mixer: mixer.make_cache(batch, length, self.dtype))
         return Cache(layers, jnp.zeros(batch, jnp.int32))
 
     def make_shared_cache(self, room: CacheRoom) -> list[LayerCache]:
         """Create the empty cache of all layers for `decode_packed`: pages, or one row of fixed size for each slot."""
-        return self._layer_caches(lambda layer: layer.kind.make_shared_cache(layer.heads, room, self.dtype))
+        return self._layer_caches(lambda mixer: mixer.make_shared_cache(room, self.dtype))
 
     def decode_packed(
         self,
@@ -250,22 +247,16 @@ class Transformer(nnx.Module):
         the matmuls; T has to be a multiple of their number. Otherwise they are one row.
         """
         rows = positions.reshape(batch_shards(), -1)
-        angles, local = self._angles(rows)
         places = CacheSlots(positions[None], jnp.zeros(1, jnp.int32), pages=slots)
-        return Context(rows, angles, None, places, local_angles=local)
+        return Context(rows, self._angles(rows), None, places)
 
-    def _layer_caches(self, make: Callable[[Attention], LayerCache]) -> list[LayerCache]:
+    def _layer_caches(self, make: Callable[[TokenMixer], LayerCache]) -> list[LayerCache]:
         """Create a decoding cache for each item (layer or stack) of the model's layer list, by calling `make`."""
         stack = self.decoder
-
-        def empty(index: int) -> LayerCache:
-            attention = stack.layers[index].attention
-            cache = make(attention)
-            if index in stack.scanned:
-                cache = jax.tree.map(lambda x: jnp.broadcast_to(x, (stack.repeats, *x.shape)), cache)
-            return attention.with_order(cache)
-
-        return [empty(index) for index in range(len(stack.layers))]
+        return [
+            block.make_cache(make, stack.repeats if index in stack.scanned else None)
+            for index, block in enumerate(stack.layers)
+        ]
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Compute float32 logits from final hidden states, soft-capped if the model has a cap."""
@@ -295,17 +286,14 @@ class Transformer(nnx.Module):
             jax.lax.optimization_barrier(table[...]).T, logical_axes=HEAD_AXES, whole_shape=whole_shape[::-1]
         )
 
-    def _angles(self, positions: jax.Array) -> tuple[Angles | None, Angles | None]:
-        """Compute the rotary angles of all layers, and those of windowed layers if they differ."""
+    def _angles(self, positions: jax.Array) -> dict[str, Angles]:
+        """Compute the rotary angles that the layers use, by the name of the rotation."""
         config = self.config
         positions = jnp.maximum(positions, 0)
-        if config.positions != "rope":
-            return None, None
-        frequencies = rope_frequencies(config.width_per_head, config.rope_theta, config.rope_scaling)
-        angles = rope_cos_sin(positions, frequencies)
-        if config.rope_local_base_freq is None:
-            return angles, None
-        return angles, rope_cos_sin(positions, rope_frequencies(config.width_per_head, config.rope_local_base_freq))
+        return {
+            name: rope_cos_sin(positions, rope_frequencies(config.width_per_head, theta, scaling))
+            for name, (theta, scaling) in config.rotations().items()
+        }
 
     def _position_rows(self, context: Context) -> jax.Array:
         """Return learned position embeddings, [B, T, D], or [T, D] without a lookup if positions are 0..T-1."""

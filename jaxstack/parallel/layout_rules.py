@@ -13,8 +13,8 @@ from jaxstack.parallel.config import ParallelConfig, nearest_degrees
 from jaxstack.parallel.pipeline.plan import StageLayout, plan_pipeline
 
 
-class AttentionLimits(Protocol):
-    """Limits that a kind of attention sets to context parallelism; see `jaxstack.models.attention.base`."""
+class MixerLimits(Protocol):
+    """Limits that a token mixer sets to context parallelism; see `jaxstack.models.mixer`."""
 
     @property
     def name(self) -> str: ...
@@ -48,8 +48,8 @@ class ModelDims(Protocol):
     @property
     def moe(self) -> ExpertDims | None: ...
     @property
-    def attention(self) -> AttentionLimits: ...
-    def is_mixture_layer(self, layer: int) -> bool: ...
+    def dense_layers(self) -> int: ...
+    def mixers(self) -> Sequence[MixerLimits]: ...
 
 
 def layout_problems(model: ModelDims, parallel: ParallelConfig, train: TrainConfig) -> list[str]:
@@ -112,7 +112,7 @@ def _tensor_problems(model: ModelDims, parallel: ParallelConfig) -> list[str]:
             f"model.num_kv_heads ({model.kv_heads}) must be divisible by parallel.tensor ({tensor}), or divide it; "
             f"tensor degrees that fit: {_show(fits)}."
         )
-    if model.feed_forward_size % tensor and not all(map(model.is_mixture_layer, range(model.num_layers))):
+    if model.feed_forward_size % tensor and model.dense_layers:
         problems.append(
             f"model.intermediate_size ({model.feed_forward_size}) must be divisible by parallel.tensor ({tensor}); "
             f"nearest: {near_multiples(model.feed_forward_size, tensor)}."
@@ -191,19 +191,20 @@ def _context_problems(model: ModelDims, parallel: ParallelConfig, train: TrainCo
             f"sequence_length {length} must be divisible by 2 x context parallel degree ({context}), because each "
             f"device holds an early and a late chunk; nearest: {near_multiples(length, unit)}."
         )
-    elif reason := model.attention.length_problem(length // unit):
-        problems.append(f"{reason} (train.sequence_length {length} / (2 x parallel.context {context})).")
-    if reason := model.attention.context_parallel_problem(method):
-        problems.append(reason)
-    elif model.num_heads % parallel.tensor:
-        pass  # `_tensor_problems` reports it
-    elif model.attention.exchanges_heads(method) and (heads := model.num_heads // parallel.tensor) % context:
-        tensor = f" / parallel.tensor ({parallel.tensor})" if parallel.tensor > 1 else ""
-        problems.append(
-            f"model.num_heads ({model.num_heads}){tensor} must be divisible by parallel.context ({context}), because "
-            f"attention.name {model.attention.name} with context_method {parallel.context_method} exchanges heads; "
-            f"context degrees that fit: {_show(_divisors(heads))}."
-        )
+    for mixer in model.mixers():
+        if length % unit == 0 and (reason := mixer.length_problem(length // unit)):
+            problems.append(f"{reason} (train.sequence_length {length} / (2 x parallel.context {context})).")
+        if reason := mixer.context_parallel_problem(method):
+            problems.append(reason)
+        elif model.num_heads % parallel.tensor:
+            pass  # `_tensor_problems` reports it
+        elif mixer.exchanges_heads(method) and (heads := model.num_heads // parallel.tensor) % context:
+            tensor = f" / parallel.tensor ({parallel.tensor})" if parallel.tensor > 1 else ""
+            problems.append(
+                f"model.num_heads ({model.num_heads}){tensor} must be divisible by parallel.context ({context}), "
+                f"because attention.name {mixer.name} with context_method {parallel.context_method} exchanges heads; "
+                f"context degrees that fit: {_show(_divisors(heads))}."
+            )
     return problems
 
 

@@ -11,10 +11,10 @@ from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.layer_window import WeightWindow, WindowDecoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.models import ModelConfig, Transformer, to_huggingface
-from jaxstack.models.attention.base import CacheRoom
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.huggingface.partial_load import ModelParts
+from jaxstack.models.mixer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 

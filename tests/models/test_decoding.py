@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
-from jaxstack.models.attention.base import AttentionSpec, CacheSlots
+from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
 from jaxstack.models.attention.kv_cache import (
     KeyCache,
@@ -22,6 +22,7 @@ from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
+from jaxstack.models.mixer import CacheSlots
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.module_arrays.module import ModuleArrays
 

@@ -9,12 +9,12 @@ from flax import nnx
 
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.attention import paged_cache
-from jaxstack.models.attention.base import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
+from jaxstack.models.mixer import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.moe.config import MoEConfig
 
 BASE = {

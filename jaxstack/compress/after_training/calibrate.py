@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 
 from jaxstack.compress.base import AfterTraining, CalibrationBlock, Change, InputStatistics, Statistic, Sublayer
 from jaxstack.compress.matrix import MatrixLayout
-from jaxstack.models.attention_layer import Context
 from jaxstack.models.block import Block
 from jaxstack.models.layer_weights import Weights, gather_weights
 from jaxstack.models.linear import Linear
+from jaxstack.models.mixer import Context
 from jaxstack.models.stack import Stack, unstack_block
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, logical_axis_rules
@@ -181,6 +181,7 @@ class LayerRunner:
 
         def run(state: Weights, inputs: jax.Array) -> jax.Array:
             block = self._merge(graphdef, state)
+            assert block.attention is not None and block.mlp is not None
             out = block.attention(inputs, context) if sublayer == "attention" else block.mlp(inputs)
             return (out[0] if isinstance(out, tuple) else out).astype(jnp.float32)
 

@@ -9,7 +9,7 @@ activation functions, the residual stream and the head are in the compute dtype.
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,11 @@ from pydantic import Field
 from jaxstack.compress.base import AfterTraining, Compressed, DuringTraining, Format, InputStatistics, Method
 from jaxstack.compress.solvers.column_sweep import ColumnSweepMethod
 from jaxstack.compress.solvers.gptq import round_to_scales
-from jaxstack.models.attention.base import AttentionSpec, CacheRoom, LayerCache, SegmentIds
+from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.softmax import SoftmaxAttention
+from jaxstack.models.attention_layer import Attention
 from jaxstack.models.linear import Linear
+from jaxstack.models.mixer import CacheRoom, LayerCache, SegmentIds
 from jaxstack.models.transformer import Transformer
 from pallas_kernels.low_bits.block_float import block_exponents, round_to_steps
 from pallas_kernels.weight_only.formats import TileFloatFormat, powers_of_two
@@ -251,5 +253,6 @@ def in_integers(model: Transformer) -> Transformer:
         if isinstance(module, Linear):
             module.dot_general = BlockMatmul()
     for layer in model.decoder.layers:
-        cast(Any, layer).attention.kind = IntegerSoftmax()
+        if isinstance(layer.attention, Attention):
+            layer.attention.kind = IntegerSoftmax()
     return model

@@ -5,27 +5,16 @@ Dims: B batch, T query length, S key length, N heads, K kv heads, H head_dim.
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float
 
-from jaxstack.config.base import Component
 from jaxstack.models.attention.cache_formats import CacheFormat
+from jaxstack.models.mixer import Angles, CacheRoom, CacheSlots, LayerCache, Mixer, SegmentIds
 from jaxstack.parallel import current_context
 from pallas_kernels import apply_rotary, with_whole_sequences
-
-LayerCache: TypeAlias = Any
-"""Cache of one layer while decoding: a NamedTuple of arrays, which each attention kind declares for itself."""
-
-Angles = tuple[Float[Array, "*B T 1 pairs"], Float[Array, "*B T 1 pairs"]]
-"""Cosines and sines by which pairs of elements of queries and keys are rotated (rotary positions), float32."""
-
-SegmentIds = Int[Array, "B T"] | None
-"""Document of each token; a token attends only within its own. None: each row is one document."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,73 +49,6 @@ class ScoreOptions:
     query_pre_attn_scalar: float | None = None
 
 
-class CacheRoom(NamedTuple):
-    """Room of a cache for many sequences that come and go, such as those of the serving engine."""
-
-    slots: int
-    """Largest number of sequences at a time. A cache of fixed size for each sequence has one place for each slot."""
-    length: int
-    """Largest number of tokens of a sequence."""
-    pages: int
-    """Number of pages that all sequences share, in which softmax attention stores keys and values."""
-    page_size: int
-    """Tokens per page."""
-
-
-class PageGroup(NamedTuple):
-    """Group of sequences with the same number of new tokens in a decoding call, and their places in the cache."""
-
-    table: Int[Array, "R pages"]
-    """Pages of each sequence, in order; entries after its last page are any valid ones."""
-    lengths: Int[Array, " R"]
-    """Tokens of each sequence in the cache, its new tokens included; 0: an empty row of the group."""
-    width: int
-    """New tokens per sequence; those before position 0 are padding."""
-    slots: Int[Array, " R"]
-    """Slot of each sequence, which is its place in caches of fixed size."""
-
-
-class PageSlots(NamedTuple):
-    """Slots of the paged KV cache that one decoding call writes, and pages that it reads; the same for all layers."""
-
-    write: Int[Array, " T"]
-    """Number of each token's slot, page * page size + offset; a number past the last slot is not written."""
-    groups: tuple[PageGroup, ...]
-    """The sequences in the order of their tokens."""
-
-    def split(self, *packed: Shaped[Array, "1 T ..."]) -> Iterator[tuple[PageGroup, list[Shaped[Array, "R C ..."]]]]:
-        """Yield each group with its part of the packed arrays, in rows of the group's width C."""
-        start = 0
-        for group in self.groups:
-            rows = group.lengths.shape[0]
-            end = start + rows * group.width
-            yield group, [x[0, start:end].reshape(rows, group.width, *x.shape[2:]) for x in packed]
-            start = end
-
-
-def pack_groups(parts: Iterable[Shaped[Array, "_ _ *dims"]]) -> Shaped[Array, "1 T *dims"]:
-    """Join the rows of all groups to one packed row, as `PageSlots.split` took them."""
-    return jnp.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])[None]
-
-
-class CacheSlots(NamedTuple):
-    """Positions of one decoding call's new tokens, and how many tokens each row has cached; the same for all layers."""
-
-    queries: Int[Array, "B T"]
-    """Position of each of this call's tokens, -1 for padding."""
-    seen: Int[Array, " B"]
-    """Tokens of each row in the cache before this call."""
-    first: bool = False
-    """True for the first call: the cache is empty, positions count from 0, and padding is at the end."""
-    pages: PageSlots | None = None
-    """Places of the tokens where the cache is in pages; the tokens of all sequences are then packed in one row."""
-
-    @property
-    def lengths_after(self) -> Int[Array, " B"]:
-        """Number of tokens that each row has in the cache after this call."""
-        return jnp.maximum(self.seen, self.queries.max(axis=1) + 1)
-
-
 def split_and_rotate(
     joined: Float[Array, "B T heads H"], angles: Angles, heads: AttentionSpec
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
@@ -142,7 +64,7 @@ def context_method() -> str | None:
     return context.layout.context_method if context else None
 
 
-class AttentionKind(Component):
+class AttentionKind(Mixer):
     """Base class of the kinds of attention. A new one is a subclass with a `name`, added to `AnyAttention`.
 
     Queries and keys arrive with rotary positions and norms applied. All kinds are causal.
@@ -187,24 +109,6 @@ class AttentionKind(Component):
 
         return with_whole_sequences(attend, q, k, v, segment_ids, axis_name=axis_name)
 
-    def context_parallel_problem(self, method: str | None) -> str | None:
-        """Return why this kind does not support a method of context parallelism, or None if it does.
-
-        Args:
-          method: a value of `parallel.context_method`; None: any.
-        """
-        if method in (None, "all_to_all"):
-            return None
-        name = getattr(self, "name", type(self).__name__)
-        return (
-            f"attention.name {name} needs whole sequences, which parallel.context_method all_to_all (or auto) gives; "
-            f"found {method}, which works with softmax."
-        )
-
-    def exchanges_heads(self, method: str | None) -> bool:
-        """Return True if context parallelism needs the query heads to divide evenly among its devices."""
-        return True
-
     def make_weight(self, heads: AttentionSpec, rngs: nnx.Rngs) -> nnx.Param | None:
         """Create the additional parameter that this kind of attention learns per layer; None if it has none."""
         return None
@@ -216,10 +120,6 @@ class AttentionKind(Component):
     def count_weight(self) -> int:
         """Count the parameters that this kind of attention adds to each layer."""
         return 0
-
-    def length_problem(self, chunk: int) -> str | None:
-        """Return why context parallelism cannot split sequences into parts of `chunk` tokens, or None."""
-        return None
 
     @abstractmethod
     def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:

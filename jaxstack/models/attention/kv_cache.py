@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxstack.models.attention.base import Angles, AttentionSpec, CacheSlots
+from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.cache_formats import empty_keys_and_values
+from jaxstack.models.mixer import Angles, CacheSlots
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.low_bits.encoded import (
     Stored,

@@ -6,8 +6,9 @@ import jax
 from jaxtyping import Array, Float
 from pydantic import Field
 
-from jaxstack.models.attention.base import AttentionSpec, SegmentIds
+from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
+from jaxstack.models.mixer import SegmentIds
 from pallas_kernels import longformer_attention
 from pallas_kernels.attention.masks import Mask
 

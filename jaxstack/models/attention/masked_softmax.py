@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import Angles, AttentionKind, AttentionSpec, CacheSlots, LayerCache, pack_groups
+from jaxstack.models.attention.base import AttentionKind, AttentionSpec
 from jaxstack.models.attention.kv_cache import (
     KeyCache,
     attend_to,
@@ -19,6 +19,7 @@ from jaxstack.models.attention.kv_cache import (
     store,
 )
 from jaxstack.models.attention.paged_cache import PagedKeys, copy_pages, put_in_pages, put_joined_in_pages
+from jaxstack.models.mixer import Angles, CacheSlots, LayerCache, pack_groups
 from pallas_kernels.attention.masks import Mask
 
 

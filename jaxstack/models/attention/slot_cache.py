@@ -1,43 +1,44 @@
 """Decoding of packed tokens with caches of fixed size, of which each running sequence has one: its slot.
 
 Recurrent states, ring buffers of a window and sums of blocks cannot be cut into pages that sequences share. Such a
-cache is one array with a row for each slot. The rows of a call's sequences are read, updated by the attention kind's
-own `decode`, and written back.
+cache is one array with a row for each slot. The rows of a call's sequences are read, updated by the token mixer, and
+written back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.base import AttentionKind, AttentionSpec, CacheSlots, LayerCache, PageGroup, pack_groups
+from jaxstack.models.mixer import CacheSlots, LayerCache, PageGroup, pack_groups
 from pallas_kernels.low_bits.encoded import Encoded, Stored, map_stored
 
 
 def decode_slots(
-    kind: AttentionKind,
-    q: Float[Array, "1 T N H"],
-    k: Float[Array, "1 T K H"],
-    v: Float[Array, "1 T K H"],
+    decode: Callable[..., tuple[Float[Array, "R C ..."], LayerCache]],
+    packed: Sequence[Float[Array, "1 T ..."]],
     cache: LayerCache,
     slots: CacheSlots,
-    heads: AttentionSpec,
-) -> tuple[Float[Array, "1 T N H"], LayerCache]:
-    """Add packed tokens of many sequences to their slots' caches; return the tokens' attention, and the cache.
+) -> tuple[Float[Array, "1 T ..."], LayerCache]:
+    """Add packed tokens of many sequences to their slots' caches; return the tokens' outputs, and the cache.
 
     A sequence has at most one row in the call. A row that starts at position 0 begins with an empty cache, whatever
     the slot's last sequence left.
 
     Args:
-      kind: an attention kind whose `make_cache` has one row for each slot.
+      decode: maps (*arrays of rows [R, C, ...], their caches, their `CacheSlots`) to their outputs and caches, as
+        `AttentionKind.decode` does.
+      packed: what each token brings, such as its query, key and value.
+      cache: of a token mixer whose shared cache has one row for each slot.
+      slots: positions of the tokens, and the sequences that they belong to.
     """
     assert slots.pages is not None
     outputs = []
-    for group, (queries, new_q, new_k, new_v) in slots.pages.split(slots.queries, q, k, v):
+    for group, (queries, *parts) in slots.pages.split(slots.queries, *packed):
         seen = group.lengths - (queries >= 0).sum(1)
         rows = _read_rows(cache, group.slots, seen)
-        out, rows = kind.decode(new_q, new_k, new_v, rows, CacheSlots(queries, seen), heads)
+        out, rows = decode(*parts, rows, CacheSlots(queries, seen))
         cache = _write_rows(cache, rows, group)
         outputs.append(out)
     return pack_groups(outputs), cache

@@ -5,14 +5,7 @@ from typing import Literal, cast
 import jax
 from jaxtyping import Array, Float
 
-from jaxstack.models.attention.base import (
-    AttentionSpec,
-    CacheRoom,
-    CacheSlots,
-    ScoreOptions,
-    SegmentIds,
-    context_method,
-)
+from jaxstack.models.attention.base import AttentionSpec, ScoreOptions, context_method
 from jaxstack.models.attention.kv_cache import KeyCache, attend_newest
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from jaxstack.models.attention.paged_cache import (
@@ -20,6 +13,7 @@ from jaxstack.models.attention.paged_cache import (
     attend_pages,
     empty_pages,
 )
+from jaxstack.models.mixer import CacheRoom, CacheSlots, SegmentIds
 from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask
 

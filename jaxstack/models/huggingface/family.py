@@ -117,14 +117,16 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     if moe is not None:
         moe = {key: value for key, value in moe.items() if key not in _NOT_COMPARED_OF_EXPERTS}
         moe["moe_intermediate_size"] = model.expert_size
-    dense = not all(model.is_mixture_layer(layer) for layer in range(model.num_layers))
     return {
         **values,
         "moe": moe,
         "rope_local_base_freq": used or values["rope_theta"],
         "num_kv_heads": model.kv_heads,
         "head_dim": model.width_per_head,
-        "intermediate_size": model.feed_forward_size if dense else None,
+        "intermediate_size": model.feed_forward_size if model.dense_layers else None,
         "query_pre_attn_scalar": float(model.score_divisor),
         "windows a layer": list(model.windows()),
+        "layers of one sublayer": [
+            i for i, layer in enumerate(model.layers()) if not (layer.mixer and layer.feed_forward)
+        ],
     }

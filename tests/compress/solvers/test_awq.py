@@ -9,8 +9,8 @@ from flax import nnx
 from jaxstack.compress.after_training.calibrate import replace_weights, weights_by_path
 from jaxstack.compress.solvers.awq import apply_fold, candidate_scales, find_folds
 from jaxstack.models import ModelConfig
-from jaxstack.models.attention_layer import Context
 from jaxstack.models.block import Block
+from jaxstack.models.mixer import Context
 from jaxstack.models.rope import rope_cos_sin, rope_frequencies
 
 GATED = {"mlp/gate_proj/kernel": None}
@@ -41,13 +41,13 @@ def test_folds_by_the_kind_of_model():
 )
 def test_folds_change_no_output(changes: dict):
     config = ModelConfig(**{**SHAPE, **changes})
-    graphdef, state = nnx.split(Block(config, None, nnx.Rngs(0)))
+    graphdef, state = nnx.split(Block(config, config.layers()[0], nnx.Rngs(0)))
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda x: x + 0.1 * jnp.asarray(random.normal(size=x.shape), jnp.float32), state)
     x = jnp.asarray(random.normal(size=(2, 5, 16)), jnp.float32)
     positions = jnp.arange(5)[None]
     angles = rope_cos_sin(positions, rope_frequencies(8, 10000.0, None))
-    context = Context(positions, angles, None, None)
+    context = Context(positions, {"global": angles}, None, None)
 
     @jax.jit
     def run(state):

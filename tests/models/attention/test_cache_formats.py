@@ -11,10 +11,10 @@ from flax import nnx
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
-from jaxstack.models.attention.base import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS, as_stored, magnitude_order
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
+from jaxstack.models.mixer import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.rope import apply_rope, rope_cos_sin, rope_frequencies
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.run.build import make_trainer

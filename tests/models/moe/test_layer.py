@@ -120,7 +120,7 @@ def test_layers_alternate_and_scan():
     """Two leading dense layers, then every third; scanned in groups, equal to the unrolled ones."""
     moe = {"first_k_dense_replace": 2, "decoder_sparse_step": 2}
     config = model_config(moe, num_layers=8)
-    kinds = [config.is_mixture_layer(layer) for layer in range(8)]
+    kinds = [layer.feed_forward == "experts" for layer in config.layers()]
     assert kinds == [False, False, False, True, False, True, False, True]
     scanned = Transformer(config, nnx.Rngs(0))
     stack = scanned.decoder

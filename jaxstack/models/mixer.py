@@ -1,0 +1,158 @@
+"""A layer as a record, and the interface of its token mixer, the sublayer in which tokens exchange information.
+
+Dims: B batch, T query length, D model, K kv heads, H head_dim.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxstack.config.base import Component
+
+LayerCache: TypeAlias = Any
+"""Cache of one layer while decoding: a NamedTuple of arrays, which each attention kind declares for itself."""
+
+Angles = tuple[Float[Array, "*B T 1 pairs"], Float[Array, "*B T 1 pairs"]]
+"""Cosines and sines by which pairs of elements of queries and keys are rotated (rotary positions), float32."""
+
+SegmentIds = Int[Array, "B T"] | None
+"""Document of each token; a token attends only within its own. None: each row is one document."""
+
+
+class CacheRoom(NamedTuple):
+    """Room of a cache for many sequences that come and go, such as those of the serving engine."""
+
+    slots: int
+    """Largest number of sequences at a time. A cache of fixed size for each sequence has one place for each slot."""
+    length: int
+    """Largest number of tokens of a sequence."""
+    pages: int
+    """Number of pages that all sequences share, in which softmax attention stores keys and values."""
+    page_size: int
+    """Tokens per page."""
+
+
+class PageGroup(NamedTuple):
+    """Group of sequences with the same number of new tokens in a decoding call, and their places in the cache."""
+
+    table: Int[Array, "R pages"]
+    """Pages of each sequence, in order; entries after its last page are any valid ones."""
+    lengths: Int[Array, " R"]
+    """Tokens of each sequence in the cache, its new tokens included; 0: an empty row of the group."""
+    width: int
+    """New tokens per sequence; those before position 0 are padding."""
+    slots: Int[Array, " R"]
+    """Slot of each sequence, which is its place in caches of fixed size."""
+
+
+class PageSlots(NamedTuple):
+    """Slots of the paged KV cache that one decoding call writes, and pages that it reads; the same for all layers."""
+
+    write: Int[Array, " T"]
+    """Number of each token's slot, page * page size + offset; a number past the last slot is not written."""
+    groups: tuple[PageGroup, ...]
+    """The sequences in the order of their tokens."""
+
+    def split(self, *packed: Shaped[Array, "1 T ..."]) -> Iterator[tuple[PageGroup, list[Shaped[Array, "R C ..."]]]]:
+        """Yield each group with its part of the packed arrays, in rows of the group's width C."""
+        start = 0
+        for group in self.groups:
+            rows = group.lengths.shape[0]
+            end = start + rows * group.width
+            yield group, [x[0, start:end].reshape(rows, group.width, *x.shape[2:]) for x in packed]
+            start = end
+
+
+def pack_groups(parts: Iterable[Shaped[Array, "_ _ *dims"]]) -> Shaped[Array, "1 T *dims"]:
+    """Join the rows of all groups to one packed row, as `PageSlots.split` took them."""
+    return jnp.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])[None]
+
+
+class CacheSlots(NamedTuple):
+    """Positions of one decoding call's new tokens, and how many tokens each row has cached; the same for all layers."""
+
+    queries: Int[Array, "B T"]
+    """Position of each of this call's tokens, -1 for padding."""
+    seen: Int[Array, " B"]
+    """Tokens of each row in the cache before this call."""
+    first: bool = False
+    """True for the first call: the cache is empty, positions count from 0, and padding is at the end."""
+    pages: PageSlots | None = None
+    """Places of the tokens where the cache is in pages; the tokens of all sequences are then packed in one row."""
+
+    @property
+    def lengths_after(self) -> Int[Array, " B"]:
+        """Number of tokens that each row has in the cache after this call."""
+        return jnp.maximum(self.seen, self.queries.max(axis=1) + 1)
+
+
+class Context(NamedTuple):
+    """Inputs that all layers of one forward pass share, such as positions and rotary angles."""
+
+    positions: Int[Array, "#B T"]
+    """Positions of the tokens; one row where they are the same in every row."""
+    angles: Mapping[str, Angles]
+    """Rotations of queries and keys by name, which a layer's `rotation` chooses; empty: no layer rotates them."""
+    segment_ids: SegmentIds
+    slots: CacheSlots | None
+    """Positions in the cache while decoding; None: there is no cache."""
+    counted: bool = False
+    """True if positions are 0..T-1 in every row."""
+
+
+class Mixer(Component):
+    """Base class of the configurations of token mixers, the sublayers in which tokens exchange information.
+
+    Each has a `name`. `jaxstack.models.block.MIXERS` has the module that computes it.
+    """
+
+    def context_parallel_problem(self, method: str | None) -> str | None:
+        """Return why this mixer does not support a method of context parallelism, or None if it does.
+
+        Args:
+          method: a value of `parallel.context_method`; None: any.
+        """
+        if method in (None, "all_to_all"):
+            return None
+        name = getattr(self, "name", type(self).__name__)
+        return (
+            f"attention.name {name} needs whole sequences, which parallel.context_method all_to_all (or auto) gives; "
+            f"found {method}, which works with softmax."
+        )
+
+    def exchanges_heads(self, method: str | None) -> bool:
+        """Return True if context parallelism needs the query heads to divide evenly among its devices."""
+        return True
+
+    def length_problem(self, chunk: int) -> str | None:
+        """Return why context parallelism cannot split sequences into parts of `chunk` tokens, or None."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What one layer of a model consists of. Layers with equal records have equal structure, and can be stacked.
+
+    Attributes:
+      mixer: configuration of its token mixer; None: the layer has only a feed-forward sublayer.
+      window: number of tokens that a token sees, itself included; None: all earlier ones that the mixer sees.
+      rotation: name of the rotations of queries and keys in `Context.angles`; None: they are not rotated.
+      feed_forward: its feed-forward sublayer, dense or a mixture of experts; None: the layer has only a mixer.
+    """
+
+    mixer: Mixer | None
+    window: int | None = None
+    rotation: str | None = None
+    feed_forward: Literal["dense", "experts"] | None = "dense"
+
+
+class ParameterCount(NamedTuple):
+    """Number of parameters of a part of a model."""
+
+    matmul: int
+    """Elements of the matrices that multiply a token's activations."""
+    other: int
+    """All other parameters, such as biases and gains."""
