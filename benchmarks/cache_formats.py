@@ -36,7 +36,7 @@ from jaxstack.decoding.decode import Params
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS, CacheFormat
-from jaxstack.nested import nest
+from jaxstack.parameter_paths import nest
 from jaxstack.run.evaluate import TextOptions, measure_loss, open_evaluation
 from jaxstack.run.load import load_decoder, run_config
 from jaxstack.run.setting import with_evaluation_layout

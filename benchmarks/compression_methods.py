@@ -49,12 +49,12 @@ from jaxstack.compress.solvers.wanda import Wanda
 from jaxstack.data.loader import Data, open_data
 from jaxstack.models import ModelConfig, Transformer, preset_config
 from jaxstack.observe.throughput import peak_memory_bytes
+from jaxstack.parameter_paths import map_by_path
 from jaxstack.run.build import make_trainer
 from jaxstack.run.load import read_run_config
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
 from jaxstack.trainer import Trainer
-from jaxstack.tree_rules import map_by_path
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.rounding_grid import Grid
 

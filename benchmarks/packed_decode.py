@@ -40,9 +40,9 @@ from jaxstack.compress.matrix import MatrixLayout, dense_weights
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.module_arrays.module import ModuleArrays
-from jaxstack.nested import nest
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.parameter_paths import nest
 from jaxstack.run.setting import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
 from pallas_kernels import Grid, PackedWeight, record_choices

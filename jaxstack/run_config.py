@@ -11,7 +11,7 @@ from typing import get_args
 
 from pydantic import model_validator
 
-from jaxstack import distill
+from jaxstack import distill, precision
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.compress import config as compression_config
 from jaxstack.compress.config import CompressionConfig
@@ -48,8 +48,7 @@ from jaxstack.parallel import config as parallel_config
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.layout_rules import layout_problems, near_multiples, suggest_layout
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
-from jaxstack.precision import config as precision_config
-from jaxstack.precision.config import PrecisionConfig
+from jaxstack.precision import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.stored.model import fill_in_settings
 
@@ -61,7 +60,7 @@ FEATURES: tuple[Feature, ...] = (
     *adapters.FEATURES,
     *compression_config.FEATURES,
     *distill.FEATURES,
-    *precision_config.FEATURES,
+    *precision.FEATURES,
     *observe_config.FEATURES,
     *optimizers.FEATURES,
 )

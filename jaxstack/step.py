@@ -29,8 +29,8 @@ from jaxstack.optim.build import gradient_norm, largest_overload
 from jaxstack.parallel.pipeline.schedule import describe_schedule
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.parallel.sharding_context import ShardingContext, StepLayout
+from jaxstack.parameter_paths import path_name
 from jaxstack.state import TrainState
-from jaxstack.tree_rules import path_name
 from pallas_kernels import Choice, NotSupported, record_choices, sequence_order
 
 Metrics = dict[str, jax.Array]
@@ -304,7 +304,7 @@ class StepProgram:
 
     @property
     def compiler_notes(self) -> list[str]:
-        """One sentence for each XLA option that the installed jaxlib renamed or lacks."""
+        """A sentence for each XLA option that the installed jaxlib renamed or lacks."""
         return self._installed_options[1]
 
     @functools.cached_property

@@ -24,7 +24,6 @@ from jaxstack.loss import Loss, LossFunction
 from jaxstack.module_arrays.module import Dict, ModuleArrays, NNXFactory, make_arrays
 from jaxstack.module_arrays.pipeline_order import PipelineOrder
 from jaxstack.module_arrays.views import with_views
-from jaxstack.nested import flatten
 from jaxstack.optim.base import Optimizer, StepOptimizer
 from jaxstack.optim.build import build_optimizer, make_frozen_predicate
 from jaxstack.optim.optimizers import AdamW
@@ -32,6 +31,7 @@ from jaxstack.optim.schedules import Constant, Cosine, Schedule
 from jaxstack.parallel import AxisRules, ParallelConfig, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.mesh import with_all_axes
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
+from jaxstack.parameter_paths import flatten
 from jaxstack.run_config import TrainConfig
 from jaxstack.state import (
     TrainState,
@@ -52,7 +52,7 @@ Data = BatchSource | Callable[[int], HostBatch] | Iterable[HostBatch]
 
 
 class StepWrapper:
-    """How a trainer runs its train step; by default, one copy of the model takes one step on each batch.
+    """Runs the train step of a trainer; by default, one copy of the model takes one step on each batch.
 
     A subclass wraps the step as `optax.MultiSteps` wraps an optimizer: it extends the train state, changes the compiled
     step, and may run further programs between steps. See `jaxstack.local_sgd`.
@@ -415,7 +415,7 @@ class Trainer:
 
     @property
     def compiler_notes(self) -> list[str]:
-        """One sentence for each XLA option that the installed jaxlib renamed or lacks."""
+        """A sentence for each XLA option that the installed jaxlib renamed or lacks."""
         return self.program.compiler_notes
 
     def describe(self) -> dict[str, Any]:

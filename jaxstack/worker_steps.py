@@ -24,10 +24,10 @@ from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.local_sgd.base import Exchange, OuterState, OverlappedExchange, WorkerMethod
 from jaxstack.loss import Batch, LossSum
 from jaxstack.module_arrays.module import Dict, ModuleArrays
-from jaxstack.nested import flatten, nest
 from jaxstack.observe.collectives import bytes_over_axis
 from jaxstack.parallel.config import WORKERS
 from jaxstack.parallel.rules import AxisRules, state_spec
+from jaxstack.parameter_paths import flatten, nest
 from jaxstack.state import TrainState, with_shardings
 from jaxstack.step import Metrics, StepFunctions, StepProgram
 from jaxstack.trainer import RunStep, StepWrapper, Trainer

@@ -40,7 +40,7 @@ class NotSupported(ValueError):
 
 @dataclass(frozen=True)
 class Backend(Generic[RequestT]):
-    """One implementation of an operation: a row of the operation's table of backends.
+    """An implementation of an operation: a row of the operation's table of backends.
 
     Every callable takes the operation's request, the object that holds the checked arguments of one call.
 

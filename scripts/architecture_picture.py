@@ -19,7 +19,7 @@ LAYERS = (
     ("around a step", ("resilience", "distill", "compress.formats")),
     ("parts", ("models", "data", "optim", "loss", "checkpoint")),
     ("foundations", ("parallel", "precision", "observe", "distributed")),
-    ("basics", ("config", "tree_rules", "cli", "files", "jax_compat", "errors")),
+    ("basics", ("config", "parameter_paths", "cli", "files", "jax_compat", "errors")),
 )
 """Layers from top to bottom, with the modules and packages of `jaxstack` on each. Imports point down."""
 WAY = (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.tree_rules import path_name
+from jaxstack.parameter_paths import path_name
 from tests.compilation import fully_optimized
 from tests.small_runs import make_trainer, run_steps, small_config
 

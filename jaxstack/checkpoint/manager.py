@@ -13,9 +13,8 @@ from typing import Any
 from jaxtyping import PyTree
 
 from jaxstack.checkpoint import arrays, directory, manifest
-from jaxstack.checkpoint.commit import SaveJob, commit, explain, make_index
-from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.checkpoint.damage import DamageFinder, DeletionCheck
+from jaxstack.checkpoint.commit import DamageFinder, DeletionCheck, SaveJob, commit, explain, make_index
+from jaxstack.checkpoint.config import CheckpointConfig, should_save, steps_to_delete
 from jaxstack.checkpoint.leaves import (
     LeafSpec,
     check_layout,
@@ -26,7 +25,6 @@ from jaxstack.checkpoint.leaves import (
     restored_leaf,
     to_stored,
 )
-from jaxstack.checkpoint.policy import should_save, steps_to_delete
 from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import FileLock

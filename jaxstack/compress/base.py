@@ -184,7 +184,7 @@ class DuringTraining(Method):
     one_by_one: ClassVar[bool] = False
     """True: the matrices of a stack are compressed in a loop."""
     needs_start: ClassVar[str | None] = None
-    """Why a run with this method must start from a trained model, and how; None: it need not."""
+    """Message that a run with this method must start from a trained model, with the reason; None: it need not."""
     features: ClassVar[tuple[Feature, ...]] = ()
     """Features of a run that the method is, for the table of what works together."""
 

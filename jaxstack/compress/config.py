@@ -31,7 +31,7 @@ from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.config.overrides import merge_overrides
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.layer_paths import match_common_value
-from jaxstack.tree_rules import check_patterns, match
+from jaxstack.parameter_paths import check_patterns, match
 
 # fmt: off
 METHODS: tuple[type[Method], ...] = (
@@ -113,7 +113,7 @@ class CompressionConfig(Component):
 
     @property
     def start_problem(self) -> str | None:
-        """Why a run with these rules cannot start from random weights; None if it can."""
+        """Message that says why a run with these rules cannot start from random weights; None if it can."""
         return next((rule.needs_start for rule in self.rules if rule.needs_start), None)
 
 

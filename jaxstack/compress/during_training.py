@@ -17,7 +17,7 @@ from jaxstack.compress.matrix import Weight, find_weights
 from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.module_arrays.views import Path, View, get_path, map_paths, with_views
-from jaxstack.nested import nest
+from jaxstack.parameter_paths import nest
 from pallas_kernels.weight_only.packed import PackedWeight
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.weight_only.packed import PackedWeight
 
 @dataclasses.dataclass(frozen=True)
 class MatrixLayout:
-    """How a weight of several dims is reshaped to one matrix [out, in], or to a stack of them.
+    """Shape of a weight, and its reshaping to one matrix [out, in] or a stack of matrices.
 
     Attributes:
       shape: shape of the weight.

@@ -12,7 +12,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.count import count_mixers, count_parameters
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer
-from jaxstack.tree_rules import match
+from jaxstack.parameter_paths import match
 
 
 @dataclasses.dataclass(frozen=True)

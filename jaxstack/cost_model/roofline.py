@@ -113,7 +113,7 @@ def find_peak(kind: str) -> DevicePeak | None:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What one device computes for one microbatch: sequences, their length, and the degrees that split the model.
+    """The work of one device for one microbatch: sequences, their length, and the degrees that split the model.
 
     Attributes:
       rows: sequences of a microbatch on this device.

@@ -225,7 +225,8 @@ class ExampleRows:
         self._rows = [chosen[rows[i]] for i in order]
         counts = [int(labels[row].sum()) for row in self._rows]
         self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self.count, self.labels = len(self._rows), int(self._before[-1])
+        self.count = len(self._rows)
+        self.labels = int(self._before[-1])
         self.used = float(np.sum(kept[chosen] - 1) / max(self.count * sequence_length, 1))
         """Fraction of the rows that is not padding."""
 
@@ -240,8 +241,10 @@ class ExampleRows:
             ids = self._examples.ids[part]
             answers = self._examples.answers[part]
             place = slice(at, at + len(ids) - 1)
-            tokens[place], labels[place] = ids[:-1], np.where(answers[1:], ids[1:], IGNORE)
-            segments[place], positions[place] = number, np.arange(len(ids) - 1)
+            tokens[place] = ids[:-1]
+            labels[place] = np.where(answers[1:], ids[1:], IGNORE)
+            segments[place] = number
+            positions[place] = np.arange(len(ids) - 1)
             at = place.stop
         segments[at:] = len(members) + 1  # its own segment, so that padding attends only to padding
         positions[at:] = np.arange(length - at)

@@ -42,9 +42,9 @@ class EngineConfig(Component):
     steps_ahead: int = Field(default=2, ge=0)
     """Number of steps that are queued on the device before the host reads the tokens of the oldest one."""
     half_batches_from: int | None = Field(default=None, ge=2)
-    """With tensor parallelism: smallest number of tokens of a step, padding included, from which the step is computed
-    as two half-batches, whose all-reduces can overlap with matmuls of the other half (NanoFlow); null: never. Each half
-    reads all weights, so that steps of few tokens get slower."""
+    """Smallest number of tokens of a step, padding included, from which tensor parallelism computes the step as two
+    half-batches, whose all-reduces can overlap with matmuls of the other half (NanoFlow); null: never. Each half reads
+    all weights, so that steps of few tokens get slower."""
     draft_tokens: int = Field(default=0, ge=0, le=15)
     """Number of next tokens that each step guesses and verifies, by a draft model (`--draft`) or else from earlier text
     (n-gram speculation); 0: none. With a draft model the default is 4."""

@@ -32,7 +32,7 @@ class RecentTokens(NamedTuple):
     """Newest tokens of each sequence, to run again as the draft model's keys and values for them are approximate."""
 
     tokens: Int[np.ndarray, "R D"]
-    """At the end of each row."""
+    """Token ids, aligned to the end of each row."""
     counts: Int[np.ndarray, " R"]
     """Number of them per row, 0 for a row of padding."""
 

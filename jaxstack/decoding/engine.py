@@ -361,7 +361,8 @@ class Engine:
             try:
                 complete = request.constraint is not None and not request.constraint.accept(token)
             except ConstraintFailed as failure:
-                complete, error = False, failure
+                complete = False
+                error = failure
             if error is not None:
                 reason = "error"
             elif complete:

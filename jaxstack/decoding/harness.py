@@ -34,7 +34,7 @@ class _BatchKey(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """One of the harness's requests to generate text, with its settings."""
+    """A request of the harness to generate text, with its settings."""
 
     number: int
     ids: list[int]

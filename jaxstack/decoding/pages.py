@@ -129,6 +129,7 @@ class PagePool:
         self._unused.clear()
 
     def _forget(self, page: int) -> None:
-        digest, self._digests[page] = self._digests[page], None
+        digest = self._digests[page]
+        self._digests[page] = None
         if digest is not None:
             del self._by_digest[digest]

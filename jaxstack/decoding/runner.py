@@ -279,7 +279,8 @@ class DraftRunner(Runner):
         tokens = np.zeros((count, self._width), np.int32)
         counts = np.zeros(count, np.int32)
         for number, row in enumerate(rows):
-            tokens[number, -row.again :], counts[number] = row.sequence.tokens[-row.again :], row.again
+            tokens[number, -row.again :] = row.sequence.tokens[-row.again :]
+            counts[number] = row.again
         return RecentTokens(tokens, counts)
 
     def _read_one(self, plan: StepPlan, sampled: Int[np.ndarray, " found"]) -> Iterator[tuple[Row, list[int]]]:

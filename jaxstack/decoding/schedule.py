@@ -82,7 +82,8 @@ class Row:
     def set_accepted(self, accepted: int) -> None:
         """Record that a step accepted the first `accepted` tokens of this row and rejected the other drafts."""
         if self.drafts and self.index is not None:
-            self.sequence.filled, self.sequence.sampled = self.start + accepted, self.index + accepted
+            self.sequence.filled = self.start + accepted
+            self.sequence.sampled = self.index + accepted
 
 
 @dataclasses.dataclass
@@ -273,7 +274,9 @@ class Scheduler:
         self._release_slot(sequence)
         # With a draft model the next token must come from a decoded row, as it would have without preemption.
         decodes = self._draft_model and sequence.num_read > 0
-        sequence.filled, sequence.exact, sequence.target = 0, 0, len(sequence.tokens) - decodes
+        sequence.filled = 0
+        sequence.exact = 0
+        sequence.target = len(sequence.tokens) - decodes
         self.waiting.appendleft(sequence)
 
     def _release_slot(self, sequence: Sequence) -> None:
@@ -312,7 +315,8 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             sequence.described_pages = -1
             if sequence.handle.times.started is None:
-                sequence.handle.times.started, sequence.handle.cached_tokens = time.perf_counter(), cached
+                sequence.handle.times.started = time.perf_counter()
+                sequence.handle.cached_tokens = cached
             self.running.append(sequence)
 
     def _chunk_prompts(self, pending: Rows[Sequence]) -> tuple[list[Row], ChunkShape | None]:

@@ -133,7 +133,8 @@ class Programs:
         chunks = self.describe([], shape.rows)
         longest = self.table_width * self.page_size
         count = min(shape.width, longest)
-        chunks[:, Column.START], chunks[:, Column.COUNT] = longest - count, count
+        chunks[:, Column.START] = longest - count
+        chunks[:, Column.COUNT] = count
         chunks[:, Column.PAGES :] = page
         return chunks
 
@@ -152,7 +153,8 @@ class Programs:
             line[Column.TOP_K] = min(sampling.top_k or _NO_LIMIT, _NO_LIMIT)
             # Logits divided by a temperature outside of these bounds would overflow, or all be alike.
             temperature = min(max(sampling.temperature, 1e-6), 1e6) if sampling.temperature else 0.0
-            floats[Column.TEMPERATURE], floats[Column.MIN_P] = temperature, sampling.min_p or 0
+            floats[Column.TEMPERATURE] = temperature
+            floats[Column.MIN_P] = sampling.min_p or 0
             floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
         line[Column.PAGES + known : Column.PAGES + len(sequence.pages)] = sequence.pages[known:]
         sequence.described_pages = len(sequence.pages)
@@ -227,7 +229,8 @@ class Programs:
         """Repeat the description of each row, so that a token can be sampled after each of its `width` tokens."""
         index = rows[:, Column.INDEX, None] + np.arange(width) - width + rows[:, Column.COUNT, None]
         repeated = np.repeat(rows, width, axis=0)
-        repeated[:, Column.INDEX], repeated[:, Column.STORE] = np.maximum(index, 0).ravel(), self.slots
+        repeated[:, Column.INDEX] = np.maximum(index, 0).ravel()
+        repeated[:, Column.STORE] = self.slots
         return repeated
 
     @contextlib.contextmanager

@@ -54,7 +54,8 @@ class _WordText:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
-        self._start, self._shown = 0, len(self._ids)
+        self._start = 0
+        self._shown = len(self._ids)
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         for token in prompt[-_LONGEST_CHARACTER:]:
             self._push_byte(tokenizer.fallback_byte(token))

@@ -19,7 +19,7 @@ from jaxstack.files import write_file, write_json
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.transformer import Cache, Transformer
 from jaxstack.module_arrays.module import ModuleArrays
-from jaxstack.nested import nest
+from jaxstack.parameter_paths import nest
 from pallas_kernels.target import lowering_platform
 
 PLATFORMS = ("cpu", "cuda")

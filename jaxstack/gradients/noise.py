@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxstack.errors import ConfigError
 from jaxstack.observe.noise_scale import noise_problem
 from jaxstack.optim.build import is_load_signal
-from jaxstack.tree_rules import map_by_path
+from jaxstack.parameter_paths import map_by_path
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -36,7 +36,7 @@ from jaxstack.parallel.rules import is_cast, restrict
 from jaxstack.parallel.shard_map_weights import Dims
 from jaxstack.parallel.sharding_context import ShardingContext, TracedParameters
 from jaxstack.parallel.weight_gather import dims_of, on_tensor_shards
-from jaxstack.precision.recipe import ScalingState
+from jaxstack.precision import ScalingState
 
 Result = TypeVar("Result")
 State = TypeVar("State")

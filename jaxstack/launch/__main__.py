@@ -18,7 +18,7 @@ from jaxstack.distributed.cluster import (
     tls_variables,
 )
 from jaxstack.errors import ConfigError
-from jaxstack.launch.health import Limits
+from jaxstack.launch.child import Limits
 from jaxstack.launch.supervisor import Job, Supervisor
 
 

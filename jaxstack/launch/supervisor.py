@@ -15,10 +15,9 @@ from types import FrameType
 
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, LOCAL_DEVICES, Nodes, split_devices
 from jaxstack.errors import ConfigError
-from jaxstack.launch import shared_memory
-from jaxstack.launch.child import Child, adopt_orphans, end_all
-from jaxstack.launch.cleanup_process import CleanupProcess
-from jaxstack.launch.health import Limits, find_straggler, find_stuck
+from jaxstack.launch import cleanup
+from jaxstack.launch.child import Child, Limits, adopt_orphans, end_all, find_straggler, find_stuck
+from jaxstack.launch.cleanup import CleanupProcess
 from jaxstack.observe.number_format import plural
 from jaxstack.resilience.exit_on_signal import SAME_SECONDS, stop_signals
 from jaxstack.resilience.progress_file import Record
@@ -61,7 +60,7 @@ _STOPPED = (143, 130, 129)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the launcher runs on a node: a training command, its number of processes, timeouts and restarts."""
+    """Work of the launcher on a node: a training command, its number of processes, timeouts and restarts."""
 
     command: tuple[str, ...]
     processes: int = 1
@@ -128,14 +127,14 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _attempt(self, folder: Path, attempt: int) -> Outcome:
-        before = shared_memory.list_files()
+        before = cleanup.list_files()
         children = self._start(folder, attempt)
         try:
             code, reason = self._watch(children)
         finally:
             end_all(children, _END_SECONDS)
-            if left := shared_memory.remove_left_behind(before):
-                say(f"removed {plural(len(left), 'file')} that it had left in {shared_memory.FOLDER}")
+            if left := cleanup.remove_left_behind(before):
+                say(f"removed {plural(len(left), 'file')} that it had left in {cleanup.FOLDER}")
         return Outcome(code, reason, max(child.record().saved for child in children))
 
     def _start(self, folder: Path, attempt: int) -> list[Child]:

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.local_sgd.base import Dict, OuterState
-from jaxstack.nested import flatten, nest
 from jaxstack.optim.base import is_matrix
 from jaxstack.optim.matrix_optimizer import KNOWN, MatrixShapeRule
 from jaxstack.parallel.config import WORKERS
-from jaxstack.tree_rules import match
+from jaxstack.parameter_paths import flatten, match, nest
 
 
 class MatrixShape(NamedTuple):
@@ -70,7 +69,8 @@ class PowerSGD:
                 means[path] = jax.lax.pmean(x, WORKERS)
                 continue
             mean, factors[path], error = low_rank_mean((x + errors[path]).reshape(shape.full), factors[path])
-            means[path], errors[path] = mean.reshape(x.shape), error.reshape(x.shape)
+            means[path] = mean.reshape(x.shape)
+            errors[path] = error.reshape(x.shape)
         shared = {"factors": nest(factors.items())}
         own = {"error": nest(errors.items())}
         return nest(means.items()), OuterState({**state.shared, **shared}, {**state.own, **own})

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from jaxstack.local_sgd.base import Dict, OuterState
 from jaxstack.local_sgd.diloco import OuterSGD
 from jaxstack.local_sgd.reduction import Reduction, make_reduction
-from jaxstack.tree_rules import map_by_path
+from jaxstack.parameter_paths import map_by_path
 
 _LAYER = re.compile(r"(?:^|/)(\d+)(?:/|$)")
 """Number of the layer in the path of a parameter of an unrolled layer."""

@@ -22,7 +22,7 @@ from jaxstack.config.features import Excludes, Feature
 from jaxstack.models.dropout import drop, fold_key
 from jaxstack.models.layer_paths import match_common_value, weight_paths
 from jaxstack.models.linear import Kernel, Linear, multiply
-from jaxstack.tree_rules import check_patterns
+from jaxstack.parameter_paths import check_patterns
 from pallas_kernels import PackedWeight, QuantizedWeight
 
 Module = TypeVar("Module", bound=nnx.Module)
@@ -56,7 +56,8 @@ class Adapter(nnx.Module):
         axes = known["logical_axes"]
         stacked = int(known["logical_axes"][:1] == ("layers",))
         cut = stacked + layer.contracted
-        (stack, inputs, outputs), rank = _cut(kernel.shape, stacked, cut), rule.rank
+        stack, inputs, outputs = _cut(kernel.shape, stacked, cut)
+        rank = rule.rank
         metadata = {"sum_where_used": True} if known.get("sum_where_used") else {}
 
         def parameter(value: jax.Array, *axes: str) -> nnx.Param:

@@ -78,7 +78,7 @@ def mixer_module(mixer: Mixer) -> type[TokenMixer]:
 
 
 class Block(nnx.Module):
-    """One layer: x = x + mixer(norm(x)), then x = x + mlp(norm(x)). Either sublayer may be missing.
+    """A layer: x = x + mixer(norm(x)), then x = x + mlp(norm(x)). Either sublayer may be missing.
 
     With `config.post_norms` the output of each sublayer is normalized too, before it is added.
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxstack.parallel.rules import axes_of
 from jaxstack.parallel.sharding_context import current_context, current_rules
-from jaxstack.precision.recipe import ScalingState
+from jaxstack.precision import ScalingState
 
 CHUNK_BYTES = 2**30
 """Bytes per device that a chunk's widest activation array may have; longer inputs are cut."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 from jaxstack.errors import ConfigError
-from jaxstack.tree_rules import Rules, match
+from jaxstack.parameter_paths import Rules, match
 
 
 @runtime_checkable

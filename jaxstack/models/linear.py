@@ -19,7 +19,7 @@ from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, save_for_backward, shard
 from jaxstack.parallel.rules import KEEP_FLOAT32
 from jaxstack.parallel.sharding_context import is_sharded
-from jaxstack.precision.recipe import Fp8Matmul
+from jaxstack.precision import Fp8Matmul
 from pallas_kernels import (
     BiasedProduct,
     NormalisedInput,

@@ -13,9 +13,8 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer_paths import match_common_value, weight_paths
 from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer
-from jaxstack.precision.config import PrecisionConfig
-from jaxstack.precision.recipe import Fp8Matmul, use_fp8
-from jaxstack.tree_rules import check_patterns
+from jaxstack.parameter_paths import check_patterns
+from jaxstack.precision import Fp8Matmul, PrecisionConfig, use_fp8
 
 
 def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from jaxstack.models.config import ModelConfig
-from jaxstack.tree_rules import match
+from jaxstack.parameter_paths import match
 
 Role = Literal["input", "hidden", "output", "final_gain"]
 

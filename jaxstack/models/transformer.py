@@ -20,7 +20,7 @@ from jaxstack.models.residual import shard_residual
 from jaxstack.models.rope import rope_cos_sin, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length
-from jaxstack.precision.config import PrecisionConfig
+from jaxstack.precision import PrecisionConfig
 from pallas_kernels import PackedWeight, packed_matmul
 
 HEAD_AXES = ("embed", "vocab")

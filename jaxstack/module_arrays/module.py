@@ -17,10 +17,9 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import merge_adapters, set_dora_magnitudes
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.models.parametrization import Width
-from jaxstack.nested import flatten, nest
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.precision.recipe import ScalingState, update_scaling
-from jaxstack.tree_rules import ADAPTER
+from jaxstack.parameter_paths import ADAPTER, flatten, nest
+from jaxstack.precision import ScalingState, update_scaling
 
 State = TypeVar("State")
 V = TypeVar("V")

@@ -19,7 +19,7 @@ from jaxstack.models import Transformer, in_fp8
 from jaxstack.module_arrays.module import Dict, ModuleArrays, State
 from jaxstack.module_arrays.views import View
 from jaxstack.parallel.pipeline.plan import StageLayout
-from jaxstack.tree_rules import path_name
+from jaxstack.parameter_paths import path_name
 
 _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
 """Name of a leaf of a layer, also inside an optimizer's state."""

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxstack.errors import ConfigError
 from jaxstack.module_arrays.module import Dict, ModuleArrays, State, make_arrays
-from jaxstack.nested import flatten, nest
+from jaxstack.parameter_paths import flatten, nest
 
 Path = tuple[Any, ...]
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from jaxstack.config.base import Component, PathRule
 from jaxstack.models.parametrization import Role
-from jaxstack.tree_rules import check_patterns
+from jaxstack.parameter_paths import check_patterns
 
 
 class HasShape(Protocol):

@@ -17,7 +17,7 @@ from pydantic import Field
 from jaxstack.optim.base import RunInfo
 from jaxstack.optim.matrix_optimizer import MatrixOptimizer
 from jaxstack.parallel.rules import state_spec
-from jaxstack.tree_rules import map_by_path
+from jaxstack.parameter_paths import map_by_path
 
 
 class Blocks(NamedTuple):
@@ -49,7 +49,8 @@ class Blocks(NamedTuple):
 
     def split(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Cut an array of the parameter's shape into blocks [*grid_shape, rows, columns], padded with zeros."""
-        (m, rows), (n, columns) = self.rows, self.columns
+        m, rows = self.rows
+        n, columns = self.columns
         height, width = self.matrix_shape
         x = x.reshape(*self.batch_dims, height, width)
         if (m * rows, n * columns) != (height, width):
@@ -59,7 +60,8 @@ class Blocks(NamedTuple):
 
     def join(self, blocks: Float[Array, "..."]) -> Float[Array, "..."]:
         """Put blocks back together into an array of the parameter's shape: the inverse of `split`."""
-        (m, rows), (n, columns) = self.rows, self.columns
+        m, rows = self.rows
+        n, columns = self.columns
         height, width = self.matrix_shape
         x = jnp.moveaxis(blocks.reshape(*self.batch_dims, m, n, rows, columns), -3, -2)
         return x.reshape(*self.batch_dims, m * rows, n * columns)[..., :height, :width].reshape(self.shape)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxstack.models.parametrization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
 from jaxstack.optim.mup import check_mup_support, clip_by_scaled_norm, rate_factor, scale_epsilon
-from jaxstack.tree_rules import ADAPTER, map_by_path, match, path_name
+from jaxstack.parameter_paths import ADAPTER, map_by_path, match, path_name
 from pallas_kernels.target import automatic_axes
 
 _FEWEST_ROWS = 256

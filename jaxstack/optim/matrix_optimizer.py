@@ -10,7 +10,7 @@ from pydantic import Field
 from jaxstack.config.base import PathRule
 from jaxstack.errors import ConfigError
 from jaxstack.optim.base import HasShape, Optimizer, RunInfo, is_matrix
-from jaxstack.tree_rules import check_patterns, map_by_path, match
+from jaxstack.parameter_paths import check_patterns, map_by_path, match
 
 
 class MatrixShapeRule(PathRule):

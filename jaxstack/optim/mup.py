@@ -12,7 +12,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.parametrization import Role, Width
 from jaxstack.optim.base import HasShape, Optimizer
 from jaxstack.optim.matrix_optimizer import MatrixOptimizer
-from jaxstack.tree_rules import map_by_path
+from jaxstack.parameter_paths import map_by_path
 
 AnyKind = TypeVar("AnyKind", bound=Optimizer)
 

@@ -128,7 +128,8 @@ class AxisRules:
         first = next(d for d in range(len(shape)) if not _is_stack(names, d))
         taken = next((d for d, part in enumerate(spec) if set(self.weight_axes) <= set(axes_of(part))), first)
         if spec[first] is None and shape[first] % self.degree(axes_of(spec[taken])) == 0:
-            spec[first], spec[taken] = spec[taken], None
+            spec[first] = spec[taken]
+            spec[taken] = None
 
     def _store_over_stages(self, spec: list[Part], names: Names | None, shape: Sequence[int]) -> None:
         """Shard a parameter that belongs to no stage (embedding, head) over `pipeline` too, along its largest dim."""

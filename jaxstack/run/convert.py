@@ -25,8 +25,8 @@ from jaxstack.models.huggingface.quantization_config import FORMATS
 from jaxstack.models.huggingface.quantized_weights import unsupported_reason
 from jaxstack.models.huggingface.save import write_checkpoint
 from jaxstack.module_arrays.module import ModuleArrays
-from jaxstack.nested import flatten, nest
 from jaxstack.parallel import ParallelConfig
+from jaxstack.parameter_paths import flatten, nest
 from jaxstack.run.load import read_run_config
 from jaxstack.run.setting import open_rules
 from jaxstack.run_config import RunConfig, config_from_tree

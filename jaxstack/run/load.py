@@ -23,7 +23,7 @@ from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig
-from jaxstack.precision.config import PrecisionConfig
+from jaxstack.precision import PrecisionConfig
 from jaxstack.run import generate as generation
 from jaxstack.run.generate import GeneratedText
 from jaxstack.run.setting import Setting

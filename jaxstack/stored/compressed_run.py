@@ -11,8 +11,8 @@ from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig
 from jaxstack.models.restack import same_stacking
 from jaxstack.module_arrays.module import ModuleArrays
-from jaxstack.nested import nest
 from jaxstack.parallel import AxisRules
+from jaxstack.parameter_paths import nest
 from jaxstack.stored.model import Form, Params, convert, initial_variables
 from jaxstack.stored.training_run import RunDirectory
 from pallas_kernels import PackedWeight

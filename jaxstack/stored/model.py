@@ -27,8 +27,8 @@ from pallas_kernels import PackedWeight
 Params: TypeAlias = dict[str, Any]
 """Parameters as nested dicts of arrays."""
 Form: TypeAlias = Literal["plain", "packed", "master"]
-"""How compressed weights are read: `plain` as dense arrays of their compressed values, `packed` as `PackedWeight` where
-a weight is stored or computed with so, `master` as the dense arrays that training updates and rounds in each step."""
+"""Form in which compressed weights are read. `plain`: dense arrays of their compressed values. `packed`: `PackedWeight`
+where a weight is stored or computed with so. `master`: the dense arrays that training updates and rounds each step."""
 Report: TypeAlias = Callable[[str], None]
 
 GENERATION_FILE = "generation_config.json"

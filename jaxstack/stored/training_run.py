@@ -26,8 +26,8 @@ from jaxstack.models import ModelConfig, Transformer, adapted_layers, add_adapte
 from jaxstack.models.adapters import AdapterConfig, AdapterRule
 from jaxstack.models.restack import restack_shapes, same_stacking
 from jaxstack.module_arrays.module import ModuleArrays
-from jaxstack.nested import flatten, get, nest
 from jaxstack.parallel import AxisRules
+from jaxstack.parameter_paths import flatten, get, nest
 from jaxstack.stored.model import Form, Params, StoredLayers, StoredModel, abstract_parameters, convert
 from pallas_kernels import PackedWeight
 

@@ -1,4 +1,4 @@
-"""How the chunks of a sequence are assigned to the devices of a mesh axis, and transfers of chunks between devices.
+"""Assigns the chunks of a sequence to the devices of a mesh axis, and transfers chunks between devices.
 
 With n devices and the layout "contiguous", device i holds the i-th of n chunks. With "zigzag" it holds chunks i and
 2n-1-i of 2n, in this order: all devices then have the same work under a causal mask. (Striped Attention, Brandon et

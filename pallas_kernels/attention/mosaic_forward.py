@@ -72,7 +72,7 @@ class _Buffers(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """One unit of a program's work: a block of queries of one head, the `number`-th that the program computes.
+    """A unit of a program's work: a block of queries of one head, the `number`-th that the program computes.
 
     The program visited `before` tiles for the blocks before it.
     """

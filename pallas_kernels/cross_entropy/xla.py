@@ -58,7 +58,7 @@ Carry = TypeVar("Carry")
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkPlan:
-    """How a call's tokens are divided into chunks and their gradients accumulated: static, hashable."""
+    """Division of a call's tokens into chunks, and accumulation of their gradients: static, hashable."""
 
     options: Options
     sizes: tuple[tuple[int, int], ...]

@@ -23,7 +23,7 @@ class Fp8Options:
 
     @property
     def no_norm_input_gradients(self) -> tuple[None, ...]:
-        """What a backward pass returns as gradients of a fused RMSNorm's inputs: (None, None), or () without a norm.
+        """The gradients that a backward pass returns for a fused RMSNorm's inputs: (None, None), or () without a norm.
 
         Each is None, because the gradient goes to the norm's output.
         """

@@ -44,7 +44,7 @@ States = tuple[jax.Array | None, ...]
 
 
 class WeightResiduals(NamedTuple):
-    """What the forward pass of a matmul saves about one weight for the backward pass."""
+    """Values of one weight that the forward pass of a matmul saves for the backward pass."""
 
     weight: Quantized
     state: jax.Array | None

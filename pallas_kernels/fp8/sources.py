@@ -1,4 +1,4 @@
-"""How an FP8 operand is made (a plain array, SwiGLU, RMSNorm), for kernels that compute and quantize it in one pass."""
+"""Sources of an FP8 operand (a plain array, SwiGLU, RMSNorm), for kernels that compute and quantize it in one pass."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Where groups of rows lie in an array: one after the other, each starting at a multiple of an alignment.
+"""Layout of groups of rows in an array: one after the other, each starting at a multiple of an alignment.
 
 A kernel that works in tiles of rows needs every tile to belong to one group. The rows between the end of a group and
 the start of the next are then padding. The number of rows is known while tracing, the sizes of the groups are not.

@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from jaxstack.checkpoint import branch
-from jaxstack.checkpoint.branch import link_checkpoint
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.checkpoint.manifest import MANIFEST
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.run import branch
+from jaxstack.run.branch import link_checkpoint
 from tests.checkpoint.states import assert_same, make_state
 
 

@@ -12,7 +12,7 @@ import pytest
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
-from jaxstack.checkpoint.silence_orbax import silence_orbax
+from jaxstack.checkpoint.arrays import silence_orbax
 
 NOWHERE = "/proc/nothing"
 

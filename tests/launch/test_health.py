@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxstack.launch.health import Limits, find_straggler, find_stuck
+from jaxstack.launch.child import Limits, find_straggler, find_stuck
 from jaxstack.launch.supervisor import RestartBudget
 from jaxstack.resilience.progress_file import Record
 

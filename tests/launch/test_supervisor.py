@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxstack.launch.__main__ import check_shadowing, main
-from jaxstack.launch.shared_memory import FOLDER, list_files, remove_left_behind
+from jaxstack.launch.cleanup import FOLDER, list_files, remove_left_behind
 
 WRITE = (
     "import os, sys, time; from jaxstack.resilience.progress_file import ProgressFile; "

@@ -18,7 +18,7 @@ from jaxstack.models import (
 )
 from jaxstack.models.adapters import Adapter, adapted_layers
 from jaxstack.models.linear import Linear
-from jaxstack.tree_rules import ADAPTER, path_name
+from jaxstack.parameter_paths import ADAPTER, path_name
 from tests.small_runs import make_trainer, run_steps, small_config
 
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48, qkv_bias=True)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, feed_forward_chunks, in_fp8
-from jaxstack.precision.config import PrecisionConfig
+from jaxstack.precision import PrecisionConfig
 from tests.small_runs import batch_at
 
 ROWS = 4

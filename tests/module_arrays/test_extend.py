@@ -15,9 +15,9 @@ from jaxstack.errors import ConfigError
 from jaxstack.loop import LoopSettings
 from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.module_arrays.views import View, map_paths, with_views
-from jaxstack.nested import flatten
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.parallel import ParallelConfig, make_mesh
+from jaxstack.parameter_paths import flatten
 from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import Trainer
 

@@ -18,8 +18,7 @@ from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.module_arrays.pipeline_order import StagedArrays
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.what_ran import refuse_missing_fp8
-from jaxstack.precision.config import PrecisionConfig
-from jaxstack.precision.recipe import Fp8Matmul, ScalingState, use_fp8
+from jaxstack.precision import Fp8Matmul, PrecisionConfig, ScalingState, use_fp8
 from jaxstack.run_config import load_config
 from pallas_kernels import record_choices
 from tests.reliability.states import read_checkpoint

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxstack.launch.shared_memory import list_files
+from jaxstack.launch.cleanup import list_files
 from tests.reliability.runs import FAULTY, TRAIN, Runs, alive, finish, ranks, read_until
 
 pytestmark = pytest.mark.exhaustive

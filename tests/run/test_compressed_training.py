@@ -18,7 +18,7 @@ from jaxstack.compress.formats.integer_grid import Rtn
 from jaxstack.config.loader import dump_yaml
 from jaxstack.files import write_file
 from jaxstack.models import from_huggingface
-from jaxstack.nested import flatten, nest
+from jaxstack.parameter_paths import flatten, nest
 from jaxstack.run.build import build_model
 from jaxstack.run.load import read_run_config
 from jaxstack.run.train import train

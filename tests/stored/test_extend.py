@@ -11,7 +11,7 @@ from jaxstack import load
 from jaxstack.config.loader import build_component, dump_yaml, load_yaml
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.nested import flatten, nest
+from jaxstack.parameter_paths import flatten, nest
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import convert, initial_variables
 

@@ -31,7 +31,7 @@ from jaxstack.distill import DistillConfig
 from jaxstack.errors import ConfigError
 from jaxstack.files import new_directory, write_file
 from jaxstack.models.adapters import AdapterConfig
-from jaxstack.nested import nest
+from jaxstack.parameter_paths import match, nest
 from jaxstack.run.convert import converted_config
 from jaxstack.run.evaluate import TextLoss, TextOptions, measure_loss, on_one_device, open_evaluation
 from jaxstack.run.load import load_decoder, run_config
@@ -39,7 +39,6 @@ from jaxstack.run.setting import with_evaluation_layout
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens, initial_variables
-from jaxstack.tree_rules import match
 from pallas_kernels import Grid, PackedWeight
 
 Leaves: TypeAlias = dict[str, Any]

@@ -62,7 +62,8 @@ class ValueTable:
 
     def places(self, w: Float[Array, "*dims"]) -> Int[Array, "*dims"]:
         """Round weights to bfloat16 and return their indices in the table's `values`, as int32."""
-        (low, high), patterns = self._ends, bfloat16_patterns(w)
+        low, high = self._ends
+        patterns = bfloat16_patterns(w)
         magnitudes = patterns & (PATTERNS // 2 - 1)
         place = magnitudes - low + 1 + jnp.where(patterns >= PATTERNS // 2, high - low, 0)
         return jnp.where((magnitudes >= low) & (magnitudes < high), place, 0)

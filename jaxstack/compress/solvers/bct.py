@@ -123,7 +123,8 @@ def round_tiles(
     Args:
       columns: default: as many as rows.
     """
-    (outputs, inputs), columns = w.shape, columns or rows
+    outputs, inputs = w.shape
+    columns = columns or rows
     tiles = w.astype(jnp.float32).reshape(outputs // rows, rows, inputs // columns, columns)
     largest = block_exponents(jnp.abs(tiles).max((1, 3)), bits).astype(jnp.int32)
 

@@ -252,7 +252,8 @@ class ProjectedAttention(AttentionKind):
         Returns:
           The output, and the log-sum-exp of its scores.
         """
-        batch, (groups, size) = q.shape[0], numbers.shape
+        batch = q.shape[0]
+        groups, size = numbers.shape
         earlier = jnp.tril(jnp.ones((size, size), bool), -1)
 
         def rows(x: jax.Array) -> jax.Array:

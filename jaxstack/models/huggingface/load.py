@@ -27,8 +27,8 @@ from jaxstack.models.huggingface.quantized_weights import (
 )
 from jaxstack.models.huggingface.tensors import explicit_slices, whole
 from jaxstack.models.transformer import Transformer
-from jaxstack.nested import nest
 from jaxstack.parallel import AxisRules, make_rules
+from jaxstack.parameter_paths import nest
 from pallas_kernels import PackedWeight
 
 Arrays = dict[str, jax.Array | PackedWeight]

@@ -35,7 +35,7 @@ class WeightArguments(BaseModel):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How a module's weight is quantized in a compressed-tensors format: bits, number type, and what shares a scale.
+    """The quantization of a module's weight in a compressed-tensors format: bits, number type, and what shares a scale.
 
     Attributes:
       format: name of the format, such as `pack-quantized`.

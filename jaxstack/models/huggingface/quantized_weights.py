@@ -150,7 +150,8 @@ class QuantizedTensor:
         return shape[0], shape[1]
 
     def _check_scales(self) -> None:
-        (outputs, inputs), scheme = self.shape, self.scheme
+        outputs, inputs = self.shape
+        scheme = self.scheme
         found = self._files.shapes[self._name("weight_scale")]
         size = scheme.group_size or inputs
         if scheme.block is not None:

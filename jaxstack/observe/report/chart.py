@@ -70,8 +70,7 @@ def value_axis(values: np.ndarray, scale: str = "auto", from_zero: bool = False)
 def step_axis(low: float, high: float) -> Axis:
     """Return the horizontal axis of a chart over steps, without margins; a single step is in the middle."""
     if high <= low:
-        low, high = low - 1, low + 1
-        return Axis(low, high, False, (low + 1,))
+        return Axis(low - 1, low + 1, False, (low,))
     ticks = linear_ticks(low, high, 6)
     whole = tuple(tick for tick in ticks if tick == round(tick))
     return Axis(low, high, False, whole or ticks)

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from pydantic import Field
 
 from jaxstack.optim.base import HasShape, Optimizer, RunInfo, is_matrix
-from jaxstack.tree_rules import map_by_path, match
+from jaxstack.parameter_paths import map_by_path, match
 
 AVERAGED = (
     (r"embed\w*/table$", (-1,)),

@@ -13,7 +13,7 @@ from pydantic import Field
 from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunInfo
 from jaxstack.optim.matrix_optimizer import MatrixOptimizer
 from jaxstack.parallel.mesh import spread
-from jaxstack.tree_rules import map_by_path
+from jaxstack.parameter_paths import map_by_path
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's iteration. Its slope at 0 is so steep that five steps bring singular values of 0.01 to 1

@@ -51,7 +51,7 @@ class StageFunctions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """One device's share of a step's loss, item count and gradients (float32 trees, None in evaluation)."""
+    """A device's share of a step's loss, item count and gradients (float32 trees, None in evaluation)."""
 
     layers: Any
     ends: Any

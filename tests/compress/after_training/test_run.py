@@ -24,7 +24,7 @@ from jaxstack.config.loader import dump_yaml
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.files import write_file
-from jaxstack.nested import flatten, nest
+from jaxstack.parameter_paths import flatten, nest
 from jaxstack.run.build import build_model
 from jaxstack.run.evaluate import TextOptions, evaluate
 from jaxstack.run.load import start_parameters

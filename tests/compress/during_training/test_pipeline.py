@@ -26,8 +26,8 @@ from jaxstack.models import ModelConfig, Transformer
 from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.module_arrays.pipeline_order import PipelineOrder
 from jaxstack.module_arrays.views import with_views
-from jaxstack.nested import flatten
 from jaxstack.observe.config import ObserveConfig
+from jaxstack.parameter_paths import flatten
 from jaxstack.run.build import make_trainer
 from jaxstack.state import TrainState
 from jaxstack.trainer import Trainer

@@ -13,7 +13,7 @@ from jaxstack.compress.during_training import Compression, compress_in_training
 from jaxstack.compress.formats.integer_grid import QatRule
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, Transformer, in_fp8
-from jaxstack.precision.config import PrecisionConfig
+from jaxstack.precision import PrecisionConfig
 from pallas_kernels import PackedWeight, packed_matmul
 
 W8A8: dict[str, Any] = {"bits": 8, "group_size": None, "activations": "int8"}

@@ -16,7 +16,7 @@ from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.mixer import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.rope import apply_rope, rope_cos_sin, rope_frequencies
-from jaxstack.precision.config import PrecisionConfig
+from jaxstack.precision import PrecisionConfig
 from jaxstack.run.build import make_trainer
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxstack.errors import ConfigError
-from jaxstack.tree_rules import check_patterns, map_by_path, match, path_name
+from jaxstack.parameter_paths import check_patterns, map_by_path, match, path_name
 
 TREE = {"decoder": {"layers": [{"kernel": 1, "bias": 2}, {"kernel": 3}]}, "head": 4}
 
