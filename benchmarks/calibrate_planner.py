@@ -25,8 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import RESULTS, print_table
-from jaxstack.cost_model.cluster import cluster_of_devices, parse_cluster
-from jaxstack.cost_model.efficiency import FILE, Efficiency
+from jaxstack.cost_model.cluster import EFFICIENCY_FILE, Efficiency, cluster_of_devices, parse_cluster
 from jaxstack.cost_model.forecast import LayoutModel
 from jaxstack.cost_model.layouts import LayoutTable, layout_table_of
 from jaxstack.cost_model.model_shape import model_shape
@@ -246,9 +245,9 @@ def main() -> None:
     if args.write:
         values, sources = calibrate([(script, row) for script, row in rows if script != "parallel"])
         Efficiency(**values)
-        FILE.write_text(json.dumps({"values": values, "sources": sources}, indent=1) + "\n")
+        EFFICIENCY_FILE.write_text(json.dumps({"values": values, "sources": sources}, indent=1) + "\n")
         print(json.dumps(values, indent=1))
-    compare(rows, Efficiency(**json.loads(FILE.read_text())["values"]))
+    compare(rows, Efficiency(**json.loads(EFFICIENCY_FILE.read_text())["values"]))
 
 
 if __name__ == "__main__":

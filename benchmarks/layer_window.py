@@ -34,8 +34,7 @@ from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.models import ModelConfig, Transformer, count_parameters, to_huggingface
 from jaxstack.models.huggingface.families import read_model_config
-from jaxstack.models.huggingface.load import read_parameters
-from jaxstack.models.huggingface.partial_load import ModelParts
+from jaxstack.models.huggingface.load import ModelParts, read_parameters
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.throughput import peak_memory_bytes
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxstack.observe.report.chart import Axis, step_axis, value_axis
-from jaxstack.observe.report.style import CSS
+from jaxstack.observe.report.markup import CSS
 
 WIDTH = 400
 HEIGHT = 260

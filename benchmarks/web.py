@@ -34,9 +34,9 @@ from benchmarks.browser import CHROMIUM, Browser, open_browser
 from benchmarks.rows import append_rows, print_table, require_commit
 from jaxstack.export import web
 from jaxstack.export.onnx_graph import Graph
-from jaxstack.export.onnx_transformer import build_graph
-from jaxstack.export.serve_folder import make_server
+from jaxstack.export.onnx_target import build_graph
 from jaxstack.export.source import Source, load_source
+from jaxstack.export.web import make_server
 
 PROMPT = 64
 TOKENS = 64

@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from jaxstack.observe.report.markup import CSS
 from jaxstack.observe.report.panels import picture_layouts, picture_of_mesh, render_picture
-from jaxstack.observe.report.style import CSS
 from jaxstack.parallel.pipeline.schedule import SCHEDULES, describe_schedule
-from jaxstack.plan.describe import describe_plan
+from jaxstack.plan.draw import describe_plan
 from jaxstack.run_config import load_config
 from scripts.architecture_picture import drawings as architecture_drawings
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxstack.observe.report.page import write_report
-from jaxstack.plan.describe import describe_plan
+from jaxstack.plan.draw import describe_plan
 from scripts.pages import configuration
 from tests.browser import DESK, PHONE, Browser, needs_chromium, open_browser
 from tests.small_runs import small_config

@@ -11,8 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from jaxstack.config.base import Component
-from jaxstack.config.renamed_keys import new_name
+from jaxstack.config.base import Component, new_name
 from jaxstack.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Component)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxstack.cost_model.cluster import Cluster
-from jaxstack.cost_model.efficiency import Efficiency, load_efficiency
+from jaxstack.cost_model.cluster import Cluster, Efficiency, load_efficiency
 from jaxstack.cost_model.layouts import Floats, LayoutTable, count_tokens, layout_table_of
 from jaxstack.cost_model.memory import memory_parts
 from jaxstack.cost_model.model_shape import ModelShape, model_shape, optimizer_bytes, trained_share

@@ -20,9 +20,8 @@ import dataclasses
 
 import numpy as np
 
-from jaxstack.cost_model.cluster import Cluster
+from jaxstack.cost_model.cluster import Cluster, Efficiency
 from jaxstack.cost_model.communication import CollectiveModel, Group, combined_group, group_of
-from jaxstack.cost_model.efficiency import Efficiency
 from jaxstack.cost_model.layouts import Floats, LayoutTable
 from jaxstack.cost_model.memory import (
     gathers_weights,

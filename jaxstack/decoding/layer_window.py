@@ -30,7 +30,7 @@ _TABLE = "embedding/table"
 
 
 class StoredWeights(Protocol):
-    """Interface of model weights on disk, such as `jaxstack.models.huggingface.partial_load.ModelParts`."""
+    """Interface of model weights on disk, such as `jaxstack.models.huggingface.load.ModelParts`."""
 
     def read(self, path: str, dtypes: PyTree) -> PyTree:
         """Read the parameters at or below a path in the parameter tree, in the dtypes given by the tree `dtypes`."""

@@ -75,7 +75,7 @@ def _export(args: argparse.Namespace) -> None:
     size = sum(path.stat().st_size for path in Path(args.out).rglob("*") if path.is_file())
     print(f"{args.out}: {args.to}, {size / 1e6:,.1f} MB; next: {how_to_run.format(folder=args.out)}", flush=True)
     if args.serve is not None:
-        from jaxstack.export.serve_folder import serve_until_interrupted
+        from jaxstack.export.web import serve_until_interrupted
 
         serve_until_interrupted(Path(args.out), args.serve)
 

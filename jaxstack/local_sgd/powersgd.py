@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.local_sgd.base import Dict, OuterState
-from jaxstack.optim.base import is_matrix
-from jaxstack.optim.matrix_optimizer import KNOWN, MatrixShapeRule
+from jaxstack.optim.base import KNOWN, MatrixShapeRule, is_matrix
 from jaxstack.parallel.config import WORKERS
 from jaxstack.parameter_paths import flatten, match, nest
 

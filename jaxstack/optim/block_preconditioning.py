@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from pydantic import Field
 
-from jaxstack.optim.base import RunInfo
-from jaxstack.optim.matrix_optimizer import MatrixOptimizer
+from jaxstack.optim.base import MatrixOptimizer, RunInfo
 from jaxstack.parallel.rules import state_spec
 from jaxstack.parameter_paths import map_by_path
 

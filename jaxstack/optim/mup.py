@@ -10,8 +10,7 @@ from jaxtyping import PyTree
 
 from jaxstack.errors import ConfigError
 from jaxstack.models.parametrization import Role, Width
-from jaxstack.optim.base import HasShape, Optimizer
-from jaxstack.optim.matrix_optimizer import MatrixOptimizer
+from jaxstack.optim.base import HasShape, MatrixOptimizer, Optimizer
 from jaxstack.parameter_paths import map_by_path
 
 AnyKind = TypeVar("AnyKind", bound=Optimizer)

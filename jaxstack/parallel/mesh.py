@@ -1,12 +1,20 @@
-"""Makes the device mesh, which has an axis for every kind of parallelism; unused axes have size 1."""
+"""The device mesh: makes it, places packed weights on it, and finds the devices that hold each part of an array.
 
-from collections.abc import Sequence
+The mesh has an axis for every kind of parallelism; unused axes have size 1.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.errors import ConfigError
 from jaxstack.parallel.config import AXES, WORKERS, ParallelConfig
+from pallas_kernels import PackedWeight
 
 
 def make_mesh(
@@ -75,3 +83,129 @@ def spread(x: jax.Array) -> jax.Array:
         return x
     free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 2)
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*free, None, tuple(axes)))
+
+
+Degrees = Mapping[str, int]
+"""Axis -> degree, slowest first. A device's number is its position in this order."""
+
+
+def device_grid(mesh: Degrees, mesh_axes: Sequence[Sequence[str]]) -> np.ndarray:
+    """Return an array with one item per shard of a sharded array: the numbers of the devices that hold the shard.
+
+    Args:
+      mesh: axis -> degree.
+      mesh_axes: for each dim of the array, the axes that shard it.
+
+    Returns:
+      An object array with a dim for each dim of the array, whose size is the number of parts along it. Each element is
+      the tuple of the numbers of the devices that hold this part (replicas of it).
+    """
+    sizes = [int(np.prod([mesh[axis] for axis in axes], dtype=int)) for axes in mesh_axes]
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for number, place in enumerate(np.ndindex(*mesh.values())):
+        at = dict(zip(mesh, place, strict=True))
+        part = tuple(_index([(at[axis], mesh[axis]) for axis in axes]) for axes in mesh_axes)
+        parts.setdefault(part, []).append(number)
+    grid = np.empty(sizes, dtype=object)
+    for part, devices in parts.items():
+        grid[part] = tuple(devices)
+    return grid
+
+
+def _index(places: Sequence[tuple[int, int]]) -> int:
+    """Return the flat row-major index for (index, size) pairs, one for each dim."""
+    number = 0
+    for index, size in places:
+        number = number * size + index
+    return number
+
+
+def split_panels(row: Mapping[str, Any], mesh: Degrees) -> np.ndarray:
+    """Return the device numbers of each shard of an array, arranged as [panels, rows, columns] of a picture.
+
+    `row` is one of those of `describe_shardings`.
+
+    The last two sharded dims become rows and columns, those before them panels.
+    """
+    grid = device_grid(mesh, row["mesh_axes"])
+    split = [size for size in grid.shape if size > 1]
+    down, across = ([1, 1] + split)[-2:]
+    return grid.reshape(-1, down, across)
+
+
+def panels_name(row: Mapping[str, Any]) -> str:
+    """Return the label of a picture's panels: the dims (with mesh axes) that are split over separate panels."""
+    dims = zip(row["logical_axes"], row["mesh_axes"], strict=True)
+    split = [f"{name or 'dim'} / {' x '.join(axes)}" for name, axes in dims if axes]
+    return ", ".join(split[:-2])
+
+
+def replicating_axes(row: Mapping[str, Any], mesh: Degrees) -> list[str]:
+    """Return the mesh axes along which an array is replicated, because they shard none of its dims.
+
+    Devices along them hold replicas.
+    """
+    used = {axis for axes in row["mesh_axes"] for axis in axes}
+    return [axis for axis in mesh if axis not in used]
+
+
+def describe_dims(row: Mapping[str, Any]) -> str:
+    """Describe the dims of an array with the mesh axes that shard them: `embed / fsdp, mlp / tensor`."""
+    names = (name or str(size) for name, size in zip(row["logical_axes"], row["shape"], strict=True))
+    parts = zip(names, row["mesh_axes"], strict=True)
+    return ", ".join(f"{name} / {' x '.join(axes)}" if axes else name for name, axes in parts) or "a number"
+
+
+def distinct_layouts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
+    """Return the largest array of each distinct sharding, with the number of other arrays that are sharded alike."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(str([axes for axes in row["mesh_axes"] if axes]), []).append(row)
+    largest = [max(same, key=lambda row: int(np.prod(row["shape"]))) for same in found.values()]
+    return [(row, sum(r["arrays"] for r in same) - 1) for row, same in zip(largest, found.values(), strict=True)]
+
+
+def format_number_ranges(numbers: Sequence[int]) -> str:
+    """Format numbers as text, with ranges for consecutive ones: `0-3, 8, 12, 13`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def place_packed(
+    weight: PackedWeight, sharding: jax.sharding.Sharding | None, transposed: bool = False
+) -> PackedWeight:
+    """Place a packed (quantized) weight on devices, sharded as the unquantized weight would be.
+
+    A dim of an array that the number of shards does not divide is not split.
+
+    Args:
+      weight: the packed weight, whose arrays may be NumPy's.
+      sharding: the layout of the plain weight; None: one device.
+      transposed: True if the plain weight is [out, in], as the table of an embedding.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return dataclasses.replace(weight, arrays={k: jnp.asarray(array) for k, array in weight.arrays.items()})
+    dims = (*sharding.spec, *(None,) * (weight.ndim - len(sharding.spec)))
+    dims = dims[::-1] if transposed else dims
+    split = {"in": dims[0], "out": dims[len(weight.inputs)]}
+    placed = {}
+    for name, array in weight.arrays.items():
+        spec = _array_spec(sharding.mesh, weight.format.dims_of[name], split, array.shape)  # type: ignore[arg-type]
+        placed[name] = jax.device_put(array, NamedSharding(sharding.mesh, spec))
+    return dataclasses.replace(weight, arrays=placed)
+
+
+def _array_spec(mesh: Mesh, dims: tuple[str | None, ...], split: Mapping[str, Any], shape: tuple[int, ...]) -> jax.P:
+    """Return the PartitionSpec of one array of a packed weight (such as its scales), from that of the weight itself."""
+    parts: list[Any] = []
+    for dim, size in zip(dims, shape, strict=True):
+        axes = None if dim is None else split[dim]
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        degree = int(np.prod([mesh.shape[name] for name in names]))
+        parts.append(axes if size % degree == 0 else None)
+    return jax.P(*parts)

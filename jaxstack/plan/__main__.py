@@ -88,8 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> None:
         _check_arguments(args)
         from jaxstack.plan.cluster_search import SearchOptions, load_search_config, search_cluster
-        from jaxstack.plan.describe import describe_plan
-        from jaxstack.plan.draw import draw_plan, write_roofline
+        from jaxstack.plan.draw import describe_plan, draw_plan, write_roofline
         from jaxstack.plan.rehearsal import rehearse
         from jaxstack.run_config import load_config, print_note
 

@@ -13,8 +13,7 @@ from jaxstack.files import write_file
 from jaxstack.models import count_parameters, model_flops_per_token
 from jaxstack.observe.number_format import byte_size, short_number
 from jaxstack.parallel.config import AXES
-from jaxstack.plan.rehearsal import Rehearsal, rehearse
-from jaxstack.plan.resolve import resolve_vocabulary
+from jaxstack.plan.rehearsal import Rehearsal, rehearse, resolve_vocabulary
 from jaxstack.plan.tensor_first import tensor_first_layout
 from jaxstack.run_config import RunConfig, load_config
 

@@ -1,14 +1,21 @@
-"""Draws a layout plan as text for a terminal: the mesh, tables, and which device holds which part of an array."""
+"""Describes how a run is laid out on a mesh, without its devices, and draws that as text for a terminal."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
+
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxstack.cost_model.roofline import describe_roofline, find_peak
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
+from jaxstack.models import count_parameters, model_flops_per_token
 from jaxstack.module_arrays.shardings import describe_unsplit
-from jaxstack.observe.device_grid import (
+from jaxstack.observe.number_format import byte_size
+from jaxstack.observe.report.roofline import draw_roofline
+from jaxstack.parallel import AXES
+from jaxstack.parallel.mesh import (
     describe_dims,
     distinct_layouts,
     format_number_ranges,
@@ -16,12 +23,73 @@ from jaxstack.observe.device_grid import (
     replicating_axes,
     split_panels,
 )
-from jaxstack.observe.number_format import byte_size
-from jaxstack.observe.report.roofline import draw_roofline
-from jaxstack.plan.describe import LayoutPlan
-from jaxstack.plan.rehearsal import Rehearsal
-from jaxstack.plan.resolve import resolve_plan
+from jaxstack.plan.rehearsal import Rehearsal, resolve_plan
+from jaxstack.run.build import make_trainer
 from jaxstack.run_config import RunConfig
+
+
+class LayoutPlan(TypedDict):
+    """Description of a run's parameters, FLOPs, shardings and pipeline on a cluster, as plain JSON.
+
+    Attributes:
+      name: name of the run.
+      devices: number of devices.
+      parameters_total: number of parameters.
+      vocabulary_assumed: True if the vocabulary is that of a tokenizer that the run would train first.
+      tokens_per_step: tokens of a global batch.
+      model_flops_per_step: model FLOPs of a step, over all devices.
+      model_flops_per_step_and_device: model FLOPs of a step on each device.
+      sharding: mesh, parameters and bytes per device; see `jaxstack.module_arrays.shardings.describe_shardings`.
+      pipeline: schedule of the pipeline, if there is one.
+      rehearsal: memory of the compiled step, if it was compiled.
+      roofline: operators of the step, if they were drawn; see `jaxstack.cost_model.roofline.describe_roofline`.
+    """
+
+    name: str
+    devices: int
+    parameters_total: int
+    vocabulary_assumed: bool
+    tokens_per_step: int
+    model_flops_per_step: float
+    model_flops_per_step_and_device: float
+    sharding: dict[str, Any]
+    pipeline: NotRequired[dict[str, Any]]
+    rehearsal: NotRequired[Rehearsal]
+    roofline: NotRequired[dict[str, Any]]
+
+
+def describe_plan(config: RunConfig, devices: int | None = None) -> LayoutPlan:
+    """Describe how a run is laid out on `devices` devices: parameters, FLOPs, shardings and pipeline.
+
+    Args:
+      config: configuration of the run.
+      devices: number of devices; default: `parallel.simulate_devices`, or the product of the degrees.
+
+    Raises:
+      ConfigError: the degrees, the model or the batch do not fit, or the number of devices is not known.
+    """
+    config, assumed = resolve_plan(config, devices)
+    degrees = config.parallel.degrees
+    mesh = AbstractMesh(tuple(degrees.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    trainer = make_trainer(config, lambda step: {}, mesh=mesh)
+    count = count_parameters(config.model)
+    train = config.train
+    tokens = train.global_batch_size * train.sequence_length
+    flops = model_flops_per_token(config.model, train.sequence_length) * tokens
+    plan: LayoutPlan = {
+        "name": config.run.name,
+        "devices": math.prod(degrees.values()),
+        "parameters_total": count.total,
+        "vocabulary_assumed": assumed,
+        "tokens_per_step": tokens,
+        "model_flops_per_step": flops,
+        "model_flops_per_step_and_device": flops / math.prod(degrees.values()),
+        "sharding": trainer.describe_sharding(),
+    }
+    if trainer.pipeline is not None:
+        plan["pipeline"] = trainer.describe_pipeline()
+    return plan
+
 
 _MAX_CELLS = 16
 """Maximum number of rows and of columns of a drawing; a note says what is left out."""

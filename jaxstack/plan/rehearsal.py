@@ -1,4 +1,7 @@
-"""Compiles the train step of a run for GPUs that need not be present (`plan --rehearse`), to check its memory."""
+"""Compiles the train step of a run for GPUs that need not be present (`plan --rehearse`), to check its memory.
+
+`resolve_plan` fills in the parallel degrees and the vocabulary size of a configuration without devices or data.
+"""
 
 import functools
 import importlib.util
@@ -12,15 +15,72 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from jaxstack.cost_model.cluster import parse_cluster
+from jaxstack.data.config import TokenizerConfig
 from jaxstack.data.device_batches import abstract_batch
+from jaxstack.data.load_tokenizer import read_tokenizer_file
+from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.distributed.device_setup import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
+from jaxstack.models import ModelConfig
 from jaxstack.observe.what_ran import compiler_memory_estimate
 from jaxstack.parallel import make_mesh
-from jaxstack.plan.resolve import resolve_plan
-from jaxstack.run.build import make_trainer
+from jaxstack.run.build import make_trainer, resolve_model
+from jaxstack.run.setting import with_training_layout
 from jaxstack.run_config import RunConfig
 from pallas_kernels import lowering_platform
+
+
+def resolve_plan(config: RunConfig, devices: int | None) -> tuple[RunConfig, bool]:
+    """Return (configuration with parallel degrees and vocabulary size filled in, True if that size is only assumed).
+
+    Restricts JAX to CPUs in this process: traced functions hold constants, which must not initialize a GPU.
+
+    Args:
+      config: configuration of the run.
+      devices: number of devices; default: `parallel.simulate_devices`, or the product of the degrees.
+
+    Raises:
+      ConfigError: the degrees, the model or the batch do not fit, or the number of devices is not known.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    # `parallel: auto` plans for H200s: this process has none of the run's devices.
+    config = with_training_layout(config, _device_count(config) if devices is None else devices, parse_cluster("h200"))
+    model, assumed = resolve_vocabulary(config)
+    return config.model_copy(update={"model": model}), assumed
+
+
+def _device_count(config: RunConfig) -> int:
+    degrees = config.parallel.degrees
+    if config.parallel.simulate_devices is not None:
+        return config.parallel.simulate_devices
+    free = [axis for axis, degree in degrees.items() if degree == -1]
+    if free:
+        raise ConfigError(
+            f"parallel.{free[0]} is -1 (all remaining devices), but the number of devices is unknown: give --devices N."
+        )
+    return math.prod(degrees.values())
+
+
+def resolve_vocabulary(config: RunConfig) -> tuple[ModelConfig, bool]:
+    """Return the model with an unset vocabulary size taken from the tokenizer, and True if the tokenizer is untrained.
+
+    Raises:
+      ConfigError: the model's vocabulary is smaller than the tokenizer's, or the tokenizer's file cannot be read.
+    """
+    model = config.model
+    tokenizer = config.data.tokenizer
+    if model.vocab_size is not None:
+        return model, False
+    return resolve_model(model, _tokenizer_size(tokenizer)), tokenizer.name in ("auto", "bpe") and not tokenizer.path
+
+
+def _tokenizer_size(tokenizer: TokenizerConfig) -> int:
+    if tokenizer.name == "byte":
+        return ByteTokenizer().vocab_size
+    if tokenizer.path:
+        return read_tokenizer_file(tokenizer.path, tokenizer.document_start).vocab_size
+    return tokenizer.vocab_size
 
 
 class Rehearsal(TypedDict):

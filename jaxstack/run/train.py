@@ -16,12 +16,11 @@ from jaxstack.cost_model.roofline import describe_roofline, find_peak
 from jaxstack.cost_model.search import describe_degrees
 from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.build_shards import available_cores
-from jaxstack.data.compression_baselines import compression_baselines
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.cluster import find_place
 from jaxstack.distributed.coordination import connect
 from jaxstack.errors import ConfigError, cannot_write
-from jaxstack.evaluation import bits_per_byte
+from jaxstack.evaluation import bits_per_byte, compression_baselines
 from jaxstack.files import write_file
 from jaxstack.loop import LoopSettings
 from jaxstack.models import (
@@ -33,12 +32,11 @@ from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.number_format import plural
 from jaxstack.resilience.preflight import check_program
 from jaxstack.run.branch import branch
-from jaxstack.run.build import make_trainer, resolve_model
+from jaxstack.run.build import check_teacher, load_teacher, make_trainer, resolve_model
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.setting import Setting, forecast_here
-from jaxstack.run.teacher import check_teacher, load_teacher
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens

@@ -9,8 +9,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.files import CONFIG
-from jaxstack.models.huggingface.load import read_parameters
-from jaxstack.models.huggingface.partial_load import ModelParts
+from jaxstack.models.huggingface.load import ModelParts, read_parameters
 from jaxstack.models.huggingface.quantization_config import is_quantized
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules

@@ -16,9 +16,8 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.base import DuringTraining
 from jaxstack.compress.config import CompressionConfig
 from jaxstack.compress.during_training import Compression, compress_in_training
-from jaxstack.config.base import Component
+from jaxstack.config.base import Component, with_new_names
 from jaxstack.config.loader import build_component, load_yaml
-from jaxstack.config.renamed_keys import with_new_names
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError

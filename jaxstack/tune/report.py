@@ -11,10 +11,9 @@ import numpy as np
 from jaxstack.files import write_file
 from jaxstack.observe.number_format import duration, short_number
 from jaxstack.observe.report.chart import Chart, Curve, Point, Scatter, render_chart, render_scatter
+from jaxstack.observe.report.markup import SCRIPT, row_table
 from jaxstack.observe.report.page import Tile, page_head, render_tiles
 from jaxstack.observe.report.series import make_series
-from jaxstack.observe.report.style import SCRIPT
-from jaxstack.observe.report.tables import row_table
 from jaxstack.tune.optuna_study import TrialRecord, best_of
 from jaxstack.tune.space import Dimension, Range, SearchSpace, StudyConfig
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jaxstack.cost_model.cluster import cluster_of_devices, parse_cluster
-from jaxstack.cost_model.efficiency import FILE
+from jaxstack.cost_model.cluster import EFFICIENCY_FILE, cluster_of_devices, parse_cluster
 from jaxstack.cost_model.forecast import forecast, training_budget
 from jaxstack.cost_model.search import describe_degrees
 from jaxstack.plan.cluster_search import SearchOptions, search_cluster
@@ -100,7 +99,7 @@ def calibrates(row: dict[str, Any]) -> bool:
 @functools.cache
 def load_sources() -> dict[str, list[str]]:
     """Return the names of the rows to which each value of the calibration was fitted."""
-    return json.loads(FILE.read_text(encoding="utf-8"))["sources"]
+    return json.loads(EFFICIENCY_FILE.read_text(encoding="utf-8"))["sources"]
 
 
 def measured(rows: Iterable[dict[str, Any]], stored: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxstack.config.renamed_keys import with_new_names
+from jaxstack.config.base import with_new_names
 from jaxstack.errors import ConfigError
 from jaxstack.run_config import load_config
 

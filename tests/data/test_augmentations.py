@@ -5,11 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxstack.data.augmentations.base import Augmenter, Vocabulary
+from jaxstack.data.augmentations.base import Augmenter, Vocabulary, join_documents, split_row
 from jaxstack.data.augmentations.document_order import RandomDocumentOrder
 from jaxstack.data.augmentations.fill_in_the_middle import FillInTheMiddle
 from jaxstack.data.augmentations.images import RandomCrop, RandomFlip, augment_images
-from jaxstack.data.augmentations.row_documents import join_documents, split_row
 from jaxstack.data.augmentations.span_corruption import SpanCorruption
 from jaxstack.data.augmentations.token_dropout import TokenDropout
 from jaxstack.data.config import DataConfig, SourceConfig

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from jaxstack.data.compression_baselines import compression_baselines
+from jaxstack.evaluation import compression_baselines
 
 
 def test_bits_per_byte_are_those_of_the_compressors():

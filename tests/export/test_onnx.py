@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxstack.export import onnx_graph, onnx_target
-from jaxstack.export.onnx_transformer import build_graph
+from jaxstack.export.onnx_target import build_graph
 from jaxstack.export.run_exported import OnnxModel, generate
 from tests.export.sources import DENSE, MIXTURES, PROMPT, expected, make_source
 

@@ -15,8 +15,7 @@ from jaxstack.data.load_tokenizer import SubwordTokenizer, train_bpe
 from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer
 from jaxstack.errors import ConfigError
 from jaxstack.export import web
-from jaxstack.export.page_tokenizer import describe_tokenizer
-from jaxstack.export.serve_folder import make_server
+from jaxstack.export.web import describe_tokenizer, make_server
 from tests.browser import PHONE, SOFTWARE_GPU, needs_chromium, open_browser
 from tests.export.sources import MIXTURES, PROMPT, expected, make_source
 

@@ -11,8 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxstack.data.device_batches import abstract_batch
-from jaxstack.gradients.build import LocalOrGlobal, make_gradients
-from jaxstack.gradients.gspmd import GlobalGradients
+from jaxstack.gradients.build import GlobalGradients, LocalOrGlobal, make_gradients
 from jaxstack.loss import LossSum, language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.module_arrays.module import ModuleArrays

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from jaxstack.errors import ConfigError
+from jaxstack.optim.base import MatrixShapeRule
 from jaxstack.optim.build import build_optimizer
-from jaxstack.optim.matrix_optimizer import MatrixShapeRule
 from jaxstack.optim.optimizers import AdamW, Muon
 from jaxstack.optim.optimizers.muon import orthogonalise
 from tests.small_runs import make_trainer, run_steps, small_config

@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxstack.observe.device_grid import device_grid, format_number_ranges, split_panels
+from jaxstack.parallel.mesh import device_grid, format_number_ranges, split_panels
 from jaxstack.plan.__main__ import main
-from jaxstack.plan.describe import describe_plan
-from jaxstack.plan.draw import draw_mesh, draw_plan
+from jaxstack.plan.draw import describe_plan, draw_mesh, draw_plan
 from jaxstack.plan.rehearsal import can_compile, device_memory, rehearse
 from jaxstack.run_config import load_config
 from tests.small_runs import SMALL, make_trainer, small_config

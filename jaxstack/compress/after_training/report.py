@@ -10,10 +10,9 @@ from typing import Any
 from jaxstack.files import write_file, write_json
 from jaxstack.observe.number_format import byte_size
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
+from jaxstack.observe.report.markup import SCRIPT, row_table
 from jaxstack.observe.report.page import Tile, page_head, render_tiles
 from jaxstack.observe.report.series import make_series
-from jaxstack.observe.report.style import SCRIPT
-from jaxstack.observe.report.tables import row_table
 from jaxstack.run.evaluate import TextLoss
 
 RECORD = "compression.json"

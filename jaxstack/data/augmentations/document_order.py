@@ -4,8 +4,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxstack.data.augmentations.base import TextAugmentation, Vocabulary
-from jaxstack.data.augmentations.row_documents import has_targets, join_documents, split_row
+from jaxstack.data.augmentations.base import TextAugmentation, Vocabulary, has_targets, join_documents, split_row
 from jaxstack.data.token_rows import Row
 
 

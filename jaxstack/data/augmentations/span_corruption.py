@@ -5,9 +5,10 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import Field
 
-from jaxstack.data.augmentations.base import TextAugmentation, Vocabulary
-from jaxstack.data.augmentations.row_documents import (
+from jaxstack.data.augmentations.base import (
     Document,
+    TextAugmentation,
+    Vocabulary,
     has_targets,
     join_documents,
     split_row,

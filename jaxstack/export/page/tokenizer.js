@@ -15,7 +15,7 @@ class ByteTokenizer {
 
 /** BPE of bytes or characters: words of the patterns, each merged in the order in which the merges were learned. */
 class SubwordTokenizer {
-  /** @param description of `describe_tokenizer` in jaxstack/export/page_tokenizer.py. */
+  /** @param description of `describe_tokenizer` in jaxstack/export/web.py. */
   constructor({ tokens, merges, byteIds, patterns, normalizer, whole, added, characters, prefix }) {
     this.characters = characters && new Map(Object.entries(characters));
     this.prefix = prefix;

@@ -1,5 +1,9 @@
-"""Import of Hugging Face checkpoints: each device reads only its shards of the parameters from the files."""
+"""Import of Hugging Face checkpoints: each device reads only its shards of the parameters from the files.
 
+`ModelParts` reads single layers, and rows of embedding tables, from a checkpoint that stays open.
+"""
+
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float, Int
 
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
@@ -18,14 +23,13 @@ from jaxstack.models.huggingface.direct_storage import ByteReader, Device, read_
 from jaxstack.models.huggingface.families import check_model, describe
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
-from jaxstack.models.huggingface.leaves import Leaf, find_leaves
 from jaxstack.models.huggingface.quantization_config import Quantization, read_quantization
 from jaxstack.models.huggingface.quantized_weights import (
     QuantizedTensor,
     describe_quantization_differences,
     open_quantized,
 )
-from jaxstack.models.huggingface.tensors import explicit_slices, whole
+from jaxstack.models.huggingface.tensors import Leaf, explicit_slices, find_leaves, whole
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, make_rules
 from jaxstack.parameter_paths import nest
@@ -228,3 +232,46 @@ def read_chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Itera
         for at, name in leaf.pieces((first, *index[1:])):
             chunk[at] = leaf.row.read(files.slices(name), leaf.piece, index[leaf.leading_dims :])
         yield chunk
+
+
+class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
+    """Parameters of a Hugging Face checkpoint, read from its files only when they are asked for.
+
+    Args:
+      directory: directory with config.json and safetensors.
+      config: configuration of the model, with unrolled layers.
+
+    Raises:
+      ConfigError: as `from_huggingface`.
+    """
+
+    def __init__(self, directory: str | Path, config: ModelConfig):
+        family, described = describe(directory)
+        check_model(config, described, str(directory))
+        leaves = find_leaves(config, family.tensors)
+        self._files = WeightFiles(Path(directory))
+        check_files(self._files, family, config, leaves, None)
+        self._leaves = {leaf.path: leaf for leaf in leaves}
+
+    def __exit__(self, *error: object) -> None:
+        self._files.__exit__(*error)
+
+    def read(self, path: str, dtypes: Any) -> Any:
+        """Read the parameters below a path such as `decoder/layers/3`, as nested dicts of NumPy arrays.
+
+        Args:
+          path: keys joined by `/`.
+          dtypes: for each of these parameters something that has its dtype.
+        """
+        if isinstance(dtypes, dict):
+            return {key: self.read(f"{path}/{key}", inner) for key, inner in dtypes.items()}
+        leaf = self._leaves[path]
+        chunks = [chunk.astype(dtypes.dtype) for chunk in read_chunks(self._files, leaf, whole(leaf.shape))]
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+
+    def rows(self, path: str, numbers: Int[np.ndarray, " N"]) -> Float[np.ndarray, "N D"]:
+        """Read the rows `numbers` of a table such as `embedding/table`, as float32."""
+        leaf = self._leaves[path]
+        columns = slice(0, leaf.shape[1])
+        found = [next(read_chunks(self._files, leaf, (slice(n, n + 1), columns))) for n in numbers.tolist()]
+        return np.concatenate(found)

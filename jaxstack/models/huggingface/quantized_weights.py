@@ -21,7 +21,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.huggingface.files import WeightFiles
 from jaxstack.models.huggingface.quantization_config import Quantization, Scheme
 from jaxstack.models.huggingface.tensors import explicit_slices
-from jaxstack.parallel.packed_weights import place_packed
+from jaxstack.parallel.mesh import place_packed
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
 from pallas_kernels.weight_only.formats import (

@@ -15,9 +15,9 @@ from jaxstack.models.adapters import adapted_layers, merge_adapters
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import choose_family
 from jaxstack.models.huggingface.files import CONFIG, claim_directory, write_json, write_weights
-from jaxstack.models.huggingface.leaves import Leaf, find_leaves
 from jaxstack.models.huggingface.quantization_config import KEY, Scheme, make_quantization_config
 from jaxstack.models.huggingface.quantized_weights import store
+from jaxstack.models.huggingface.tensors import Leaf, find_leaves
 from jaxstack.models.transformer import Transformer
 from pallas_kernels import PackedWeight
 

@@ -13,6 +13,7 @@ from jaxstack.observe.environment import read_environment
 from jaxstack.observe.noise_scale import KEYS as NOISE_KEYS
 from jaxstack.observe.number_format import byte_size, duration, short_number
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
+from jaxstack.observe.report.markup import CSS, SCRIPT, render_value
 from jaxstack.observe.report.panels import KEYS as ENERGY_KEYS
 from jaxstack.observe.report.panels import (
     energy_charts,
@@ -23,8 +24,6 @@ from jaxstack.observe.report.panels import (
 )
 from jaxstack.observe.report.roofline import render_roofline
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
-from jaxstack.observe.report.style import CSS, SCRIPT
-from jaxstack.observe.report.tables import render_value
 
 Tile = tuple[str, str, str] | None
 """Label, value and note of a tile."""

@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxstack.observe.device_grid import (
+from jaxstack.observe.number_format import byte_size, short_number, si_number
+from jaxstack.observe.report.chart import Chart, Curve
+from jaxstack.observe.report.markup import render_value, row_table
+from jaxstack.observe.report.series import Series, make_series
+from jaxstack.parallel.mesh import (
     describe_dims,
     device_grid,
     distinct_layouts,
@@ -15,10 +19,6 @@ from jaxstack.observe.device_grid import (
     replicating_axes,
     split_panels,
 )
-from jaxstack.observe.number_format import byte_size, short_number, si_number
-from jaxstack.observe.report.chart import Chart, Curve
-from jaxstack.observe.report.series import Series, make_series
-from jaxstack.observe.report.tables import render_value, row_table
 
 KEYS = ("power_watts", "joules_per_token", "total_joules_per_token", "energy_kwh", "gpu_hours", "cost")
 """Keys of a metrics line, see `jaxstack.observe.energy.EnergyMeter.read`."""

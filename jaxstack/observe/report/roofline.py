@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxstack.observe.number_format import duration, short_number, si_number
-from jaxstack.observe.report.tables import render_value
+from jaxstack.observe.report.markup import render_value
 
 # in units of the SVG's own coordinates
 WIDTH = 1000

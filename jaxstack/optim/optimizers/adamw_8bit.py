@@ -11,8 +11,7 @@ import optax
 from jaxtyping import Array, Float, PyTree, UInt8
 from pydantic import Field
 
-from jaxstack.optim.base import HasShape, RunInfo
-from jaxstack.optim.matrix_optimizer import MatrixOptimizer
+from jaxstack.optim.base import HasShape, MatrixOptimizer, RunInfo
 
 BLOCK = 256
 """Number of values that share a scale."""

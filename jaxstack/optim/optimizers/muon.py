@@ -10,8 +10,7 @@ import optax
 from jaxtyping import Array, Float
 from pydantic import Field
 
-from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunInfo
-from jaxstack.optim.matrix_optimizer import MatrixOptimizer
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, MatrixOptimizer, RunInfo
 from jaxstack.parallel.mesh import spread
 from jaxstack.parameter_paths import map_by_path
 

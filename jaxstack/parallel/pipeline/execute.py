@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack.parallel.pipeline.backward_split import SplitBackward, split_backward
 from jaxstack.parallel.pipeline.buffers import RUN, WEIGHTS, Program, make_program
-from jaxstack.parallel.pipeline.layer_vjp import Layer, SplitLayer, split_layer
+from jaxstack.parallel.pipeline.layer_vjp import Layer, SplitBackward, SplitLayer, split_backward, split_layer
 from jaxstack.parallel.pipeline.plan import StageLayout
 from jaxstack.parallel.pipeline.schedule import Schedule
 

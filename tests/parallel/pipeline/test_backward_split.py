@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.parallel.pipeline.backward_split import split_backward
-from jaxstack.parallel.pipeline.layer_vjp import split_layer
+from jaxstack.parallel.pipeline.layer_vjp import split_backward, split_layer
 from tests.marks import longer
 
 B = 4
