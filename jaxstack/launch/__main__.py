@@ -85,7 +85,7 @@ def make_job(args: argparse.Namespace) -> Job:
         check_tls_files(nodes.coordinator)
     limits = Limits(args.step_seconds, args.start_seconds, args.save_seconds)
     if args.preflight:
-        command = (sys.executable, "-m", "jaxstack.launch.preflight")
+        command = (sys.executable, "-m", "jaxstack.resilience.preflight")
         restarts = 0
         limits = Limits(start=min(args.start_seconds, 600.0))
     else:

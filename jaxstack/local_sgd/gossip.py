@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from jaxstack.local_sgd.base import Dict, OuterState, WorkerMethod
 from jaxstack.parallel.config import WORKERS
@@ -42,14 +41,6 @@ def mixing_weights(graph: str, workers: int) -> list[Weights]:
     if graph == "ring":
         return [((0, 1 / 3), (1, 1 / 3), (-1, 1 / 3)) if workers > 2 else ((0, 0.5), (1, 0.5))]
     return [((0, 0.5), (1 << turn, 0.5)) for turn in range(workers.bit_length() - 1)]
-
-
-def mixing_matrix(weights: Weights, workers: int) -> np.ndarray:
-    """Return the matrix W of one gossip exchange: worker i's parameters become the sum over j of W[i, j] x_j."""
-    matrix = np.zeros((workers, workers))
-    for shift, weight in weights:
-        matrix += weight * np.roll(np.eye(workers), shift, axis=1)
-    return matrix
 
 
 class GossipExchange:

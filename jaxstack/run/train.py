@@ -33,7 +33,7 @@ from jaxstack.observe.number_format import plural
 from jaxstack.resilience.preflight import check_program
 from jaxstack.run.branch import branch
 from jaxstack.run.build import check_teacher, load_teacher, make_trainer, resolve_model
-from jaxstack.run.eval_tasks import TrainingTasks
+from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.setting import Setting, forecast_here

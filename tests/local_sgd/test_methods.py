@@ -1,5 +1,7 @@
 """The methods that keep workers together, each against its closed form."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxstack.errors import ConfigError
 from jaxstack.local_sgd.base import OuterState
 from jaxstack.local_sgd.diloco import DiLoCo
-from jaxstack.local_sgd.gossip import Gossip, mixing_matrix, mixing_weights
+from jaxstack.local_sgd.gossip import Gossip, mixing_weights
 from jaxstack.local_sgd.local_sgd import LocalSGD
 from jaxstack.local_sgd.powersgd import PowerSGD, low_rank_mean
 from jaxstack.local_sgd.reduction import Int8Mean, quantize
@@ -18,6 +20,15 @@ from jaxstack.local_sgd.streaming import StreamingDiLoCo
 from jaxstack.observe.collectives import collectives
 from jaxstack.parallel.config import WORKERS
 from jaxstack.run_config import load_config
+
+
+def mixing_matrix(weights: Sequence[tuple[int, float]], workers: int) -> np.ndarray:
+    """Return the matrix W of one gossip exchange: worker i's parameters become the sum over j of W[i, j] x_j."""
+    matrix = np.zeros((workers, workers))
+    for shift, weight in weights:
+        matrix += weight * np.roll(np.eye(workers), shift, axis=1)
+    return matrix
+
 
 RANDOM = np.random.default_rng(0)
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.activations import ACTIVATIONS
-from jaxstack.models.moe.dispatch import arrange, sum_rows, take_rows, take_weights
+from jaxstack.models.moe.exchange import arrange, sum_rows, take_rows, take_weights
 from jaxstack.models.moe.router import route
 from jaxstack.models.moe_layer import MoE
 from tests.marks import longer
