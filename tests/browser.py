@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.browser import CHROMIUM, DESK, PHONE, SOFTWARE_GPU, Browser, open_browser
+from benchmarks.serving.browser import CHROMIUM, DESK, PHONE, SOFTWARE_GPU, Browser, open_browser
 
 __all__ = ["CHROMIUM", "DESK", "PHONE", "SOFTWARE_GPU", "Browser", "needs_chromium", "open_browser"]
 

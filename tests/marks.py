@@ -27,7 +27,7 @@ SLOW_MARKS = {
 
 _CALLS = {
     "compiles_for_gpu": ("tests.hopper.", "tests.hopper_steps.", "jaxstack.plan.rehearsal."),
-    "processes": ("subprocess.", "multiprocessing.", "benchmarks.browser."),
+    "processes": ("subprocess.", "multiprocessing.", "benchmarks.serving.browser."),
     "interpreted_kernel": ("tests.pallas_kernels.triton_interpreter.run_interpreted",),
     "eight_devices": (
         "jaxstack.parallel.mesh.make_mesh",

@@ -198,7 +198,7 @@ def test_commands_parse(path):
 
 @by_name(TEXTS)
 def test_scripts_and_modules_that_commands_run_exist(path):
-    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"git checkout \w+ && python \S+", "", path.read_text(encoding="utf-8"))  # at another commit
     for file in re.findall(r"(?<![\w./-])python ((?:scripts|benchmarks|docs)/[\w/]+\.py)", text):
         assert (ROOT / file).is_file() or Path(file).stem == "NAME", f"{path.name}: {file}"
     for name in re.findall(r"python -m ((?:jaxstack|pallas_kernels)[\w.]*)", text):

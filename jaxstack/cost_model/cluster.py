@@ -1,6 +1,6 @@
 """Clusters: number and kind of GPUs, their peak rates, memory and interconnects, and the measured fractions of them.
 
-`benchmarks/calibrate_planner.py` writes the fractions of the peak rates that training achieves to `efficiency.json`,
+`benchmarks/planning/calibrate_planner.py` writes the fractions of the peak rates that training achieves to `efficiency.json`,
 together with the rows of `benchmarks/results` that they come from.
 """
 

@@ -304,7 +304,7 @@ class LearnedCost:
                 raise ValueError("weights must be a list of numbers")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} is no learned cost model ({error}); make one with python benchmarks/learned_cost.py"
+                f"{path} is no learned cost model ({error}); make one with python benchmarks/planning/learned_cost.py"
             ) from None
         return cls(weights, (low, high))
 
@@ -362,7 +362,7 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def read_programs(path: str | Path) -> list[MeasuredProgram]:
-    """Read the measured programs that `benchmarks/learned_cost.py` wrote."""
+    """Read the measured programs that `benchmarks/planning/learned_cost.py` wrote."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return [_program(json.loads(line)) for line in lines if line.strip()]
 

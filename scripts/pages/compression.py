@@ -54,7 +54,7 @@ def time_table(rows: Iterable[Row]) -> str:
     """Return the times of GPTQ on whole models."""
     found = [row for row in rows if "weights" in row]
     if not found:
-        return "Not measured yet; `python benchmarks/compression_methods.py --parts time` measures it."
+        return "Not measured yet; `python benchmarks/compression/compression_methods.py --parts time` measures it."
     columns = {"work": "{work}", "device": "{device}", "seconds": "{seconds:.0f}", "peak memory": _memory}
     return table_of(columns, found)
 

@@ -36,7 +36,7 @@ def table(part: str, rows: Iterable[Row]) -> str:
     """Return the table of one part: held-out loss, and its difference to the reference, by method."""
     rows = [row for row in rows if row["part"] == part]
     if not rows:
-        return f"Not measured yet; `python benchmarks/compressed_training.py --parts {part}` measures it."
+        return f"Not measured yet; `python benchmarks/compression/compressed_training.py --parts {part}` measures it."
     newest = {penalty: max(row["run"] for row in rows if row.get("penalty") == penalty) for penalty in _penalties(rows)}
     rows = [row for row in rows if row["run"] == newest[row.get("penalty")]]
     rows.sort(key=lambda row: row.get("penalty", 0))

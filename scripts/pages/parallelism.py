@@ -52,7 +52,7 @@ def overlap_table(rows: Iterable[Row]) -> str:
     traced = [row for row in rows if " tensor" in row["work"]]
     by_variant = {row["variant"]: row for row in traced}
     if not {"no overlap", "overlap"} <= set(by_variant):
-        return "Not measured yet; `python benchmarks/overlap.py --layouts tensor` measures it."
+        return "Not measured yet; `python benchmarks/distributed/overlap.py --layouts tensor` measures it."
     before = by_variant["no overlap"]
     after = by_variant["overlap"]
     parts = ("milliseconds", "computation", "communication", "overlapped")
@@ -81,7 +81,7 @@ def step_table(steps: Sequence[Row]) -> str:
             cells = (row["work"], row["variant"], str(row["devices"]), f"{row['milliseconds']:,.1f}")
             lines.append([*cells, f"{row[RATE]:,.0f}", f"{row[RATE] / base[RATE]:.3f}", clock])
     if not lines:
-        return "Not measured yet; `python benchmarks/parallel.py --only weak strong tensor` measures it."
+        return "Not measured yet; `python benchmarks/distributed/parallel.py --only weak strong tensor` measures it."
     return table(["workload", "variant", "GPUs", "step, ms", "tokens/s/GPU", "relative", "MHz"], lines)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.bars import Bar, Group, draw_bars
-from benchmarks.convergence import picture
+from benchmarks.training.convergence import picture
 from scripts.pages.page import Page
 from scripts.pages.row_tables import rows_page, short_name
 from scripts.pages.rows import (
@@ -20,6 +20,7 @@ from scripts.pages.rows import (
     newest_rows,
     read_all,
     read_rows,
+    script_path,
 )
 
 WORKS = {
@@ -71,7 +72,7 @@ READING = """\
   means that no peer was measured in that run.
 - **goal** is the ratio that the project aims for.
 - **of the limit** is the speed as a share of that of an ideal step: every matmul and attention at the fastest rate
-  measured on the device, and nothing else takes time (`benchmarks/device.py`).
+  measured on the device, and nothing else takes time (`benchmarks/planning/device.py`).
 - **measured** says for how long. A GPU under load reaches its power limit and lowers its clock over ten seconds or
   more: *sustained* rows are the second half of at least 20 s of steps; *short* rows are shorter, so they overstate the
   speed of a long training run.
@@ -89,9 +90,10 @@ REPEAT = """
 ## Repeat it
 
 ```sh
-python benchmarks/train_step.py "gpt2-124m bf16" "llama3-1b bf16" --variants unrolled --peers torch
-python benchmarks/train_step.py "llama3-1b fp8" --variants "unrolled, all layers in FP8" --set precision.fp8=delayed
-python benchmarks/device.py --only gemm copy attention limit
+python benchmarks/training/train_step.py "gpt2-124m bf16" "llama3-1b bf16" --variants unrolled --peers torch
+python benchmarks/training/train_step.py "llama3-1b fp8" --variants "unrolled, all layers in FP8" \\
+    --set precision.fp8=delayed
+python benchmarks/planning/device.py --only gemm copy attention limit
 python -m scripts.pages
 ```
 
@@ -149,7 +151,8 @@ FP8 does to the loss.
 Milliseconds of one traced step by kind of kernel. *Other kernels* are norms, rotary positions, activations, casts, the
 softmax of the loss and the optimizer, and matmuls of our own kernels that are fused with one of these. Under the
 profiler kernels are launched one by one, so *idle* is longer than in training.
-Rows: [step_profile](performance-rows.md#step_profile). Yours: `python benchmarks/step_profile.py "llama3-1b bf16"`.
+Rows: [step_profile](performance-rows.md#step_profile). Yours:
+`python benchmarks/training/step_profile.py "llama3-1b bf16"`.
 
 ![Milliseconds of a step by kind of kernel](pictures/profile.svg)
 """
@@ -158,7 +161,7 @@ ABLATION = """
 
 Each row has everything that the rows above it have, on the same batches of real text (`{work}`).
 {summary}
-Rows: [ablation](performance-rows.md#ablation). Yours: `python benchmarks/ablation.py`.
+Rows: [ablation](performance-rows.md#ablation). Yours: `python benchmarks/training/ablation.py`.
 
 ![Tokens per second as techniques are added](pictures/ablation.svg)
 
@@ -171,7 +174,7 @@ CONVERGENCE = """
 
 All recipes see the same batches in the same order (`{work}`).
 These are single runs.
-Rows: [convergence](performance-rows.md#convergence). Yours: `python benchmarks/convergence.py`.
+Rows: [convergence](performance-rows.md#convergence). Yours: `python benchmarks/training/convergence.py`.
 
 ![Training loss of each precision, against tokens and against time](pictures/convergence.svg)
 """
@@ -240,10 +243,10 @@ def device_name(row: Row) -> str:
 def not_measured(results: Path = RESULTS) -> str:
     """Return the section of what has a benchmark and no rows; an empty string if there is nothing."""
     missing = {name: what for name, what in NOT_MEASURED.items() if not read_all(results / f"{name}.jsonl")}
-    lines = [f"- {what} (`python benchmarks/{name}.py`)" for name, what in missing.items()]
+    lines = [f"- {what} (`python {script_path(name)}`)" for name, what in missing.items()]
     if not any("jaxstack" in row["implementation"] for row in read_all(results / "collective_matmul.jsonl")):
         what = "our kernels that communicate while they multiply, on two and four GPUs"
-        lines.append(f"- {what} (`python benchmarks/collective_matmul.py`)")
+        lines.append(f"- {what} (`python benchmarks/distributed/collective_matmul.py`)")
     return MISSING.format(lines="\n".join(lines)) if lines else ""
 
 

@@ -22,7 +22,8 @@ on your own machine. Start with [Performance](performance.md), which shows the m
 
 <!-- Made by `python -m scripts.pages` from benchmarks/results/. Do not edit. -->
 
-The tables show the newest row of each workload, implementation, variant and device.
+The tables show the newest row of each workload, implementation, variant and device. Commands have the present path of
+their script; at the row's commit it may have been in another folder of `benchmarks/`.
 
 - Tokens/s, TFLOP/s and memory are those of one device. The time is that of one step (or one call) on all devices.
 - TFLOP/s are model FLOPs: 6 x the parameters of the matrix products (the output head counts, the input embedding does
@@ -62,7 +63,8 @@ ratio` is relative to bfloat16 over the same tokens. Held-out loss is given wher
 """,
     "cpu_matmuls": """\
 Every matrix product of the step of `cpu_nanogpt`, the fastest call of each, added up: with that library no step on as
-many cores is faster. Where XLA's products take longer than PyTorch's, our step can be ahead only by what is no product.
+many cores is faster. XLA's products take longer than PyTorch's, so our step can be ahead only by what is no product.
+This was the question of the script, which has been removed since.
 """,
     "cpu_nanogpt": """\
 Whole steps on a CPU; rows of one run took turns. Compare them with the products alone on as many cores only.

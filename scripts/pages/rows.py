@@ -1,6 +1,8 @@
 """Reads the rows that benchmarks append to `benchmarks/results/`, and chooses those that documentation shows."""
 
+import functools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,28 @@ def read_all(path: Path) -> list[Row]:
     """Return the rows of a file that can be repeated, oldest first; none if there is no such file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [row for row in (json.loads(line) for line in lines if line.strip()) if can_be_repeated(row)]
-    return sorted(rows, key=lambda row: row["date"])
+    return sorted((with_present_path(row) for row in rows), key=lambda row: row["date"])
+
+
+@functools.cache
+def script_path(name: str) -> str | None:
+    """Return the path of a benchmark below the root of the repository, by its name; None if there is none."""
+    found = [*(ROOT / "benchmarks").glob(f"**/{name}.py")]
+    return found[0].relative_to(ROOT).as_posix() if found else None
+
+
+def with_present_path(row: Row) -> Row:
+    """Return a row whose command has the present path of its script; of a removed one, where the command still runs.
+
+    Rows name the path that the script had at their commit.
+    """
+    found = re.search(r"benchmarks/(?:\w+/)?(\w+)\.py", row["command"])
+    if found is None:
+        return row
+    path = script_path(found[1])
+    if path is None:
+        return {**row, "command": f"git checkout {row['commit'][:7]} && {row['command']}"}
+    return {**row, "command": row["command"].replace(found[0], path)}
 
 
 def newest_rows(rows: Iterable[Row]) -> list[Row]:

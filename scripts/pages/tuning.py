@@ -5,15 +5,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 
-from benchmarks.optimizers import mean_curve, summarize
 from benchmarks.picture import Panel, draw
+from benchmarks.tuning.optimizers import mean_curve, summarize
 from jaxstack.tune.coordinate_check import PARAMETRIZATIONS, QUANTITIES, CoordinateCheckResult
 from jaxstack.tune.coordinate_check import draw as draw_coordinates
 from scripts.pages.page import Page, table
 from scripts.pages.rows import RESULTS, Row, read_all, read_rows
 
 WORKS = {"optimizers": "small", "optimizers large": "gpt2-124m"}
-"""Part of the page -> work of benchmarks/optimizers.py, as it is without other settings."""
+"""Part of the page -> work of benchmarks/tuning/optimizers.py, as it is without other settings."""
 DRAWN = ("adamw", "muon", "soap", "lion", "sophia", "schedule_free_adamw")
 SAMPLERS = ("tpe", "gp", "random")
 COUNTS = (10, 20, 30)
@@ -29,14 +29,14 @@ def source(rows: Iterable[Row]) -> str:
 
 
 def read_runs(work: str) -> list[Row]:
-    """Return the newest row of each run of benchmarks/optimizers.py at a work, all on the device of the newest one."""
+    """Return the newest row of each run of the benchmark `optimizers` at a work, all on the newest one's device."""
     rows = [row for row in read_all(RESULTS / "optimizers.jsonl") if row["work"] == work]
     same = (row for row in rows if row["device"] == rows[-1]["device"])
     return list({(row["optimizer"], row["power"], row["seed"]): row for row in same}.values())
 
 
 def read_studies() -> dict[tuple[str, int], dict[str, Row]]:
-    """Return (run, seed) -> sampler -> row of benchmarks/tune_search.py, of the runs that stored every trial's best.
+    """Return (run, seed) -> sampler -> row of the benchmark `tune_search`, of the runs that stored every trial's best.
 
     Older runs are left out: the samplers' settings were chosen on their seeds.
     """
@@ -54,7 +54,7 @@ def optimizers(work: str) -> str:
     runs = read_runs(work)
     found = summarize(runs)
     if not found:
-        return f"Not measured yet; `python benchmarks/optimizers.py --work {work}` measures it."
+        return f"Not measured yet; `python benchmarks/tuning/optimizers.py --work {work}` measures it."
     base = found[0]
     timed = "processor time" if base["device"] == "cpu" else "time"
     titles = ["", "learning rate", "loss", "held-out loss", "steps to AdamW's loss", f"{timed} to it",
@@ -88,7 +88,7 @@ def _power(rate: float) -> str:
 def coordinates(rows: Sequence[Row]) -> str:
     """Return the table of the coordinate check: growth from the smallest width to the largest."""
     if not rows:
-        return "`python benchmarks/coordinates.py` measures it."
+        return "`python benchmarks/tuning/coordinates.py` measures it."
     lines = []
     for row in rows:
         ends = [f"{row[quantity][0]:.3g} to {row[quantity][-1]:.3g}" for quantity in QUANTITIES]
@@ -105,7 +105,7 @@ def _named(row: Row) -> str:
 def transfers(rows: Sequence[Row]) -> str:
     """Return the table of the best learning rate at each width."""
     if not rows:
-        return "`python benchmarks/transfer.py` measures it."
+        return "`python benchmarks/tuning/transfer.py` measures it."
     drawn = "![Loss over the learning rate at the widths, standard and muP](pictures/transfer.svg)"
     head = ("parametrization", "width", "best learning rate", "its loss", "loss at 2^-8")
     lines = []
@@ -125,7 +125,7 @@ def transfers(rows: Sequence[Row]) -> str:
 def samplers(studies: Mapping[tuple[str, int], Mapping[str, Row]]) -> str:
     """Return the comparison of samplers in words and as a table."""
     if not studies:
-        return "Not measured yet; `python benchmarks/tune_search.py` measures it."
+        return "Not measured yet; `python benchmarks/tuning/tune_search.py` measures it."
     compared = [sampler for sampler in SAMPLERS[:-1] if _studies_with(sampler, studies)]
     lines = [
         *(_against_random(sampler, _studies_with(sampler, studies)) for sampler in compared),

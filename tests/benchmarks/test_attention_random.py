@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.attention import Work
-from benchmarks.attention_random import default_backend, draw_works, row_of
+from benchmarks.attention.attention import Work
+from benchmarks.attention.attention_random import default_backend, draw_works, row_of
 from pallas_kernels import lowering_platform
 
 

@@ -16,7 +16,7 @@ pytestmark = needs_triton
 
 
 def interpret() -> None:
-    from benchmarks.copy_kernel import ELEMENTS, copy_kernel
+    from benchmarks.kernels.copy_kernel import ELEMENTS, copy_kernel
 
     let_numpy_index()
     x = np.arange(3 * ELEMENTS, dtype=np.float32)
@@ -31,7 +31,7 @@ def test_every_element_is_copied():
 
 
 def test_compiled_for_an_h200_it_is_one_kernel():
-    from benchmarks.copy_kernel import copy
+    from benchmarks.kernels.copy_kernel import copy
 
     text = compile_for_hopper(copy, jax.ShapeDtypeStruct((2**29,), jnp.float32)).as_text()
     assert text.count('custom_call_target="triton_kernel_call_ffi"') == 1
@@ -41,7 +41,7 @@ def test_compiled_for_an_h200_it_is_one_kernel():
 @pytest.mark.quick
 @pytest.mark.parametrize("x", [jnp.ones(513), jnp.ones((2, 512)), jnp.ones(512, jnp.bfloat16)], ids=str)
 def test_arrays_that_programs_do_not_divide_are_refused(x):
-    from benchmarks.copy_kernel import copy
+    from benchmarks.kernels.copy_kernel import copy
 
     with pytest.raises(ValueError, match="multiple of 512"):
         copy(x)

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from benchmarks.data_wait import WORKERS, WORKS, cases, wait_fractions
+from benchmarks.training.data_wait import WORKERS, WORKS, cases, wait_fractions
 
 
 def test_waiting_is_counted_in_all_and_after_the_read_ahead_is_full():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import first_call
+from benchmarks.attention import first_call
 
 
 def test_a_work_is_parsed_or_refused_with_an_example():

@@ -5,8 +5,9 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from benchmarks import ablation, convergence, learning, rows
+from benchmarks import rows
 from benchmarks.picture import Panel, draw
+from benchmarks.training import ablation, convergence, learning
 from jaxstack.run_config import load_config
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.optimizers import COARSE, next_run, set_rate, summarize, with_rate_as_value
+from benchmarks.tuning.optimizers import COARSE, next_run, set_rate, summarize, with_rate_as_value
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.overlap import SERIAL, communicates, hidden_share, layout_work, overlap_of
+from benchmarks.distributed.overlap import SERIAL, communicates, hidden_share, layout_work, overlap_of
 from jaxstack.run_config import load_config
 
 MILLISECOND = 1_000_000

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.packed_tiles import candidate_tiles
+from benchmarks.kernels.packed_tiles import candidate_tiles
 from pallas_kernels.weight_only.triton import MEASURED, ProductPlan, Tile, tile_problem
 
 

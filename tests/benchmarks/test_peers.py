@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import train_step
 from benchmarks.peers import maxtext_step, torchtitan_step
+from benchmarks.training import train_step
 from jaxstack.run_config import load_config
 
 LINES = "\n".join(

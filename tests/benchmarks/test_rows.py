@@ -6,9 +6,9 @@ import subprocess
 import pytest
 
 from benchmarks import rows, sources, sustained
-from benchmarks.ablation import compare
 from benchmarks.energy import EnergyCounter, cost_fields, read_joules
 from benchmarks.sustained import Block
+from benchmarks.training.ablation import compare
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.schedules import MODEL, SCHEDULES, compare, fewest_steps, steps_to
+from benchmarks.tuning.schedules import MODEL, SCHEDULES, compare, fewest_steps, steps_to
 from jaxstack.run_config import load_config
 
 

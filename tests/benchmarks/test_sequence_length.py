@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.sequence_length import LAYOUTS, MODEL, STEP, longest
+from benchmarks.distributed.sequence_length import LAYOUTS, MODEL, STEP, longest
 from jaxstack.run_config import load_config
 
 

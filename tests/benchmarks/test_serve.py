@@ -1,8 +1,8 @@
-"""The optimum that `benchmarks/serve.py` compares throughput with."""
+"""The optimum that `benchmarks/serving/serve.py` compares throughput with."""
 
 import pytest
 
-from benchmarks.serve import optimal_tokens_per_second
+from benchmarks.serving.serve import optimal_tokens_per_second
 from jaxstack.run_config import load_config
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from benchmarks import web
+from benchmarks.serving import web
 from scripts.pages.export import run_table
 
 

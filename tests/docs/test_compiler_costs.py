@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.fields import check_result, load_example
+from benchmarks.training.fields import check_result, load_example
 
 example = load_example("compiler_costs")
 TEXT = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fields import FOLDER, KEYS, NAMES, check_result
+from benchmarks.training.fields import FOLDER, KEYS, NAMES, check_result
 from scripts.pages import fields as fields_page
 from scripts.pages.page import fill
 from scripts.pages.rows import ROOT
@@ -21,7 +21,7 @@ RESULT = {
 }  # fmt: skip
 ROW = {
     **RESULT, "work": "some_example", "implementation": "jaxstack", "device": "cpu", "seconds": 60.0,
-    "date": "2026-01-01T00:00", "commit": "0123456789", "command": "python benchmarks/fields.py some_example",
+    "date": "2026-01-01T00:00", "commit": "0123456789", "command": "python benchmarks/training/fields.py some_example",
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_criteria_that_the_page_calls_met_are_met_again(name, tmp_path):
     ours = ("JAX_", "XLA_")  # the tests' own settings: eight devices, and programs that are not optimised
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     environment |= {"BENCHMARK_RESULTS": str(tmp_path), "BENCHMARK_UNCOMMITTED": "1"}
-    command = [sys.executable, "benchmarks/fields.py", name]
+    command = [sys.executable, "benchmarks/training/fields.py", name]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=580)
     found = json.loads((tmp_path / "fields.jsonl").read_text(encoding="utf-8"))
     (row,) = [row for row in fields_page.newest_rows() if row["work"] == name]

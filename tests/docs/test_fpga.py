@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.fields import check_result, load_example
+from benchmarks.training.fields import check_result, load_example
 
 example = load_example("fpga")
 INPUTS = np.random.default_rng(0).integers(-32, 32, (200, 16))

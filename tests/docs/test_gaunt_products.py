@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from scipy.spatial.transform import Rotation
 
-from benchmarks.fields import load_example
+from benchmarks.training.fields import load_example
 
 example = load_example("gaunt_products")
 

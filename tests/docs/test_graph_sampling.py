@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.fields import check_result, load_example
+from benchmarks.training.fields import check_result, load_example
 
 example = load_example("graph_sampling")
 GRAPH = example.block_model(500, seed=0)

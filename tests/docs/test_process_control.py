@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.fields import load_example
+from benchmarks.training.fields import load_example
 
 example = load_example("process_control")
 

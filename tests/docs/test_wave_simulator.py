@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.fields import load_example
+from benchmarks.training.fields import load_example
 
 example = load_example("wave_simulator")
 

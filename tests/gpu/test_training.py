@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.step_profile import device_events
+from benchmarks.training.step_profile import device_events
 from pallas_kernels import record_choices
 from tests.gpu.conftest import on_hopper
 from tests.small_runs import make_trainer, run_steps, small_config

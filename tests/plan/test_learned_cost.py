@@ -82,7 +82,7 @@ def test_saved_and_loaded(tmp_path):
     np.testing.assert_array_equal(loaded.weights, cost.weights)
     assert loaded.bounds == cost.bounds
     (tmp_path / "cost.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no learned cost model .* benchmarks/learned_cost.py"):
+    with pytest.raises(ConfigError, match="no learned cost model .* benchmarks/planning/learned_cost.py"):
         LearnedCost.load(tmp_path / "cost.json")
 
 
@@ -107,7 +107,7 @@ def _scores(programs: list[MeasuredProgram]) -> tuple[float, float, float, float
 
 
 def test_held_out_families_of_measured_programs():
-    """Programs that were compiled and timed on an H200, see benchmarks/learned_cost.py."""
+    """Programs that were compiled and timed on an H200, see benchmarks/planning/learned_cost.py."""
     programs = read_programs(RESULTS / "learned_cost.jsonl")
     assert len(programs) > 100 and len({one.family for one in programs}) > 10
     roofline, learned, roofline_tau, learned_tau = _scores(programs)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.transfer import measure
+from benchmarks.tuning.transfer import measure
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
 from jaxstack.run_config import load_config

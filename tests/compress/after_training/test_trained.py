@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.compression_methods import SETTINGS, model_rows, train
+from benchmarks.compression.compression_methods import SETTINGS, model_rows, train
 from jaxstack.data.loader import open_data
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import load_config

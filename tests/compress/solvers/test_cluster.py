@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.compressed_training import dense_clusters, saved_bytes, seven_billion
+from benchmarks.compression.compressed_training import dense_clusters, saved_bytes, seven_billion
 from jaxstack.compress.solvers.cluster import Clustering, ClusterRule, assign, soft_clusters
 
 SETTINGS = Clustering(bits=3, temperature=0.3, iterations=4)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.synthetic_layer import SyntheticLayer, make_layer
+from benchmarks.compression.synthetic_layer import SyntheticLayer, make_layer
 from jaxstack.compress.formats.sparse import Pattern
 from jaxstack.compress.solvers.awq import candidate_scales, round_scaled, rounding_errors
 from jaxstack.compress.solvers.column_sweep import factorize

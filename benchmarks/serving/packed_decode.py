@@ -1,0 +1,181 @@
+"""Decoding of a whole model with packed weights: time of a step beside bfloat16, and the bound that its bytes set.
+
+    python benchmarks/serving/packed_decode.py                       # llama3-8b, 1 to 16 rows; one GPU with 40 GB
+    python benchmarks/serving/packed_decode.py --preset llama3-1b --batch 1 --variants bf16 int4
+    python benchmarks/serving/packed_decode.py --tiny                # tiny sizes; rows go to tiny/
+
+Weights are random. Greedy, by `Decoder.generate`, host and all; the fastest of three calls counts. Variants:
+
+    bf16             every weight in the compute dtype
+    int8             every matrix in 8 bits with a scale for each output, the head too
+    int8, bf16 head  the same with the head in the compute dtype
+    int4             layers in 4 bits with a scale for each 128 inputs, the head in 8 bits
+    int4, bf16 head  the same with the head in the compute dtype
+
+A step reads all weights but the input embedding, and the filled part of the cache. `bound` is the bytes of bf16 divided
+by those of the variant: the speedup at equal bandwidth. The head of a tied model is never packed here. Rows are
+appended to benchmarks/results/packed_decode.jsonl.
+"""
+
+import argparse
+import functools
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.arguments import positive
+from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
+from benchmarks.serving.generate import VOCABULARY, bandwidth, measure
+from jaxstack.checkpoint.compressed import named_leaves
+from jaxstack.compress.matrix import MatrixLayout, dense_weights
+from jaxstack.decoding.decoder import Decoder
+from jaxstack.models import ModelConfig, Transformer
+from jaxstack.module_arrays.module import ModuleArrays
+from jaxstack.observe.throughput import peak_memory_bytes
+from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.parameter_paths import nest
+from jaxstack.run.setting import decoding_layout
+from jaxstack.run_config import RunConfig, load_config
+from pallas_kernels import Grid, PackedWeight, record_choices
+from pallas_kernels.weight_only.packed import pack_integers
+
+SCRIPT = "packed_decode"
+COLUMNS = ("work", "variant", "milliseconds", "speedup", "bound", "gigabytes_per_second", "share", "backends")
+INT8 = Grid(8)
+INT4 = Grid(4, 128)
+VARIANTS: Mapping[str, tuple[Grid | None, Grid | None]] = {
+    "bf16": (None, None),
+    "int8": (INT8, INT8),
+    "int8, bf16 head": (INT8, None),
+    "int4": (INT4, INT8),
+    "int4, bf16 head": (INT4, None),
+}
+"""Name -> grids of the layers and of the head; None: the compute dtype."""
+TINY = {"vocab_size": 512, "hidden_size": 128, "num_layers": 2, "num_heads": 2, "intermediate_size": 256}
+
+Row = dict[str, Any]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_weight(key: jax.Array, grid: Grid, layout: MatrixLayout) -> PackedWeight:
+    """Return a packed weight whose outputs are about as large as its inputs."""
+    outputs, inputs = layout.size
+    low, high = grid.limits
+    q = jax.random.randint(key, (outputs, inputs), low, high + 1, jnp.int8)
+    scales = jnp.full((outputs, grid.groups(inputs)), math.sqrt(3 / inputs) / high, jnp.bfloat16)
+    return pack_integers(grid, q, scales).with_dims(*layout.dims)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_array(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return ones for a vector, otherwise normal numbers; the first dim is taken for the inputs."""
+    return jnp.ones(shape, dtype) if len(shape) < 2 else jax.random.normal(key, shape, dtype) / math.sqrt(shape[0])
+
+
+def make_decoder(config: RunConfig, model: ModelConfig, layers: Grid | None, head: Grid | None) -> Decoder:
+    """Return a model with random weights on one device; no plain weight is made of a packed one."""
+    mesh = make_mesh(decoding_layout(config, 1, chosen=False), jax.devices()[:1])
+    rules = make_rules(mesh)
+    dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
+    module = ModuleArrays(lambda rngs: Transformer(model, rngs, dtype=dtype))
+    layouts = dense_weights(model)
+    leaves = dict[str, Any]()
+    for number, (path, leaf) in enumerate(named_leaves(module.abstract_params).items()):
+        grid = head if path == "head" else layers if path in layouts and path.startswith("decoder/") else None
+        key = jax.random.key(number)
+        if grid is not None:
+            leaves[path] = random_weight(key, grid, layouts[path])
+        else:
+            leaves[path] = random_array(key, leaf.shape, dtype if leaf.ndim > 1 else leaf.dtype)
+    non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
+    decoder = Decoder(module, nest(leaves.items()), non_params, rules)
+    leaves.clear()  # The decoder frees those that it joins.
+    decoder.join_projections()
+    return decoder
+
+
+def step_bytes(decoder: Decoder, batch: int, tokens: int) -> dict[str, int]:
+    """Return the bytes that a step reads of the layers, the head, and a cache of so many tokens."""
+    sizes = {
+        path: leaf.stored_bytes if isinstance(leaf, PackedWeight) else leaf.nbytes
+        for path, leaf in named_leaves(decoder.params).items()
+    }
+    model = decoder.module.merge(decoder.params, decoder.non_params)
+    cache = jax.eval_shape(lambda: model.make_cache(batch, tokens).layers)
+    return {
+        "layer_bytes": sum(size for path, size in sizes.items() if path.startswith("decoder/")),
+        "head_bytes": sizes.get("head", sizes["embedding/table"]),
+        "cache_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
+    }
+
+
+def measure_variant(variant: str, config: RunConfig, model: ModelConfig, args: argparse.Namespace) -> list[Row]:
+    """Return a row for each batch size."""
+    decoder = make_decoder(config, model, *VARIANTS[variant])
+    rows = []
+    for batch in args.batch:
+        with record_choices() as choices:
+            first, further = measure(decoder, batch, args.prompt, args.tokens)
+        parts = step_bytes(decoder, batch, args.prompt + args.tokens // 2)
+        rows.append({
+            "work": f"decode {args.preset} batch {batch} prompt {args.prompt}", "variant": variant,
+            "implementation": "jaxstack",
+            "device": jax.devices()[0].device_kind, "devices": 1, "batch": batch, "milliseconds": 1e3 * further,
+            "prefill_milliseconds": 1e3 * first, "tokens_per_second_per_device": batch / further, **parts,
+            **bandwidth(sum(parts.values()) / further), "peak_memory_bytes": peak_memory_bytes(),
+            "backends": sorted({choice.backend for choice in choices if choice.operation == "packed_matmul"}),
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def compare(rows: list[Row]) -> None:
+    """Add the speedup beside bf16 at the same batch, and its bound by bytes."""
+
+    def size(row: Row) -> int:
+        return row["layer_bytes"] + row["head_bytes"] + row["cache_bytes"]
+
+    plain = {row["batch"]: row for row in rows if row["variant"] == "bf16"}
+    for row in rows:
+        if base := plain.get(row["batch"]):
+            row |= {"speedup": base["milliseconds"] / row["milliseconds"], "bound": size(base) / size(row)}
+
+
+def main() -> int:
+    """Measure the variants, and append their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="llama3-8b", help="shape of the model (default: %(default)s)")
+    parser.add_argument("--batch", type=positive(int), nargs="+", default=[1, 4, 16], metavar="N", help="rows")
+    parser.add_argument("--prompt", type=positive(int), default=512, metavar="N", help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive(int), default=128, metavar="N", help="tokens to generate")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")
+    args = parser.parse_args()
+    script = SCRATCH + SCRIPT if args.tiny else SCRIPT
+    require_commit(script)
+    if args.tiny:
+        args.preset = "tiny"
+        args.batch = [1, 2]
+        args.prompt = 8
+        args.tokens = 10
+    config = load_config(None, [f"model.preset={args.preset}", "model.scan_layers=false"])
+    fixed = {"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"}
+    model = config.model.model_copy(update=fixed | (TINY if args.tiny else {}))
+    rows = [row for variant in args.variants for row in measure_variant(variant, config, model, args)]
+    compare(rows)
+    append_rows(script, rows)
+    print_table(rows, COLUMNS)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
