@@ -15,6 +15,8 @@ class ServerConfig(Component):
     """Largest `max_tokens` that a request may ask for, and the limit of chat answers that name none."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds after which an unfinished request is cancelled with HTTP status 504."""
+    receive_timeout: float = Field(default=10.0, gt=0)
+    """Seconds in which the head of a request must arrive, and then its body; otherwise HTTP status 408."""
     drain: float = Field(default=30.0, ge=0)
     """Seconds after SIGTERM or Ctrl-C in which running requests may finish; then they are cancelled."""
     chat_template: str = "auto"

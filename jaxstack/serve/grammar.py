@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,13 +19,11 @@ from jaxstack.errors import ConfigError
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
+if TYPE_CHECKING:
+    from jaxstack.serve.grammar_process import GrammarProcess
+
 _MOST_CACHED = 64
 """Number of compiled grammars that are kept for later requests."""
-_MOST_ITEMS = 20_000
-"""Limit of llguidance on the alternatives at one place of an answer, such as the optional properties of an object."""
-_WHITE_SPACE = r" |\n {0,32}"
-"""Between the values of JSON: a space, or a line break with an indentation. Without a limit, a weak model may write
-white space up to its token limit, because it is valid everywhere."""
 
 
 class Grammars:
@@ -36,13 +34,23 @@ class Grammars:
     Args:
       tokenizer: the model's tokenizer, whose ids must stand for fixed bytes.
       stop_tokens: ids that end an answer.
+      seconds: time limit for compiling a grammar.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int]):
+    def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int], seconds: float = 10.0):
         self._tokenizer = tokenizer
+        self._seconds = seconds
         self._stop_tokens = sorted(stop_tokens)
         self._compiled = OrderedDict[tuple[Kind, str], Future[Any]]()
         self._lock = threading.Lock()
+
+    def find(self, kind: Kind, value: object) -> "GrammarConstraint | None":
+        """Return a grammar as the constraint for one answer if it is compiled already; arguments as of `compile`."""
+        with self._lock:
+            known = self._compiled.get((kind, json.dumps(value)))
+            if known is None or not known.done():
+                return None
+        return self._constraint(known)
 
     def compile(self, kind: Kind, value: object) -> "GrammarConstraint":
         """Compile a grammar, unless it is known, and return it as the constraint for one answer.
@@ -52,7 +60,8 @@ class Grammars:
           value: a JSON schema (True: any JSON value), a regular expression, a list of texts, or a Lark grammar.
 
         Raises:
-          ConfigError: the grammar is wrong, llguidance is not installed, or the tokenizer does not fit.
+          ConfigError: the grammar is wrong or takes too long to compile, llguidance is not installed, or the tokenizer
+            does not fit.
         """
         key = (kind, json.dumps(value))
         with self._lock:
@@ -66,22 +75,32 @@ class Grammars:
                 future.set_result(self._compile(kind, value))
             except BaseException as error:
                 future.set_exception(error)
-        matcher = future.result()
+        return self._constraint(future)
+
+    def _constraint(self, compiled: Future[Any]) -> "GrammarConstraint":
+        matcher = compiled.result()
         with self._lock:
             return GrammarConstraint(matcher.deep_copy())
 
     def _compile(self, kind: Kind, value: object) -> Any:
         """Return llguidance's matcher at the start of an answer."""
-        library = _import_llguidance()
+        _import_llguidance()
+        from jaxstack.serve.grammar_process import compile_grammar
+
         try:
-            grammar = _write(library, kind, value)
+            self._process.check(kind, value)
+            matcher = compile_grammar(kind, value, self._ll_tokenizer)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"the {kind} of the structured output is wrong: {error}") from None
-        limits = library.LLParserLimits(max_items_in_row=_MOST_ITEMS)
-        matcher = library.LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise ConfigError(f"the {kind} of the structured output is wrong: {_reason(matcher.get_error())}")
+            raise ConfigError(f"the {kind} of the structured output is wrong: {_reason(str(error))}") from None
         return matcher
+
+    @cached_property
+    def _process(self) -> "GrammarProcess":
+        from jaxstack.serve.grammar_process import GrammarProcess
+
+        return GrammarProcess(self._seconds)
 
     @cached_property
     def _ll_tokenizer(self) -> Any:
@@ -135,22 +154,6 @@ class _TokenTable:
     def __call__(self, text: str | bytes) -> list[int]:
         text = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
         return self._tokenizer.encode(text).tolist()
-
-
-def _write(library: Any, kind: Kind, value: object) -> str:
-    """Convert a JSON schema, regular expression, choices or grammar to llguidance's text format."""
-    write = library.LLMatcher
-    if kind == "json":
-        schema = json.dumps({} if value is True else value)
-        return write.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITE_SPACE})
-    if kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
-            raise ValueError("give a list of texts")
-        # A terminal (in capitals) becomes one automaton; each alternative of a rule would be parsed separately.
-        return write.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in value))
-    if not isinstance(value, str):
-        raise ValueError(f"give a text; found {type(value).__name__}")
-    return write.grammar_from_regex(value) if kind == "regex" else write.grammar_from_lark(value)
 
 
 def _import_llguidance() -> Any:

@@ -9,6 +9,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.answers import Answers, EventStream, Refused, collect, events, usage_of
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
-from jaxstack.serve.grammar import Grammars
+from jaxstack.serve.grammar import GrammarConstraint, Grammars, Kind
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import ChatRequest, CompletionRequest, Envelope, GenerationRequest, error_body
 from jaxstack.serve.text import ChatFormatter, TextAnswer
@@ -72,7 +73,10 @@ class Server:
         self.metrics = Metrics(engine, name)
         self._ending = asyncio.Event()
         self._answers = weakref.WeakSet[Answers]()
-        self._grammars = Grammars(tokenizer, engine.stop_tokens or {tokenizer.document_start})
+        seconds = min(_GRAMMAR_SECONDS, self.config.timeout / 2)
+        self._grammars = Grammars(tokenizer, engine.stop_tokens or {tokenizer.document_start}, seconds)
+        # Few threads of their own, so that others are left for the requests of others.
+        self._compilers = ThreadPoolExecutor(_MOST_COMPILING, thread_name_prefix="jaxstack grammars")
         self._chat: ChatFormatter | None = None
         with contextlib.suppress(ConfigError):
             self._chat = ChatFormatter(tokenizer, self.config.chat_template)
@@ -97,6 +101,7 @@ class Server:
     def end(self) -> None:
         """Refuse all requests from now on, the running ones included (status 503); to be called in the event loop."""
         self._ending.set()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         for answers in list(self._answers):
             answers.refuse(Refused(503, _SHUTS_DOWN))
 
@@ -218,7 +223,7 @@ class Server:
           Refused: it is too large, does not arrive in time, or the client is gone.
         """
         limit = self.config.max_body_bytes
-        timeout = self.config.timeout
+        timeout = min(self.config.receive_timeout, self.config.timeout)
         size = 0
         parts = list[bytes]()
         too_large = Refused(413, f"the body exceeds {limit} bytes (server.max_body_bytes).")
@@ -234,7 +239,7 @@ class Server:
                         break
                     parts.append(part)
         except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {timeout:g} s (server.timeout).") from None
+            raise Refused(408, f"the body did not arrive within {timeout:g} s (server.receive_timeout).") from None
         except ClientDisconnect:
             raise Refused(_GONE, "the client is gone.") from None
         if size > limit:
@@ -290,12 +295,15 @@ class Server:
         if unknown:
             raise Refused(400, f"stop_token_ids must be below {known}, the number of ids; found {unknown[0]}.")
         grammar = _refuse_on_error(lambda: body.grammar)
+        constraints = [
+            await self._constrain(*grammar) if grammar else None for _ in range(len(prompts) * (body.n or 1))
+        ]
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
         handles: list[Handle] = []
         try:
-            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n or 1)):
-                constraint = await asyncio.to_thread(self._grammars.compile, *grammar) if grammar is not None else None
+            for index, constraint in enumerate(constraints):
+                prompt = prompts[index // (body.n or 1)]
                 seed = body.first_seed + index % (body.n or 1)
                 sampling = body.sampling
                 handle = self.engine.submit(
@@ -316,6 +324,24 @@ class Server:
         submitted = Answers(answers, self.metrics, self.config.timeout)
         self._answers.add(submitted)
         return submitted
+
+    async def _constrain(self, kind: Kind, value: object) -> GrammarConstraint:
+        """Return a grammar as the constraint for one answer; compile it, unless it is known.
+
+        Raises:
+          Refused: the grammar is wrong, or many grammars have to be compiled before it.
+        """
+        limit = self.config.timeout
+        try:
+            known = await asyncio.to_thread(self._grammars.find, kind, value)
+            if known is not None:
+                return known
+            compiled = asyncio.wrap_future(self._compilers.submit(self._grammars.compile, kind, value))
+            return await asyncio.wait_for(compiled, limit)
+        except ConfigError as error:
+            raise Refused(400, str(error)) from None
+        except TimeoutError:
+            raise Refused(504, f"the request took longer than {limit:g} s (server.timeout).") from None
 
     async def _answer(
         self, request: Request, body: GenerationRequest, answers: Answers, envelope: Envelope, before: Sequence[str]
@@ -342,6 +368,10 @@ class Server:
         return JSONResponse(envelope.whole(choices, usage_of(answers, body.n or 1)))
 
 
+_MOST_COMPILING = 2
+"""Number of grammars that are compiled at the same time."""
+_GRAMMAR_SECONDS = 10.0
+"""Time limit for compiling a grammar, which cannot be interrupted when its client goes away."""
 _SHUTS_DOWN = "the server is shutting down."
 _DISCARD_SECONDS = 5.0
 """Time limit for reading the rest of a body that is too large."""

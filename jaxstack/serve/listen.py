@@ -2,12 +2,14 @@
 
 import asyncio
 import ipaddress
+import json
 import signal
 import socket
 import sys
 from collections.abc import Callable
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.engine import Engine
@@ -15,6 +17,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.http import Server
+from jaxstack.serve.protocol import error_body
 
 _REFUSAL_SECONDS = 5
 """Seconds in which requests that outlast `server.drain` receive their error."""
@@ -41,6 +44,66 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def uvicorn_settings(server: Server) -> uvicorn.Config:
+    """Return the settings with which uvicorn serves an application, among them its limits on time."""
+
+    class Protocol(H11Protocol):
+        """HTTP over one connection, which is closed unless the head of a request arrives in time.
+
+        Uvicorn waits for it forever, so that clients that send half of it would use up all file descriptors.
+        """
+
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            super().connection_made(transport)
+            self._await_request()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._await_request()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._await_request()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._stop_waiting()
+
+        def _await_request(self) -> None:
+            """Start the timer where it does not run; stop it while a request is answered."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_waiting()
+            elif self._timer is None:
+                self._timer = self.loop.call_later(server.config.receive_timeout, self._give_up)
+
+        def _stop_waiting(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _give_up(self) -> None:
+            part_of_a_head, _ = self.conn.trailing_data
+            if part_of_a_head and not self.transport.is_closing():
+                message = (
+                    f"the head did not arrive within {server.config.receive_timeout:g} s (server.receive_timeout)."
+                )
+                body = json.dumps(error_body(message, 408)).encode()
+                head = "HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-type: application/json\r\n"
+                self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            self.transport.close()
+
+    return uvicorn.Config(
+        server.app,
+        http=Protocol,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=round(server.config.drain) + _REFUSAL_SECONDS,
+    )
+
+
 def serve(
     engine: Engine | EngineGroup,
     tokenizer: Tokenizer,
@@ -60,14 +123,7 @@ def serve(
     """
     loopback = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
     server = Server(engine, tokenizer, name, config, api_key=api_key, loopback=loopback)
-    timeout = round(config.drain) + _REFUSAL_SECONDS
-    settings = uvicorn.Config(
-        server.app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=timeout,
-    )
+    settings = uvicorn_settings(server)
 
     class ReportingServer(uvicorn.Server):
         """A uvicorn server that reports when it is ready and when it shuts down."""

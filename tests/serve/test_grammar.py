@@ -49,6 +49,23 @@ def test_more_than_the_library_compiles_is_refused(grammars):
         grammars.compile("choice", [f"choice {i}" for i in range(200_000)])
 
 
+def test_grammars_on_which_the_library_crashes_or_hangs_are_refused():
+    """References in a chain overflow the stack; many terminals that refer to each other compile for minutes."""
+    grammars = Grammars(TOKENIZER, {256}, seconds=1.0)
+    chain = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(5000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": chain | {"d5000": {"type": "string"}}}
+    rules = "start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | "x"\n' for i in range(30_000)) + 'r30000: "y"'
+    for kind, value in (("json", schema), ("grammar", rules)):
+        with pytest.raises(ConfigError, match=r"nested too deeply|within 1 s"):
+            grammars.compile(kind, value)
+    with pytest.raises(ConfigError, match="it does not compile within 1 s"):
+        grammars.compile("regex", "a?" * 50_000 + "a" * 50_000)
+    nested = {"type": "string"}
+    for _ in range(50):
+        nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
+    assert follows(grammars.compile("json", nested), '{"a":' * 50 + '"b"' + "}" * 50)
+
+
 def test_the_same_grammar_is_compiled_once_and_its_answers_are_independent(grammars, monkeypatch):
     compiled = []
     compile_it = Grammars._compile

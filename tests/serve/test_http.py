@@ -1,9 +1,11 @@
 """The HTTP server, asked by OpenAI's client, by a bare socket, and by clients that go away."""
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -62,11 +64,10 @@ def engine() -> Iterator[Engine]:
 def listen(engine: Engine, config: ServerConfig = LIMITS, **more) -> tuple["uvicorn.Server", int]:
     """Start a server in a thread; return it and its port."""
     from jaxstack.serve.http import Server
-    from jaxstack.serve.listen import bind
+    from jaxstack.serve.listen import bind, uvicorn_settings
 
     place = bind("127.0.0.1", 0)
-    app = Server(engine, TOKENIZER, "tiny", config, **more).app
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    server = uvicorn.Server(uvicorn_settings(Server(engine, TOKENIZER, "tiny", config, **more)))
     threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True).start()
     while not server.started:
         time.sleep(0.01)
@@ -232,7 +233,7 @@ def test_settings_outside_of_any_range_harm_nobody(port, engine):
 
 
 def test_a_body_that_is_too_long_or_never_ends_is_refused(engine):
-    server, port = listen(engine, LIMITS.model_copy(update={"timeout": 0.2}))
+    server, port = listen(engine, LIMITS.model_copy(update={"receive_timeout": 0.2}))
     for declared, status in ((99_999_999_999, 413), (40, 408)):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         connection.putrequest("POST", COMPLETE)
@@ -241,6 +242,58 @@ def test_a_body_that_is_too_long_or_never_ends_is_refused(engine):
         connection.endheaders(b'{"prompt":')
         assert connection.getresponse().status == status
         connection.close()
+    server.should_exit = True
+
+
+@pytest.mark.longer
+def test_heads_that_do_not_arrive_in_time_free_their_connections():
+    """Also those that come a byte at a time, and those after a complete request on the same connection."""
+    server, port = listen(Echo(), LIMITS.model_copy(update={"receive_timeout": 0.5}))
+    openings = [b"", b"GET /health HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"]
+    connections = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(60)]
+    began = time.monotonic()
+    for index, connection in enumerate(connections):
+        connection.sendall(openings[index % 3])
+    slow = socket.create_connection(("127.0.0.1", port), timeout=10)
+    with contextlib.suppress(OSError):  # the connection is closed
+        for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long-Header: " + b"a" * 100:
+            slow.sendall(bytes([byte]))
+            time.sleep(0.02)
+    assert len(slow.recv(1000)) and time.monotonic() - began < 5
+    for index, connection in enumerate(connections):
+        answer = connection.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 408") == (index % 3 != 0), answer
+    again = socket.create_connection(("127.0.0.1", port), timeout=10)
+    again.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he")
+    answers = again.makefile("rb").read()
+    assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers and b"receive_timeout" in answers
+    assert time.monotonic() - began < 10 and not server.server_state.connections
+    server.should_exit = True
+
+
+def test_an_answer_may_take_longer_than_its_request():
+    server, port = listen(Silent(), LIMITS.model_copy(update={"receive_timeout": 0.1, "timeout": 0.6}))
+    assert ask(port, COMPLETE, {"prompt": "a"})[0] == 504
+    server.should_exit = True
+
+
+@pytest.mark.longer
+def test_a_grammar_that_compiles_for_long_is_refused_and_others_are_served():
+    """In the processes that compile on trial, as many as allowed; the third waits until the request's own limit."""
+    server, port = listen(Echo(), LIMITS.model_copy(update={"max_body_bytes": 10**7, "timeout": 4}))
+    # Each alone compiles for more than a minute.
+    slow = [{"prompt": "a", "guided_regex": "a?" * (50_000 + extra) + "a" * 50_000} for extra in range(3)]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        refused = [pool.submit(ask, port, COMPLETE, body) for body in slow]
+        longest = 0.0
+        while not all(answer.done() for answer in refused):
+            began = time.monotonic()
+            assert ask(port, "/health")[0] == 200 and ask(port, COMPLETE, {"prompt": "hä"})[0] == 200
+            longest = max(longest, time.monotonic() - began)
+        answers = [answer.result() for answer in refused]
+    assert sorted(status for status, *_ in answers) == [400, 400, 504] and longest < 1
+    for status, answer, _ in answers:
+        assert ("not compile within 2 s" if status == 400 else "longer than 4 s") in answer["error"]["message"]
     server.should_exit = True
 
 
