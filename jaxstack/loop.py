@@ -44,7 +44,7 @@ _LONG_RUN_SECONDS = 3600
 """Length of a run from which on advice on the interval between saves is worth a line."""
 _IN_FLIGHT = 2
 """Maximum number of steps on the devices: one runs while the next is queued."""
-_DECIDING = ("model", "optimizer", "schedule", "precision", "compression", "distill", "local_sgd")
+_DECIDING = ("model", "optimizer", "schedule", "precision", "adapters", "compression", "distill", "local_sgd")
 """Sections of the configuration that decide a run's result; each checkpoint has a copy of them."""
 
 
@@ -110,9 +110,11 @@ class LoopSettings:
     """The planner's forecast as plain data, which the report shows beside what was measured; None: there is none."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
-    describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
-    """Returns further values of an evaluation, such as bits per byte, from (its values, its token limit, a function to
-    call now and then as a sign of life)."""
+    describe_evaluation: Callable[[dict[str, float], int | None], dict[str, float]] | None = None
+    """Returns further values of an evaluation, such as bits per byte, from (its values, its token limit)."""
+    run_tasks: Callable[[Callable[[], None]], dict[str, float]] | None = None
+    """Evaluates on something else than held-out data, and returns values to log with each evaluation's. Is given a
+    function to call now and then as a sign of life."""
     planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further plain data for the report, computed before the run: `roofline`, see `jaxstack.cost_model.roofline`."""
     on_start: Callable[[], None] | None = None
@@ -169,7 +171,7 @@ class Loop:
             stack.push(self._report)
             if start < train.steps:
                 self._steps(start)
-            self._evaluate(max(start, train.steps), None)
+            self._evaluate(max(start, train.steps), last=True)
             self.finished = True
         self.signs.note("end")
         return log.last_values
@@ -279,7 +281,7 @@ class Loop:
                     self.save_postponed = saving and self.skipped > 0 and step < train.steps
                     if saving and not self.save_postponed:
                         self._save(step)
-                    if stopping or (evaluating and self._evaluate(step, train.eval_tokens, stop.reached)):
+                    if stopping or (evaluating and self._evaluate(step, stop.reached)):
                         self._stop(step, stop.signum or 0)
             if manager is not None:
                 self.signs.note("save")
@@ -370,9 +372,15 @@ class Loop:
             signum, f"stopped by {signal_name(signum)} after step {step}; {kept}; the same command goes on"
         )
 
-    def _evaluate(self, step: int, max_tokens: int | None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Evaluate on held-out data and log the result; return True if `stop` ended the evaluation early."""
+    def _evaluate(self, step: int, stop: Callable[[], bool] = lambda: False, *, last: bool = False) -> bool:
+        """Evaluate on held-out data and log the result; return True if `stop` ended the evaluation early.
+
+        All evaluations of a run predict the same tokens, so that their losses make one curve. If they are limited to
+        train.eval_tokens, the last one also evaluates on all held-out data; its values are logged as `final_eval_*`.
+        """
         began = time.perf_counter()
+        train = self.trainer.train
+        limit = train.eval_tokens if train.eval_every_steps or not last else None
         stopped = False
 
         def after_batch() -> bool:
@@ -381,14 +389,24 @@ class Loop:
             stopped = stop()
             return stopped
 
-        values = self.trainer.evaluate(max_tokens, after_batch)
+        values = self._held_out_values(limit, after_batch)
         if values is None:
             return stopped
-        if self.settings.describe_evaluation is not None:
-            values.update(self.settings.describe_evaluation(values, max_tokens, lambda: self.signs.note("evaluate")))
+        if self.settings.run_tasks is not None:
+            values |= self.settings.run_tasks(lambda: self.signs.note("evaluate"))
+        if last and limit is not None and values["eval_items"] >= limit:
+            whole = self._held_out_values(None, after_batch) or {}
+            values |= {f"final_{name}": value for name, value in whole.items()}
         self.log.log_evaluation(step, values)
         self.meter.exclude(time.perf_counter() - began)
         return False
+
+    def _held_out_values(self, max_tokens: int | None, stop: Callable[[], bool]) -> dict[str, float] | None:
+        """Evaluate on held-out data; None if there is none, or `stop` ended the evaluation."""
+        values = self.trainer.evaluate(max_tokens, stop)
+        if values is not None and self.settings.describe_evaluation is not None:
+            values |= self.settings.describe_evaluation(values, max_tokens)
+        return values
 
     def _report(self, kind: object, error: BaseException | None, _: object) -> None:
         """Write the report of the run and how it ended, also if it ended with an error."""

@@ -97,7 +97,8 @@ class TrainConfig(Component):
     eval_batch_size: int | None = Field(default=None, ge=1)
     """Sequences per evaluation batch. Default: global_batch_size / gradient_accumulation."""
     eval_tokens: int | None = Field(default=None, ge=1)
-    """Token limit of each evaluation during training. Default: all held-out tokens, as the last evaluation takes."""
+    """Token limit of each evaluation during training, which all predict the same tokens; after the last step a final
+    evaluation takes all held-out tokens (`final_eval_loss`). Default: all of them, always."""
     eval_tasks: tuple[str, ...] = ()
     """Tasks of the lm-evaluation-harness, by name or file, that run with every evaluation."""
     eval_tasks_limit: int | None = Field(default=None, ge=1)

@@ -101,6 +101,8 @@ def shared_keys(saved: object, found: object) -> Any:
     """Return `found` without keys missing from `saved`, at every depth, as later releases may have added keys."""
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
         return {key: shared_keys(saved[key], value) for key, value in found.items() if key in saved}
+    if isinstance(saved, list | tuple) and isinstance(found, list | tuple) and len(saved) == len(found):
+        return [shared_keys(*pair) for pair in zip(saved, found, strict=True)]
     return found
 
 

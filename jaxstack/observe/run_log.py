@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -171,6 +172,7 @@ class RunLog:
         """
         self._start = start
         self._meter = meter
+        self._losses: list[float] = []
         logged = last_logged(self._run_dir)
         self._noise = NoiseScale(start, logged if logged.get("step", 0) <= start else {})
         train_seconds = logged.get("train_seconds", 0.0) if logged.get("step", 0) <= start else 0.0
@@ -195,10 +197,15 @@ class RunLog:
           steps_left: remaining steps in steps of the present size; default: all of one size.
         """
         values = self._noise.update(values)
+        if math.isfinite(values.get("loss", math.nan)):
+            self._losses.append(values["loss"])
         every = self._config.log_every
         if step % every and step not in (1, self._total_steps):
             return
         before = self._meter.total_seconds
+        if self._losses:
+            values = {**values, "mean_loss": math.fsum(self._losses) / len(self._losses)}
+            self._losses.clear()
         line = {**values, "tokens": tokens, **self._meter.read(), "peak_memory_bytes": peak_memory_bytes()}
         self._goodput.add(self._meter.total_seconds - before)
         line |= self._goodput.read()
@@ -223,10 +230,12 @@ class RunLog:
         """Log the values of an evaluation (held-out loss or tasks) after `step` training steps."""
         self.last_values = {**self.last_values, "step": step, **values}
         self._trackers.log(step, values)
-        shown = [f"held-out loss {values['eval_loss']:.4f}"]
-        if "eval_bits_per_byte" in values:
-            shown.append(f"{values['eval_bits_per_byte']:.4f} bits per byte")
-        self.say(f"step {step}: {', '.join(shown)} ({values['eval_seconds']:.1f} s)")
+        whole = "final_eval_loss" in values
+        tokens = f" on the first {values['eval_items']:,.0f} held-out tokens" if whole else ""
+        self.say(f"step {step}: held-out loss {_describe_evaluation(values, 'eval', tokens)}")
+        if whole:
+            tokens = f" on all {values['final_eval_items']:,.0f} held-out tokens"
+            self.say(f"final: held-out loss {_describe_evaluation(values, 'final_eval', tokens)}")
 
     def end(self, ended: Mapping[str, Any], finished: bool) -> None:
         """Write the final report, with the measured peak memory and how the run ended.
@@ -253,3 +262,10 @@ class RunLog:
             self.say(f"report: {write_report(self._run_dir)}")
         except OSError as error:  # must not hide the error that ended the run
             self.say(f"warning: no report: {error.filename or self._run_dir}: {error.strerror or error}")
+
+
+def _describe_evaluation(values: Mapping[str, float], prefix: str, tokens: str) -> str:
+    """Return an evaluation's loss, bits per byte and duration, from values named `{prefix}_loss` and so on."""
+    bits = values.get(f"{prefix}_bits_per_byte")
+    shown = "" if bits is None else f", {bits:.4f} bits per byte"
+    return f"{values[f'{prefix}_loss']:.4f}{tokens}{shown} ({values[f'{prefix}_seconds']:.1f} s)"

@@ -8,6 +8,11 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.fingerprint import data_difference, fingerprint_difference, shared_keys
 from jaxstack.errors import ConfigError
 
+_FIXED = "adapters"
+"""Section of the configuration that a run keeps: its parameters mean something else with other values."""
+_FREE = "dropout"
+"""Key of that section which training alone uses, and which may change."""
+
 
 class Restored(NamedTuple):
     """The content of a checkpoint that a run continues from: step, train state, and record of skipped steps."""
@@ -61,7 +66,8 @@ class RunCheckpoints:
           later: fields of the state that older checkpoints lack, and what each is then.
 
         Raises:
-          ConfigError: the checkpoint is not of a training run, or the data has changed and that is not accepted.
+          ConfigError: the checkpoint is not of a training run, the data has changed and that is not accepted, or the
+            adapters are others.
         """
         step = self.manager.latest_step()
         if step is None:
@@ -76,12 +82,28 @@ class RunCheckpoints:
         difference = data_difference(saved, self._data, extra.get("sources"), self._sources)
         if difference:
             self._accept_data(difference)
-        state, _ = self.manager.restore(step, abstract, later=later)
         before = extra.get("settings") or {}
+        self._check_fixed(step, before.get(_FIXED))
+        state, _ = self.manager.restore(step, abstract, later=later)
         if changed := fingerprint_difference(before, shared_keys(before, self._settings)):
             self._say(f"warning: not as checkpoint {step} was trained: {changed}")
         self.saved_step = step
         return Restored(step, state, extra.get("skipped"))
+
+    def _check_fixed(self, step: int, saved: Any) -> None:
+        """Raise ConfigError if the adapters are not those that the checkpoint's parameters were trained with."""
+        found = self._settings.get(_FIXED)
+        if saved is None or found is None:
+            return
+        difference = fingerprint_difference(
+            {_FIXED: _without(saved, _FREE)}, {_FIXED: _without(shared_keys(saved, found), _FREE)}
+        )
+        if difference:
+            raise ConfigError(
+                f"a run goes on with the adapters that it was trained with; at checkpoint {step} of {self._run_dir}, "
+                f"{difference}. Set it back, or start a new run with another run.name and run.init_from="
+                f"{self._run_dir}, which merges the adapters trained so far into the weights."
+            )
 
     def _accept_data(self, difference: str) -> None:
         said = f"the data is not what {self._run_dir} was trained on: {difference}"
@@ -113,3 +135,12 @@ class RunCheckpoints:
         if newest is None:
             return "no checkpoint was saved before them"
         return f"rolled back to checkpoint {newest}, from which the same command goes on"
+
+
+def _without(settings: Any, key: str) -> Any:
+    """Return plain data without the entries `key` of its dicts, at every depth."""
+    if isinstance(settings, Mapping):
+        return {name: _without(value, key) for name, value in settings.items() if name != key}
+    if isinstance(settings, list | tuple):
+        return [_without(value, key) for value in settings]
+    return settings

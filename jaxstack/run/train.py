@@ -53,7 +53,8 @@ class TrainedRun:
     Attributes:
       directory: the run directory; `jaxstack.run.load.load(directory)` opens it.
       config: the configuration with its layout and vocabulary filled in.
-      metrics: the values that were logged last, with `eval_loss` if there is held-out text.
+      metrics: the values that were logged last, with `eval_loss` if there is held-out text, and `final_eval_loss` if
+        evaluations during training were limited to a part of it.
     """
 
     directory: Path
@@ -132,10 +133,8 @@ def train(
             planned=_planned(config),
             forecast=predicted and predicted.describe(),
             settings=config.model_dump(mode="json", by_alias=True),
-            describe_evaluation=lambda values, max_tokens, alive: {
-                **baselines.describe(values, max_tokens),
-                **tasks.run(alive),
-            },
+            describe_evaluation=baselines.describe,
+            run_tasks=tasks.run,
             on_start=lambda: _write_run_files(config, data),
             on_new_run=lambda: _start_from(config, trainer, say),
             say=say,
@@ -155,11 +154,9 @@ def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[st
     flops -= flops_saved_per_token(config.model, frozen)
     say(_describe_run(config, data, flops, bool(frozen)))
     if frozen:
-        say(
-            _describe_frozen(
-                count_parameters(config.model).total, sum(math.prod(shape) for _, shape in frozen.values())
-            )
-        )
+        _, adapters = trainer.module.split_adapters(trainer.module.abstract_params)
+        total = count_parameters(config.model).total + sum(math.prod(x.shape) for x in jax.tree.leaves(adapters))
+        say(_describe_frozen(total, sum(math.prod(shape) for _, shape in frozen.values())))
     return flops
 
 
@@ -259,7 +256,7 @@ def _summarize(
     config: RunConfig, values: Mapping[str, float], baselines: _ByteBaselines, say: Callable[[str], None]
 ) -> None:
     """Report the final bits per byte of the model and of gzip and xz, and the command that generates text."""
-    bits = values.get("eval_bits_per_byte")
+    bits = values.get("final_eval_bits_per_byte", values.get("eval_bits_per_byte"))
     if bits is not None:
         others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))

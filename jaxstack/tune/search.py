@@ -293,11 +293,13 @@ class Search:
         reason = found.get("reason", "")
         if found["state"] != "complete":
             return Outcome(found["state"], None, excess, reason)
-        value = found["metrics"].get(self.study.config.metric)
+        metrics = found["metrics"]
+        metric = self.study.config.metric
+        value = metrics.get(f"final_{metric}", metrics.get(metric))
         if not isinstance(value, int | float):
-            return Outcome("failed", reason=f"the run has no {self.study.config.metric}: it has no held-out text")
+            return Outcome("failed", reason=f"the run has no {metric}: it has no held-out text")
         if not math.isfinite(value):
-            return Outcome("failed", reason=f"its {self.study.config.metric} is not finite")
+            return Outcome("failed", reason=f"its {metric} is not finite")
         return Outcome("complete", float(value), excess)
 
     # --- recording ---------------------------------------------------------------------------------------------------

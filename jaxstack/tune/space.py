@@ -27,7 +27,7 @@ class StudyConfig(Component):
     space: dict[str, JsonValue]
     """`section.key` -> `{low, high, log, step}` for a range, or a list of choices."""
     metric: Literal["eval_loss", "eval_bits_per_byte"] = "eval_loss"
-    """Value to minimize, of the evaluation after a trial's last step. Bits per byte compare between tokenizers."""
+    """Value to minimize, of the final evaluation of a trial. Bits per byte compare between tokenizers."""
     sampler: Literal["tpe", "gp", "random"] = "tpe"
     """`tpe`: tree-structured Parzen estimator (Bergstra et al. 2011); `gp`: Gaussian process, which needs PyTorch and
     SciPy; `random`: no model, for comparison."""

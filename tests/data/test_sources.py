@@ -1,5 +1,6 @@
 """Sources of every format, and the errors that name what to do."""
 
+import dataclasses
 import gzip
 import json
 
@@ -13,6 +14,7 @@ from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import SourceConfig
 from jaxstack.data.shards import describe_altered_inputs, open_split
 from jaxstack.data.tokenization_plan import make_plan, source_files
+from jaxstack.data.tokenize_documents import UnitResult, read_split_documents
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.errors import ConfigError
 
@@ -273,3 +275,20 @@ def test_prepared_directories_and_synthetic_are_no_text(corpus, tmp_path):
         make_plan([SourceConfig(path=str(tmp_path / "out"))], 0.0)
     with pytest.raises(ConfigError, match="needs no preparation"):
         make_plan([SourceConfig(path="synthetic")], 0.0)
+
+
+def test_each_kind_of_file_of_the_standard_library_holds_out_the_same_share():
+    plan = make_plan((SourceConfig(),), 0.05)
+    assert plan.sources[0]["split"] == "inside documents"
+    sizes = {}
+    for unit in plan.units:
+        for piece in unit.pieces:
+            alone = dataclasses.replace(unit, pieces=(piece,))
+            for split, text, _, _ in read_split_documents(alone, UnitResult("")):
+                parts = piece.file.name.split("/")
+                found = sizes.setdefault(parts[0] if len(parts) > 1 else "top", {"train": 0, "held_out": 0})
+                found[split] += len(text)
+    large = {kind: found for kind, found in sizes.items() if sum(found.values()) > 100_000}
+    assert {"top", "encodings", "asyncio", "pydoc_data"} <= large.keys()
+    shares = {kind: found["held_out"] / sum(found.values()) for kind, found in large.items()}
+    assert all(0.04 < share < 0.055 for share in shares.values()), shares

@@ -1,5 +1,8 @@
 """LoRA and DoRA: what the adapted layers compute, how they merge, and which parameters they train in every layout."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +22,7 @@ from jaxstack.models import (
 from jaxstack.models.adapters import Adapter, adapted_layers
 from jaxstack.models.linear import Linear
 from jaxstack.parameter_paths import ADAPTER, path_name
+from jaxstack.run.train import _describe
 from tests.small_runs import make_trainer, run_steps, small_config
 
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48, qkv_bias=True)
@@ -172,6 +176,16 @@ def test_the_optimizer_holds_two_moments_of_the_adapters():
     assert sum(x.size for x in jax.tree.leaves(adapters)) == numbers
     moments = [x for x in jax.tree.leaves(trainer.abstract_state.optimizer) if x.ndim]
     assert sum(x.size * x.dtype.itemsize for x in moments) == 2 * 4 * numbers
+
+
+def test_the_parameters_of_adapters_count_as_trained():
+    trainer = trainer_of()
+    config = small_config()
+    said = []
+    _describe(config, cast(Any, SimpleNamespace(train_tokens=1, held_out_tokens=1)), trainer, said.append)
+    numbers = sum(x.size for x in jax.tree.leaves(trainer.module.split_adapters(trainer.abstract_state.params)[1]))
+    total = count_parameters(config.model).total
+    assert said[-1].startswith(f"{numbers:,} parameters are trained ({numbers / (numbers + total):.2%}); {total:,} are")
 
 
 def test_frozen_weights_cost_four_flops_a_parameter_instead_of_six():

@@ -36,8 +36,8 @@ def opened(texts: Path) -> Data:
 
 
 def checkpoints(manager: CheckpointManager, data: Data, say: Any = print, **options: Any) -> RunCheckpoints:
-    options = {"accept_data_change": False, "sources": data.source_listing, **options}
-    return RunCheckpoints(manager, Path("runs/x"), data=data.fingerprint, settings={}, say=say, **options)
+    options = {"accept_data_change": False, "sources": data.source_listing, "settings": {}, **options}
+    return RunCheckpoints(manager, Path("runs/x"), data=data.fingerprint, say=say, **options)
 
 
 def test_a_refusal_names_the_files_that_were_added_removed_and_changed(texts, tmp_path):
@@ -85,3 +85,34 @@ def test_checkpoints_without_a_list_and_long_lists(texts, tmp_path, monkeypatch)
         manager.discard_newer(1)
         with pytest.raises(ConfigError, match=r"shards\[0\] was"):
             checkpoints(manager, opened(texts)).restore(STATE, {})
+
+
+def adapters(**change: Any) -> dict[str, Any]:
+    rule = {"path": "attention", "method": "lora", "rank": 2, "alpha": 4.0, "dropout": 0.0, **change}
+    return {"adapters": {"rules": [rule]}}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"alpha": 64.0}, "adapters.rules[0].alpha was 4.0, is 64.0"),
+        ({"rank": 4}, "adapters.rules[0].rank was 2, is 4"),
+        ({"path": "mlp"}, "adapters.rules[0].path was 'attention', is 'mlp'"),
+        ({"method": "dora"}, "adapters.rules[0].method was 'lora', is 'dora'"),
+    ],
+)
+def test_a_run_goes_on_with_its_adapters(change, said, texts, tmp_path):
+    with CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
+        data = opened(texts)
+        checkpoints(manager, data, settings=adapters()).save(1, STATE, None)
+        manager.wait()
+        with pytest.raises(ConfigError, match="a run goes on with the adapters") as refused:
+            checkpoints(manager, data, settings=adapters(**change)).restore(STATE, {})
+        assert said in str(refused.value) and "run.init_from=runs/x" in str(refused.value)
+        with pytest.raises(ConfigError, match="adapters.rules was "):
+            checkpoints(manager, data, settings={"adapters": {"rules": []}}).restore(STATE, {})
+        heard: list[str] = []
+        grown = adapters(dropout=0.1, since_a_later_version=1)
+        restored = checkpoints(manager, data, heard.append, settings=grown).restore(STATE, {})
+        assert restored is not None and restored.step == 1
+        assert heard == ["warning: not as checkpoint 1 was trained: adapters.rules[0].dropout was 0.0, is 0.1"]

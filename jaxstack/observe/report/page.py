@@ -32,6 +32,7 @@ _MAX_OTHER_CHARTS = 12
 # Shown in a chart or a tile of their own; every other number that a run logs gets a plain chart.
 _NOT_PLAIN = {
     "loss",
+    "mean_loss",
     "eval_loss",
     "eval_bits_per_byte",
     "eval_seconds",
@@ -196,14 +197,16 @@ def _result_tiles(
             done = max(done, float(ended["step"]))  # steps between two logged ones count too
         total = _section(config, "train").get("steps")
         tiles.append(("Steps", f"{done:.0f}", f"of {total}" if isinstance(total, int) else ""))
-    if (loss := _last(metrics, "loss")) is not None:
+    if (loss := _last(metrics, "mean_loss")) is not None:
+        tiles.append(("Training loss", f"{loss:.4f}", "mean since the line before"))
+    elif (loss := _last(metrics, "loss")) is not None:
         tiles.append(("Training loss", f"{loss:.4f}", "last logged"))
-    if (loss := _last(metrics, "eval_loss")) is not None:
-        best = float(np.min(metrics["eval_loss"].finite))
-        tiles.append(("Held-out loss", f"{loss:.4f}", f"best {best:.4f}"))
-    if (bits := _last(metrics, "eval_bits_per_byte")) is not None:
-        best = float(np.min(metrics["eval_bits_per_byte"].finite))
-        tiles.append(("Bits per byte", f"{bits:.4f}", f"held-out, best {best:.4f}"))
+    for label, name in (("Held-out loss", "loss"), ("Bits per byte", "bits_per_byte")):
+        if (value := _last(metrics, f"eval_{name}")) is not None:
+            best = float(np.min(metrics[f"eval_{name}"].finite))
+            tiles.append((label, f"{value:.4f}", f"held-out, best {best:.4f}"))
+        if (value := _last(metrics, f"final_eval_{name}")) is not None:
+            tiles.append((f"Final {label[0].lower()}{label[1:]}", f"{value:.4f}", "on all held-out tokens"))
     if (tokens := _last(metrics, "tokens")) is not None:
         tiles.append(("Tokens seen", short_number(tokens), ""))
     return tiles
@@ -244,7 +247,7 @@ def _median(metrics: Mapping[str, Series], key: str) -> float | None:
 def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> str:
     schedule = _schedule(environment.get("schedule"))
     charts = [_loss_chart(metrics), *_known_charts(metrics, schedule), *energy_charts(metrics)]
-    others = [key for key in metrics if key not in _NOT_PLAIN]
+    others = [key for key in metrics if key not in _NOT_PLAIN and not key.startswith("final_eval_")]
     charts += [Chart(key, [Curve(key, metrics[key])]) for key in others[:_MAX_OTHER_CHARTS]]
     figures = [figure for figure in map(render_chart, charts) if figure]
     return f'<h2>Curves</h2><div class="charts">{"".join(figures)}</div>' if figures else ""
@@ -260,6 +263,10 @@ def _loss_chart(metrics: Mapping[str, Series]) -> Chart:
     empty = make_series([])
     train = metrics.get("loss", empty)
     held_out = metrics.get("eval_loss", empty)
+    mean = metrics.get("mean_loss", empty)
+    if mean.finite.size:
+        curves = [Curve("train, last step", train, "faint"), Curve("train, mean since the line before", mean)]
+        return Chart("Loss", [*curves, Curve("held-out", held_out, "second")], "nats per token", wide=True)
     noisy = train.finite.size >= 100
     curves = [Curve("train", train, "faint" if noisy else "first")]
     if noisy:
