@@ -188,5 +188,6 @@ def describe_degrees(config: RunConfig) -> str:
     elif config.train.gradient_accumulation > 1:
         parts += [f"{config.train.gradient_accumulation} microbatches"]
     parts += [f"remat {config.model.remat}"] if config.model.remat != "none" else []
-    parts += [f"FP8 {config.precision.fp8}"] if config.precision.fp8 != "none" else []
+    if config.precision.fp8 != "none":
+        parts += [f"FP8 {config.precision.fp8}" + (" without the experts" if config.model.moe is not None else "")]
     return ", ".join(parts)

@@ -140,12 +140,17 @@ class StepModel:
         return {"matmul": flops / rate, "elementwise": moved / self._memory_rate}
 
     def _rate(self, layouts: LayoutTable, narrow: Floats) -> Floats:
-        """Return, for each parallel layout, the FLOP/s reached by layers' matmuls whose smallest dim is `narrow`."""
+        """Return, for each parallel layout, the FLOP/s reached by layers' matmuls whose smallest dim is `narrow`.
+
+        FP8 does not compute experts.
+        """
         peaks = self.cluster.peak_tflops
         efficiency = self.efficiency
         wide = peaks.bfloat16 * efficiency.matmul
         fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
-        return 1e12 * np.where(layouts["fp8"] > 0, fast, wide) * narrow / (narrow + SMALL_DIM)
+        experts = self.shape.active_expert_share
+        mixed = 1 / (experts / wide + (1 - experts) / fast)
+        return 1e12 * np.where(layouts["fp8"] > 0, mixed, wide) * narrow / (narrow + SMALL_DIM)
 
     def _attention_rate(self, layouts: LayoutTable) -> Floats:
         """Return, for each parallel layout, the FLOP/s that attention reaches, interpolated between measured head_dims.
@@ -230,13 +235,15 @@ class StepModel:
         shape = self.shape
         model = self._collective_model
         group = combined_group(groups["fsdp"], groups["context"])
-        size = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / layouts["tensor"]
-        byte = np.where(layouts["fp8"] > 0, 1, 2)
+        per_layer = shape.layers * layouts["tensor"]
+        experts = shape.all_experts / layouts["expert"] / per_layer
+        size = shape.layer_parameters / per_layer + experts
+        moved = np.where(layouts["fp8"] > 0, 1, 2) * shape.layer_parameters / per_layer + 2 * experts
         # Copy engines send gradients as they were computed.
         others = layouts["tensor"] * layouts["expert"] * layouts["pipeline"]
         copied = self.copies and not self.scanned and self.cluster.hosts == 1
         reduced = np.where(copied & (others == 1), 2 * self.trained, self.reduce_bytes)
-        gathered = 2 * model.all_gather(byte * size, group) + model.reduce_scatter(reduced * size, group)
+        gathered = 2 * model.all_gather(moved, group) + model.reduce_scatter(reduced * size, group)
         # ZeRO 2 reduce-scatters each layer's gradient over `data` in each microbatch.
         local = size / group.size
         scattered = model.reduce_scatter(self.reduce_bytes * local, groups["data"])

@@ -11,6 +11,7 @@ from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from jaxstack.models.attention_layer import Attention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer_paths import match_common_value, weight_paths
+from jaxstack.models.moe_layer import Experts
 from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer
 from jaxstack.parameter_paths import check_patterns
@@ -39,6 +40,10 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
         return matmul if match_common_value(names, rules, "precision.fp8_rules", "run in FP8") else None
 
     use_fp8(model, choose, history=precision.fp8_history)
+    for path, experts in _routed_experts(model):
+        names = weight_paths(model, path)
+        seen.update(dict.fromkeys(names, 0))
+        experts.wants_fp8 = match_common_value(names, rules, "precision.fp8_rules", "run in FP8")
     check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")
     return model
 
@@ -89,7 +94,8 @@ def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: boo
         layers = "all layers (model.unscanned_end_layers=1 leaves out the first and the last, as without a pipeline)"
     else:
         layers = "all layers"
-    return f"FP8 ({precision.fp8}) in {layers}"
+    experts = ", experts in the compute dtype" if config.moe is not None else ""
+    return f"FP8 ({precision.fp8}) in {layers}{experts}"
 
 
 def count_fp8_matmuls(model: nnx.Module) -> int:
@@ -112,6 +118,22 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
             shared = (path[:-1], contracted) if matmul.recipe == "blockwise" else path
             inputs[shared] = layers
     return count + sum(inputs.values())
+
+
+def count_experts_without_fp8(model: nnx.Module) -> int:
+    """Return the number of matmuls of experts, forward and backward, that the FP8 rules choose and FP8 does not run.
+
+    The projections of the routed experts of one layer count as one matmul each, as the grouped matmul is.
+    """
+    count = 0
+    for _, experts in _routed_experts(model):
+        stacked = experts.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
+        count += 3 * (experts.kernel.shape[0] if stacked else 1) * experts.wants_fp8
+    return count
+
+
+def _routed_experts(model: nnx.Module) -> list[tuple[tuple[Any, ...], Experts]]:
+    return [(path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Experts)]
 
 
 def _unscanned_end_layers(stack: Stack) -> list[int]:

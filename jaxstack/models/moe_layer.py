@@ -43,6 +43,8 @@ class Experts(nnx.Module):
         self, shape: tuple[int, int, int], axes: tuple[str, str, str], initialize: Initializer, rngs: nnx.Rngs
     ):
         self.kernel = nnx.Param(initialize(rngs.params(), shape, shape[1]), logical_axes=axes)
+        self.wants_fp8 = False
+        """True if the FP8 rules choose this weight, although its grouped matmuls stay in the compute dtype."""
 
 
 class MoE(nnx.Module):

@@ -205,3 +205,25 @@ def test_attention_over_context_pays_for_the_method_that_it_chooses():
     exchanged = exposed(*many, "parallel.context=8", gpus=8) - exposed(*many, "parallel.fsdp=8", gpus=8)
     keys = 64 * 4096 * 2 * 1024 / 8
     assert 0 < exchanged < 12 * 8 * keys * 7 / (0.68 * 450e9), "less than all-gathers send"
+
+
+@pytest.mark.parametrize("experts", [None, 8])
+def test_the_forecast_of_fp8_leaves_the_experts_in_bfloat16(experts):
+    moe = {"moe": {"num_experts": experts, "num_experts_per_tok": 2}} if experts else {}
+    model = {
+        "vocab_size": 512,
+        "hidden_size": 4096,
+        "num_heads": 32,
+        "num_layers": 4,
+        "intermediate_size": 14336,
+        **moe,
+    }
+    train = {"global_batch_size": 8, "sequence_length": 2048}
+
+    def matmul_seconds(recipe: str) -> float:
+        config = config_from_tree({"model": model, "train": train, "precision": {"fp8": recipe}})
+        layouts, _ = enumerate_layouts(config, 8)
+        return float(LayoutModel(config, parse_cluster("8 h200")).seconds(layouts)["matmul"][0])
+
+    ratio = matmul_seconds("none") / matmul_seconds("current")
+    assert ratio > 1.45 if experts is None else 1 < ratio < 1.2

@@ -17,7 +17,7 @@ from jaxstack.models.low_precision import describe_fp8
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.module_arrays.pipeline_order import StagedArrays
 from jaxstack.observe.config import ObserveConfig
-from jaxstack.observe.what_ran import refuse_missing_fp8
+from jaxstack.observe.what_ran import refuse_missing_fp8, summarise_program
 from jaxstack.precision import Fp8Matmul, PrecisionConfig, ScalingState, use_fp8
 from jaxstack.run_config import load_config
 from pallas_kernels import record_choices
@@ -100,6 +100,40 @@ def test_the_log_says_which_layers_run_in_fp8(num_layers, model, staged):
     rules = precision.model_copy(update={"fp8_rules": EVERY})
     assert "precision.fp8_rules" in describe_fp8(config, rules, staged=staged)
     assert describe_fp8(config, PrecisionConfig(), staged=staged) == ""
+
+
+MIXTURE = {"moe": {"num_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}}
+"""A mixture whose first layer is one too."""
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_experts_that_stay_in_the_compute_dtype_are_told_and_counted(scan):
+    config = ModelConfig(
+        vocab_size=64, hidden_size=32, num_layers=4, scan_layers=scan, unscanned_end_layers=1, **MIXTURE
+    )
+
+    def module(*rules, fp8="current"):
+        precision = PrecisionConfig(fp8=fp8, fp8_rules=rules)
+        return ModuleArrays(lambda rngs: in_fp8(Transformer(config, rngs), precision))
+
+    assert module().experts_without_fp8 == 3 * 3 * 2
+    assert module(*EVERY).experts_without_fp8 == 3 * 3 * 4
+    assert module(fp8="none").experts_without_fp8 == 0
+    without = module({"path": "mlp/(gate|up|down)_proj", "fp8": False})
+    assert without.experts_without_fp8 == 0 and without.fp8_matmuls == module().fp8_matmuls
+    said = describe_fp8(config, PrecisionConfig(fp8="current"), staged=False)
+    assert said == "FP8 (current) in all layers but the first and the last, experts in the compute dtype"
+
+
+def test_experts_in_the_compute_dtype_are_a_fallback():
+    few = ("model.num_layers=2", "model.moe={num_experts: 4, num_experts_per_tok: 2}", "precision.fp8=current")
+    trainer = make_trainer(small_config(*few))
+    trainer.compile(trainer.peek_batch(), create_state=True)
+    ran = trainer.describe()
+    assert "18 matmuls of experts not in FP8" in summarise_program(ran)
+    with pytest.raises(ConfigError, match=r"FP8 does not compute the experts.*: 18 of their matmuls.*fp8_rules"):
+        refuse_missing_fp8(ran)
+    refuse_missing_fp8({"matmuls": {"all": 9, "fp8": 3, "fp8_expected": 3}})
 
 
 def test_rules_leave_layers_out():
