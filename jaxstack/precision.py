@@ -19,9 +19,8 @@ from pydantic import Field, model_validator
 from jaxstack.config.base import Component, PathRule
 from jaxstack.config.features import Feature
 from jaxstack.parallel.rules import Names, restrict
-from jaxstack.parallel.shard_map_weights import WorkingCopy, gather
 from jaxstack.parallel.sharding_context import ShardingContext, current_context, placed
-from jaxstack.parallel.weight_gather import dims_of, gather_parameter, on_tensor_shards
+from jaxstack.parallel.weight_gather import WorkingCopy, dims_of, gather, gather_parameter, on_tensor_shards
 from pallas_kernels import (
     NormalisedInput,
     QuantizedWeight,

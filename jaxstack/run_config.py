@@ -11,7 +11,7 @@ from typing import get_args
 
 from pydantic import model_validator
 
-from jaxstack import distill, precision
+from jaxstack import distill, local_sgd, precision
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.compress import config as compression_config
 from jaxstack.compress.config import CompressionConfig
@@ -29,10 +29,9 @@ from jaxstack.config.overrides import merge_overrides
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
 from jaxstack.distill import DistillConfig
-from jaxstack.local_sgd import methods as worker_methods
+from jaxstack.local_sgd import AnyWorkerMethod
 from jaxstack.local_sgd.diloco import DiLoCo
 from jaxstack.local_sgd.folder import FolderDiLoCo
-from jaxstack.local_sgd.methods import AnyWorkerMethod
 from jaxstack.models import adapters
 from jaxstack.models import config as model_config
 from jaxstack.models.adapters import AdapterConfig
@@ -54,7 +53,7 @@ from jaxstack.stored.model import fill_in_settings
 
 FEATURES: tuple[Feature, ...] = (
     *parallel_config.FEATURES,
-    *worker_methods.FEATURES,
+    *local_sgd.FEATURES,
     *run_sections.FEATURES,
     *model_config.FEATURES,
     *adapters.FEATURES,

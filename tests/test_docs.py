@@ -22,11 +22,11 @@ from pydantic import BaseModel
 from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
 from jaxstack.data.device_batches import abstract_batch
-from jaxstack.local_sgd.methods import METHODS
+from jaxstack.local_sgd import METHODS
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
-from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.moe.router import MoEConfig
 from jaxstack.observe.what_ran import summarise_program
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES

@@ -33,8 +33,7 @@ from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table, require_commit
 from benchmarks.serving.browser import CHROMIUM, Browser, open_browser
 from jaxstack.export import web
-from jaxstack.export.onnx_graph import Graph
-from jaxstack.export.onnx_target import build_graph
+from jaxstack.export.onnx_target import Graph, build_graph
 from jaxstack.export.source import Source, load_source
 from jaxstack.export.web import make_server
 

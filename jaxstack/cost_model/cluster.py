@@ -1,7 +1,7 @@
 """Clusters: number and kind of GPUs, their peak rates, memory and interconnects, and the measured fractions of them.
 
-`benchmarks/planning/calibrate_planner.py` writes the fractions of the peak rates that training achieves to `efficiency.json`,
-together with the rows of `benchmarks/results` that they come from.
+`benchmarks/planning/calibrate_planner.py` writes the fractions of the peak rates that training achieves to
+`efficiency.json`, together with the rows of `benchmarks/results` that they come from.
 """
 
 import functools

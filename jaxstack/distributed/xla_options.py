@@ -63,7 +63,7 @@ PEER_COPIES = (
         "Otherwise a permute starts only after the previous one has ended and its result was used.",
     ),
 )
-"""Options of steps whose weights travel by peer-to-peer copies, see `jaxstack.parallel.shard_map_weights`."""
+"""Options of steps whose weights travel by peer-to-peer copies, see `jaxstack.parallel.weight_gather`."""
 HALF_BATCHES = (
     Option(
         "xla_gpu_dot_merger_threshold_mb",

@@ -33,9 +33,8 @@ from jaxstack.module_arrays.pipeline_order import StagedArrays
 from jaxstack.parallel.pipeline.execute import StageFunctions, execute
 from jaxstack.parallel.pipeline.schedule import Schedule, forward_only
 from jaxstack.parallel.rules import is_cast, restrict
-from jaxstack.parallel.shard_map_weights import Dims
 from jaxstack.parallel.sharding_context import ShardingContext, TracedParameters
-from jaxstack.parallel.weight_gather import dims_of, on_tensor_shards
+from jaxstack.parallel.weight_gather import Dims, dims_of, on_tensor_shards
 from jaxstack.precision import ScalingState
 
 Result = TypeVar("Result")

@@ -14,9 +14,16 @@ from jaxstack.gradients.noise import Group, check_noise_layout, estimate_noise, 
 from jaxstack.loss import Batch, LossSum
 from jaxstack.module_arrays.module import Dict
 from jaxstack.parallel.rules import Names, is_cast, restrict
-from jaxstack.parallel.shard_map_weights import Dims, Exchange, WorkingCopy, sum_gradient
 from jaxstack.parallel.sharding_context import ShardingContext, TracedParameters
-from jaxstack.parallel.weight_gather import dims_of, exchange_weight, on_tensor_shards
+from jaxstack.parallel.weight_gather import (
+    Dims,
+    Exchange,
+    WorkingCopy,
+    dims_of,
+    exchange_weight,
+    on_tensor_shards,
+    sum_gradient,
+)
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
 from jaxstack.models.mixer import Layer, Mixer
-from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
 from jaxstack.models.table_choice import NameIn
 from jaxstack.parallel.config import MIXTURE

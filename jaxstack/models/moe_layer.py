@@ -15,9 +15,8 @@ from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import Initializer, make_initializer
 from jaxstack.models.mlp import MLPS
-from jaxstack.models.moe.config import MoEConfig
 from jaxstack.models.moe.exchange import Kernels, compute_on_expert_devices, compute_on_this_device
-from jaxstack.models.moe.router import capacity, route
+from jaxstack.models.moe.router import MoEConfig, capacity, route
 from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import TokenSplit, with_local_tokens
 from pallas_kernels import grouped_matmul

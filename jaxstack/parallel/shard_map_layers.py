@@ -19,9 +19,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxstack.parallel.rules import AxisRules, restrict
-from jaxstack.parallel.shard_map_weights import Exchange, exchange
 from jaxstack.parallel.sharding_context import current_context, current_rules, is_sharded
-from jaxstack.parallel.weight_gather import dims_of, gather_parameter
+from jaxstack.parallel.weight_gather import Exchange, dims_of, exchange, gather_parameter
 
 
 def with_local_heads(

@@ -18,7 +18,7 @@ from jaxstack.distributed.xla_options import low_precision_cpu_options, supports
 from jaxstack.errors import ConfigError
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.shard_map_weights import in_one_process
+from jaxstack.parallel.weight_gather import in_one_process
 from jaxstack.resilience.preflight import check_same_devices
 from jaxstack.run_config import RunConfig
 

@@ -11,7 +11,7 @@ from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.moe.router import MoEConfig
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from pallas_kernels import lowering_platform

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxstack.export import onnx_graph, onnx_target
+from jaxstack.export import onnx_target
 from jaxstack.export.onnx_target import build_graph
 from jaxstack.export.run_exported import OnnxModel, generate
 from tests.export.sources import DENSE, MIXTURES, PROMPT, expected, make_source
@@ -36,7 +36,7 @@ def test_a_mixture_of_experts_is_refused(name):
 
 
 def test_large_weights_are_written_beside_the_graph(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_graph, "_EXTERNAL_BYTES", 0)
+    monkeypatch.setattr(onnx_target, "_EXTERNAL_BYTES", 0)
     wanted = expected("gpt2")
     onnx_target.write(make_source("gpt2"), tmp_path)
     assert (tmp_path / "model.onnx.data").stat().st_size > (tmp_path / "model.onnx").stat().st_size / 2

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxstack.models import ModelConfig, Transformer, count_parameters, model_flops_per_token, preset_config
-from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.moe.router import MoEConfig
 
 
 @st.composite

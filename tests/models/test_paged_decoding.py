@@ -15,7 +15,7 @@ from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.mixer import CacheRoom, PageGroup, PageSlots
-from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.moe.router import MoEConfig
 
 BASE = {
     "vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48,

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxstack.models.moe.config import MoEConfig
-from jaxstack.models.moe.router import route
+from jaxstack.models.moe.router import MoEConfig, route
 from jaxstack.optim.base import GroupRule
 from jaxstack.optim.build import build_optimizer, gradient_norm, largest_overload
 from jaxstack.optim.optimizers import AdamW

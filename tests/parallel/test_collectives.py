@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxstack.errors import ConfigError
 from jaxstack.parallel import make_mesh
-from jaxstack.parallel.shard_map_weights import gather, in_one_process, scatter
+from jaxstack.parallel.weight_gather import gather, in_one_process, scatter
 from jaxstack.run.setting import Setting
 from tests.hopper import hopper_topology
 from tests.parallel.test_layouts import assert_trains_as_one_device

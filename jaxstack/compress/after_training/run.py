@@ -15,7 +15,7 @@ from jaxstack.checkpoint.compressed import (
     unpack_vectors,
     write_compressed,
 )
-from jaxstack.compress.after_training.calibration_text import read_calibration
+from jaxstack.compress.after_training.calibrate import read_calibration
 from jaxstack.compress.after_training.layerwise import compress_layers
 from jaxstack.compress.after_training.report import CompressionReport, WeightRow, write_report
 from jaxstack.compress.base import AfterTraining, DuringTraining, method_name

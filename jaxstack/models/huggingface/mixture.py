@@ -11,7 +11,7 @@ from jaxstack.models.huggingface.config_fields import Keys, Row, activation, alw
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.llama import LAYER, TENSORS, attention_bias, max_positions, shape
 from jaxstack.models.huggingface.tensors import Tensor
-from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.moe.router import MoEConfig
 
 
 def _experts(keys: dict[str, str], read: Callable[[Keys], dict[str, Any]], **constant: Any) -> Row:

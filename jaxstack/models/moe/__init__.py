@@ -1,5 +1,4 @@
 """Mixture of experts: routing of tokens, expert parallelism, and configuration.
 
-`router` chooses the experts of each token, `dispatch` the rows in which it is computed, and `exchange` sends rows
-between devices.
+`router` chooses the experts of each token, `exchange` sorts tokens by expert and sends them between devices.
 """

@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack.parallel.pipeline.buffers import RUN, WEIGHTS, Program, make_program
 from jaxstack.parallel.pipeline.layer_vjp import Layer, SplitBackward, SplitLayer, split_backward, split_layer
 from jaxstack.parallel.pipeline.plan import StageLayout
-from jaxstack.parallel.pipeline.schedule import Schedule
+from jaxstack.parallel.pipeline.schedule import RUN, WEIGHTS, Program, Schedule, make_program
 
 
 @dataclasses.dataclass(frozen=True)

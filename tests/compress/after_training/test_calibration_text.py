@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxstack.compress.after_training.calibration_text import read_calibration
+from jaxstack.compress.after_training.calibrate import read_calibration
 from jaxstack.compress.config import CalibrationConfig
 from jaxstack.data.loader import open_data
 from jaxstack.errors import ConfigError

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxstack.models.moe.config import MoEConfig
-from jaxstack.models.moe.router import balance_loss, capacity, drop_overflow, load_signal, route
+from jaxstack.models.moe.router import MoEConfig, balance_loss, capacity, drop_overflow, load_signal, route
 
 B = 3
 T = 20

@@ -2,8 +2,16 @@
 
 import pytest
 
-from jaxstack.parallel.pipeline.buffers import EMBEDDING, HEAD, RUN, WEIGHTS, colour_intervals, make_program
-from jaxstack.parallel.pipeline.schedule import SCHEDULES, forward_only
+from jaxstack.parallel.pipeline.schedule import (
+    EMBEDDING,
+    HEAD,
+    RUN,
+    SCHEDULES,
+    WEIGHTS,
+    colour_intervals,
+    forward_only,
+    make_program,
+)
 
 
 def test_intervals_share_an_entry_only_when_apart():
