@@ -108,8 +108,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _open(args: argparse.Namespace) -> "Run":
-    from jaxstack.run.layer_window import open_window
-    from jaxstack.run.load import load
+    from jaxstack.run.load import load, open_window
 
     report = functools.partial(print, file=sys.stderr)
     if args.resident_layers is None:

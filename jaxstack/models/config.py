@@ -22,7 +22,7 @@ _SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")
 
 @dataclasses.dataclass(frozen=True)
 class LayerType:
-    """What a name in `ModelConfig.layer_types` stands for.
+    """Meaning of a name in `ModelConfig.layer_types`.
 
     Attributes:
       mixer: name of the key of `ModelConfig` that configures its token mixer; None: it has none.

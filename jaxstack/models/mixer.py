@@ -134,7 +134,7 @@ class Mixer(Component):
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What one layer of a model consists of. Layers with equal records have equal structure, and can be stacked.
+    """Composition of a layer of a model. Layers with equal records have equal structure, and can be stacked.
 
     Attributes:
       mixer: configuration of its token mixer; None: the layer has only a feed-forward sublayer.

@@ -1,4 +1,4 @@
-"""Build the parts of a language-model run from its configuration: model, teacher, sharding rules and trainer."""
+"""Build the parts of a language-model run from its configuration: model, sharding rules and trainer."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxstack.compress.during_training import compress_in_training
 from jaxstack.data.loader import Data
-from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.distill import check_vocabulary, distillation_loss, empty_model, with_teacher
+from jaxstack.distill import distillation_loss, empty_model, with_teacher
 from jaxstack.errors import ConfigError
 from jaxstack.folder_worker import FolderWorker
 from jaxstack.local_sgd.folder import FolderDiLoCo
@@ -25,7 +24,6 @@ from jaxstack.models import (
     with_kv_cache,
 )
 from jaxstack.parallel import make_mesh
-from jaxstack.run.load import start_parameters
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
@@ -134,39 +132,3 @@ def make_trainer(
         seed=config.run.seed,
         wrapper=wrapper,
     )
-
-
-def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that the teacher model of distillation, if any, has the student's vocabulary and tokenizer.
-
-    Raises:
-      ConfigError: the directory holds no model, or one with another vocabulary or tokenizer.
-    """
-    directory = config.distill.teacher
-    if directory is None:
-        return
-    teacher = StoredModel.open(directory)
-    check_vocabulary(config.model, teacher.model, directory)
-    folder = teacher.tokenizer_folder
-    # A run has the tokenizer that it was trained with; another program's may differ in what does not change the ids.
-    if not teacher.exported and teacher.has_tokenizer and teacher.tokenizer.hash != tokenizer.hash:
-        raise ConfigError(
-            f"distill.teacher: {directory} was trained with another tokenizer, so that its ids mean other texts; train "
-            f"the student with it: data.tokenizer={{name: file, path: {folder}}}."
-        )
-
-
-def load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], None]) -> None:
-    """Read the parameters of the teacher model of distillation, if any, into the trainer.
-
-    Args:
-      config: configuration of the run.
-      trainer: its trainer, before its state is used.
-      report: called with a line that names the teacher.
-    """
-    directory = config.distill.teacher
-    if directory is None:
-        return
-    wanted = trainer.start_shapes[1]["teacher"]
-    model = StoredModel.open(directory).model
-    trainer.load_companion("teacher", start_parameters(directory, model, wanted, report, verb="distilling"))

@@ -1,11 +1,16 @@
-"""Load a trained run or a Hugging Face checkpoint: configuration, tokenizer, and parameters sharded over devices."""
+"""Load a trained run or a Hugging Face checkpoint: configuration, tokenizer, and parameters sharded over devices.
+
+`open_window` opens a Hugging Face checkpoint with only a few layers in memory at a time.
+"""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
@@ -16,6 +21,7 @@ from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.decoding.decode import Params, cast_shapes
 from jaxstack.decoding.decoder import Decoder
+from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.errors import ConfigError
@@ -25,6 +31,7 @@ from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig
 from jaxstack.precision import PrecisionConfig
 from jaxstack.run import generate as generation
+from jaxstack.run.build import build_model
 from jaxstack.run.generate import GeneratedText
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, config_from_tree
@@ -270,3 +277,40 @@ def load_decoder(
 def sets_layout(overrides: Sequence[str]) -> bool:
     """Return True if a command-line override sets the parallel layout (a key of the section `parallel`)."""
     return any(override.startswith("parallel.") for override in overrides)
+
+
+def open_window(
+    directory: str | Path,
+    resident_layers: int,
+    overrides: Sequence[str] = (),
+    *,
+    report: Callable[[str], None] = warnings.warn,
+) -> Run:
+    """Open a Hugging Face checkpoint for text generation; its layers are read from disk when they are needed.
+
+    Args:
+      directory: directory with config.json, safetensors and a tokenizer.
+      resident_layers: number of layers in device memory at a time, the output head counted as one.
+      overrides: `precision.key=value`; see `jaxstack.run.load.run_config`.
+      report: called with a line on the memory that the weights take.
+
+    Raises:
+      ConfigError: the directory is a run, or several devices are asked for, or as `jaxstack.run.load.load`.
+    """
+    if resident_layers < 1:
+        raise ConfigError(f"--resident-layers must be at least 1; found {resident_layers}.")
+    stored = StoredModel.open(directory, report)
+    config = run_config(stored, overrides)
+    model = config.model.model_copy(update={"scan_layers": False})
+    layers = stored.open_layers(model)
+    if math.prod(config.parallel.degrees.values()) > 1:
+        raise ConfigError("--resident-layers uses one device; leave the keys of parallel out.")
+    setting = Setting.of(config, "decode", chosen=True)
+    module = ModuleArrays(build_model(config.model_copy(update={"model": model}), setting.dtype))
+    non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
+    tokenizer = stored.tokenizer
+    decoder = WindowDecoder(
+        module, layers, non_params, setting.rules, resident=resident_layers, vocab_size=tokenizer.vocab_size
+    )
+    report(f"{decoder.window_bytes / 1e6:,.1f} of {decoder.total_bytes / 1e6:,.1f} MB of weights in memory at most")
+    return Run(stored.directory, config, 0, tokenizer, decoder, stop_tokens(stored))

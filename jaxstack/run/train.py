@@ -17,6 +17,8 @@ from jaxstack.cost_model.search import describe_degrees
 from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import Data, open_data
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.distill import check_vocabulary
 from jaxstack.distributed.cluster import find_place
 from jaxstack.distributed.coordination import connect
 from jaxstack.errors import ConfigError, cannot_write
@@ -32,7 +34,7 @@ from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.number_format import plural
 from jaxstack.resilience.preflight import check_program
 from jaxstack.run.branch import branch
-from jaxstack.run.build import check_teacher, load_teacher, make_trainer, resolve_model
+from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
@@ -114,12 +116,12 @@ def train(
     workers = available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
-    check_teacher(config, data.tokenizer)
+    _check_teacher(config, data.tokenizer)
     trainer = make_trainer(config, data)
     if warning := check_memory(trainer):
         say(f"warning: {warning}")
     flops = _describe(config, data, trainer, say)
-    load_teacher(config, trainer, say)
+    _load_teacher(config, trainer, say)
     predicted = forecast_here(config)
     baselines = _ByteBaselines(data)
     tasks = TrainingTasks(config, trainer, data.tokenizer)
@@ -263,3 +265,39 @@ def _summarize(
     chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
     prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
     say(f"next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {prompt}")
+
+
+def _check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Check that the teacher model of distillation, if any, has the student's vocabulary and tokenizer.
+
+    Raises:
+      ConfigError: the directory holds no model, or one with another vocabulary or tokenizer.
+    """
+    directory = config.distill.teacher
+    if directory is None:
+        return
+    teacher = StoredModel.open(directory)
+    check_vocabulary(config.model, teacher.model, directory)
+    folder = teacher.tokenizer_folder
+    # A run has the tokenizer that it was trained with; another program's may differ in what does not change the ids.
+    if not teacher.exported and teacher.has_tokenizer and teacher.tokenizer.hash != tokenizer.hash:
+        raise ConfigError(
+            f"distill.teacher: {directory} was trained with another tokenizer, so that its ids mean other texts; train "
+            f"the student with it: data.tokenizer={{name: file, path: {folder}}}."
+        )
+
+
+def _load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], None]) -> None:
+    """Read the parameters of the teacher model of distillation, if any, into the trainer.
+
+    Args:
+      config: configuration of the run.
+      trainer: its trainer, before its state is used.
+      report: called with a line that names the teacher.
+    """
+    directory = config.distill.teacher
+    if directory is None:
+        return
+    wanted = trainer.start_shapes[1]["teacher"]
+    model = StoredModel.open(directory).model
+    trainer.load_companion("teacher", start_parameters(directory, model, wanted, report, verb="distilling"))
