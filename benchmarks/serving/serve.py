@@ -39,7 +39,7 @@ from benchmarks.serving.generate import make_decoder
 from benchmarks.serving.serve_breakdown import program_rows
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine
-from jaxstack.decoding.requests import Handle
+from jaxstack.decoding.requests import Request
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import cache_compilations, start_devices
@@ -84,13 +84,13 @@ def start_engine(decoder: Decoder, config: EngineConfig, shapes: Sequence[ChunkS
 
 def submit_all(engine: Engine, asked: Sequence[Asked], waits: Sequence[float] = ()) -> None:
     """Submit the requests, each after its wait, and wait for all answers."""
-    handles = []
+    requests = []
     for number, (prompt, count) in enumerate(asked):
         if waits:
             time.sleep(waits[number])
-        handles.append(engine.submit(prompt, count, GREEDY))
-    for handle in handles:
-        handle.result()
+        requests.append(engine.submit(prompt, count, GREEDY))
+    for request in requests:
+        request.result()
 
 
 def arrivals(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -119,25 +119,25 @@ def arrivals(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -
     ]  # fmt: skip
 
 
-def token_times(engine: Engine, asked: Sequence[Asked], disturb: Callable[[], Handle] | None) -> np.ndarray:
+def token_times(engine: Engine, asked: Sequence[Asked], disturb: Callable[[], Request] | None) -> np.ndarray:
     """Return the seconds between the tokens of requests that run together, until `disturb`'s first token if given."""
     times: list[list[float]] = [[] for _ in asked]
-    handles = [engine.submit(prompt, count, GREEDY) for prompt, count in asked]
-    for handle, moments in zip(handles, times, strict=True):
-        handle.listen(lambda moments=moments: moments.append(time.perf_counter()))
-    while min(handle.count for handle in handles) < 8:
+    requests = [engine.submit(prompt, count, GREEDY) for prompt, count in asked]
+    for request, moments in zip(requests, times, strict=True):
+        request.listen(lambda moments=moments: moments.append(time.perf_counter()))
+    while min(request.count for request in requests) < 8:
         time.sleep(0.001)
     begin = time.perf_counter()
     if disturb is not None:
         next(iter(disturb()))
         end = time.perf_counter()
     else:
-        for handle in handles:
-            handle.result()
-        end = min(handle.times.newest_token or begin for handle in handles)
-    for handle in handles:
-        handle.cancel()
-        handle.result()
+        for request in requests:
+            request.result()
+        end = min(request.times.newest_token or begin for request in requests)
+    for request in requests:
+        request.cancel()
+        request.result()
     within = [np.asarray(moments)[(np.asarray(moments) >= begin) & (np.asarray(moments) <= end)] for moments in times]
     return np.concatenate([np.diff(moments) for moments in within])
 
@@ -152,9 +152,9 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
     beside = list[np.ndarray]()
     waits = list[float]()
 
-    def disturb() -> Handle:
-        handles.append(engine.submit(long, 1, GREEDY))
-        return handles[-1]
+    def disturb() -> Request:
+        requests.append(engine.submit(long, 1, GREEDY))
+        return requests[-1]
 
     engine, start = start_engine(decoder, config.model_copy(update={"prefix_cache": False, "decode_steps": 1}))
     with engine:
@@ -163,10 +163,10 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
         widest = [max(rows * width for rows, width in engine.scheduler.shapes_beside(place)) for place in places]
         many = [(prompt, engine.context - 64) for prompt, _ in asked]
         for _ in range(args.turns):
-            handles: list[Handle] = []
+            requests: list[Request] = []
             alone.append(token_times(engine, asked, None))
             beside.append(token_times(engine, many, disturb))
-            waits.append(first_token_seconds(handles[0]))
+            waits.append(first_token_seconds(requests[0]))
     percentiles = [1e3 * float(np.percentile(np.concatenate(times), 99)) for times in (alone, beside)]
     return [
         {"variant": "p99 alone", "milliseconds": percentiles[0], "start_seconds": start},
@@ -176,10 +176,10 @@ def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespac
     ]  # fmt: skip
 
 
-def first_token_seconds(handle: Handle) -> float:
+def first_token_seconds(request: Request) -> float:
     """Return the seconds from the submission of a finished request to its first token."""
-    assert handle.times.first_token is not None
-    return handle.times.first_token - handle.times.submitted
+    assert request.times.first_token is not None
+    return request.times.first_token - request.times.submitted
 
 
 def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -207,9 +207,9 @@ def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> 
                 found[name]["seconds"].append(timed(lambda e=engine, a=asked: submit_all(e, a)))
                 found[name]["computed"] = (engine.stats.computed_tokens - before) / len(asked)
                 for end in alone:
-                    handle = engine.submit([*document, *end], 1, GREEDY)
-                    handle.result()
-                    found[name]["first"].append(first_token_seconds(handle))
+                    request = engine.submit([*document, *end], 1, GREEDY)
+                    request.result()
+                    found[name]["first"].append(first_token_seconds(request))
     finally:
         for engine in engines.values():
             engine.close()
@@ -225,20 +225,20 @@ def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> 
     return rows
 
 
-def steady_speed(engine: Engine, handles: Sequence[Handle]) -> float | None:
+def steady_speed(engine: Engine, requests: Sequence[Request]) -> float | None:
     """Wait for the answers; return tokens/s while all slots decode, or None if that time is too short to tell.
 
     It begins when as many prompts as there are slots have been computed, and ends when no request waits for a slot any
     more. With as many requests again as slots, and answers of equal length, that is one whole answer of each slot.
     """
-    first = sum(len(handle.request.prompt) for handle in handles[: engine.config.slots])
+    first = sum(len(request.prompt) for request in requests[: engine.config.slots])
     seen = list[tuple[float, int]]()
-    while engine.failure is None and engine.stats.finished["length"] < len(handles):
+    while engine.failure is None and engine.stats.finished["length"] < len(requests):
         if engine.stats.prompt_tokens >= first and engine.waiting:
             seen.append((time.perf_counter(), engine.stats.generated_tokens))
         time.sleep(0.02)
-    for handle in handles:
-        handle.result()
+    for request in requests:
+        request.result()
     if len(seen) < 20:
         return None
     return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])

@@ -9,7 +9,7 @@ from jaxstack.decoding.capacity import check_memory
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.decoding.engine import Engine
-from jaxstack.decoding.requests import Handle
+from jaxstack.decoding.requests import Request
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.step import Programs, cache_bytes
 from jaxstack.decoding.step_shapes import ChunkShape, StepShapes
@@ -94,15 +94,15 @@ class Decoder(ModelOnMesh):
         self._check(prompts, max_tokens)
         seeds = _seed_rows(seed, len(prompts))
         engine = self._open_engine(len(prompts), max(map(len, prompts)), max_tokens)
-        handles = [
+        requests = [
             engine.submit(prompt, max_tokens, sampling, seed=row_seed, stop_tokens=stop_tokens)
             for prompt, row_seed in zip(prompts, seeds, strict=True)
         ]
         try:
-            yield from _step_rows(engine, handles)
+            yield from _step_rows(engine, requests)
         finally:  # the caller may stop early; the next batch needs the slots
-            for handle in handles:
-                handle.cancel()
+            for request in requests:
+                request.cancel()
             while engine.step():
                 pass
 
@@ -184,20 +184,20 @@ class Decoder(ModelOnMesh):
             )
 
 
-def _step_rows(engine: Engine, handles: Sequence[Handle]) -> Iterator[Int[np.ndarray, " B"]]:
+def _step_rows(engine: Engine, requests: Sequence[Request]) -> Iterator[Int[np.ndarray, " B"]]:
     """Run the engine; yield the next token of each answer, int32 [B], as soon as all answers have it or have ended."""
-    answers: list[list[int]] = [[] for _ in handles]
-    ended = [False] * len(handles)
+    answers: list[list[int]] = [[] for _ in requests]
+    ended = [False] * len(requests)
     number = 0
     while True:
         while any(not end and len(answer) <= number for end, answer in zip(ended, answers, strict=True)):
             engine.step()
-            for row, handle in enumerate(handles):
-                tokens, reason = handle.take()
+            for row, request in enumerate(requests):
+                tokens, reason = request.take()
                 answers[row] += tokens
                 if reason is not None and not ended[row]:
                     ended[row] = True
-                    answers[row] += [] if handle.stop_token is None else [handle.stop_token]
+                    answers[row] += [] if request.stop_token is None else [request.stop_token]
         if all(len(answer) <= number for answer in answers):
             return
         yield np.array([answer[number] if number < len(answer) else -1 for answer in answers], np.int32)

@@ -1,7 +1,7 @@
 """The serving engine: generates answers to many requests at once by continuous batching over one model.
 
-`Engine.submit` returns a handle at once; a thread runs steps as long as there are requests. All programs are compiled
-at the start, so that no request waits for a compilation.
+`Engine.submit` returns a `Request` at once; a thread runs steps as long as there are requests. All programs are
+compiled at the start, so that no request waits for a compilation.
 """
 
 import operator
@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from jaxstack.decoding import schedule
 from jaxstack.decoding.capacity import choose_room
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.pages import PagePool
-from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReason, Handle, Request
+from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReason, Request
 from jaxstack.decoding.runner import DraftRunner, Runner
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
@@ -117,9 +116,9 @@ class Engine:
             programs = DraftPrograms(self.programs, draft, 1 + self.config.draft_tokens, together)
             self.scheduler.approximate = together > 1
             self._runner = DraftRunner(self.programs, self.config, self.stats, shapes.decode, programs)
-        self._sequences: dict[int, schedule.Sequence] = {}
-        self._new: deque[Handle] = deque()
-        self._cancelled: deque[Handle] = deque()
+        self._requests = set[Request]()
+        self._new: deque[Request] = deque()
+        self._cancelled: deque[Request] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._count = 0
@@ -144,8 +143,8 @@ class Engine:
         seed: int = 0,
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
-    ) -> Handle:
-        """Submit a prompt for generation; return a handle that yields the answer's tokens as they are generated.
+    ) -> Request:
+        """Submit a prompt for generation; return the request, which yields the answer's tokens as they are generated.
 
         Args:
           prompt: token ids.
@@ -162,18 +161,22 @@ class Engine:
           EngineClosed: the engine is shutting down, or has failed.
         """
         self.check_prompt(prompt, max_tokens)
-        stops = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
         request = Request(
-            tuple(map(operator.index, prompt)), max_tokens, sampling or Sampling(), seed % 2**32, stops, constraint
+            list(map(operator.index, prompt)),
+            max_tokens,
+            sampling,
+            seed=seed % 2**32,
+            stop_tokens=self.stop_tokens if stop_tokens is None else stop_tokens,
+            constraint=constraint,
+            cancel=self._cancel,
         )
-        handle = Handle(request, self._cancel)
         with self._changed:
             self._check_open()
             if self.waiting + self.running >= self.most_requests:
                 raise EngineBusy(f"{self.waiting} requests wait already (engine.queue: {self.config.queue}).")
-            self._new.append(handle)
+            self._new.append(request)
             self._changed.notify_all()
-        return handle
+        return request
 
     def check_prompt(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Check that the engine's limits allow a prompt and `max_tokens` generated tokens.
@@ -265,7 +268,7 @@ class Engine:
         with self._changed:
             self._closed = True
         until = time.monotonic() + seconds
-        while self._sequences or self._new:
+        while self._requests or self._new:
             if time.monotonic() > until or self.failure is not None:
                 return False
             time.sleep(0.01)
@@ -276,10 +279,8 @@ class Engine:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for sequence in list(self._sequences.values()):
-            sequence.handle.cancel()
-        for handle in list(self._new):
-            handle.cancel()
+        for request in [*self._requests, *self._new]:
+            request.cancel()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -309,82 +310,79 @@ class Engine:
     def _fail(self, message: str) -> None:
         with self._changed:
             self.failure = message
-            handles = [sequence.handle for sequence in self._sequences.values()] + list(self._new)
+            requests = [*self._requests, *self._new]
             self._new.clear()
-        self._sequences.clear()
-        for handle in handles:
-            handle.push([], "error", JaxstackError(f"the engine has failed: {message}"))
+        self._requests.clear()
+        for request in requests:
+            request.notify("error", JaxstackError(f"the engine has failed: {message}"))
 
-    def _cancel(self, handle: Handle) -> None:
+    def _cancel(self, request: Request) -> None:
         with self._changed:
-            self._cancelled.append(handle)
+            self._cancelled.append(request)
             self._changed.notify_all()
 
     def _take_messages(self) -> None:
         """Receive what other threads sent: queue newly submitted requests and end cancelled ones."""
         while self._new:
-            handle = self._new[0]
+            request = self._new[0]
             self._count = self._count + 1
-            sequence = schedule.Sequence(handle, self._count)
-            self._sequences[id(handle)] = sequence
-            self.scheduler.add(sequence)
+            request.number = self._count
+            self._requests.add(request)
+            self.scheduler.add(request)
             self._new.popleft()
         while self._cancelled:
-            sequence = self._sequences.get(id(self._cancelled.popleft()))
-            if sequence is not None:
-                self._finish(sequence, [], "cancelled")
+            request = self._cancelled.popleft()
+            if request in self._requests:
+                self._finish(request, "cancelled")
 
     def _read(self) -> None:
         """Wait for the tokens of the oldest step on the device and append them to their answers."""
         for row, tokens in self._runner.read():
-            if not row.sequence.finished:
+            if row.request.finish_reason is None:
                 self.stats.draft_tokens += len(row.drafts)
                 self.stats.accepted_tokens += len(tokens) - 1 if row.drafts else 0
                 row.set_accepted(len(tokens))
-                self._receive(row.sequence, tokens)
+                self._receive(row.request, tokens)
 
-    def _receive(self, sequence: schedule.Sequence, tokens: list[int]) -> None:
+    def _receive(self, request: Request, tokens: Sequence[int]) -> None:
         """Append new tokens to the answer of a request; finish it at a stop token or at its token limit."""
-        request = sequence.handle.request
         added = list[int]()
         reason = None
         error = None
-        if not sequence.num_read:
+        if not request.count:
             self.stats.prompt_tokens += len(request.prompt)
         for token in tokens:
             if token in request.stop_tokens:
                 reason = "stop"
-                sequence.handle.stop_token = token
+                request.stop_token = token
                 break
             added.append(token)
-            sequence.tokens.append(token)
+            complete = False
             try:
                 complete = request.constraint is not None and not request.constraint.accept(token)
             except ConstraintFailed as failure:
-                complete = False
                 error = failure
             if error is not None:
                 reason = "error"
             elif complete:
                 reason = "stop"
-            elif sequence.num_read >= request.max_tokens:
+            elif request.count + len(added) >= request.max_tokens:
                 reason = "length"
             if reason is not None:
                 break
+        request.append(added)
         self.stats.generated_tokens += len(added)
         if reason is not None:
-            self._finish(sequence, added, reason, error)
+            self._finish(request, reason, error)
         else:
-            self.scheduler.register_pages(sequence)
-            sequence.handle.push(added)
+            self.scheduler.register_pages(request)
+            request.notify()
 
-    def _finish(
-        self, sequence: schedule.Sequence, tokens: list[int], reason: FinishReason, error: JaxstackError | None = None
-    ) -> None:
-        self.scheduler.finish(sequence)
-        self._sequences.pop(id(sequence.handle), None)
+    def _finish(self, request: Request, reason: FinishReason, error: JaxstackError | None = None) -> None:
+        self.scheduler.finish(request)
+        self._requests.discard(request)
         self.stats.finished[reason] += 1
-        sequence.handle.push(tokens, reason, error)
+        request.notify(reason, error)
 
 
 def _halves_from(model: ModelOnMesh, config: EngineConfig) -> int | None:

@@ -1,18 +1,19 @@
-"""Generation requests to the serving engine, and handles from which their tokens are read."""
+"""A request to the engine: its prompt and settings, its answer, and how far the engine has come with it."""
 
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 
+from jaxstack.decoding.ngram_draft import NGramDrafter
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import JaxstackError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""Reason for the end of an answer: a stop token, the token limit, `Handle.cancel`, or a failure of the engine."""
+"""Reason for the end of an answer: a stop token, the token limit, `Request.cancel`, or a failure of the engine."""
 
 
 class ConstraintFailed(JaxstackError):
@@ -35,27 +36,6 @@ class Constraint(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A prompt and the settings for generating its answer.
-
-    Attributes:
-      prompt: token ids.
-      max_tokens: token limit of the answer.
-      sampling: temperature and limits.
-      seed: the answer depends on it and on the prompt alone.
-      stop_tokens: ids that end the answer, and are not part of it.
-      constraint: which tokens are allowed; None: all of the vocabulary.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling = Sampling()
-    seed: int = 0
-    stop_tokens: frozenset[int] = frozenset()
-    constraint: Constraint | None = None
-
-
 @dataclasses.dataclass
 class Times:
     """Timestamps of a request's stages in seconds of `time.perf_counter`; None until a stage is reached."""
@@ -67,31 +47,78 @@ class Times:
     newest_token: float | None = None
 
 
-class Handle:
-    """Handle of a submitted request, from which its tokens are read as they are generated. Thread-safe.
+class Request:
+    """A prompt, the settings of its answer, and the answer, which is read while it is generated.
+
+    Reading, `cancel` and `listen` are thread-safe. What is listed under "progress" is for the engine's thread alone.
 
     Args:
-      request: the request.
-      cancel: called with this handle to end it early.
+      prompt: token ids.
+      max_tokens: token limit of the answer.
+      sampling: temperature and limits.
+      seed: the answer depends on it and on the prompt alone.
+      stop_tokens: ids that end the answer, and are not part of it.
+      constraint: which tokens are allowed; None: all of the vocabulary.
+      cancel: called with this request to end it early.
+
+    Attributes:
+      times: when it reached its stages.
+      cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
+      finish_reason: None until the answer has ended.
+      stop_token: the stop token that ended the answer, which is not part of it; None if something else did.
+      error: reason for the finish reason "error".
+
+    Progress:
+      tokens: the prompt and the answer as far as the host has read it.
+      number: its place in the order of arrival.
+      target: number of tokens to compute before the next is sampled: those of the prompt, or of all after preemption.
+      filled: tokens whose keys and values are in the pages after all dispatched steps.
+      exact: those of them whose keys and values in the pages of a draft model are no approximations.
+      sampled: tokens of the answer that dispatched steps have sampled.
+      slot: its place in the batch; None while it waits.
+      pages, digests: its pages in order, and the digests of the full ones.
+      described_pages: number of its pages in the table of `Programs.describe`; -1: its settings are missing there too.
     """
 
-    def __init__(self, request: Request, cancel: Callable[["Handle"], None]):
-        self.request = request
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        seed: int = 0,
+        stop_tokens: Collection[int] = (),
+        constraint: Constraint | None = None,
+        cancel: Callable[["Request"], None] | None = None,
+    ):
+        self.prompt = tuple(prompt)
+        self.max_tokens = max_tokens
+        self.sampling = sampling or Sampling()
+        self.seed = seed
+        self.stop_tokens = frozenset(stop_tokens)
+        self.constraint = constraint
         self.times = Times()
         self.cached_tokens = 0
-        """Prompt tokens whose keys and values were found in the prefix cache."""
         self.finish_reason: FinishReason | None = None
-        """None until the answer has ended."""
         self.stop_token: int | None = None
-        """The stop token that ended the answer, which is not part of it; None if something else did."""
         self.error: JaxstackError | None = None
-        """Reason for the finish reason "error"."""
         self._cancel = cancel
-        self._tokens = list[int]()
-        self._read = 0
+        self._taken = len(self.prompt)
         self._changed = threading.Condition()
         self._ended = threading.Event()
-        self._listener: Callable[[], None] = lambda: None
+        self._listener: Callable[[], None] | None = None
+
+        self.tokens = list(self.prompt)
+        self.number = 0
+        self.target = len(self.tokens)
+        self.filled = 0
+        self.exact = 0
+        self.sampled = 0
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.digests: list[bytes] = []
+        self.described_pages = -1
+        self._ngrams: NGramDrafter | None = None
 
     def __iter__(self) -> Iterator[int]:
         """Yield each token of the answer once, waiting until it is generated.
@@ -101,7 +128,7 @@ class Handle:
         """
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._read < len(self._tokens) or self.finish_reason is not None)
+                self._changed.wait_for(lambda: self._taken < len(self.tokens) or self.finish_reason is not None)
             tokens, reason = self.take()
             yield from tokens
             if reason is not None:
@@ -112,8 +139,8 @@ class Handle:
     def take(self) -> tuple[list[int], FinishReason | None]:
         """Return the tokens generated since the last call and the finish reason, if any, without blocking."""
         with self._changed:
-            new = self._tokens[self._read :]
-            self._read = len(self._tokens)
+            new = self.tokens[self._taken :]
+            self._taken = len(self.tokens)
             return new, self.finish_reason
 
     def result(self) -> list[int]:
@@ -125,35 +152,49 @@ class Handle:
         self._ended.wait()  # wakes once, where an iterator wakes for each token
         if self.error is not None:
             raise self.error
-        return list(self._tokens)
+        return self.tokens[len(self.prompt) :]
 
     @property
     def count(self) -> int:
-        """Number of tokens generated so far."""
-        return len(self._tokens)
+        """Number of tokens of the answer so far."""
+        return len(self.tokens) - len(self.prompt)
 
     def cancel(self) -> None:
         """End the answer early and free its KV-cache pages."""
-        self._cancel(self)
+        if self._cancel is not None:
+            self._cancel(self)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Register a function that the engine's thread calls whenever the answer gets tokens or ends."""
         self._listener = listener
         listener()
 
-    def push(self, tokens: list[int], reason: FinishReason | None = None, error: JaxstackError | None = None) -> None:
-        """Append generated tokens, and end the answer if a finish reason is given. For the engine only."""
+    def draft_by_ngram(self, count: int) -> tuple[int, ...]:
+        """Guess up to `count` next tokens by finding the last n-gram earlier in the text. For the engine only."""
+        if self._ngrams is None:
+            self._ngrams = NGramDrafter(self.tokens)
+        self._ngrams.extend(self.tokens[self._ngrams.count :])
+        return self._ngrams.guess(count)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append generated tokens, of which readers learn by `notify`. For the engine only."""
+        if not tokens:
+            return
+        with self._changed:
+            now = time.perf_counter()
+            self.times.first_token = self.times.first_token or now
+            self.times.newest_token = now
+            self.tokens += tokens
+
+    def notify(self, reason: FinishReason | None = None, error: JaxstackError | None = None) -> None:
+        """Wake the readers, and end the answer if a finish reason is given. For the engine only."""
         with self._changed:
             if self.finish_reason is not None:
                 return
-            now = time.perf_counter()
-            if tokens:
-                self.times.first_token = self.times.first_token or now
-                self.times.newest_token = now
-            self._tokens += tokens
             self.finish_reason = reason
             self.error = error
             self._changed.notify_all()
         if reason is not None:
             self._ended.set()
-        self._listener()
+        if self._listener is not None:
+            self._listener()

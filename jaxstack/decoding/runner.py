@@ -157,7 +157,7 @@ class Runner:
 
     def _loops(self, plan: StepPlan) -> bool:
         """Return True if a plan runs as the program of several decode steps, which may also run a single one."""
-        constrained = any(row.sequence.handle.request.constraint is not None for row in plan.decoded)
+        constrained = any(row.request.constraint is not None for row in plan.decoded)
         return plan.shape is None and self._steps > 1 and not constrained
 
     def _row_count(self, plan: StepPlan) -> int:
@@ -192,7 +192,7 @@ class Runner:
             return None
         tokens = np.zeros((count, self._width), np.int32)
         for line, row in zip(tokens, rows, strict=False):
-            line[-row.count :] = (row.sequence.tokens[-1], *row.drafts)
+            line[-row.count :] = (row.request.tokens[-1], *row.drafts)
         return tokens
 
     def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
@@ -200,7 +200,7 @@ class Runner:
         width = self._width
         places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
         constraints = [
-            (place, row.sequence.handle.request.constraint)
+            (place, row.request.constraint)
             for place, row in zip(places, plan.rows, strict=True)
             if row.index is not None
         ]
@@ -269,7 +269,7 @@ class DraftRunner(Runner):
     def _run_one(self, plan: StepPlan) -> Int[Array, " found"]:
         rows, chunks, tokens, mode, mask = self._arguments(plan)
         newest = np.zeros(len(rows), np.int32)
-        newest[: len(plan.decoded)] = [row.sequence.tokens[-1] for row in plan.decoded]
+        newest[: len(plan.decoded)] = [row.request.tokens[-1] for row in plan.decoded]
         return self._draft.run(rows, newest, chunks, tokens, mode, mask, self._recent(plan.decoded, len(rows)))
 
     def _recent(self, rows: Sequence[Row], count: int) -> RecentTokens | None:
@@ -279,7 +279,7 @@ class DraftRunner(Runner):
         tokens = np.zeros((count, self._width), np.int32)
         counts = np.zeros(count, np.int32)
         for number, row in enumerate(rows):
-            tokens[number, -row.again :] = row.sequence.tokens[-row.again :]
+            tokens[number, -row.again :] = row.request.tokens[-row.again :]
             counts[number] = row.again
         return RecentTokens(tokens, counts)
 

@@ -8,59 +8,16 @@ pages run out, the newest request is preempted, and later recomputed from its pr
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 
-from jaxstack.decoding.ngram_draft import NGramDrafter
 from jaxstack.decoding.pages import ROOT, PagePool, page_digest
-from jaxstack.decoding.requests import Handle
+from jaxstack.decoding.requests import Request
 from jaxstack.decoding.step_shapes import ChunkShape, choose_shape
-
-
-class Sequence:
-    """The scheduler's state of one request: its tokens, its progress and its KV-cache pages.
-
-    Attributes:
-      tokens: the prompt and the answer as far as the host has read it.
-      target: number of tokens to compute before the next is sampled: those of the prompt, or of all after preemption.
-      filled: tokens whose keys and values are in the pages after all dispatched steps.
-      exact: those of them whose keys and values in the pages of a draft model are no approximations.
-      sampled: tokens of the answer that dispatched steps have sampled.
-      pages, digests: its pages in order, and the digests of the full ones.
-      described_pages: number of its pages in the table of `Programs.describe`; -1: its settings are missing there too.
-    """
-
-    def __init__(self, handle: Handle, number: int):
-        self.handle = handle
-        self.number = number
-        self.tokens = list(handle.request.prompt)
-        self.target = len(self.tokens)
-        self.filled = 0
-        self.exact = 0
-        self.sampled = 0
-        self.pages: list[int] = []
-        self.digests: list[bytes] = []
-        self.slot: int | None = None
-        self.described_pages = -1
-        self.finished = False
-        self._ngrams: NGramDrafter | None = None
-
-    @property
-    def num_read(self) -> int:
-        """Number of answer tokens that the host has read from the device."""
-        return len(self.tokens) - len(self.handle.request.prompt)
-
-    def draft_by_ngram(self, count: int) -> tuple[int, ...]:
-        """Guess up to `count` next tokens by finding the sequence's last n-gram earlier in its text."""
-        if self._ngrams is None:
-            self._ngrams = NGramDrafter(self.tokens)
-        self._ngrams.extend(self.tokens[self._ngrams.count :])
-        return self._ngrams.guess(count)
 
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """Row of a step's batch: the consecutive tokens of one sequence that the step computes.
+    """Row of a step's batch: the consecutive tokens of one request that the step computes.
 
     Attributes:
       start, count: the tokens have the positions from `start` to `start + count - 1`. One step computes all of them;
@@ -72,7 +29,7 @@ class Row:
         run together.
     """
 
-    sequence: Sequence
+    request: Request
     start: int
     count: int
     index: int | None
@@ -82,8 +39,8 @@ class Row:
     def set_accepted(self, accepted: int) -> None:
         """Record that a step accepted the first `accepted` tokens of this row and rejected the other drafts."""
         if self.drafts and self.index is not None:
-            self.sequence.filled = self.start + accepted
-            self.sequence.sampled = self.index + accepted
+            self.request.filled = self.start + accepted
+            self.request.sampled = self.index + accepted
 
 
 @dataclasses.dataclass
@@ -151,29 +108,29 @@ class Scheduler:
         self._draft_model = draft_model
         self._states = states
         self.approximate = False
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
         self._free_slots = list(reversed(range(slots)))
         self.preemptions = 0
-        self.prefix_queries = self.prefix_hits = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
         """Prompt tokens that were looked up in the prefix cache, and that were found."""
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, request: Request) -> None:
         """Append a new request to the waiting queue."""
-        self.waiting.append(sequence)
+        self.waiting.append(request)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, request: Request) -> None:
         """Remove a request that has ended and release its KV-cache pages.
 
         A step that was dispatched before may still write to them. That is harmless: steps run in order, so that it
         writes before the pages' next owner does.
         """
-        sequence.finished = True
-        if sequence.slot is None:
-            self.waiting.remove(sequence)
+        if request.slot is None:
+            self.waiting.remove(request)
         else:
-            self.running.remove(sequence)
-            self._release_slot(sequence)
+            self.running.remove(request)
+            self._release_slot(request)
 
     def plan(self, in_flight: bool) -> StepPlan | None:
         """Choose the rows of the next step and allocate their pages; None if nothing can run yet.
@@ -183,111 +140,111 @@ class Scheduler:
         """
         decoded: list[Row] = []
         before = self.preemptions
-        for sequence in list(self.running):
-            if sequence.slot is None or not self._decodes(sequence):
+        for request in list(self.running):
+            if request.slot is None or not self._decodes(request):
                 continue
-            drafts = self._guess(sequence)
-            if not self._take_pages(sequence, sequence.filled + 1 + len(drafts)):
+            drafts = self._guess(request)
+            if not self._take_pages(request, request.filled + 1 + len(drafts)):
                 if in_flight:
                     return None
-                if not self._make_room(sequence, 1 + len(drafts), decoded):
+                if not self._make_room(request, 1 + len(drafts), decoded):
                     continue
-            again = sequence.filled + 1 - sequence.exact
-            decoded.append(Row(sequence, sequence.filled, 1 + len(drafts), sequence.sampled, drafts, again))
+            again = request.filled + 1 - request.exact
+            decoded.append(Row(request, request.filled, 1 + len(drafts), request.sampled, drafts, again))
         if self.preemptions == before:
             self._admit()
-        pending = [sequence for sequence in self.running if sequence.filled < sequence.target]
+        pending = [request for request in self.running if request.filled < request.target]
         chunks, shape = self._chunk_prompts(pending)
         if not chunks:
             self._add_steps(decoded)
         return self._make_plan(decoded, chunks, shape) if decoded or chunks else None
 
-    def register_pages(self, sequence: Sequence) -> None:
-        """Add the full KV-cache pages of a sequence to the prefix cache, so that others can share them."""
+    def register_pages(self, request: Request) -> None:
+        """Add the full KV-cache pages of a request to the prefix cache, so that others can share them."""
         if not self.pool.cache_prefixes:
             return
         size = self.pool.page_size
-        known = min(sequence.filled, len(sequence.tokens))
+        known = min(request.filled, len(request.tokens))
         if self.approximate:
-            known = min(known, sequence.exact)
-        for index in range(len(sequence.digests), known // size):
-            parent = sequence.digests[-1] if sequence.digests else ROOT
-            digest = page_digest(parent, sequence.tokens[index * size : (index + 1) * size])
-            self.pool.register(sequence.pages[index], digest)
-            sequence.digests.append(digest)
+            known = min(known, request.exact)
+        for index in range(len(request.digests), known // size):
+            parent = request.digests[-1] if request.digests else ROOT
+            digest = page_digest(parent, request.tokens[index * size : (index + 1) * size])
+            self.pool.register(request.pages[index], digest)
+            request.digests.append(digest)
 
-    def _decodes(self, sequence: Sequence) -> bool:
+    def _decodes(self, request: Request) -> bool:
         """Return True if a running request's prompt is done and its next token can be computed now."""
-        stepwise = self.draft_tokens or sequence.handle.request.constraint is not None
-        if sequence.filled < sequence.target or (stepwise and sequence.sampled > sequence.num_read):
+        stepwise = self.draft_tokens or request.constraint is not None
+        if request.filled < request.target or (stepwise and request.sampled > request.count):
             return False
-        return sequence.sampled < sequence.handle.request.max_tokens and sequence.filled < self.context
+        return request.sampled < request.max_tokens and request.filled < self.context
 
-    def _room(self, sequence: Sequence) -> int:
+    def _room(self, request: Request) -> int:
         """Return how many more tokens a request may generate within its own limit and the context length."""
-        return min(sequence.handle.request.max_tokens - sequence.sampled, self.context - sequence.filled)
+        return min(request.max_tokens - request.sampled, self.context - request.filled)
 
-    def _guess(self, sequence: Sequence) -> tuple[int, ...]:
+    def _guess(self, request: Request) -> tuple[int, ...]:
         """Return draft tokens for a request; none if a grammar constrains it, which would have to check each one."""
-        count = min(self.draft_tokens, self._room(sequence) - 1)
-        if count < 1 or sequence.handle.request.constraint is not None:
+        count = min(self.draft_tokens, self._room(request) - 1)
+        if count < 1 or request.constraint is not None:
             return ()
         if self._draft_model:
             return (-1,) * count
-        drafts = sequence.draft_by_ngram(count)
-        return drafts if self._take_pages(sequence, sequence.filled + 1 + len(drafts)) else ()
+        drafts = request.draft_by_ngram(count)
+        return drafts if self._take_pages(request, request.filled + 1 + len(drafts)) else ()
 
-    def _add_steps(self, decoded: Rows[Row]) -> None:
+    def _add_steps(self, decoded: Sequence[Row]) -> None:
         """Let a decode-only step generate several tokens per row, as far as limits and pages allow."""
-        if self.draft_tokens or any(row.sequence.handle.request.constraint is not None for row in decoded):
+        if self.draft_tokens or any(row.request.constraint is not None for row in decoded):
             return
         steps = self.decode_steps
         if self.waiting and decoded:  # for slots or pages, which the end of an answer frees
-            steps = min(steps, max(steps // 4, min(self._room(row.sequence) for row in decoded)))
+            steps = min(steps, max(steps // 4, min(self._room(row.request) for row in decoded)))
         for row in decoded:
-            row.count = min(steps, self._room(row.sequence))
-            if not self._take_pages(row.sequence, row.start + row.count):
-                row.count = min(row.count, len(row.sequence.pages) * self.pool.page_size - row.start)
+            row.count = min(steps, self._room(row.request))
+            if not self._take_pages(row.request, row.start + row.count):
+                row.count = min(row.count, len(row.request.pages) * self.pool.page_size - row.start)
 
-    def _take_pages(self, sequence: Sequence, tokens: int) -> bool:
-        """Allocate pages so that a sequence can hold `tokens` tokens; return False if too few are free."""
-        lacking = -(-tokens // self.pool.page_size) - len(sequence.pages)
+    def _take_pages(self, request: Request, tokens: int) -> bool:
+        """Allocate pages so that a request can hold `tokens` tokens; return False if too few are free."""
+        lacking = -(-tokens // self.pool.page_size) - len(request.pages)
         if lacking <= 0:
             return True
         pages = self.pool.allocate(lacking)
-        sequence.pages += pages or []
+        request.pages += pages or []
         return pages is not None
 
-    def _make_room(self, sequence: Sequence, count: int, decoded: list[Row]) -> bool:
-        """Preempt the newest requests until `sequence` has enough pages; return False if it was preempted itself."""
-        while not self._take_pages(sequence, sequence.filled + count):
+    def _make_room(self, request: Request, count: int, decoded: list[Row]) -> bool:
+        """Preempt the newest requests until `request` has enough pages; return False if it was preempted itself."""
+        while not self._take_pages(request, request.filled + count):
             last = max(self.running, key=lambda other: other.number)
-            decoded[:] = [row for row in decoded if row.sequence is not last]
+            decoded[:] = [row for row in decoded if row.request is not last]
             self._preempt(last)
-            if last is sequence:
+            if last is request:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, request: Request) -> None:
         self.preemptions += 1
-        self.running.remove(sequence)
-        self._release_slot(sequence)
+        self.running.remove(request)
+        self._release_slot(request)
         # With a draft model the next token must come from a decoded row, as it would have without preemption.
-        decodes = self._draft_model and sequence.num_read > 0
-        sequence.filled = 0
-        sequence.exact = 0
-        sequence.target = len(sequence.tokens) - decodes
-        self.waiting.appendleft(sequence)
+        decodes = self._draft_model and request.count > 0
+        request.filled = 0
+        request.exact = 0
+        request.target = len(request.tokens) - decodes
+        self.waiting.appendleft(request)
 
-    def _release_slot(self, sequence: Sequence) -> None:
+    def _release_slot(self, request: Request) -> None:
         """Free the batch slot and the pages of a request that no longer runs."""
-        assert sequence.slot is not None
-        self.register_pages(sequence)
-        self.pool.release(sequence.pages)
-        sequence.pages = []
-        sequence.digests = []
-        self._free_slots.append(sequence.slot)
-        sequence.slot = None
+        assert request.slot is not None
+        self.register_pages(request)
+        self.pool.release(request.pages)
+        request.pages = []
+        request.digests = []
+        self._free_slots.append(request.slot)
+        request.slot = None
 
     def _admit(self) -> None:
         """Start waiting requests, in order of arrival, while batch slots and KV-cache pages are free.
@@ -295,59 +252,59 @@ class Scheduler:
         One free page has to remain for each running request.
         """
         while self.waiting and self._free_slots:
-            sequence = self.waiting[0]
+            request = self.waiting[0]
             size = self.pool.page_size
-            sequence.pages, sequence.digests = self.pool.share_prefix(sequence.tokens)
-            needed = -(-(len(sequence.tokens) + 1) // size) - len(sequence.pages)
+            request.pages, request.digests = self.pool.share_prefix(request.tokens)
+            needed = -(-(len(request.tokens) + 1) // size) - len(request.pages)
             spare = len(self.running) if self.running else 0
             pages = self.pool.allocate(needed) if needed + spare <= self.pool.available else None
             if pages is None:
-                self.pool.release(sequence.pages)
-                sequence.pages = []
-                sequence.digests = []
+                self.pool.release(request.pages)
+                request.pages = []
+                request.digests = []
                 return
             self.waiting.popleft()
-            cached = len(sequence.pages) * size
-            self.prefix_queries += len(sequence.tokens)
+            cached = len(request.pages) * size
+            self.prefix_queries += len(request.tokens)
             self.prefix_hits += cached
-            sequence.pages += pages
-            sequence.filled = sequence.exact = cached
-            sequence.slot = self._free_slots.pop()
-            sequence.described_pages = -1
-            if sequence.handle.times.started is None:
-                sequence.handle.times.started = time.perf_counter()
-                sequence.handle.cached_tokens = cached
-            self.running.append(sequence)
+            request.pages += pages
+            request.filled = request.exact = cached
+            request.slot = self._free_slots.pop()
+            request.described_pages = -1
+            if request.times.started is None:
+                request.times.started = time.perf_counter()
+                request.cached_tokens = cached
+            self.running.append(request)
 
-    def _chunk_prompts(self, pending: Rows[Sequence]) -> tuple[list[Row], ChunkShape | None]:
+    def _chunk_prompts(self, pending: Sequence[Request]) -> tuple[list[Row], ChunkShape | None]:
         """Return chunks of the pending prompts, and their compiled shape, chosen for most tokens with least padding."""
         if not pending:
             return [], None
-        answers = any(sequence.filled >= sequence.target for sequence in self.running)
-        left = [sequence.target - sequence.filled for sequence in pending]
-        depth = max(sequence.filled for sequence in pending) / self.context
+        answers = any(request.filled >= request.target for request in self.running)
+        left = [request.target - request.filled for request in pending]
+        depth = max(request.filled for request in pending) / self.context
         shape = choose_shape(self.shapes_beside(depth) if answers else self.shapes, left)
         rows: list[Row] = []
-        for sequence in pending:
-            start = sequence.filled
-            most = start + shape.width if self._states else sequence.target
-            while start < min(most, sequence.target) and len(rows) < shape.rows:
-                count = min(shape.width, sequence.target - start)
-                last = start + count == sequence.target == len(sequence.tokens)
-                rows.append(Row(sequence, start, count, sequence.sampled if last else None))
+        for request in pending:
+            start = request.filled
+            most = start + shape.width if self._states else request.target
+            while start < min(most, request.target) and len(rows) < shape.rows:
+                count = min(shape.width, request.target - start)
+                last = start + count == request.target == len(request.tokens)
+                rows.append(Row(request, start, count, request.sampled if last else None))
                 start += count
         return rows, shape
 
     def _make_plan(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None) -> StepPlan:
-        """Build the plan of a step from its rows, and advance their sequences to the state after the step."""
+        """Build the plan of a step from its rows, and advance their requests to the state after the step."""
         for row in (*decoded, *chunks):
-            row.sequence.filled = row.start + row.count
+            row.request.filled = row.start + row.count
         for row in decoded:
-            row.sequence.sampled += row.count
-            row.sequence.exact = row.start + 1
+            row.request.sampled += row.count
+            row.request.exact = row.start + 1
         for row in chunks:
-            row.sequence.exact = row.sequence.filled
-            row.sequence.sampled += row.index is not None
-            self.register_pages(row.sequence)
+            row.request.exact = row.request.filled
+            row.request.sampled += row.index is not None
+            self.register_pages(row.request)
         steps = max((row.count - len(row.drafts) for row in decoded), default=1)
         return StepPlan(decoded, chunks, shape, steps)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxstack.decoding import schedule
 from jaxstack.decoding.compilation import ThreadedCompiler
 from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.decoding.requests import Request
 from jaxstack.decoding.rows import Column, Pages, decode_rows, rows_at_step, run_rows, sampled_states
 from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, sample_rows
 from jaxstack.decoding.schedule import Row
@@ -114,17 +114,17 @@ class Programs:
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
         """Encode the rows of a step's batch as an int32 array for the programs, padded to `count` rows."""
         for row in rows:
-            if row.sequence.described_pages != len(row.sequence.pages):
-                self._describe_sequence(row.sequence)
+            if row.request.described_pages != len(row.request.pages):
+                self._describe_request(row.request)
         plan = np.zeros((count, self._described.shape[1]), np.int32)
         plan[:, Column.STORE] = self.slots
         if rows:
-            slots = np.array([row.sequence.slot for row in rows])
+            slots = np.array([row.request.slot for row in rows])
             own = plan[: len(rows)]
             own[:] = self._described[slots]
             own[:, Column.START] = [row.start for row in rows]
             own[:, Column.COUNT] = [row.count for row in rows]
-            own[:, Column.STORE] = [self.slots if row.index is None else row.sequence.slot for row in rows]
+            own[:, Column.STORE] = [self.slots if row.index is None else row.request.slot for row in rows]
             own[:, Column.INDEX] = [row.index or 0 for row in rows]
         return plan
 
@@ -138,17 +138,16 @@ class Programs:
         chunks[:, Column.PAGES :] = page
         return chunks
 
-    def _describe_sequence(self, sequence: schedule.Sequence) -> None:
-        """Write a sequence's sampling settings and new page numbers into the table that `describe` copies from."""
-        line = self._described[sequence.slot]
-        known = sequence.described_pages
+    def _describe_request(self, request: Request) -> None:
+        """Write a request's sampling settings and new page numbers into the table that `describe` copies from."""
+        line = self._described[request.slot]
+        known = request.described_pages
         if known < 0:
-            request = sequence.handle.request
             known = 0
             sampling = request.sampling
             floats = line.view(np.float32)
             line[:] = 0
-            line[Column.SLOT] = sequence.slot
+            line[Column.SLOT] = request.slot
             line[Column.SEED] = np.uint32(request.seed).view(np.int32)
             line[Column.TOP_K] = min(sampling.top_k or _NO_LIMIT, _NO_LIMIT)
             # Logits divided by a temperature outside of these bounds would overflow, or all be alike.
@@ -156,8 +155,8 @@ class Programs:
             floats[Column.TEMPERATURE] = temperature
             floats[Column.MIN_P] = sampling.min_p or 0
             floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
-        line[Column.PAGES + known : Column.PAGES + len(sequence.pages)] = sequence.pages[known:]
-        sequence.described_pages = len(sequence.pages)
+        line[Column.PAGES + known : Column.PAGES + len(request.pages)] = request.pages[known:]
+        request.described_pages = len(request.pages)
 
     def run(
         self,
@@ -378,7 +377,7 @@ def sampling_of(rows: Int[Array, "R columns"]) -> RowSampling:
 
 def choose_mode(rows: Sequence[Row]) -> Mode:
     """Return the cheapest mode that samples all rows: greedy, free (temperature) or limited (top-k, top-p, min-p)."""
-    settings = [row.sequence.handle.request.sampling for row in rows]
+    settings = [row.request.sampling for row in rows]
     if all(s.temperature == 0 for s in settings):
         return "greedy"
     limited = any(s.top_k is not None or s.min_p or s.top_p is not None for s in settings)
@@ -389,7 +388,7 @@ def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]
     """Return the prompt tokens of the rows as one int32 array, left-padded to `shape`."""
     tokens = np.zeros(shape, np.int32)
     for line, row in zip(tokens, rows, strict=False):
-        line[shape.width - row.count :] = row.sequence.tokens[row.start : row.start + row.count]
+        line[shape.width - row.count :] = row.request.tokens[row.start : row.start + row.count]
     return tokens
 
 

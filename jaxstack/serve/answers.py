@@ -51,7 +51,7 @@ class Answers:
         self._notified = False
         self._refusal: Refused | None = None
         for answer in answers:
-            answer.handle.listen(self._notify)
+            answer.request.listen(self._notify)
 
     async def stream(self) -> AsyncIterator[tuple[int, str, str | None]]:
         """Yield (index of the answer, new text, finish reason or None) as the engine generates text.
@@ -90,7 +90,7 @@ class Answers:
         """Cancel all unfinished answers, for example after the client has disconnected."""
         for answer in self.answers:
             if not answer.ended:
-                answer.handle.cancel()
+                answer.request.cancel()
 
     def _take(self, index: int) -> str:
         answer = self.answers[index]
@@ -98,11 +98,11 @@ class Answers:
         text = answer.take()
         now = time.perf_counter()
         if answer.tokens > before:
-            newest = answer.handle.times.newest_token or now
-            self._metrics.observe(answer.handle, answer.tokens - before, self._newest[index], newest)
+            newest = answer.request.times.newest_token or now
+            self._metrics.observe(answer.request, answer.tokens - before, self._newest[index], newest)
             self._newest[index] = newest
         if answer.ended:
-            self._metrics.observe_end(answer.handle, now)
+            self._metrics.observe_end(answer.request, now)
         return text
 
     def _notify(self) -> None:
@@ -163,12 +163,12 @@ def _event(body: dict[str, Any]) -> str:
 
 def usage_of(answers: Answers, samples: int) -> dict[str, Any]:
     """Return the token counts of a response (OpenAI's `usage`); a prompt with several samples counts once."""
-    prompts = [answer.handle for answer in answers.answers[::samples]]
-    prompt = sum(len(handle.request.prompt) for handle in prompts)
+    prompts = [answer.request for answer in answers.answers[::samples]]
+    prompt = sum(len(request.prompt) for request in prompts)
     completion = sum(answer.tokens for answer in answers.answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(handle.cached_tokens for handle in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in prompts)},
     }

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.engine import Engine, EngineBusy
-from jaxstack.decoding.requests import Constraint, Handle
+from jaxstack.decoding.requests import Constraint, Request
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.stats import EngineState
 from jaxstack.serve.config import EngineConfig
@@ -44,7 +44,7 @@ class EngineGroup:
         seed: int = 0,
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
-    ) -> Handle:
+    ) -> Request:
         """Submit a request to the engine with the fewest requests; arguments and result are as of `Engine.submit`."""
         options = {"seed": seed, "stop_tokens": stop_tokens, "constraint": constraint}
         *others, last = sorted(self.engines, key=lambda engine: engine.running + engine.waiting)

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxstack.config.loader import build_component
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
-from jaxstack.decoding.requests import Handle
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.answers import Answers, EventStream, Refused, collect, events, usage_of
 from jaxstack.serve.config import ServerConfig
@@ -300,19 +300,19 @@ class Server:
         ]
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
-        handles: list[Handle] = []
+        submitted: list[generation.Request] = []
         try:
             for index, constraint in enumerate(constraints):
                 prompt = prompts[index // (body.n or 1)]
                 seed = body.first_seed + index % (body.n or 1)
                 sampling = body.sampling
-                handle = self.engine.submit(
+                request = self.engine.submit(
                     prompt, max_tokens, sampling, seed=seed, stop_tokens=stops, constraint=constraint
                 )
-                handles.append(handle)
+                submitted.append(request)
         except BaseException as error:
-            for handle in handles:
-                handle.cancel()
+            for request in submitted:
+                request.cancel()
             if isinstance(error, ConfigError):
                 raise Refused(400, str(error)) from None
             if isinstance(error, EngineBusy):
@@ -320,10 +320,10 @@ class Server:
             if isinstance(error, EngineClosed):
                 raise Refused(503, str(error)) from None
             raise
-        answers = [TextAnswer(handle, self.tokenizer, stop) for handle in handles]
-        submitted = Answers(answers, self.metrics, self.config.timeout)
-        self._answers.add(submitted)
-        return submitted
+        texts = [TextAnswer(request, self.tokenizer, stop) for request in submitted]
+        answers = Answers(texts, self.metrics, self.config.timeout)
+        self._answers.add(answers)
+        return answers
 
     async def _constrain(self, kind: Kind, value: object) -> GrammarConstraint:
         """Return a grammar as the constraint for one answer; compile it, unless it is known.

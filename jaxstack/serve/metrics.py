@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from jaxstack.decoding.engine import Engine
-from jaxstack.decoding.requests import Handle
+from jaxstack.decoding.requests import Request
 from jaxstack.serve.engine import EngineGroup
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -36,7 +36,7 @@ class Metrics:
         self._whole = histogram("e2e_request_latency_seconds", "Duration of requests.", _DURATION)
         self._queue = histogram("request_queue_time_seconds", "Time before a slot was free.", _DURATION)
 
-    def observe(self, handle: Handle, tokens: int, before: float | None, now: float) -> None:
+    def observe(self, request: Request, tokens: int, before: float | None, now: float) -> None:
         """Record the latency of newly generated tokens of a request.
 
         Args:
@@ -45,7 +45,7 @@ class Metrics:
           now: time of the newest token.
         """
         if before is None:
-            times = handle.times
+            times = request.times
             self._first.observe((times.first_token or now) - times.submitted)
             self._queue.observe((times.started or now) - times.submitted)
             before = times.first_token or now
@@ -53,9 +53,9 @@ class Metrics:
         for _ in range(tokens):
             self._between.observe((now - before) / tokens)
 
-    def observe_end(self, handle: Handle, now: float) -> None:
+    def observe_end(self, request: Request, now: float) -> None:
         """Record the total duration of a finished request."""
-        self._whole.observe(now - handle.times.submitted)
+        self._whole.observe(now - request.times.submitted)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the engine's current metrics; called by the Prometheus registry at each scrape."""

@@ -6,7 +6,7 @@ from typing import Any
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.requests import Handle
+from jaxstack.decoding.requests import Request
 from jaxstack.decoding.text_stream import TextStream
 from jaxstack.errors import ConfigError, JaxstackError
 
@@ -58,14 +58,14 @@ class TextAnswer:
     """Decodes the answer to one request into text, as its tokens are generated.
 
     Args:
-      handle: the request in the engine.
+      request: the request in the engine.
       tokenizer: the model's tokenizer.
       stop: strings that end the answer; they, and what follows them, are not part of it.
     """
 
-    def __init__(self, handle: Handle, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        self.handle = handle
-        self._text = TextStream(tokenizer, handle.request.prompt, stop)
+    def __init__(self, request: Request, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self.request = request
+        self._text = TextStream(tokenizer, request.prompt, stop)
         self.tokens = 0
         """Number of tokens up to the end of the answer."""
         self.finish_reason: str | None = None
@@ -74,7 +74,7 @@ class TextAnswer:
     @property
     def ended(self) -> bool:
         """True if the answer has ended and all of its text has been returned."""
-        return self.finish_reason is not None or self.handle.finish_reason == "cancelled"
+        return self.finish_reason is not None or self.request.finish_reason == "cancelled"
 
     def take(self) -> str:
         """Return the text that was generated since the last call, without waiting.
@@ -84,17 +84,17 @@ class TextAnswer:
         """
         if self.ended:
             return ""
-        tokens, reason = self.handle.take()
+        tokens, reason = self.request.take()
         pieces = []
         for token in tokens:
             self.tokens += 1
             pieces.append(self._text.push(token))
             if self._text.finish_reason is not None:
-                self.handle.cancel()
+                self.request.cancel()
                 self.finish_reason = "stop"
                 return "".join(pieces)
         if reason == "error":
-            raise self.handle.error or JaxstackError("the engine has failed")
+            raise self.request.error or JaxstackError("the engine has failed")
         if reason is not None and reason != "cancelled":
             pieces.append(self._text.finish("stop" if reason == "stop" else "length"))
             self.finish_reason = self._text.finish_reason

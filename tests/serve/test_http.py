@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxstack.decoding.engine import Engine
-from jaxstack.decoding.requests import Handle, Request
+from jaxstack.decoding.requests import Request
 from jaxstack.serve.config import EngineConfig, ServerConfig
 from tests.serve.tiny import TOKENIZER, open_tiny
 
@@ -122,10 +122,17 @@ class Echo(Engine):
         self.config = EngineConfig(queue=48)
         self.failure = None
 
-    def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Handle:
-        handle = Handle(Request(tuple(prompt), max_tokens), lambda handle: handle.push([], "cancelled"))
-        threading.Thread(target=lambda: [handle.push([t]) for t in prompt[1:]] + [handle.push([], "stop")]).start()
-        return handle
+    def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Request:
+        request = Request(prompt, max_tokens, cancel=lambda request: request.notify("cancelled"))
+
+        def answer():
+            for token in prompt[1:]:
+                request.append([token])
+                request.notify()
+            request.notify("stop")
+
+        threading.Thread(target=answer).start()
+        return request
 
 
 def test_the_routes_answer_requests():
@@ -390,8 +397,8 @@ def test_a_port_is_taken_from_the_start():
 class Silent(Echo):
     """Never answers."""
 
-    def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Handle:
-        return Handle(Request(tuple(prompt), max_tokens), lambda handle: handle.push([], "cancelled"))
+    def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Request:
+        return Request(prompt, max_tokens, cancel=lambda request: request.notify("cancelled"))
 
 
 def test_requests_that_outlast_the_shutdown_get_an_error():
