@@ -4,11 +4,13 @@ Keys that were renamed: errors name the new key, and stored runs are read under 
 """
 
 import copy
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, field_validator
+from pydantic_core import CoreSchema, core_schema
 
 
 class Component(BaseModel):
@@ -42,6 +44,21 @@ class PathRule(Component):
         except re.error as error:
             raise ValueError(f"{path!r} is not a regular expression: {error}.") from None
         return path
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NameIn:
+    """Annotation of a string field that accepts only a table's names: `norm: Annotated[str, NameIn(NORMS)]`."""
+
+    table: Mapping[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        """The accepted names, in the order of the table."""
+        return list(self.table)
+
+    def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.literal_schema(self.names)
 
 
 RENAMED = {

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxstack.distributed.xla_options import OptionValue, packed_weight_options
 from jaxstack.errors import ConfigError
-from jaxstack.models.joined_projections import join_projections
+from jaxstack.models.restack import join_projections
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules, is_cast
 from jaxstack.parallel.sharding_context import logical_axis_rules

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jaxstack.config.base import Component
+from jaxstack.config.base import Component, NameIn
 from jaxstack.config.features import Excludes, Feature
 from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
@@ -14,7 +14,6 @@ from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
 from jaxstack.models.mixer import Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
-from jaxstack.models.table_choice import NameIn
 from jaxstack.parallel.config import MIXTURE
 
 _SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")

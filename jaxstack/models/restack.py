@@ -1,6 +1,6 @@
-"""Conversion of parameters between layouts: layers stacked, unrolled, or stacked except the first and last few."""
+"""Conversion of a model between layouts: layers stacked or unrolled, projections of one input separate or joined."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from jaxstack.models.attention_layer import Attention
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.mlp import GatedMLP
 from jaxstack.models.transformer import Transformer
 
 Params: TypeAlias = dict[str, Any]
@@ -92,3 +94,30 @@ def _shape(x: jax.ShapeDtypeStruct, shape: tuple[int, ...], spec: tuple[Any, ...
 def _sharding(x: jax.ShapeDtypeStruct) -> NamedSharding:
     assert isinstance(x.sharding, NamedSharding)
     return x.sharding
+
+
+ModulePath = tuple[object, ...]
+"""Names of attributes and indices that lead to a submodule."""
+
+
+def join_projections(model: nnx.Module, paths: Collection[ModulePath] | None = None) -> frozenset[ModulePath]:
+    """Merge query, key and value projections, and gate and up projections, into one dense layer each, in place.
+
+    A decoding step reads each weight once, and each matmul takes a few microseconds besides, whatever its size. One
+    matmul for queries, keys and values, and one for the gate and the input of an MLP, take that time once.
+
+    Args:
+      model: a Transformer.
+      paths: the submodules to change, as an earlier call returned them; None: all.
+
+    Returns:
+      The paths of the submodules that were changed.
+    """
+    joined = []
+    for path, module in list(nnx.iter_modules(model)):
+        if not isinstance(module, Attention | GatedMLP) or (paths is not None and path not in paths):
+            continue
+        if module.join_projections():
+            jax.block_until_ready(nnx.state(module))  # The separate matrices are freed before the next are joined.
+            joined.append(path)
+    return frozenset(joined)

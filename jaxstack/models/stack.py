@@ -23,9 +23,9 @@ from jaxstack.models.layer_weights import (
     gather_layers,
     gather_weights,
     remove_layers_logical_axis,
+    run_prefetched,
 )
 from jaxstack.models.mixer import Context, Layer, LayerCache
-from jaxstack.models.prefetch import run_prefetched
 from jaxstack.models.remat import OFFLOADED, name_layer_input, rematerialise
 from jaxstack.parallel import gathers_ahead
 

@@ -8,15 +8,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxstack.models.adapters import adapted_layers
-from jaxstack.models.block import TokenMixer
+from jaxstack.models.block import TokenMixer, shard_residual
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.embedding import Embedding
-from jaxstack.models.initialization import embedding_initializer, make_initializer
+from jaxstack.models.initialization import (
+    Width,
+    embedding_initializer,
+    make_initializer,
+    mup_width,
+    scale_initial_weights,
+)
 from jaxstack.models.mixer import Angles, CacheRoom, CacheSlots, Context, LayerCache, PageSlots, SegmentIds
 from jaxstack.models.norm import make_norm
-from jaxstack.models.parametrization import Width, mup_width, scale_initial_weights
-from jaxstack.models.residual import shard_residual
 from jaxstack.models.rope import rope_cos_sin, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from jaxstack.config.base import Component, PathRule
 from jaxstack.errors import ConfigError
-from jaxstack.models.parametrization import Role
+from jaxstack.models.initialization import Role
 from jaxstack.parameter_paths import check_patterns, map_by_path, match
 
 

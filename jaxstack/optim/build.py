@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from jaxstack.models.parametrization import Width
+from jaxstack.models.initialization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
 from jaxstack.optim.mup import check_mup_support, clip_by_scaled_norm, rate_factor, scale_epsilon
 from jaxstack.parameter_paths import ADAPTER, map_by_path, match, path_name

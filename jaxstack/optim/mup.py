@@ -9,7 +9,7 @@ import optax
 from jaxtyping import PyTree
 
 from jaxstack.errors import ConfigError
-from jaxstack.models.parametrization import Role, Width
+from jaxstack.models.initialization import Role, Width
 from jaxstack.optim.base import HasShape, MatrixOptimizer, Optimizer
 from jaxstack.parameter_paths import map_by_path
 

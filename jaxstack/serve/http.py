@@ -25,13 +25,12 @@ from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding import requests as generation
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.serve.answers import Answers, EventStream, Refused, collect, events, usage_of
+from jaxstack.serve.answers import Answers, ChatFormatter, EventStream, Refused, TextAnswer, collect, events, usage_of
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import EngineGroup
 from jaxstack.serve.grammar import GrammarConstraint, Grammars, Kind
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import ChatRequest, CompletionRequest, Envelope, GenerationRequest, error_body
-from jaxstack.serve.text import ChatFormatter, TextAnswer
 
 _COMPLETION_TOKENS = 16
 """Token limit of a completion without `max_tokens`, as OpenAI has it."""

@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from jaxstack.local_sgd import METHODS
+from jaxstack.config.base import NameIn
 from jaxstack.local_sgd.base import WorkerMethod
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.router import MoEConfig
-from jaxstack.models.table_choice import NameIn
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES, Schedule

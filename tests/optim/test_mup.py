@@ -9,7 +9,7 @@ from flax import nnx
 from jaxstack.errors import ConfigError
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.models.parametrization import Width, initial_factor, mup_width
+from jaxstack.models.initialization import Width, initial_factor, mup_width
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Soap
