@@ -147,9 +147,12 @@ class Attention(nnx.Module):
         if slots.pages is None:
             return kind.decode(q, k, v, cache, slots, self.heads)
         # Packed tokens are one row for attention, whatever rows they are for the matmuls.
-        packed = [part.reshape(1, -1, *part.shape[2:]) for part in (q, k, v)]
-        decode = functools.partial(kind.decode, heads=self.heads)
-        out, cache = decode_slots(decode, packed, cache, slots) if in_slots else decode(*packed, cache, slots)
+        row_q, row_k, row_v = (part.reshape(1, -1, *part.shape[2:]) for part in (q, k, v))
+        if in_slots:
+            decode = functools.partial(kind.decode, heads=self.heads)
+            out, cache = decode_slots(decode, (row_q, row_k, row_v), cache, slots)
+        else:
+            out, cache = kind.decode(row_q, row_k, row_v, cache, slots, self.heads)
         return out.reshape(q.shape), cache
 
     def _angles(self, context: Context) -> Angles | None:

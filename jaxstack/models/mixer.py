@@ -109,6 +109,11 @@ class Mixer(Component):
     Each has a `name`. `jaxstack.models.block.MIXERS` has the module that computes it.
     """
 
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return getattr(self, "name", type(self).__name__)
+
     def context_parallel_problem(self, method: str | None) -> str | None:
         """Return why this mixer does not support a method of context parallelism, or None if it does.
 
@@ -117,10 +122,9 @@ class Mixer(Component):
         """
         if method in (None, "all_to_all"):
             return None
-        name = getattr(self, "name", type(self).__name__)
         return (
-            f"attention.name {name} needs whole sequences, which parallel.context_method all_to_all (or auto) gives; "
-            f"found {method}, which works with softmax."
+            f"attention.name {self.title} needs whole sequences, which parallel.context_method all_to_all (or auto) "
+            f"gives; found {method}, which works with softmax."
         )
 
     def exchanges_heads(self, method: str | None) -> bool:

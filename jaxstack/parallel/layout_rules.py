@@ -17,7 +17,7 @@ class MixerLimits(Protocol):
     """Limits that a token mixer sets to context parallelism; see `jaxstack.models.mixer`."""
 
     @property
-    def name(self) -> str: ...
+    def title(self) -> str: ...
     def length_problem(self, chunk: int) -> str | None: ...
     def context_parallel_problem(self, method: str | None) -> str | None: ...
     def exchanges_heads(self, method: str | None) -> bool: ...
@@ -202,7 +202,7 @@ def _context_problems(model: ModelDims, parallel: ParallelConfig, train: TrainCo
             tensor = f" / parallel.tensor ({parallel.tensor})" if parallel.tensor > 1 else ""
             problems.append(
                 f"model.num_heads ({model.num_heads}){tensor} must be divisible by parallel.context ({context}), "
-                f"because attention.name {mixer.name} with context_method {parallel.context_method} exchanges heads; "
+                f"because attention.name {mixer.title} with context_method {parallel.context_method} exchanges heads; "
                 f"context degrees that fit: {_show(_divisors(heads))}."
             )
     return problems

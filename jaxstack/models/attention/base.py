@@ -186,9 +186,9 @@ class AttentionKind(Mixer):
           ValueError: the kind does not support one of them.
         """
         if "sliding_attention" in options.layer_types:
-            name = getattr(self, "name", type(self).__name__)
             raise ValueError(
-                f"layer_types: sliding_attention needs attention.name softmax; found {name}; leave layer_types out."
+                f"layer_types: sliding_attention needs attention.name softmax; found {self.title}; leave layer_types "
+                "out."
             )
         if options.attn_logit_softcapping is not None:
             raise ValueError(
