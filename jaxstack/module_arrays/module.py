@@ -15,8 +15,8 @@ from flax import nnx
 
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import merge_adapters, set_dora_magnitudes
-from jaxstack.models.low_precision import count_experts_without_fp8, count_fp8_matmuls
 from jaxstack.models.initialization import Width
+from jaxstack.models.low_precision import count_experts_without_fp8, count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.parameter_paths import ADAPTER, flatten, nest
 from jaxstack.precision import ScalingState, update_scaling
