@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from jaxstack.local_sgd import METHODS
 from jaxstack.config.base import NameIn
+from jaxstack.local_sgd import METHODS
 from jaxstack.local_sgd.base import WorkerMethod
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
