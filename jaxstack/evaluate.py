@@ -109,6 +109,7 @@ def _as_json(result: "Evaluation") -> dict[str, object]:
         if text.bits_per_byte is not None:
             values["eval_bits_per_byte"] = text.bits_per_byte
         values["bytes"] = text.bytes
+        values["row_length"] = text.row_length
     return values if result.tasks is None else {**values, "tasks": result.tasks}
 
 
@@ -127,7 +128,7 @@ def _as_lines(run: str, result: "Evaluation") -> list[str]:
 
 def _text_lines(text: "TextLoss") -> list[str]:
     lines = [
-        f"held-out text: {int(text.tokens):,} tokens, {text.bytes:,} bytes",
+        f"held-out text: {int(text.tokens):,} tokens, {text.bytes:,} bytes, in rows of {text.row_length:,} tokens",
         f"  {'loss':<16}{text.loss:.4f} nats per token",
         f"  {'perplexity':<16}{text.perplexity:.4f}",
     ]

@@ -158,7 +158,7 @@ def _read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
     if file is None:
         return list(given or [""])
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").split("\n")  # splitlines also cuts at U+2028 inside a text
         found = [json.loads(line)["prompt"] for line in lines if line.strip()]
     except OSError as error:
         raise ConfigError(f"--prompts: cannot read {file}: {error.strerror}.") from None

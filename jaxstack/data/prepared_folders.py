@@ -19,7 +19,7 @@ from jaxstack.data.chat_template import CONFIG as CHAT_CONFIG
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file, train_bpe
 from jaxstack.data.shard_files import ObjectStore, RemoteFiles, is_object_url
-from jaxstack.data.shards import INDEX, TokenStream, open_split, parse_index, read_index, verify_shards
+from jaxstack.data.shards import FORMAT, INDEX, TokenStream, open_split, parse_index, read_index, verify_shards
 from jaxstack.data.tokenization_plan import TokenizationPlan, make_plan
 from jaxstack.data.tokenize_documents import sample_texts
 from jaxstack.data.tokenizer import CONFIG_FILE, MODEL_FILE, ByteTokenizer, Tokenizer
@@ -258,11 +258,22 @@ def is_prepared(path: str) -> bool:
       JaxstackError: the URL cannot be reached.
     """
     if "://" not in path:
-        return (Path(path).expanduser() / INDEX).is_file()
+        return _is_index(Path(path).expanduser() / INDEX)
     is_file = os.path.splitext(path.rstrip("/").rsplit("/", 1)[-1])[1] != ""
     if not is_object_url(path) or glob.has_magic(path) or is_file:
         return False
     return _holds_index(path)
+
+
+def _is_index(path: Path) -> bool:
+    """Return True if a file is an index of token shards, perhaps a damaged one; False for JSON of something else."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError:
+        return path.is_file()
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 @functools.lru_cache(maxsize=256)

@@ -109,6 +109,10 @@ class Usage:
             self.measured_gpu_seconds + other.measured_gpu_seconds,
         )
 
+    def scaled(self, factor: float) -> "Usage":
+        """Return the usage with all values multiplied by `factor`."""
+        return Usage(self.joules * factor, self.gpu_seconds * factor, self.measured_gpu_seconds * factor)
+
     @classmethod
     def from_plain(cls, value: object) -> "Usage":
         """Make a `Usage` from its JSON form; zero if that is missing or damaged."""
@@ -137,7 +141,8 @@ class EnergyMeter:
 
     Every process measures its own GPUs. The first one adds up all of them, and keeps the sums in `energy.json`, from
     which the next start of the run goes on; a crash loses the last seconds at most. Everything counts from the
-    construction on: compiling, saving, evaluating, and steps that are repeated after a crash.
+    construction on: compiling, saving, evaluating, and steps that are repeated after a crash. Usage that the other
+    processes have not sent yet, for some seconds at a start's beginning and end, counts at the mean of what is known.
 
     Args:
       run_dir: the run directory; None, or a process other than the first: nothing is written.
@@ -146,6 +151,7 @@ class EnergyMeter:
       prices: factors from energy and time to kWh and cost.
       clock: returns seconds.
       interval: seconds between two reads; 0: no thread, the caller calls `sample`.
+      all_gpus: number of GPUs of all processes; default: `gpus`, of the only one.
     """
 
     def __init__(
@@ -156,9 +162,11 @@ class EnergyMeter:
         prices: EnergyPrices | None = None,
         clock: Callable[[], float] = time.monotonic,
         interval: float = INTERVAL_SECONDS,
+        all_gpus: int | None = None,
     ):
         self._path = run_dir / FILE if run_dir is not None else None
         self._gpus = gpus
+        self._all_gpus = gpus if all_gpus is None else all_gpus
         self._counters = counters
         self._clock = clock
         self._prices = prices or EnergyPrices()
@@ -206,7 +214,7 @@ class EnergyMeter:
           `cost` if a price is set.
         """
         with self._lock:
-            start = self._own + self._others
+            start = self._since_start
             total = self.total
             values: dict[str, float] = {}
             if total.gpu_seconds:
@@ -231,7 +239,14 @@ class EnergyMeter:
     @property
     def total(self) -> Usage:
         """Energy and GPU time of the whole run, up to the last measurement."""
-        return self._before + self._own + self._others
+        return self._before + self._since_start
+
+    @property
+    def _since_start(self) -> Usage:
+        """Energy and GPU time of all processes since this start, up to this process's last measurement."""
+        known = self._own + self._others
+        every = self._own.gpu_seconds * self._all_gpus / max(self._gpus, 1)
+        return known.scaled(max(1.0, every / known.gpu_seconds)) if known.gpu_seconds else known
 
     def close(self) -> None:
         """Measure a last time, and stop the thread. Further calls do nothing."""
@@ -290,10 +305,14 @@ def start_energy_meter(run_dir: Path | None, prices: EnergyPrices, say: Callable
       say: reports the reason why energy is not measured.
     """
     devices = jax.local_devices()
-    gpus = sum(device.platform in ("gpu", "cuda") for device in devices)
+    gpus = _count_gpus(devices)
     try:
         counters = NvmlCounters(devices)
     except NoCountersError as error:
         say(f"note: energy is not measured: {error}")
         counters = None
-    return EnergyMeter(run_dir, gpus, counters, prices)
+    return EnergyMeter(run_dir, gpus, counters, prices, all_gpus=_count_gpus(jax.devices()))
+
+
+def _count_gpus(devices: Sequence[Any]) -> int:
+    return sum(device.platform in ("gpu", "cuda") for device in devices)

@@ -76,6 +76,7 @@ _WAY_OUT = {
     "block_sparse_attention": _ATTENTION,
     "fp8_dot_general": _FP8,
     "grouped_matmul": "name a backend in model.moe.implementation",
+    "packed_matmul": "leave the weights in bfloat16",
     "tensor_parallel_input": _OVERLAP,
     "tensor_parallel_output": _OVERLAP,
     "tensor_parallel_mlp": _OVERLAP,

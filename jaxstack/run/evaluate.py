@@ -4,6 +4,7 @@ The tasks of `train.eval_tasks` are also evaluated during training.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -16,7 +17,10 @@ import jax
 
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
+from jaxstack.data.documents import Piece, read_records
 from jaxstack.data.loader import Data, open_data
+from jaxstack.data.streams import is_prepared_source
+from jaxstack.data.tokenization_plan import KIND_OF_SUFFIX, source_files
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Params
 from jaxstack.decoding.decoder import Decoder
@@ -26,7 +30,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.parallel import ParallelConfig
 from jaxstack.run.build import make_trainer
-from jaxstack.run.load import load, run_config, sets_layout
+from jaxstack.run.load import check_finite, load, run_config, sets_layout
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
@@ -178,6 +182,7 @@ class TextLoss:
       loss: mean cross-entropy, nats per token.
       tokens: number of tokens.
       bytes: size of the text that the tokens encode; 0 if unknown.
+      row_length: tokens of a row; a token sees those before it in its row, so that the loss depends on it.
       perplexity: exp(loss).
       bits_per_byte: loss in bits per byte of text; None if the size of the text is unknown.
       seconds: time of the evaluation.
@@ -186,6 +191,7 @@ class TextLoss:
     loss: float
     tokens: float
     bytes: int
+    row_length: int
     perplexity: float
     bits_per_byte: float | None
     seconds: float
@@ -266,6 +272,7 @@ def _text_loss(
     config = Setting.of(config, "evaluate", chosen=layout_chosen).config
     trainer, data = open_evaluation(config, stored, text, report)
     params, non_params = stored.read_state(trainer.module, trainer.rules, step)
+    check_finite(params, stored)
     return stored.choose_step(step), measure_loss(trainer, data, params, non_params, text.max_tokens)
 
 
@@ -317,10 +324,22 @@ def measure_loss(
         loss=values["eval_loss"],
         tokens=values["eval_items"],
         bytes=size,
+        row_length=data.sequence_length,
         perplexity=values["eval_perplexity"],
         bits_per_byte=values.get("eval_bits_per_byte"),
         seconds=values["eval_seconds"],
     )
+
+
+def _source_of(path: str, text_key: str) -> SourceConfig:
+    """Return the data source of a path to evaluate on: chats if its first jsonl record is one, text otherwise."""
+    source = SourceConfig(path=path, text_key=text_key)
+    if not is_prepared_source(source):
+        first = next((file for file in source_files(source) if KIND_OF_SUFFIX.get(file.suffix) == "jsonl"), None)
+        record = next((record for record, _, _ in read_records(Piece("jsonl", first))), {}) if first else {}
+        if text_key not in record and ("messages" in record or {"prompt", "completion"} <= record.keys()):
+            return SourceConfig(path=path, format="chat")
+    return source
 
 
 def _open_text(config: RunConfig, stored: StoredModel, text: TextOptions, report: Callable[[str], None]) -> Data:
@@ -330,7 +349,7 @@ def _open_text(config: RunConfig, stored: StoredModel, text: TextOptions, report
         assert stored.tokenizer  # reports a missing one before any text is prepared
         section = section.model_copy(
             update={
-                "held_out": tuple(SourceConfig(path=path, text_key=text.text_key) for path in text.paths),
+                "held_out": tuple(map(functools.partial(_source_of, text_key=text.text_key), text.paths)),
                 "sources": (SourceConfig(path="synthetic"),),  # no training text is read
                 "tokenizer": TokenizerConfig(name="file", path=str(stored.tokenizer_folder)),
             }

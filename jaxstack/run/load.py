@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
@@ -24,7 +25,7 @@ from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import TextGenerator
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.huggingface.families import check_model
 from jaxstack.module_arrays.module import ModuleArrays
@@ -271,7 +272,33 @@ def load_decoder(
         lambda rngs: with_kv_cache(Transformer(unrolled, rngs, dtype=dtype), config.precision.kv_cache)
     )
     params = stored.read(cast_shapes(module, rules), unrolled, form=form, step=step)
+    check_finite(params, stored)
     return Decoder(module, params, initial_variables(module), rules, vocab_size=vocab_size)
+
+
+def check_finite(params: Params, stored: StoredModel) -> None:
+    """Check that all parameters that were read are numbers.
+
+    Raises:
+      JaxstackError: one of them holds NaN or infinity; the message names it.
+    """
+    leaves = [(path, x) for path, x in jax.tree.leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    finite = jax.device_get([_all_finite(x) for _, x in leaves])
+    broken = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for (path, _), good in zip(leaves, finite, strict=True)
+        if not good
+    ]
+    if broken:
+        raise JaxstackError(
+            f"the parameters of {stored.directory} must be finite; {len(broken)} of {len(leaves)} hold NaN or "
+            f"infinity, the first is {broken[0]}. Take an older checkpoint (--step), or get the files again."
+        )
+
+
+@jax.jit
+def _all_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x.astype(jnp.float32)).all()
 
 
 def sets_layout(overrides: Sequence[str]) -> bool:

@@ -1,5 +1,8 @@
 """`packed_matmul`: product of activations and a weight that is stored in few bits."""
 
+import functools
+import warnings
+
 import jax
 from jaxtyping import Array, Float
 
@@ -46,5 +49,18 @@ def packed_matmul(
         NotSupported: the named backend cannot compute the call (a ValueError).
     """
     request, rows = make_request(x, weight, out_dtype)
-    y = select("packed_matmul", BACKENDS, implementation, request).call(request)
+    chosen = select("packed_matmul", BACKENDS, implementation, request)
+    if implementation is None and chosen.name == "xla" and (reason := triton.fallback_reason(request)):
+        _tell_fallback(reason)
+    y = chosen.call(request)
     return y.reshape(*rows, *weight.outputs)
+
+
+@functools.cache
+def _tell_fallback(reason: str) -> None:
+    """Warn, once for each reason, that a GPU computes products with packed weights without their kernel."""
+    warnings.warn(
+        f"packed_matmul: XLA computes products with packed weights of up to 4 bits ({reason}), at 0.4 to 0.65 of the "
+        "speed of bfloat16 weights on an H200",
+        stacklevel=3,
+    )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.target import Target, multiprocessors
+from pallas_kernels.target import Target, automatic_axes, multiprocessors
 from pallas_kernels.triton_support import triton_call, unsupported_target
 from pallas_kernels.weight_only import xla
 from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat, RoundedInputFormat
@@ -290,6 +290,23 @@ def unsupported_reason(request: PackedMatmulRequest) -> str | None:
     if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
         return reason
     return _unsupported_shape(request)
+
+
+def fallback_reason(request: PackedMatmulRequest) -> str | None:
+    """Return why a product that the Triton kernel is meant for cannot run in it on this GPU, without its shapes.
+
+    None if it can, and for other GPUs and for formats that XLA multiplies at least as fast as bfloat16.
+    """
+    format_ = request.weight.format
+    narrow = isinstance(format_, LookupFormat) or (isinstance(format_, IntegerFormat) and format_.grid.bits <= 4)
+    if not narrow or isinstance(format_, RoundedInputFormat) or unsupported_target(request.target, _LEAST_CAPABILITY):
+        return None
+    if automatic_axes():
+        return "it cannot partition the Triton kernel over a mesh of several devices"
+    if request.x.shape[0] > _MOST_ROWS:
+        return f"the Triton kernel takes at most {_MOST_ROWS} rows: prompts and larger batches have more"
+    reason = _unsupported_shape(request)
+    return reason and f"the Triton kernel {reason}"
 
 
 def _unsupported_shape(request: PackedMatmulRequest) -> str | None:

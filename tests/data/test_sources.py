@@ -12,6 +12,7 @@ import zstandard
 
 from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import SourceConfig
+from jaxstack.data.prepared_folders import is_prepared
 from jaxstack.data.shards import describe_altered_inputs, open_split
 from jaxstack.data.tokenization_plan import make_plan, source_files
 from jaxstack.data.tokenize_documents import UnitResult, read_split_documents
@@ -292,3 +293,12 @@ def test_each_kind_of_file_of_the_standard_library_holds_out_the_same_share():
     assert {"top", "encodings", "asyncio", "pydoc_data"} <= large.keys()
     shares = {kind: found["held_out"] / sum(found.values()) for kind, found in large.items()}
     assert all(0.04 < share < 0.055 for share in shares.values()), shares
+
+
+def test_a_folder_of_texts_may_hold_an_index_of_something_else(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("text")
+    for content, prepared in (('{"x": 1}', False), ("[1]", False), ('{"format": "jaxstack tok', True)):
+        (tmp_path / "in" / "index.json").write_text(content)
+        assert is_prepared(str(tmp_path / "in")) == prepared
+    assert documents(tmp_path / "in", tmp_path)[0] == ["text", content]

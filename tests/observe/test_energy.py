@@ -1,12 +1,14 @@
 """Energy and cost of runs, with energy counters that are not there."""
 
 import contextlib
+import dataclasses
 import json
 import time
 
 import jax
 import pytest
 
+from jaxstack.observe import energy
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.energy import (
     FILE,
@@ -105,6 +107,34 @@ def test_sums_are_kept_over_starts(tmp_path):
         "measured_gpu_seconds": 100.0,
     }
     assert meter.read(1000, 20.0)["total_joules_per_token"] == 40.0
+
+
+def test_usage_that_another_process_has_not_sent_yet_counts_as_ours(tmp_path, monkeypatch):
+    """Two processes of one GPU; after a restart the run ends before the other one has sent anything."""
+    sent = dict[str, object]()
+    monkeypatch.setattr(energy.coordination, "process_position", lambda: (0, 2))
+    monkeypatch.setattr(energy.coordination, "try_read", sent.get)
+
+    def start(seconds: float, others: Usage | None) -> dict[str, float]:
+        gpus = FakeGpus(400.0)
+        meter = EnergyMeter(tmp_path, 1, gpus, EnergyPrices(1.0, 3.6), gpus.clock, interval=0, all_gpus=2)
+        sent.clear()
+        if others is not None:
+            sent["energy/1"] = dataclasses.asdict(others)
+        gpus.now += seconds
+        meter.close()
+        return meter.read(1000, 20.0)
+
+    whole = start(50.0, Usage(20_000.0, 50.0, 50.0))
+    assert whole["joules_per_token"] == pytest.approx(40) and whole["total_joules_per_token"] == pytest.approx(40)
+    resumed = start(4.0, None)
+    assert resumed["power_watts"] == pytest.approx(800) and resumed["joules_per_token"] == pytest.approx(40)
+    assert resumed["total_joules_per_token"] == pytest.approx(43.2)
+    assert resumed["gpu_hours"] == pytest.approx(108 / 3600) and resumed["cost"] == pytest.approx(0.108)
+    late = start(8.0, Usage(1_600.0, 4.0, 4.0))
+    assert late["power_watts"] == pytest.approx(800) and late["total_joules_per_token"] == pytest.approx(49.6)
+    without = start(8.0, Usage(0.0, 8.0, 0.0))  # the other process cannot measure
+    assert "total_joules_per_token" not in without
 
 
 def test_energy_of_a_part_of_the_run_is_not_shown_as_that_of_the_run(tmp_path):

@@ -1,6 +1,7 @@
 """`jaxstack evaluate` on Hugging Face checkpoints and runs: the loss, on any mesh, and what is refused."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jaxstack.evaluate as evaluate
+import jaxstack.generate as generate
 from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.errors import ConfigError
 from jaxstack.models import from_huggingface
-from jaxstack.run.evaluate import TextOptions, _open_text
+from jaxstack.run.evaluate import TextOptions, _open_text, _source_of
 from jaxstack.run_config import RunConfig
 from tests.marks import longer
 from tests.word_models import as_words, make_word_model
@@ -80,3 +83,35 @@ def test_wrong_use_gets_one_message(source, text, tmp_path, capsys, monkeypatch)
     monkeypatch.delitem(sys.modules, "jaxstack.decoding.harness", raising=False)
     monkeypatch.delattr("jaxstack.decoding.harness", raising=False)
     assert "pip install 'jaxstack[eval]'" in refused(capsys, *run, "--tasks", "hellaswag")
+
+
+def test_a_file_of_chats_is_read_as_chats(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"prompt": as_words([1, 2]), "completion": as_words([3, 4, 5])}) + "\n")
+    assert _source_of(str(chats), "text").format == "chat"
+    assert _source_of(str(chats), "completion").format == "auto"
+    (tmp_path / "texts.jsonl").write_text('{"text": "w1"}\n')
+    assert _source_of(str(tmp_path / "texts.jsonl"), "text").format == "auto"
+    line = refused(capsys, "--run", str(source), "--data", str(chats))
+    assert "set format" not in line and "template" in line
+
+
+def test_the_length_of_rows_is_said(source, text, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert evaluate.main(["--run", str(source), "--data", str(text[0]), "parallel.data=1"]) == 0
+    assert ", in rows of " in capsys.readouterr().out
+    assert run(capsys, "--run", str(source), "--data", str(text[0]), "parallel.data=1")["row_length"] > 0
+
+
+def test_weights_that_are_no_numbers_are_told(source, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    broken = shutil.copytree(source, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("1.mlp.down_proj.weight"))
+    tensors[name] = tensors[name] * float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    for command, more in ((evaluate, ["--data", str(text[0])]), (generate, ["--prompt", "w1", "--max-tokens", "2"])):
+        assert command.main(["--run", str(broken), *more, "parallel.data=1"]) == 1
+        said = capsys.readouterr().err
+        assert "1 of " in said and "mlp/down_proj/kernel" in said and "hold NaN or infinity" in said

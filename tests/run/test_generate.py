@@ -133,6 +133,20 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
     return lines[0]
 
 
+def test_a_line_separator_inside_of_a_prompt_ends_no_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a\u2028b\x85c"}\n\n{"prompt": "d"}\r\n', encoding="utf-8")
+    assert command._read_prompts(["e"], str(path)) == ["e", "a\u2028b\x85c", "d"]
+
+
+def test_the_way_out_of_an_unknown_key_is_an_option_of_the_command_that_it_names(source, tmp_path, capsys):
+    other = Path(shutil.copytree(source, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "from_elsewhere": 1}))
+    line = refused(capsys, "--run", str(other), "--prompt", "w1", ONE)
+    assert "python -m jaxstack.convert --ignore-key from_elsewhere, and give the run that it writes" in line
+
+
 @pytest.mark.longer
 def test_what_does_not_fit_gets_one_message(source, converted, tmp_path, capsys):
     long = ["--run", str(source), "--prompt", as_words([5] * 70), ONE]

@@ -6,6 +6,7 @@ Triton decides at its import whether kernels are interpreted, so that runs in a 
 
 import dataclasses
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 from pallas_kernels import Grid, NotSupported, PackedWeight, lowering_platform, packed_matmul, record_choices
 from pallas_kernels.target import Target
 from pallas_kernels.weight_only import triton
+from pallas_kernels.weight_only.api import _tell_fallback
 from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat, LowRankFormat
 from pallas_kernels.weight_only.packed import pack_integers, pack_lookup
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
@@ -195,6 +197,27 @@ def test_the_choice_and_its_reasons():
         assert choices[0].backend == ("xla" if words else "triton") and words in refused.get("triton", "")
     with pytest.raises(NotSupported, match="compute capability"):
         jax.eval_shape(lambda *call: packed_matmul(*call, implementation="triton"), x, int4)
+
+
+@needs_triton
+def test_a_fallback_to_xla_on_a_gpu_is_told_once():
+    int4 = abstract(4, 128)
+    _tell_fallback.cache_clear()
+
+    def said(rows: int, platform: str = "cuda", axes: int = 1) -> list[str]:
+        mesh = jax.sharding.AbstractMesh((axes,), ("tensor",))
+        with warnings.catch_warnings(record=True) as found, jax.sharding.use_abstract_mesh(mesh):
+            warnings.simplefilter("always")
+            with lowering_platform(platform):
+                jax.eval_shape(packed_matmul, S((rows, 14336), jnp.bfloat16), int4)
+        return [str(warning.message) for warning in found]
+
+    assert said(64) == said(65, "cpu") == []
+    (line,) = said(65)
+    assert "the Triton kernel takes at most 64 rows" in line and "0.4 to 0.65" in line
+    assert said(65) == said(4096) == []
+    (line,) = said(1, axes=2)
+    assert "over a mesh of several devices" in line
 
 
 @needs_triton
