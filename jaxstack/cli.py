@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TextIO, cast
 
-from jaxstack.errors import JaxstackError, nearest
+from jaxstack.errors import JaxstackError, memory_shortage, nearest
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -134,12 +134,13 @@ def tolerate_broken_pipe(name: str) -> Iterator[None]:
         yield
 
 
-def run_command(name: str, body: Callable[[], int | None]) -> int:
+def run_command(name: str, body: Callable[[], int | None], lower: str = "the sizes of batches and texts") -> int:
     """Run the body of a command; turn exceptions into an exit code and one message on standard error.
 
     Args:
       name: name of the command, which begins each message.
       body: does the command's work; returns an exit code, or None for success.
+      lower: what needs less device memory, which completes "Lower" if there is too little.
 
     Returns:
       0 for success, 2 for a configuration or usage error, 1 for a failure, 129 for SIGHUP, 130 for Ctrl-C, 143 for
@@ -170,12 +171,8 @@ def run_command(name: str, body: Callable[[], int | None]) -> int:
         print(f"{name}: {error.strerror}{place}: correct this, then run the same command again", file=sys.stderr)
         return 1
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            print(
-                f"{name}: out of device memory: {str(error).splitlines()[0]}. Lower train.global_batch_size or raise "
-                "train.gradient_accumulation, set model.remat (full saves most), or shard more (parallel.fsdp).",
-                file=sys.stderr,
-            )
+        if (shortage := memory_shortage(error)) is not None:
+            print(f"{name}: {shortage}. Lower {lower}.", file=sys.stderr)
             return 1
         traceback.print_exc()
         return 1

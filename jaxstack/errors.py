@@ -2,6 +2,8 @@
 
 import difflib
 import errno
+import re
+import sys
 from collections.abc import Iterable
 
 
@@ -22,6 +24,38 @@ def cannot_write(place: object, error: OSError) -> JaxstackError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     limit = "; raise the limit on file sizes (ulimit -f)" if error.errno == errno.EFBIG else ""
     return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}{limit}")
+
+
+_WANTED = re.compile(r"allocat\w*\s+(?:of\s+)?([\d.]+)\s?(bytes|B|[KMGT]i?B)\b", re.IGNORECASE)
+"""The size in XLA's message about an allocation that failed."""
+
+
+def memory_shortage(error: BaseException) -> str | None:
+    """Return a text that says how much device memory was missing, or None if this was not the reason of an error.
+
+    XLA tells it in the text of its exceptions only. What a kernel needs of a multiprocessor's shared memory does not
+    depend on sizes that a user sets; that is a fault of the kernel.
+    """
+    text = str(error)
+    if "shared memory" in text.lower() or not ("RESOURCE_EXHAUSTED" in text or "CUDA_ERROR_OUT_OF_MEMORY" in text):
+        return None
+    wanted = _WANTED.search(text)
+    parts = ["out of device memory"]
+    if wanted is not None:
+        size, unit = wanted.groups()
+        count = _size(float(size)) if unit.lower() in ("b", "bytes") else f"{size} {unit}"
+        parts.append(f"{count} could not be allocated")
+    jax = sys.modules.get("jax")
+    statistics = {} if jax is None else jax.local_devices()[0].memory_stats() or {}
+    if limit := statistics.get("bytes_limit"):
+        parts.append(f"{_size(limit - statistics.get('bytes_in_use', 0))} of {_size(limit)} are free")
+    elif wanted is None:
+        parts.append(text.splitlines()[0])
+    return ": ".join([parts[0], ", ".join(parts[1:])])
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:,.1f} MiB"
 
 
 _MOST_CHOICES = 60

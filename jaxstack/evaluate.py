@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _OVERRIDE = re.compile(r"(parallel|precision)\.\w+=")
 
+_LESS_MEMORY = "--batch-size or --max-length of tasks, or use more devices (parallel.fsdp)"
+"""What needs less device memory."""
+
 
 def make_parser() -> CommandParser:
     """Return the parser of the command line."""
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_intermixed_args(sorted(words, key=lambda word: not _OVERRIDE.match(word)))
     fill_option_from_overrides(parser, args, "run", os.path.isdir)
-    return run_command("jaxstack evaluate", lambda: _evaluate(args))
+    return run_command("jaxstack evaluate", lambda: _evaluate(args), _LESS_MEMORY)
 
 
 def _evaluate(args: argparse.Namespace) -> None:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from jaxstack.run.generate import GeneratedText
     from jaxstack.run.load import Run
 
+_LESS_MEMORY = (
+    "--batch-size or --max-tokens, use more devices (parallel.tensor), or hold fewer layers in memory "
+    "(--resident-layers)"
+)
+"""What needs less device memory."""
+
 
 def make_parser() -> CommandParser:
     """Return the command-line parser of `python -m jaxstack.generate`."""
@@ -76,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     hint = " (the text to continue is --prompt)"
     args = fill_option_from_overrides(parser, parser.parse_intermixed_args(argv), "run", os.path.isdir, hint)
-    return run_command("jaxstack generate", lambda: _generate(args))
+    return run_command("jaxstack generate", lambda: _generate(args), _LESS_MEMORY)
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -16,6 +16,12 @@ from jaxstack.resilience.exit_on_signal import ExitOnSignal
 if TYPE_CHECKING:
     from jaxstack.run_config import RunConfig
 
+_LESS_MEMORY = (
+    "train.global_batch_size or raise train.gradient_accumulation, set model.remat (full saves most), or shard more "
+    "(parallel.fsdp)"
+)
+"""What needs less device memory."""
+
 
 def make_parser() -> CommandParser:
     """Return the parser of the command line, without heavy imports, so that --help answers at once."""
@@ -90,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
         except RuntimeError as error:
             raise as_lost_peer(error) or error from None
 
-    return run_command("jaxstack train", body)
+    return run_command("jaxstack train", body, _LESS_MEMORY)
 
 
 class _Command(ModuleType):

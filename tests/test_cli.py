@@ -61,3 +61,58 @@ def test_a_file_over_the_limit_on_file_sizes_is_named_with_the_way_out(tmp_path,
     said = f"jaxstack train: File too large ({tmp_path}/large.json); a limit on file sizes is reached (ulimit -f)"
     assert code == 1 and capsys.readouterr().err.startswith(said)
     assert not list(tmp_path.iterdir())
+
+
+class Error(RuntimeError):
+    """Stands for `jax.errors.JaxRuntimeError`, which tells its reason in the text only."""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", "16.00 GiB could not be"),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 5242880 bytes.\nBFC: ...", "5.0 MiB could not be allocated"),
+        ("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: failed to allocate 2.50GiB (2684354560 bytes)", "2.50 GiB could not be"),
+        ("RESOURCE_EXHAUSTED: the compiler gave up", "RESOURCE_EXHAUSTED: the compiler gave up"),
+    ],
+)
+def test_too_little_device_memory_is_told_with_its_size_and_the_ways_out(text, said, capsys):
+    def body() -> None:
+        raise Error(text)
+
+    assert run_command("jaxstack serve", body, "engine.slots") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and said in lines[0] and lines[0].endswith("Lower engine.slots.")
+
+
+def test_too_little_shared_memory_is_an_error_of_a_kernel(capsys):
+    def body() -> None:
+        raise Error("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 300000, available: 232448")
+
+    assert run_command("jaxstack train", body) == 1 and "Traceback" in capsys.readouterr().err
+
+
+EXHAUSTED = Error("RESOURCE_EXHAUSTED: Out of memory allocating 5242880 bytes.")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "place", "way_out"),
+    [
+        ("train", ["--config", "configs/quickstart.yaml"], "jaxstack.run.train.train", "train.global_batch_size"),
+        ("serve", ["--run", "RUN", "--port", "0"], "jaxstack.run.load.load", "engine.slots"),
+        ("generate", ["--run", "tests", "--prompt", "a"], "jaxstack.run.load.load", "--batch-size"),
+        ("evaluate", ["--run", "tests"], "jaxstack.run.evaluate.evaluate", "--batch-size"),
+        ("compress", ["--run", "RUN", "--recipe", "int8"], "jaxstack.compress.after_training.run.compress", "calibr"),
+        ("export", ["--run", "RUN", "--to", "stablehlo"], "jaxstack.export.source.load_source", "--context"),
+    ],
+)
+def test_every_command_names_what_of_its_own_needs_less_memory(command, arguments, place, way_out, capsys, monkeypatch):
+    from jaxstack.__main__ import main
+
+    def exhausted(*_: object, **__: object) -> None:
+        raise EXHAUSTED
+
+    monkeypatch.setattr(place, exhausted)
+    assert main([command, *arguments]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"jaxstack {command}: out of device memory: 5.0 MiB could not be") and way_out in last

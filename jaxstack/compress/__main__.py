@@ -13,6 +13,11 @@ from jaxstack.errors import ConfigError
 _OVERRIDE = re.compile(r"(layers|calibration|store|vectors)(\.\w+)*=")
 """Override of a recipe's value."""
 
+_LESS_MEMORY = (
+    "calibration.sequences or calibration.batch_size, or set JAX_PLATFORMS=cpu, as the host may have more memory"
+)
+"""What needs less device memory."""
+
 
 def make_parser() -> CommandParser:
     """Return the argument parser of `jaxstack compress`."""
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     # --data, which takes several words, would take overrides that follow it too.
     args = make_parser().parse_intermixed_args(sorted(words, key=lambda word: not _OVERRIDE.match(word)))
-    return run_command("jaxstack compress", lambda: _compress(args))
+    return run_command("jaxstack compress", lambda: _compress(args), _LESS_MEMORY)
 
 
 def _compress(args: argparse.Namespace) -> None:

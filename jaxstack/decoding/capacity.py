@@ -8,8 +8,11 @@ from jaxstack.decoding.step import cache_bytes
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError
 from jaxstack.models.mixer import CacheRoom
+from jaxstack.observe.number_format import byte_size
 
 _DEFAULT_CONTEXT = 4096
+_LOGITS_COPIES = 3
+"""Float32 arrays of the size of the logits that sampling holds at least: the logits, sorted logits and their ids."""
 
 
 def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoom:
@@ -20,7 +23,7 @@ def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoo
       config: sizes that are set.
 
     Raises:
-      ConfigError: a model cannot be served, or the weights leave no memory.
+      ConfigError: a model cannot be served, or the weights leave no memory for the cache or for so many requests.
     """
     limit = min((model.context_length for model in models if model.context_length is not None), default=None)
     context = config.context or limit or _DEFAULT_CONTEXT
@@ -36,13 +39,25 @@ def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoo
     per_page = two - one
     per_slots = one - per_page
     available = memory_per_device()
-    if config.pages is None and available is not None:
+    if available is not None:
+        total = available * models[0].rules.mesh.size
         weights = sum(model.weight_bytes for model in models)
-        free = available * models[0].rules.mesh.size * config.memory_fraction - weights - per_slots
-        if free < 0:
-            pages = 0
-        elif per_page:
-            pages = min(pages, int(free // per_page))
+        sampling = _sampling_bytes(models[0], config)
+        rest = total - weights - per_page * (config.pages or 1)
+        if 0 < rest < per_slots + sampling:
+            most = int(rest / (per_slots + sampling) * config.slots)
+            raise ConfigError(
+                f"the states and logits of {config.slots:,} requests at a time (engine.slots) take at least "
+                f"{byte_size(per_slots + sampling)}, but there are {byte_size(rest)} beside weights and cache; set "
+                f"engine.slots to at most {most:,}, or use more devices (parallel.tensor=2)."
+            )
+        if config.pages is None:
+            # What sampling needs is beyond `memory_fraction`, as far as there is room.
+            free = min(total * config.memory_fraction, total - sampling) - weights - per_slots
+            if free < 0:
+                pages = 0
+            elif per_page:
+                pages = min(pages, int(free // per_page))
     if pages * size < 2:
         raise ConfigError(
             "the weights leave no memory for the cache of keys and values or states "
@@ -50,6 +65,12 @@ def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoo
             + (f" or fewer engine.slots ({config.slots})." if per_slots else ".")
         )
     return room._replace(length=min(context, pages * size), pages=pages)
+
+
+def _sampling_bytes(model: ModelOnMesh, config: EngineConfig) -> int:
+    """Return the bytes that sampling the tokens of one step takes at least, without the sums of a softmax."""
+    vocabulary = model.config.vocab_size or 0
+    return _LOGITS_COPIES * 4 * config.slots * (1 + config.draft_tokens) * vocabulary
 
 
 def check_memory(model: ModelOnMesh, room: CacheRoom) -> None:

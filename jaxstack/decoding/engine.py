@@ -4,6 +4,7 @@
 compiled at the start, so that no request waits for a compilation.
 """
 
+import logging
 import operator
 import threading
 import time
@@ -23,7 +24,7 @@ from jaxstack.decoding.schedule import Scheduler
 from jaxstack.decoding.stats import EngineState, EngineStats
 from jaxstack.decoding.step import Programs, shares_pages
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError, memory_shortage
 
 
 class EngineBusy(JaxstackError):
@@ -304,8 +305,11 @@ class Engine:
                         return
                     self._changed.wait()
         except Exception as error:  # after any error, callers must not wait forever
-            self._fail(f"{type(error).__name__}: {error}")
-            raise
+            shortage = memory_shortage(error)
+            self._fail(f"{type(error).__name__}: {error}" if shortage is None else shortage)
+            if shortage is None:
+                raise
+            logging.getLogger(__name__).error("the engine has failed: %s; lower engine.slots.", shortage)
 
     def _fail(self, message: str) -> None:
         with self._changed:

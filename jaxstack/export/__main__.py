@@ -13,6 +13,9 @@ from jaxstack.errors import ConfigError, cannot_write, nearest
 
 _DEFAULT_PORT = 8000
 
+_LESS_MEMORY = "--context, or set JAX_PLATFORMS=cpu, as the host may have more memory"
+"""What needs less device memory."""
+
 
 def make_parser() -> CommandParser:
     """Return the parser of the command line."""
@@ -50,7 +53,7 @@ def make_parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `python -m jaxstack.export` with the arguments `argv`; return its exit code."""
     args = make_parser().parse_args(argv)
-    return run_command("jaxstack export", lambda: _export(args))
+    return run_command("jaxstack export", lambda: _export(args), _LESS_MEMORY)
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -25,6 +25,11 @@ _DRAFT_TOKENS = 4
 API_KEY = "JAXSTACK_API_KEY"
 """Environment variable with the API key, which the command line would show to other users."""
 
+_LESS_MEMORY = (
+    "engine.slots, engine.context, engine.chunk or engine.memory_fraction, or use more devices (parallel.tensor)"
+)
+"""What needs less device memory."""
+
 
 def make_parser() -> CommandParser:
     """Return the parser of the command line."""
@@ -61,7 +66,7 @@ def make_parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `python -m jaxstack.serve` with the arguments `argv`; return its exit code."""
     args = make_parser().parse_intermixed_args(argv)
-    return run_command("jaxstack serve", lambda: _serve(args))
+    return run_command("jaxstack serve", lambda: _serve(args), _LESS_MEMORY)
 
 
 def _serve(args: argparse.Namespace) -> None:

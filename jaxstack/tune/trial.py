@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError, memory_shortage
 from jaxstack.files import write_json
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
 
@@ -57,7 +57,7 @@ def _train(directory: Path) -> dict[str, Any]:
         return {"state": "configuration" if isinstance(error, ConfigError) else "failed", "reason": str(error)}
     except Exception as error:
         traceback.print_exc()
-        exhausted = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+        exhausted = isinstance(error, MemoryError) or memory_shortage(error) is not None
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return {"state": "memory" if exhausted else "failed", "reason": reason}
     peak = trained.metrics.get("peak_memory_bytes")

@@ -1,0 +1,53 @@
+"""How many requests and pages fit into a device's memory, and what happens when it is used up nevertheless."""
+
+import re
+
+import pytest
+
+from jaxstack.decoding import capacity
+from jaxstack.decoding.config import EngineConfig
+from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.step import cache_bytes
+from jaxstack.errors import ConfigError, JaxstackError
+from tests.serve.tiny import open_tiny
+
+MEMORY = 4_000_000
+
+
+def test_more_requests_than_fit_are_refused_with_the_largest_number_that_fits(monkeypatch):
+    monkeypatch.setattr(capacity, "memory_per_device", lambda: MEMORY)
+    model = open_tiny()
+    with pytest.raises(ConfigError, match=r"engine\.slots\) take at least .* set engine\.slots to at most") as refused:
+        capacity.choose_room([model], EngineConfig(slots=2000))
+    found = re.search(r"at most ([\d,]+)", str(refused.value))
+    assert found is not None
+    most = int(found[1].replace(",", ""))
+    room = capacity.choose_room([model], EngineConfig(slots=most))
+    assert cache_bytes(model, room) + model.weight_bytes + most * 257 * 12 <= MEMORY
+    with pytest.raises(ConfigError, match="set engine.slots to at most"):
+        capacity.choose_room([model], EngineConfig(slots=most + 5))
+
+
+def test_few_requests_leave_the_cache_its_share(monkeypatch):
+    model = open_tiny()
+    monkeypatch.setattr(capacity, "memory_per_device", lambda: model.weight_bytes + 500_000)
+    room = capacity.choose_room([model], EngineConfig(slots=16))
+    used = cache_bytes(model, room) + model.weight_bytes
+    share = 0.9 * (model.weight_bytes + 500_000)
+    assert share - cache_bytes(model, room._replace(pages=2)) <= used <= share
+
+
+def test_an_engine_that_runs_out_of_memory_says_so_without_a_traceback(monkeypatch, caplog, capsys):
+    with Engine(open_tiny(), EngineConfig(slots=2, page_size=8, chunk=64), vocab_size=257, warm_up=False) as engine:
+
+        def exhausted() -> bool:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.")
+
+        monkeypatch.setattr(engine, "step", exhausted)
+        handle = engine.submit([1, 2], 5)
+        with pytest.raises(JaxstackError, match="out of device memory: 16.00 GiB could not be allocated"):
+            list(handle)
+        assert engine._thread is not None
+        engine._thread.join(10)
+        assert engine.failure is not None and "Traceback" not in capsys.readouterr().err
+        assert "lower engine.slots" in caplog.text
