@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TextIO, cast
 
 from jaxstack.errors import JaxstackError, memory_shortage, nearest
+from jaxstack.heartbeat import beating
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -137,6 +138,8 @@ def tolerate_broken_pipe(name: str) -> Iterator[None]:
 def run_command(name: str, body: Callable[[], int | None], lower: str = "the sizes of batches and texts") -> int:
     """Run the body of a command; turn exceptions into an exit code and one message on standard error.
 
+    While it prints nothing, lines of `jaxstack.heartbeat` show that it is at work.
+
     Args:
       name: name of the command, which begins each message.
       body: does the command's work; returns an exit code, or None for success.
@@ -147,7 +150,8 @@ def run_command(name: str, body: Callable[[], int | None], lower: str = "the siz
       SIGTERM. An unexpected failure keeps its traceback: it is a bug in jaxstack to be reported.
     """
     try:
-        return body() or 0
+        with beating():
+            return body() or 0
     except JaxstackError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
+from jaxstack.heartbeat import doing
 
 if TYPE_CHECKING:
     from jaxstack.run.evaluate import Evaluation, TextLoss
@@ -91,14 +92,15 @@ def _evaluate(args: argparse.Namespace) -> None:
         max_length=args.max_length,
         document_start=not args.no_document_start,
     )
-    result = evaluate(
-        args.run,
-        args.overrides,
-        step=args.step,
-        text=TextOptions(args.data or (), args.text_key, args.max_tokens) if args.data or not args.tasks else None,
-        tasks=tasks if args.tasks else None,
-        report=lambda line: print(line, file=sys.stderr),
-    )
+    with doing("evaluating"):
+        result = evaluate(
+            args.run,
+            args.overrides,
+            step=args.step,
+            text=TextOptions(args.data or (), args.text_key, args.max_tokens) if args.data or not args.tasks else None,
+            tasks=tasks if args.tasks else None,
+            report=lambda line: print(line, file=sys.stderr),
+        )
     if args.output is not None and args.tasks:
         write_file(Path(args.output), (json.dumps(result.harness_results, indent=2, default=str) + "\n").encode())
     print(json.dumps(_as_json(result)) if args.json else "\n".join(_as_lines(args.run, result)))

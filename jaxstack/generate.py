@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
+from jaxstack.heartbeat import doing
 
 if TYPE_CHECKING:
     from jaxstack.decoding.sampling import Sampling
@@ -94,8 +95,8 @@ def _generate(args: argparse.Namespace) -> None:
         raise ConfigError(f"--seed must be at least 0 and below 2^32 - samples; found {args.seed}.")
     if "" in args.stop:
         raise ConfigError("--stop must have at least one character.")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows a replacement
-        sys.stdout.reconfigure(errors="replace")
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a character shows a replacement
+        cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="replace")
     from jaxstack.decoding.sampling import Sampling
 
     try:
@@ -106,9 +107,11 @@ def _generate(args: argparse.Namespace) -> None:
         if "=" not in override:
             raise ConfigError(f"{override!r} is no setting (section.key=value); for a prompt add --prompt.")
     prompts = _read_prompts(args.prompt, args.prompts)
-    run = _open(args)
+    with doing("loading the model"):
+        run = _open(args)
     try:
-        _print_texts(args, run, prompts, sampling)
+        with doing("generating"):
+            _print_texts(args, run, prompts, sampling)
     finally:
         run.decoder.unload()
 

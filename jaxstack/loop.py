@@ -19,6 +19,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
+from jaxstack.heartbeat import doing
 from jaxstack.module_arrays.shardings import describe_unsplit
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.number_format import plural
@@ -218,8 +219,9 @@ class Loop:
         abstract = trainer.peek_batch(start)
         self.items_per_row = items_in_batch(abstract) // self.trainer.batch_sizes.full
         began = time.perf_counter()
-        trainer.compile(abstract, create_state=True)
-        trainer.compile_smaller(abstract, start)
+        with doing("compiling the step"):
+            trainer.compile(abstract, create_state=True)
+            trainer.compile_smaller(abstract, start)
         if self.settings.observe.fail_on_fallback:
             refuse_fallbacks(trainer.choices)
         ran = trainer.describe()
@@ -255,7 +257,8 @@ class Loop:
         profile = (self.run_dir or Path(".")) / "profile"
         profiler = StepProfiler(self.settings.observe.profile_steps, profile, self.log.say)
         batches = self.trainer.batches(start)
-        with StopRequest() as stop, contextlib.closing(profiler), contextlib.closing(batches):
+        logs = doing(None)  # its own lines, as many as `observe` asks for
+        with logs, StopRequest() as stop, contextlib.closing(profiler), contextlib.closing(batches):
             self.meter.restart()
             for step in range(start + 1, train.steps + 1):
                 batch, waited = next(batches, (None, 0.0))
@@ -389,14 +392,15 @@ class Loop:
             stopped = stop()
             return stopped
 
-        values = self._held_out_values(limit, after_batch)
-        if values is None:
-            return stopped
-        if self.settings.run_tasks is not None:
-            values |= self.settings.run_tasks(lambda: self.signs.note("evaluate"))
-        if last and limit is not None and values["eval_items"] >= limit:
-            whole = self._held_out_values(None, after_batch) or {}
-            values |= {f"final_{name}": value for name, value in whole.items()}
+        with doing("evaluating"):
+            values = self._held_out_values(limit, after_batch)
+            if values is None:
+                return stopped
+            if self.settings.run_tasks is not None:
+                values |= self.settings.run_tasks(lambda: self.signs.note("evaluate"))
+            if last and limit is not None and values["eval_items"] >= limit:
+                whole = self._held_out_values(None, after_batch) or {}
+                values |= {f"final_{name}": value for name, value in whole.items()}
         self.log.log_evaluation(step, values)
         self.meter.exclude(time.perf_counter() - began)
         return False

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from jaxstack import heartbeat
 from tests import shapes
 from tests.marks import SLOW_MARKS, mark_slow_tests
 from tests.skips import TIME_IS_OVER, SkipReasons
@@ -47,6 +48,8 @@ def pytest_addoption(parser, pluginmanager):
 
 
 def pytest_configure(config):
+    # Tests look at what commands print, which must not depend on how busy the machine is.
+    heartbeat.SECONDS = 1e6
     for mark, reason in SLOW_MARKS.items():
         config.addinivalue_line("markers", f"{mark}: {reason}")
     # Who names a file or a test asks for all of it, the slow ones too.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError, cannot_write, nearest
+from jaxstack.heartbeat import doing
 
 _DEFAULT_PORT = 8000
 
@@ -70,17 +71,19 @@ def _export(args: argparse.Namespace) -> None:
         raise ConfigError(f"--dtype: {args.to} cannot have {dtype!r}; {nearest(dtype, target.dtypes)}.")
     if missing := target.missing():
         raise ConfigError(f"--to {args.to}: {missing}")
-    source = load_source(args.run, step=args.step, dtype=dtype, context=args.context, report=_warn)
+    with doing("loading the model"):
+        source = load_source(args.run, step=args.step, dtype=dtype, context=args.context, report=_warn)
     if problem := target.problem(source):
         raise ConfigError(f"--to {args.to} cannot hold this model: {problem}.")
-    with _new_folder(Path(args.out)) as folder:
+    with _new_folder(Path(args.out)) as folder, doing(f"writing {args.to}"):
         how_to_run = target.write(source, folder)
     size = sum(path.stat().st_size for path in Path(args.out).rglob("*") if path.is_file())
     print(f"{args.out}: {args.to}, {size / 1e6:,.1f} MB; next: {how_to_run.format(folder=args.out)}", flush=True)
     if args.serve is not None:
         from jaxstack.export.web import serve_until_interrupted
 
-        serve_until_interrupted(Path(args.out), args.serve)
+        with doing(None):
+            serve_until_interrupted(Path(args.out), args.serve)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from jaxstack.distributed.cluster import (
     tls_variables,
 )
 from jaxstack.errors import ConfigError
+from jaxstack.heartbeat import doing
 from jaxstack.launch.child import Limits
 from jaxstack.launch.supervisor import Job, Supervisor
 
@@ -62,7 +63,12 @@ def make_parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher for the given command-line arguments, and return its exit code."""
     args = make_parser().parse_args(argv)
-    return run_command("jaxstack launch", lambda: Supervisor(make_job(args)).run())
+    return run_command("jaxstack launch", lambda: _supervise(args))
+
+
+def _supervise(args: argparse.Namespace) -> int:
+    with doing(None):  # the processes print
+        return Supervisor(make_job(args)).run()
 
 
 def make_job(args: argparse.Namespace) -> Job:

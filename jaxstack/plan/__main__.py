@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from jaxstack.cli import CommandParser, add_examples, fill_option_from_overrides, run_command
 from jaxstack.errors import ConfigError
+from jaxstack.heartbeat import doing
 
 
 def make_parser() -> CommandParser:
@@ -103,12 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = config.one_worker
         if args.cluster is not None:
             options = SearchOptions(**{field.name: getattr(args, field.name) for field in fields(SearchOptions)})
-            result = search_cluster(config, options)
+            with doing("searching layouts"):
+                result = search_cluster(config, options)
             print(json.dumps(result.describe(), indent=1) if args.json else result.draw())
             return
-        found = describe_plan(config, args.devices)
+        with doing("planning"):
+            found = describe_plan(config, args.devices)
         if args.rehearse:
-            found["rehearsal"] = rehearse(config, args.devices, args.device)
+            with doing("compiling the step"):
+                found["rehearsal"] = rehearse(config, args.devices, args.device)
         if args.roofline is not None:
             found["roofline"] = write_roofline(config, args.devices, args.device, args.roofline)
         print(json.dumps(found, indent=1) if args.json else draw_plan(found, args.show_sharding))

@@ -24,6 +24,7 @@ from jaxstack.distributed.coordination import connect
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte, compression_baselines
 from jaxstack.files import write_file
+from jaxstack.heartbeat import doing, silence
 from jaxstack.loop import LoopSettings
 from jaxstack.models import (
     count_parameters,
@@ -100,7 +101,10 @@ def train(
     automatic = config.parallel.auto
     config = Setting.of(config, "train").config
     first = jax.process_index() == 0
-    say = report if first and config.observe.progress else (lambda text: None)
+    shown = first and config.observe.progress
+    say = report if shown else (lambda text: None)
+    if not shown:
+        silence()
     for line in warnings:
         say(f"warning: {line}")
     if automatic:
@@ -114,10 +118,12 @@ def train(
         )
     length = config.train.sequence_length
     workers = available_cores()
-    data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
+    with doing("reading the data"):
+        data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
     _check_teacher(config, data.tokenizer)
-    trainer = make_trainer(config, data)
+    with doing("tracing the model"):
+        trainer = make_trainer(config, data)
     if warning := check_memory(trainer):
         say(f"warning: {warning}")
     flops = _describe(config, data, trainer, say)
@@ -260,7 +266,9 @@ def _summarize(
     """Report the final bits per byte of the model and of gzip and xz, and the command that generates text."""
     bits = values.get("final_eval_bits_per_byte", values.get("eval_bits_per_byte"))
     if bits is not None:
-        others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())
+        with doing("compressing the held-out text with gzip and xz"):
+            compressors = baselines.compressors()
+        others = ", ".join(f"{name}: {value:.4f}" for name, value in compressors.items())
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
     chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
     prompt = '--chat --prompt "..."' if chats else '--prompt "def "'

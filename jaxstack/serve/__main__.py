@@ -4,9 +4,7 @@ import argparse
 import contextlib
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +12,7 @@ from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.config.loader import build_component
 from jaxstack.config.overrides import merge_overrides
 from jaxstack.errors import ConfigError
+from jaxstack.heartbeat import doing
 from jaxstack.serve.config import ServeConfig
 
 if TYPE_CHECKING:
@@ -88,8 +87,9 @@ def _serve(args: argparse.Namespace) -> None:
     with contextlib.closing(bound):
         from jaxstack.run.load import load
 
-        run = load(args.run, others, step=args.step, report=_report)
-        run.decoder.join_projections()
+        with doing("loading the model"):
+            run = load(args.run, others, step=args.step, report=_report)
+            run.decoder.join_projections()
         draft = None
         engine_config = config.engine
         if args.draft is not None:
@@ -100,31 +100,12 @@ def _serve(args: argparse.Namespace) -> None:
         _report(f"[{args.run}, step {run.step}] compiling")
         tokenizer = run.tokenizer
         name = args.name or Path(args.run).resolve().name
-        with _reporting_time("compiling", _report):
+        with doing("compiling"):
             engine = open_engine(
                 run.decoder, engine_config, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens, draft=draft
             )
-        with engine:
+        with engine, doing(None):
             serve(engine, tokenizer, name, config.server, bound, api_key=key, report=_report)
-
-
-@contextlib.contextmanager
-def _reporting_time(work: str, report: Callable[[str], None], seconds: float = 3.0) -> Iterator[None]:
-    """Report every few seconds for how long the work in the `with` block has taken."""
-    started = time.monotonic()
-    done = threading.Event()
-
-    def tick() -> None:
-        while not done.wait(seconds):
-            report(f"{work}: {time.monotonic() - started:.0f} s")
-
-    ticking = threading.Thread(target=tick, daemon=True)
-    ticking.start()
-    try:
-        yield
-    finally:
-        done.set()
-        ticking.join()
 
 
 def _load_draft(directory: str, run: "Run", overrides: Sequence[str]) -> "Decoder":

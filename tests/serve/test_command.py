@@ -103,16 +103,3 @@ def test_a_wrong_setting_is_told_with_code_2(arguments, message, tmp_path, capsy
     assert main(["--run", str(tmp_path), "--port", "0", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said
-
-
-def test_long_work_reports_how_long_it_takes():
-    import time
-
-    from jaxstack.serve.__main__ import _reporting_time
-
-    lines: list[str] = []
-    with _reporting_time("compiling", lines.append, seconds=0.02):
-        time.sleep(0.2)
-    count = len(lines)
-    time.sleep(0.1)
-    assert count >= 3 and lines[0] == "compiling: 0 s" and len(lines) == count

@@ -30,6 +30,7 @@ from jaxstack.decoding.decoder import Decoder
 from jaxstack.distill import DistillConfig
 from jaxstack.errors import ConfigError
 from jaxstack.files import new_directory, write_file
+from jaxstack.heartbeat import doing
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.parameter_paths import match, nest
 from jaxstack.run.convert import converted_config
@@ -106,14 +107,17 @@ def compress(
     # In float32, with layers unrolled and adapters merged, on one device. Weights that training rounded are taken as
     # the optimizer stored them: rounding a second time has other scales, and other results.
     one_device = run_config(stored, ["parallel.data=1", "precision.compute=float32"])
-    decoder = load_decoder(stored, one_device, step=options.step, form="master", layout_chosen=True)
+    with doing("loading the model"):
+        decoder = load_decoder(stored, one_device, step=options.step, form="master", layout_chosen=True)
     step = stored.choose_step(options.step)
     # The text and the output are opened before the work, so that a mistake in either is found at once.
     measure = None if tokenizer is None else _open_measure(config, stored, options.text, report)
     with new_directory(output) as folder:
-        weights = _compress_weights(decoder, methods, layouts, batches, recipe, report)
+        with doing("compressing"):
+            weights = _compress_weights(decoder, methods, layouts, batches, recipe, report)
         result = _describe(directory, step, weights, methods, layouts, measure, options, report)
-        _write(folder, weights.stored, step, tokenizer, stored)
+        with doing(f"writing {output}"):
+            _write(folder, weights.stored, step, tokenizer, stored)
         write_report(folder, result, dump_yaml(recipe))
         write_file(folder / "config.yaml", dump_yaml(config).encode())
     return result
@@ -150,9 +154,11 @@ def _describe(
     before = weights.before
     stored = weights.stored
     errors = weights.output_errors
-    rows = [
-        _row(path, methods.get(path), layouts[path], before[path], stored[path], errors.get(path)) for path in layouts
-    ]
+    with doing("comparing weights"):
+        rows = [
+            _row(path, methods.get(path), layouts[path], before[path], stored[path], errors.get(path))
+            for path in layouts
+        ]
     limit = options.text.max_tokens
     return CompressionReport(
         source=str(directory),
@@ -312,7 +318,8 @@ def _open_measure(
 
     def measure(leaves: Leaves, max_tokens: int | None) -> TextLoss:
         params: Params = nest(unpack_vectors(leaves).items())
-        return measure_loss(trainer, data, params, non_params, max_tokens)
+        with doing("measuring the loss"):
+            return measure_loss(trainer, data, params, non_params, max_tokens)
 
     return measure
 
