@@ -1,6 +1,7 @@
 """The commands as a user runs them: exit codes, one message, and nothing heavy before it is needed."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +77,8 @@ def test_a_wrong_configuration_is_one_message_and_exit_code_2(config, arguments,
     )
     assert found.returncode == 2, found.stderr
     assert said in found.stderr and "Traceback" not in found.stderr
-    assert found.stderr.startswith("jaxstack train: ") and len(found.stderr.strip().splitlines()) == 1
+    (message,) = [line for line in found.stderr.splitlines() if not re.fullmatch(r"[a-z ]+: \d+ s", line)]
+    assert message.startswith("jaxstack train: ")  # on a busy machine after lines of what it does
 
 
 def test_a_wrong_configuration_is_found_before_jax_is_imported(config):
