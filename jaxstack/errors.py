@@ -62,7 +62,7 @@ _MOST_CHOICES = 60
 """Largest number of choices that a message lists. Only lists from other packages, such as harness tasks, are longer."""
 
 
-def nearest(word: str, choices: Iterable[str], count: int = 3) -> str:
+def nearest(word: str, choices: Iterable[str]) -> str:
     """Return a hint for a misspelt name: text that lists the closest choices, or all choices if none is close.
 
     For example `did you mean 'learning_rate'?` or `choose one of: 'adamw', 'lion'`.
@@ -70,10 +70,9 @@ def nearest(word: str, choices: Iterable[str], count: int = 3) -> str:
     Args:
       word: what the user wrote.
       choices: the valid names.
-      count: largest number of close names.
     """
     known = sorted(set(choices))
-    alike = difflib.get_close_matches(word, known, n=count, cutoff=0.6)
+    alike = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     if alike:
         return "did you mean " + " or ".join(repr(a) for a in alike) + "?"
     if len(known) > _MOST_CHOICES:

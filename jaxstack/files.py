@@ -51,9 +51,9 @@ def write_file(path: Path, content: bytes | memoryview, *, durable: bool = True)
         file.write(content)
 
 
-def write_json(path: Path, value: object, *, durable: bool = True) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write `value` atomically to an indented JSON file; see `replacing`."""
-    write_file(path, (json.dumps(value, indent=1) + "\n").encode(), durable=durable)
+    write_file(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def sync_directory(folder: Path) -> None:

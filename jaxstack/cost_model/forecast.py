@@ -187,7 +187,7 @@ class LayoutModel:
         ]
 
 
-def forecast(config: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Forecast:
+def forecast(config: RunConfig, cluster: Cluster) -> Forecast:
     """Predict memory and step time of a configuration on a cluster; its degrees and vocabulary must be set."""
-    (found,) = LayoutModel(config, cluster, efficiency).forecasts(layout_table_of(config))
+    (found,) = LayoutModel(config, cluster).forecasts(layout_table_of(config))
     return dataclasses.replace(found, config=config)

@@ -200,14 +200,16 @@ def checked_ids(ids: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     return array
 
 
-def chunks(text: str, limit: int = CHUNK_CHARACTERS) -> list[str]:
+def chunks(text: str) -> list[str]:
     """Cut a long text into pieces, preferably at line ends, that can be tokenized in parallel."""
     parts = []
     start = 0
-    while len(text) - start > limit:
-        cut = text.rfind("\n", start + limit // 2, start + limit) + 1
-        cut = cut or text.rfind(" ", start + limit // 2, start + limit) or -1
-        cut = cut if cut > start else start + limit
+    while len(text) - start > CHUNK_CHARACTERS:
+        half = start + CHUNK_CHARACTERS // 2
+        end = start + CHUNK_CHARACTERS
+        cut = text.rfind("\n", half, end) + 1
+        cut = cut or text.rfind(" ", half, end) or -1
+        cut = cut if cut > start else end
         parts.append(text[start:cut])
         start = cut
     parts.append(text[start:])

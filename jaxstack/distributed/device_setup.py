@@ -105,14 +105,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
-def cache_compilations(directory: str | Path | None = None) -> Path | None:
-    """Enable JAX's persistent compilation cache in a private directory.
+def cache_compilations() -> Path | None:
+    """Enable JAX's persistent compilation cache in a private directory, `jaxstack/compiled` in the user's cache.
 
     The cache holds native code, so the directory must belong to this user and be closed to others (mode 0700). The
     user's own setting, `JAX_COMPILATION_CACHE_DIR`, takes precedence.
-
-    Args:
-      directory: directory of the cache; default: `jaxstack/compiled` in the user's cache directory.
 
     Returns:
       The directory, or None if it cannot be made private.
@@ -120,7 +117,7 @@ def cache_compilations(directory: str | Path | None = None) -> Path | None:
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(chosen)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = Path(directory) if directory else home / "jaxstack" / "compiled"
+    path = home / "jaxstack" / "compiled"
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if path.stat().st_uid != os.getuid():

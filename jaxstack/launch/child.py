@@ -23,6 +23,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _STACK_LINES = 80
+_STACK_SECONDS = 5.0
 
 
 class Child:
@@ -80,7 +81,7 @@ class Child:
             return False
         return any(line.startswith("State:") and line.split()[1] in ("T", "t") for line in status.splitlines())
 
-    def stacks(self, seconds: float = 5.0) -> str:
+    def stacks(self) -> str:
         """Return the Python stacks of the process's threads: from py-spy, or else written by the process on SIGUSR1.
 
         Needs no GIL. Resumes a suspended process.
@@ -89,7 +90,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
             os.kill(self.pid, signal.SIGCONT)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _STACK_SECONDS
         text = ""
         while time.monotonic() < deadline and not text.endswith("\n"):
             time.sleep(0.1)

@@ -13,13 +13,13 @@ def short_number(value: float, digits: int = 3) -> str:
     return _significant(value, digits)
 
 
-def si_number(value: float, digits: int = 3) -> str:
+def si_number(value: float) -> str:
     """Format a number with an SI prefix, ready for a unit to be appended: `11.3 m`, `2.5 `, `1.2 k`, `40 µ`."""
     if not math.isfinite(value) or value == 0 or abs(value) < 1e-9 or abs(value) >= 1e18:
-        return f"{value:.{digits}g} "
+        return f"{value:.3g} "
     power = min(5, max(-3, math.floor(math.log10(abs(value)) / 3 + 1e-9)))
     prefix = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}[power]
-    return f"{_significant(value / 1000.0**power, digits)} {prefix}"
+    return f"{_significant(value / 1000.0**power, 3)} {prefix}"
 
 
 def _significant(value: float, digits: int) -> str:

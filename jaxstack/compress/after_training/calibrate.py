@@ -254,7 +254,7 @@ class LayerRunner:
         found: dict[str, jax.Array] = {}
         layers = dense_layers(block)
         for path in paths:
-            layers[path].dot_general = _Recorder(found, path, layers[path].contracted)
+            layers[path].dot_general = _Recorder(found, path)
         block(x, context)
         return found
 
@@ -310,13 +310,11 @@ class _Recorder:
 
     Args:
       found: receives the operand as [tokens, in], under `path`.
-      contracted: dims that the layer contracts.
     """
 
-    def __init__(self, found: dict[str, jax.Array], path: str, contracted: int):
+    def __init__(self, found: dict[str, jax.Array], path: str):
         self._found = found
         self._path = path
-        self._contracted = contracted
 
     def __call__(self, x: jax.Array, kernel: jax.Array, dims: Any, *rest: Any, **options: Any) -> jax.Array:
         width = math.prod(x.shape[dim] for dim in dims[0][0])
