@@ -71,8 +71,8 @@ class Family:
             shown = ", ".join(f"{key} ({str(config[key])[:40]})" for key in strange)
             raise ConfigError(
                 f"config.json of a {self.model_type} has keys that jaxstack does not know: {shown}. It may compute "
-                "something else than this model; if you know that a key does not matter, convert the checkpoint with python -m "
-                f"jaxstack.convert --ignore-key {strange[0]}, and give the run that it writes."
+                "something else than this model; if you know that a key does not matter, convert the checkpoint with "
+                f"python -m jaxstack.convert --ignore-key {strange[0]}, and give the run that it writes."
             )
         fields: dict[str, Any] = {}
         for row in self.rows:
