@@ -25,3 +25,22 @@ def test_a_command_that_was_imported_is_still_the_function(monkeypatch):
     monkeypatch.setattr(load, "generate", lambda *given, **settings: (given, settings))
     assert jaxstack.generate("runs/a", ["x"], max_tokens=2) == (("runs/a", ["x"]), {"max_tokens": 2})
     assert command.main and jaxstack.generate is command
+
+
+def test_commands_do_without_the_packages_of_extras():
+    """`pip install -e .` is enough to train; what needs an extra imports its packages when it is used."""
+    program = """
+import sys
+extras = ["jinja2", "pyarrow", "zstandard", "fsspec", "optuna", "wandb", "mlflow", "lm_eval", "starlette", "uvicorn",
+          "prometheus_client", "llguidance", "onnx", "flatbuffers", "transformers"]
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in extras:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import jaxstack.run.train, jaxstack.run.load, jaxstack.run.evaluate, jaxstack.run.generate, jaxstack.run.convert
+import jaxstack.plan.cluster_search, jaxstack.compress.after_training.run, jaxstack.tune.search, jaxstack.export.source
+import jaxstack.checkpoint.__main__, jaxstack.prepare, jaxstack.serve.__main__, jaxstack.decoding.engine
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

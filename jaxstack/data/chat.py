@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxstack.data.chat_template import ChatError, ChatFormat, ChatTemplate, Span, choose_template
+from jaxstack.data.chat_format import ChatFormat
+from jaxstack.data.chat_template import ChatError, ChatTemplate, Span, choose_template
 from jaxstack.data.config import ChatConfig, SourceConfig
 from jaxstack.data.documents import Piece, Split, read_records, split_score
 from jaxstack.data.source_files import find_files

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxstack.data.chat_template import read_chat_format
+from jaxstack.data.chat_format import read_chat_format
 from jaxstack.data.tokenizer import (
     CONFIG_FILE,
     MODEL_FILE,

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers as tokenizers_library
 
 from jaxstack.data.build_shards import TOKENIZER, BuildOptions, build, build_key
-from jaxstack.data.chat_template import CONFIG as CHAT_CONFIG
+from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file, train_bpe
 from jaxstack.data.shard_files import ObjectStore, RemoteFiles, is_object_url

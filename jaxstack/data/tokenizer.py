@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstack.data.chat_template import CONFIG as CHAT_CONFIG
-from jaxstack.data.chat_template import ChatFormat
+from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
+from jaxstack.data.chat_format import ChatFormat
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import write_file
 

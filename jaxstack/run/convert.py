@@ -12,8 +12,8 @@ import numpy as np
 from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, write_compressed
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
-from jaxstack.data.chat_template import CONFIG as CHAT_CONFIG
-from jaxstack.data.chat_template import ChatFormat
+from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
+from jaxstack.data.chat_format import ChatFormat
 from jaxstack.data.tokenizer import CONFIG_FILE as TOKENIZER_FILE
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, nearest
