@@ -8,7 +8,7 @@ run reports. Communication is not counted.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxstack.errors import ConfigError
@@ -52,16 +52,6 @@ class OperatorCost:
           bandwidth: bytes/s of its memory.
         """
         return self.calls * max(self.flops / peak_flops, self.bytes / bandwidth)
-
-
-def total_flops(operators: Iterable[OperatorCost]) -> float:
-    """Return the total FLOPs of a list of operators, over all their calls."""
-    return sum(one.flops * one.calls for one in operators)
-
-
-def total_bytes(operators: Iterable[OperatorCost]) -> float:
-    """Return the total bytes of memory traffic of a list of operators, over all their calls."""
-    return sum(one.bytes * one.calls for one in operators)
 
 
 # Memory bandwidth in GB/s from NVIDIA's data sheets. The first pattern found in the name of the device wins.

@@ -6,20 +6,22 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from jaxstack.cost_model.roofline import (
-    OperatorCost,
-    Workload,
-    describe_operators,
-    find_peak,
-    model_operators,
-    total_bytes,
-    total_flops,
-)
+from jaxstack.cost_model.roofline import OperatorCost, Workload, describe_operators, find_peak, model_operators
 from jaxstack.models import model_flops_per_token, preset_config
 from jaxstack.models.config import ModelConfig
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.report.roofline import draw_roofline, render_roofline
 from jaxstack.plan.__main__ import main
+
+
+def total_flops(operators: list[OperatorCost]) -> float:
+    """Return the total FLOPs of a list of operators, over all their calls."""
+    return sum(one.flops * one.calls for one in operators)
+
+
+def total_bytes(operators: list[OperatorCost]) -> float:
+    """Return the total bytes of memory traffic of a list of operators, over all their calls."""
+    return sum(one.bytes * one.calls for one in operators)
 
 
 def total_intensity(operators: list[OperatorCost]) -> float:
