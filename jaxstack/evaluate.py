@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OVERRIDE = re.compile(r"(parallel|precision)\.\w+=")
 
 _LESS_MEMORY = "--batch-size or --max-length of tasks, or use more devices (parallel.fsdp)"
-"""What needs less device memory."""
+"""Ways to need less device memory, for the message that there is too little."""
 
 
 def make_parser() -> CommandParser:

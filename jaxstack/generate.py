@@ -24,7 +24,7 @@ _LESS_MEMORY = (
     "--batch-size or --max-tokens, use more devices (parallel.tensor), or hold fewer layers in memory "
     "(--resident-layers)"
 )
-"""What needs less device memory."""
+"""Ways to need less device memory, for the message that there is too little."""
 
 
 def make_parser() -> CommandParser:

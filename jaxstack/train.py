@@ -20,7 +20,7 @@ _LESS_MEMORY = (
     "train.global_batch_size or raise train.gradient_accumulation, set model.remat (full saves most), or shard more "
     "(parallel.fsdp)"
 )
-"""What needs less device memory."""
+"""Ways to need less device memory, for the message that there is too little."""
 
 
 def make_parser() -> CommandParser:

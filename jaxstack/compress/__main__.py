@@ -16,7 +16,7 @@ _OVERRIDE = re.compile(r"(layers|calibration|store|vectors)(\.\w+)*=")
 _LESS_MEMORY = (
     "calibration.sequences or calibration.batch_size, or set JAX_PLATFORMS=cpu, as the host may have more memory"
 )
-"""What needs less device memory."""
+"""Ways to need less device memory, for the message that there is too little."""
 
 
 def make_parser() -> CommandParser:

@@ -15,7 +15,7 @@ from jaxstack.heartbeat import doing
 _DEFAULT_PORT = 8000
 
 _LESS_MEMORY = "--context, or set JAX_PLATFORMS=cpu, as the host may have more memory"
-"""What needs less device memory."""
+"""Ways to need less device memory, for the message that there is too little."""
 
 
 def make_parser() -> CommandParser:

@@ -90,13 +90,7 @@ def train(
     """
     if not isinstance(config, RunConfig):
         config = load_config(config, overrides)
-    if config.precision.kv_cache != "none":
-        raise ConfigError(
-            f"precision.kv_cache ({config.precision.kv_cache}) is a setting of trained models; leave it out, and give "
-            "it to jaxstack generate, evaluate or serve."
-        )
-    if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
-        StoredModel.open(config.run.init_from)  # reports a wrong directory before data is prepared
+    _check_settings(config)
     warnings = _connect(config)
     automatic = config.parallel.auto
     config = Setting.of(config, "train").config
@@ -111,11 +105,7 @@ def train(
         say(f"parallel: auto chose {describe_degrees(config)}")
     check_state_size(config)
     branch(config, say)
-    if not config.model.scan_layers and config.model.num_layers > _MANY_LAYERS:
-        say(
-            f"note: model.scan_layers is false, so each of the {config.model.num_layers:,} layers is traced and "
-            "compiled by itself, which can take many minutes; model.scan_layers=true compiles one layer"
-        )
+    _note_many_layers(config, say)
     length = config.train.sequence_length
     workers = available_cores()
     with doing("reading the data"):
@@ -153,6 +143,29 @@ def train(
     if first:
         _summarize(config, values, baselines, say)
     return TrainedRun(config.directory, config, values)
+
+
+def _check_settings(config: RunConfig) -> None:
+    """Check what needs neither devices nor data, before either is prepared.
+
+    Raises:
+      ConfigError: a setting is not one of training, or there is no model to start from.
+    """
+    if config.precision.kv_cache != "none":
+        raise ConfigError(
+            f"precision.kv_cache ({config.precision.kv_cache}) is a setting of trained models; leave it out, and give "
+            "it to jaxstack generate, evaluate or serve."
+        )
+    if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
+        StoredModel.open(config.run.init_from)
+
+
+def _note_many_layers(config: RunConfig, say: Callable[[str], None]) -> None:
+    if not config.model.scan_layers and config.model.num_layers > _MANY_LAYERS:
+        say(
+            f"note: model.scan_layers is false, so each of the {config.model.num_layers:,} layers is traced and "
+            "compiled by itself, which can take many minutes; model.scan_layers=true compiles one layer"
+        )
 
 
 def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:

@@ -27,7 +27,7 @@ API_KEY = "JAXSTACK_API_KEY"
 _LESS_MEMORY = (
     "engine.slots, engine.context, engine.chunk or engine.memory_fraction, or use more devices (parallel.tensor)"
 )
-"""What needs less device memory."""
+"""Ways to need less device memory, for the message that there is too little."""
 
 
 def make_parser() -> CommandParser:
