@@ -12,7 +12,7 @@ from jaxstack.loss import Batch
 from jaxstack.resilience.progress_file import ProgressFile
 from jaxstack.state import TrainState
 from jaxstack.step import Metrics, StepFunctions
-from jaxstack.trainer import RunStep, StepWrapper, Trainer
+from jaxstack.training import RunStep, StepWrapper, Training
 from jaxstack.worker_steps import check_unsupported
 
 
@@ -44,14 +44,14 @@ class FolderWorker(StepWrapper):
         self.exchange: FolderExchange = method.build(method.count, {})
         """Averages parameter changes over all runs through files in the shared folder."""
 
-    def check(self, trainer: Trainer) -> None:
+    def check(self, trainer: Training) -> None:
         check_unsupported(trainer, "local_sgd.name=folder does not support {}; remove it, or do without workers.")
         self.exchange.mean.alive = ProgressFile.of_this_process().note
 
-    def extend_state(self, trainer: Trainer, state: TrainState) -> TrainState:
+    def extend_state(self, trainer: Training, state: TrainState) -> TrainState:
         return state._replace(outer=self.exchange.init(trainer.module.split_frozen(state.params)[0]))
 
-    def extend_shardings(self, trainer: Trainer, shardings: TrainState) -> TrainState:
+    def extend_shardings(self, trainer: Training, shardings: TrainState) -> TrainState:
         params = trainer.module.split_frozen(shardings.params)[0]
         shared = {"anchor": params, "velocity": params, "round": trainer.rules.sharding(jax.P())}
         return shardings._replace(outer=OuterState(shared, {}))
@@ -59,14 +59,14 @@ class FolderWorker(StepWrapper):
     def state_is_replaced(self) -> None:
         self._taken = None
 
-    def abstract_stored(self, trainer: Trainer) -> TrainState:
+    def abstract_stored(self, trainer: Training) -> TrainState:
         return trainer.abstract_state
 
     def rows_in_data(self) -> tuple[int, int]:
         return self._method.count, self._method.worker
 
     def step(
-        self, trainer: Trainer, state: TrainState, batch: Mapping[str, jax.Array], run: RunStep
+        self, trainer: Training, state: TrainState, batch: Mapping[str, jax.Array], run: RunStep
     ) -> tuple[TrainState, Metrics]:
         """Take one training step, then exchange parameters with the other workers if an exchange is due."""
         taken = int(jax.device_get(state.step)) if self._taken is None else self._taken
@@ -80,7 +80,7 @@ class FolderWorker(StepWrapper):
             state = state._replace(params=trainer.module.join(trained, frozen), outer=outer)
         return state, metrics
 
-    def describe(self, trainer: Trainer) -> dict[str, Any]:
+    def describe(self, trainer: Training) -> dict[str, Any]:
         """Return how many bytes the runs exchange per averaging, as `workers`."""
         trained = trainer.module.split_frozen(trainer.state.params)[0]
         size = sum(x.nbytes for x in local_arrays(trained)) // jax.local_device_count()

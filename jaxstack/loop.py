@@ -8,15 +8,14 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
 from jaxstack.heartbeat import doing
@@ -28,7 +27,6 @@ from jaxstack.observe.run_log import RunLog
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import last_evaluation, last_logged
 from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
-from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig, advise_interval
 from jaxstack.resilience.exit_on_signal import signal_name
 from jaxstack.resilience.progress_file import ProgressFile
@@ -36,10 +34,9 @@ from jaxstack.resilience.replica_check import StateCheck
 from jaxstack.resilience.run_checkpoints import RunCheckpoints
 from jaxstack.resilience.skipped_steps import SkippedSteps
 from jaxstack.resilience.stop_request import Interrupted, StopRequest
-from jaxstack.run_config import TrainConfig
-from jaxstack.state import LATER_FIELDS, TrainState
-from jaxstack.step import Metrics, StepFunctions
-from pallas_kernels import Choice
+from jaxstack.state import LATER_FIELDS
+from jaxstack.step import Metrics
+from jaxstack.training import Training
 
 _LONG_RUN_SECONDS = 3600
 """Length of a run from which on advice on the interval between saves is worth a line."""
@@ -47,55 +44,6 @@ _IN_FLIGHT = 2
 """Maximum number of steps on the devices: one runs while the next is queued."""
 _DECIDING = ("model", "optimizer", "schedule", "precision", "adapters", "compression", "distill", "local_sgd")
 """Sections of the configuration that decide a run's result; each checkpoint has a copy of them."""
-
-
-class Trainable(Protocol):
-    """Interface that the training loop needs of a trainer; see `jaxstack.trainer.Trainer`."""
-
-    train: TrainConfig
-    steps: StepFunctions
-    rules: AxisRules
-    learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None
-    data: Any
-    batch_sizes: BatchSizes
-
-    @property
-    def state(self) -> TrainState: ...
-
-    @property
-    def stored_state(self) -> TrainState: ...
-
-    @stored_state.setter
-    def stored_state(self, state: TrainState) -> None: ...
-
-    @property
-    def abstract_stored_state(self) -> TrainState: ...
-
-    @property
-    def choices(self) -> list[Choice]: ...
-
-    @property
-    def compiler_notes(self) -> list[str]: ...
-
-    def count_parameters(self) -> int: ...
-
-    def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]: ...
-
-    def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> object: ...
-
-    def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None: ...
-
-    def describe(self) -> dict[str, Any]: ...
-
-    def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]: ...
-
-    def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics: ...
-
-    def read(self, metrics: Metrics) -> dict[str, float]: ...
-
-    def evaluate(
-        self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
-    ) -> dict[str, float] | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +83,7 @@ class Loop:
       settings: how the run is saved, observed and stopped.
     """
 
-    def __init__(self, trainer: Trainable, run_dir: str | Path | None, settings: LoopSettings):
+    def __init__(self, trainer: Training, run_dir: str | Path | None, settings: LoopSettings):
         self.trainer = trainer
         self.settings = settings
         self.run_dir = Path(run_dir).expanduser() if run_dir is not None else None

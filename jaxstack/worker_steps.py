@@ -30,7 +30,7 @@ from jaxstack.parallel.rules import AxisRules, state_spec
 from jaxstack.parameter_paths import flatten, nest
 from jaxstack.state import TrainState, with_shardings
 from jaxstack.step import Metrics, StepFunctions, StepProgram
-from jaxstack.trainer import RunStep, StepWrapper, Trainer
+from jaxstack.training import RunStep, StepWrapper, Training
 
 Communicate = Callable[[Dict, OuterState], tuple[Dict, OuterState]]
 """(trained parameters of a worker, state of the method) -> both after an exchange. Runs inside the `shard_map`."""
@@ -165,7 +165,7 @@ class Workers(StepWrapper):
         assert self._exchange is not None, "give the wrapper to a Trainer first"
         return self._exchange
 
-    def check(self, trainer: Trainer) -> None:
+    def check(self, trainer: Training) -> None:
         """Check that the method suits the number of workers and what is trained.
 
         Raises:
@@ -180,12 +180,12 @@ class Workers(StepWrapper):
         self._exchange = self._method.build(count, trainer.module.stacked_parameters(trainer.rules))
         check_unsupported(trainer, "workers do not support {}; remove it, or set parallel.workers=1.")
 
-    def extend_state(self, trainer: Trainer, state: TrainState) -> TrainState:
+    def extend_state(self, trainer: Training, state: TrainState) -> TrainState:
         count = trainer.rules.mesh.shape[WORKERS]
         outer = self.exchange.init(trainer.module.split_frozen(state.params)[0])
         return _map_own(lambda x: jnp.broadcast_to(x[None], (count, *x.shape)), state._replace(outer=outer))
 
-    def extend_shardings(self, trainer: Trainer, shardings: TrainState) -> TrainState:
+    def extend_shardings(self, trainer: Training, shardings: TrainState) -> TrainState:
         module = trainer.module
         rules = trainer.rules
         params, _ = module.split_frozen(module.abstract_params)
@@ -218,7 +218,7 @@ class Workers(StepWrapper):
         apart = jax.tree.map(squares, trained(state.params), trained(params))
         return params, non_params, jnp.sqrt(sum(jax.tree.leaves(apart)))
 
-    def evaluated(self, trainer: Trainer, state: TrainState) -> tuple[Dict, Dict, dict[str, jax.Array]]:
+    def evaluated(self, trainer: Training, state: TrainState) -> tuple[Dict, Dict, dict[str, jax.Array]]:
         """Return the workers' mean parameters, and the workers' distance from that mean.
 
         The latter, `eval_worker_distance`, is the root of the mean square of their Euclidean distances.
@@ -230,7 +230,7 @@ class Workers(StepWrapper):
         params, non_params, distance = self._compiled_mean(state)
         return params, non_params, {"eval_worker_distance": distance}
 
-    def store(self, trainer: Trainer, state: TrainState) -> TrainState:
+    def store(self, trainer: Training, state: TrainState) -> TrainState:
         """Return the train state as in checkpoints: `params` and `non_params` are means over workers.
 
         Each worker's own values are in `outer.own`.
@@ -238,13 +238,13 @@ class Workers(StepWrapper):
         params, non_params, _ = self.evaluated(trainer, state)
         return _with_means(state, params, non_params)
 
-    def load(self, trainer: Trainer, state: TrainState) -> TrainState:
+    def load(self, trainer: Training, state: TrainState) -> TrainState:
         own = dict(state.outer.own)
         params = own.pop("params")
         non_params = own.pop("non_params")
         return state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
 
-    def abstract_stored(self, trainer: Trainer) -> TrainState:
+    def abstract_stored(self, trainer: Training) -> TrainState:
         state = trainer.abstract_state
         params, non_params, _ = jax.eval_shape(functools.partial(self._mean, trainer.module), state)
         one = _map_own(_drop_first, trainer.shardings)
@@ -252,7 +252,7 @@ class Workers(StepWrapper):
             _with_means(state, params, non_params), _with_means(trainer.shardings, one.params, one.non_params)
         )
 
-    def compile(self, trainer: Trainer, batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    def compile(self, trainer: Training, batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         """Compile the communication between workers."""
         exchange = self.exchange
         state = trainer.abstract_state
@@ -273,7 +273,7 @@ class Workers(StepWrapper):
             else:
                 self._between[phase] = self._compile_exchange(trainer, functools.partial(exchange, phase))
 
-    def _overlap_options(self, trainer: Trainer, exchange: OverlappedExchange, phase: int) -> dict[str, OptionValue]:
+    def _overlap_options(self, trainer: Training, exchange: OverlappedExchange, phase: int) -> dict[str, OptionValue]:
         """Return the XLA options of a step that communicates with other workers while it computes."""
         if trainer.rules.mesh.devices.flat[0].platform == "cpu":
             return trainer.train.xla_options
@@ -282,7 +282,7 @@ class Workers(StepWrapper):
         sent = jax.eval_shape(functools.partial(exchange.compute_changes, phase), trained, state.outer)
         return {**overlap_options(trainer.compiler_options, len(sent)), **trainer.train.xla_options}
 
-    def _compile_exchange(self, trainer: Trainer, communicate: Communicate) -> jax.stages.Compiled:
+    def _compile_exchange(self, trainer: Training, communicate: Communicate) -> jax.stages.Compiled:
         function = functools.partial(cast(WorkerSteps, trainer.steps).exchange, communicate)
         with jax.set_mesh(trainer.rules.mesh):
             exchange = jax.jit(function, donate_argnums=0, out_shardings=trainer.shardings)
@@ -290,7 +290,7 @@ class Workers(StepWrapper):
         return lowered.compile(compiler_options=trainer.compiler_options)
 
     def step(
-        self, trainer: Trainer, state: TrainState, batch: Mapping[str, jax.Array], run: RunStep
+        self, trainer: Training, state: TrainState, batch: Mapping[str, jax.Array], run: RunStep
     ) -> tuple[TrainState, Metrics]:
         """Take one step on each worker, with the parameter exchange between them if one is due."""
         taken = int(jax.device_get(state.step)) if self._taken is None else self._taken
@@ -315,7 +315,7 @@ class Workers(StepWrapper):
         """Return which phase of the parameter exchange between workers is due after a step, or None."""
         return self.exchange.due(step) if step > self._method.synchronous_steps else None
 
-    def bytes_of_steps(self, trainer: Trainer, steps: int) -> float:
+    def bytes_of_steps(self, trainer: Training, steps: int) -> float:
         """Return how many bytes each device sends to other workers in a run's first `steps` steps."""
         known = self.describe(trainer)["local_sgd"]
         first = min(steps, self._method.synchronous_steps)
@@ -334,7 +334,7 @@ class Workers(StepWrapper):
         loss = float(np.sum(values["loss"] * count) / np.sum(count)) if np.sum(count) else means["loss"]
         return {**means, "loss": loss, "count": float(np.sum(count)), "skipped": float(np.max(values["skipped"]))}
 
-    def describe(self, trainer: Trainer) -> dict[str, Any]:
+    def describe(self, trainer: Training) -> dict[str, Any]:
         """Return how many bytes workers send each other, as `workers`.
 
         It has the bytes that each device sends to other workers: in a step, in the exchanges, and in each of the
@@ -354,7 +354,7 @@ class Workers(StepWrapper):
         return {"local_sgd": described}
 
 
-def check_unsupported(trainer: Trainer, message: str) -> None:
+def check_unsupported(trainer: Training, message: str) -> None:
     """Check that nothing is trained that no exchange between copies of a model supports.
 
     Args:
