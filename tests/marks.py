@@ -26,7 +26,14 @@ SLOW_MARKS = {
 """Mark -> what makes the test slow."""
 
 _CALLS = {
-    "compiles_for_gpu": ("tests.hopper.", "tests.hopper_steps.", "jaxstack.plan.rehearsal."),
+    "compiles_for_gpu": (
+        "tests.hopper.",
+        "tests.hopper_steps.",
+        "jaxstack.plan.rehearsal.rehearse",
+        "jaxstack.plan.rehearsal.can_compile",
+        "jaxstack.plan.rehearsal.gpu_topology",
+        "jaxstack.plan.rehearsal.device_memory",
+    ),
     "processes": ("subprocess.", "multiprocessing.", "benchmarks.serving.browser."),
     "interpreted_kernel": ("tests.pallas_kernels.triton_interpreter.run_interpreted",),
     "eight_devices": (

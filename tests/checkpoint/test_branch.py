@@ -12,6 +12,8 @@ from jaxstack.run import branch
 from jaxstack.run.branch import link_checkpoint
 from tests.checkpoint.states import assert_same, make_state
 
+pytestmark = pytest.mark.quick  # links files; trains nothing
+
 
 @pytest.fixture
 def source(tmp_path):
