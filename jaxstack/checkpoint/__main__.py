@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxstack.checkpoint import directory, manifest
-from jaxstack.checkpoint.config import steps_to_delete
+from jaxstack.checkpoint.directory import steps_to_delete
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.observe.number_format import byte_size

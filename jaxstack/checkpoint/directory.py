@@ -7,6 +7,8 @@
     .lock               locked by the process that saves here
 
 Anything else was put there by somebody else: it is named in a warning, never loaded and never deleted.
+
+Functions of step numbers decide when a checkpoint is due, and which ones are deleted.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -158,3 +161,31 @@ def lock_directory(directory: Path) -> FileLock:
     except OSError:
         pass
     return lock
+
+
+def should_save(step: int, every_steps: int, last_step: int | None = None) -> bool:
+    """Return True if a checkpoint is due after `step` steps: at multiples of `every_steps`, and at the last step.
+
+    Step 0 is never saved: the configuration alone gives that state again.
+    """
+    return step > 0 and (step % every_steps == 0 or step == last_step)
+
+
+def steps_to_delete(
+    steps: Iterable[int], keep: int, keep_every_steps: int | None = None, protected: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the steps of the checkpoints to delete, oldest first; the arguments after `steps` say which ones to keep.
+
+    Args:
+      steps: the committed steps.
+      keep: number of newest checkpoints to keep.
+      keep_every_steps: multiples of this are kept forever.
+      protected: further steps to keep.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, not {keep}")
+    ordered = sorted(set(steps))
+    kept = set(ordered[-keep:]) | set(protected)
+    if keep_every_steps:
+        kept |= {step for step in ordered if step % keep_every_steps == 0}
+    return tuple(step for step in ordered if step not in kept)

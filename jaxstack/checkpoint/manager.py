@@ -14,7 +14,8 @@ from jaxtyping import PyTree
 
 from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import DamageFinder, DeletionCheck, SaveJob, commit, explain, make_index
-from jaxstack.checkpoint.config import CheckpointConfig, should_save, steps_to_delete
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.directory import should_save, steps_to_delete
 from jaxstack.checkpoint.leaves import (
     LeafSpec,
     check_layout,

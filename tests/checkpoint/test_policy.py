@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxstack.checkpoint.config import should_save, steps_to_delete
+from jaxstack.checkpoint.directory import should_save, steps_to_delete
 
 
 def test_saves_multiples_and_the_last_step_but_never_step_zero():
