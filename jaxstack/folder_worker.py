@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxstack.local_sgd import SEPARATE_RUNS
 from jaxstack.local_sgd.base import OuterState
 from jaxstack.local_sgd.folder import FolderDiLoCo, FolderExchange, local_arrays
 from jaxstack.loss import Batch
@@ -13,7 +14,7 @@ from jaxstack.resilience.progress_file import ProgressFile
 from jaxstack.state import TrainState
 from jaxstack.step import Metrics, StepFunctions
 from jaxstack.training import RunStep, StepWrapper, Training
-from jaxstack.worker_steps import check_unsupported
+from jaxstack.worker_steps import features_of
 
 
 class FolderSteps(StepFunctions):
@@ -45,7 +46,7 @@ class FolderWorker(StepWrapper):
         """Averages parameter changes over all runs through files in the shared folder."""
 
     def check(self, trainer: Training) -> None:
-        check_unsupported(trainer, "local_sgd.name=folder does not support {}; remove it, or do without workers.")
+        SEPARATE_RUNS.refuse(features_of(trainer), "remove it, or do without workers")
         self.exchange.mean.alive = ProgressFile.of_this_process().note
 
     def extend_state(self, trainer: Training, state: TrainState) -> TrainState:

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxstack.distributed.xla_options import OptionValue, overlap_options
 from jaxstack.errors import ConfigError
 from jaxstack.gradients.microbatches import GradientSums
+from jaxstack.local_sgd import SEVERAL_WORKERS
 from jaxstack.local_sgd.base import Exchange, OuterState, OverlappedExchange, WorkerMethod
 from jaxstack.loss import Batch, LossSum
 from jaxstack.module_arrays.module import Dict, ModuleArrays
@@ -178,7 +179,7 @@ class Workers(StepWrapper):
         if problem := self._method.problem(count):
             raise ConfigError(problem)
         self._exchange = self._method.build(count, trainer.module.stacked_parameters(trainer.rules))
-        check_unsupported(trainer, "workers do not support {}; remove it, or set parallel.workers=1.")
+        SEVERAL_WORKERS.refuse(features_of(trainer), "remove it, or set parallel.workers=1")
 
     def extend_state(self, trainer: Training, state: TrainState) -> TrainState:
         count = trainer.rules.mesh.shape[WORKERS]
@@ -354,24 +355,15 @@ class Workers(StepWrapper):
         return {"local_sgd": described}
 
 
-def check_unsupported(trainer: Training, message: str) -> None:
-    """Check that nothing is trained that no exchange between copies of a model supports.
-
-    Args:
-      trainer: the trainer, whose module and pipeline are known.
-      message: of the error, with {} for what is not supported.
-
-    Raises:
-      ConfigError: something is.
-    """
-    unsupported = {
-        "a pipeline": trainer.pipeline is not None,
-        "train.batch_ramp": trainer.train.batch_ramp is not None,
-        "a module with compressed weights": trainer.module.used is not trainer.module,
-        "a teacher": bool(trainer.module.companions),
+def features_of(trainer: Training) -> list[str]:
+    """Return the names of the features that a trainer uses, as far as exchanges between copies of a model ask."""
+    used = {
+        "pipeline": trainer.pipeline is not None,
+        "batch ramp": trainer.train.batch_ramp is not None,
+        "compressed weights": trainer.module.used is not trainer.module,
+        "distillation": bool(trainer.module.companions),
     }
-    for name in (name for name, found in unsupported.items() if found):
-        raise ConfigError(message.format(name))
+    return [name for name, found in used.items() if found]
 
 
 def _per_worker(x: jax.Array) -> np.ndarray:

@@ -52,7 +52,7 @@ def _excludes(used: str) -> tuple[Excludes, ...]:
     )
 
 
-WORKERS = Feature(
+SEVERAL_WORKERS = Feature(
     "workers",
     "parallel",
     lambda parallel: parallel.workers > 1,
@@ -75,5 +75,5 @@ SEPARATE_RUNS = Feature(
     excludes=_excludes("local_sgd.name=folder"),
 )
 """Runs that each train a model copy and exchange changes through a folder."""
-FEATURES = (SEPARATE_RUNS, WORKERS)
+FEATURES = (SEPARATE_RUNS, SEVERAL_WORKERS)
 """Features of training on workers, see `jaxstack.config.features`."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxstack.config.sections import BatchRamp
 from jaxstack.errors import ConfigError
 from jaxstack.local_sgd.diloco import DiLoCo
 from jaxstack.local_sgd.local_sgd import LocalSGD
@@ -56,6 +57,21 @@ def network_trainer(workers, method=None, optimizer=None, steps=8):
         eval_data=[data(1000)],
         wrapper=None if method is None else Workers(method),
     )
+
+
+def test_a_trainer_with_workers_refuses_what_their_feature_excludes():
+    ramp = BatchRamp(double_at_tokens=(64,))
+    with pytest.raises(
+        ConfigError, match="workers cannot be combined with batch ramp, because the programs of the exch"
+    ):
+        Trainer(
+            Network,
+            squares,
+            data,
+            mesh=make_mesh(ParallelConfig(workers=2, data=1), jax.devices()[:2]),
+            train=TrainConfig(steps=8, global_batch_size=16, batch_ramp=ramp),
+            wrapper=Workers(LocalSGD()),
+        )
 
 
 def steps(trainer, count, start=0):
