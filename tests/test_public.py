@@ -39,7 +39,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 import jaxstack.run.train, jaxstack.run.load, jaxstack.run.evaluate, jaxstack.run.generate, jaxstack.run.convert
-import jaxstack.plan.cluster_search, jaxstack.compress.after_training.run, jaxstack.tune.search, jaxstack.export.source
+import jaxstack.plan.cluster_search, jaxstack.compress.after_training.run, jaxstack.export.source
 import jaxstack.checkpoint.__main__, jaxstack.prepare, jaxstack.serve.__main__, jaxstack.decoding.engine
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -200,7 +200,7 @@ class MLflow:
     file of mlflow's choice; `MLFLOW_EXPERIMENT_NAME` falls back to `jaxstack`). A value that is not finite is left out.
 
     Raises:
-      ConfigError: the package is not installed.
+      ConfigError: the package is not installed, or has no store: mlflow-skinny needs a server.
     """
 
     def __init__(
@@ -210,8 +210,17 @@ class MLflow:
         name: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
-        self._client = _import_for("mlflow", "mlflow.tracking", "mlflow-skinny (or mlflow)").MlflowClient()
-        self._run_id, is_new = _run_id(Path(directory), "mlflow", lambda: self._create_run(name))
+        client = _import_for("mlflow", "mlflow.tracking", "mlflow-skinny (or mlflow)").MlflowClient
+        try:
+            self._client = client()
+            self._run_id, is_new = _run_id(Path(directory), "mlflow", lambda: self._create_run(name))
+        except Exception as error:
+            if not type(error).__module__.startswith("mlflow."):
+                raise
+            raise ConfigError(
+                f"mlflow cannot store runs: {str(error).strip()[:300]} Set MLFLOW_TRACKING_URI to a server, or install "
+                "the whole mlflow, which can store them in a file."
+            ) from None
         if not is_new:
             self._client.update_run(self._run_id, status="RUNNING")
             return

@@ -243,6 +243,19 @@ def test_mlflow_resumes_the_same_run(tmp_path, monkeypatch):
     assert (run["name"], run["params"]) == ("a", {"train.steps": "3"}) and _FakeMLflow.experiments == {"jaxstack": "7"}
 
 
+def test_mlflow_without_a_store_says_what_it_needs(tmp_path, monkeypatch):
+    """mlflow-skinny, which the extra installs, writes no files."""
+    refusal = type("MlflowException", (Exception,), {"__module__": "mlflow.exceptions"})
+
+    def make_client() -> None:
+        raise refusal("got unsupported URI 'sqlite:///mlflow.db'.")
+
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", types.SimpleNamespace(MlflowClient=make_client))
+    with pytest.raises(ConfigError, match="unsupported URI .* Set MLFLOW_TRACKING_URI to a server"):
+        open_trackers(("jsonl", "mlflow"), tmp_path)
+
+
 def test_missing_mlflow_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxstack\[mlflow\]'"):
