@@ -72,10 +72,15 @@ SHOWN_ELSEWHERE = {
     "compress/after_training/test_command": "compress/after_training/test_run compresses a model",
     "compress/after_training/test_reload": "compress/after_training/test_run evaluates and generates from it",
     "models/attention/test_training": "models/attention/test_methods runs every kind in a decoder",
+    "parallel/pipeline/test_training": "test_combinations trains in stages, parallel/test_layouts compares loss curves",
+    "stored/test_logits": "run/test_evaluate compares the loss of a checkpoint with that of its logits",
+    "stored/test_extend": "compress/test_extend stores a model in a new format",
+    "decoding/test_decode": "serve/test_engine compares greedy answers with the argmax of the full forward",
     "serve/test_chat_page": "serve/test_http asks the server as the page does",
     "checkpoint/test_kill": "checkpoint/test_damage reads what a cut-off save leaves",
 }
-"""Modules without a test in the default, and where the default tests what they show."""
+"""Modules without a test in the default, and where it shows the same. Their first test runs with the slow
+tests; the others are `exhaustive`."""
 
 
 def longer(*cases: Any) -> list[Any]:
@@ -99,13 +104,16 @@ def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
             item.add_marker("longer")
         if (slow and cases[test] > SLOW_CASES) or (kernel and cases[test] > KERNEL_CASES):
             item.add_marker("exhaustive")
-    for tests in modules.values():
+    for name, tests in modules.items():
         left_out = [item for item in tests if not item.get_closest_marker("quick") and _has_slow_mark(item)]
         if len(left_out) == len(tests):
             representative = next((item for item in tests if _may_represent(item)), None)
             left_out = [item for item in tests if item is not representative]
-        for item in left_out:
+        shown = name.removeprefix("tests/").removesuffix(".py") in SHOWN_ELSEWHERE
+        for place, item in enumerate(left_out):
             item.add_marker("slow")
+            if shown and place:
+                item.add_marker("exhaustive")
 
 
 def _may_represent(item: pytest.Item) -> bool:

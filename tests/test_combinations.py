@@ -26,7 +26,7 @@ WORKING = [
     for pair in PAIRS
     if not find_exclusion(FEATURES, *pair) and NOT_STEPPED.isdisjoint(feature.name for feature in pair)
 ]
-QUICK = ("FSDP + mixture of experts", "pipeline + quantization-aware training", "context parallelism + Muon")
+QUICK = ("pipeline + quantization-aware training", "context parallelism + Muon")
 
 
 def title(pair: tuple[Feature, ...]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import _CALLS, _MODULES, SLOW_MARKS, mark_slow_tests
+from tests.marks import _CALLS, _MODULES, SHOWN_ELSEWHERE, SLOW_MARKS, mark_slow_tests
 from tests.small_runs import make_trainer
 from tests.test_train_command import run
 
@@ -45,6 +45,10 @@ def test_names_that_earn_a_mark_exist(name):
 def test_modules_that_earn_a_mark_exist():
     assert all(list(TESTS.rglob(f"{name}.py")) for names in _MODULES.values() for name in names)
     assert {*_CALLS, *_MODULES, "longer", "exhaustive"} == set(SLOW_MARKS)
+
+
+def test_modules_that_are_shown_elsewhere_exist():
+    assert all((TESTS / f"{name}.py").is_file() for name in SHOWN_ELSEWHERE)
 
 
 def packages() -> list[str]:

@@ -256,7 +256,7 @@ TREES = st.recursive(
 OVERRIDES = st.builds("{}.{}={}".format, KEYS, KEYS, st.text(max_size=12))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(KEYS, TREES, max_size=5))
 def test_any_tree_is_a_configuration_or_a_config_error(tree):
     try:

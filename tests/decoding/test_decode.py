@@ -70,7 +70,6 @@ def test_joined_projections_give_the_same_tokens(greedy, degrees):
     assert run(decoder, PROMPTS, 12, GREEDY) == greedy
 
 
-@pytest.mark.quick
 def test_greedy_is_the_argmax_of_the_full_forward(logits, greedy):
     for prompt, found in zip(PROMPTS, greedy, strict=True):
         wanted = np.argmax(logits(prompt + found), -1)[len(prompt) - 1 : -1]

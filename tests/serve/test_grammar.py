@@ -44,11 +44,13 @@ def test_an_error_of_the_library_is_an_error_and_not_the_end_of_the_answer(gramm
         constraint.accept(ord("x"))
 
 
+@pytest.mark.longer
 def test_more_than_the_library_compiles_is_refused(grammars):
     with pytest.raises(ConfigError, match="too big"):
         grammars.compile("choice", [f"choice {i}" for i in range(200_000)])
 
 
+@pytest.mark.longer
 def test_grammars_on_which_the_library_crashes_or_hangs_are_refused():
     """References in a chain overflow the stack; many terminals that refer to each other compile for minutes."""
     grammars = Grammars(TOKENIZER, {256}, seconds=1.0)

@@ -23,7 +23,7 @@ def pipeline(stages: int, schedule: str = "1f1b", **degrees: int) -> tuple[str, 
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(pipeline(2), marks=pytest.mark.quick),
+        pipeline(2),
         pytest.param(pipeline(2, "interleaved", data=2, tensor=2), marks=pytest.mark.exhaustive),
         pytest.param(pipeline(2, "zero_bubble", fsdp=2, tensor=2, microbatches=4), marks=pytest.mark.exhaustive),
         pipeline(2, "1f1b", data=2, fsdp=2),
