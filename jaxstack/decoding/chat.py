@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
+from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text_stream import Piece, TextGenerator
 from jaxstack.errors import ConfigError
@@ -37,7 +38,12 @@ class ChatGenerator(TextGenerator):
         self._stop = (end,) if end and special is None else ()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a chat with one question, up to where the model's answer begins."""
+        """Return the token ids of a chat with one question, up to where the model's answer begins.
+
+        Raises:
+          ConfigError: the question contains a special token.
+        """
+        check_chat_text(self.tokenizer, "the prompt", text)
         question = self._template.render([{"role": "user", "content": text}], prompt=True)
         return self.tokenizer.encode_marked([question])[0][0].tolist()
 
@@ -52,3 +58,13 @@ class ChatGenerator(TextGenerator):
     ) -> Iterator[Piece]:
         """Answer a batch of questions: yield pieces of the answers as tokens are generated."""
         return super().stream(prompts, max_tokens, sampling, seed=seed, stop=(*stop, *self._stop))
+
+
+def check_chat_text(tokenizer: Tokenizer, name: str, text: str) -> None:
+    """Raise ConfigError if the text of a chat, called `name`, contains a special token, as it could begin a turn."""
+    found = next((token for token in tokenizer.special_tokens if token in text), None)
+    if found is not None:
+        raise ConfigError(
+            f"{name} contains {found!r}, a special token, with which the text could pass for another turn; write it "
+            "differently."
+        )

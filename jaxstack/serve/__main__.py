@@ -78,6 +78,11 @@ def _serve(args: argparse.Namespace) -> None:
     key = os.environ.get(API_KEY)
     if key is not None and not key.strip():
         raise ConfigError(f"the environment variable {API_KEY} is empty; unset it to ask for no key.")
+    if key is not None and any(ord(character) < 32 or ord(character) == 127 for character in key.strip()):
+        raise ConfigError(
+            f"the environment variable {API_KEY} has a control character, such as a line break, which no client can "
+            "send in a header; set it to one line of text."
+        )
     try:
         from jaxstack.serve.engine import open_engine
         from jaxstack.serve.listen import bind, serve

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding.chat import check_chat_text
 from jaxstack.decoding.requests import ConstraintFailed, Request
 from jaxstack.decoding.text_stream import TextStream
 from jaxstack.errors import ConfigError, JaxstackError
@@ -54,12 +55,9 @@ class ChatFormatter:
             pass for another turn.
         """
         for place, message in enumerate(messages):
-            found = next((token for token in self._tokenizer.special_tokens if token in str(message["content"])), None)
-            if found is not None and message["role"] != "assistant":
-                raise ConfigError(
-                    f"messages.{place}.content contains {found!r}, a special token, with which the text could pass for "
-                    "another turn; write it differently."
-                )
+            for name, value in message.items():
+                if name != "content" or message["role"] != "assistant":
+                    check_chat_text(self._tokenizer, f"messages.{place}.{name}", str(value))
         return self._tokenizer.encode_marked([self._template.render(messages, prompt=True)])[0][0].tolist()
 
 

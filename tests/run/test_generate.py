@@ -195,6 +195,12 @@ def test_the_message_after_ctrl_c_has_a_line_of_its_own(source, capsys, monkeypa
     assert said.out == "w5w7\n" and said.err.endswith("jaxstack generate: interrupted\n")
 
 
+def test_an_empty_stop_text_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    for more in ([], ["--stop", "end"]):
+        assert command.main(["--run", str(tmp_path), "--prompt", "a", *more, "--stop", ""]) == 2
+        assert "--stop must have at least one character" in capsys.readouterr().err
+
+
 def test_a_wrong_run_and_a_bare_prompt_are_answered_with_what_was_meant(converted, capsys):
     folder = converted.parent
     assert f"did you mean {converted}." in refused(capsys, "--run", str(folder / "qwen"))

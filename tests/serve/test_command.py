@@ -1,5 +1,6 @@
 """The command and its documentation: the quick start of docs/serving.md, SIGTERM, and wrong settings."""
 
+import http.client
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,12 @@ import yaml
 
 from jaxstack.serve.__main__ import API_KEY, main
 from jaxstack.serve.config import EngineConfig, ServerConfig
+from tests.word_models import make_word_model
 
 pytest.importorskip("uvicorn")
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+JSON = {"Content-Type": "application/json"}
 PORT = re.compile(r"serving (\S+) at http://127\.0\.0\.1:(\d+)")
 
 
@@ -78,6 +82,36 @@ def test_the_quick_start_of_the_page_works(tmp_path):
         assert process.wait(60) == 0
     finally:
         process.kill()
+
+
+def test_requests_beyond_the_drain_get_an_error_from_the_process(tmp_path):
+    """A whole answer gets status 503, a stream an error event; the process ends by itself, with code 0."""
+    model = make_word_model("llama", tmp_path / "llama")
+    sizes = "engine.slots=1 engine.queue=1000 engine.chunk=16 engine.decode_steps=1 server.drain=0.3"
+    process, port = start(f"python -m jaxstack.serve --run {model} {sizes}", tmp_path)
+    try:
+        body = {"prompt": [[3, 4]] * 3, "max_tokens": 12, "ignore_eos": True}
+        streamed, whole = (http.client.HTTPConnection("127.0.0.1", int(port), timeout=60) for _ in range(2))
+        streamed.request("POST", "/v1/completions", json.dumps({**body, "n": 128, "stream": True}), JSON)
+        events = streamed.getresponse()
+        whole.request("POST", "/v1/completions", json.dumps({**body, "n": 128}), JSON)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        answer = whole.getresponse()
+        error = json.loads(answer.read())["error"]["message"]
+        assert answer.status == 503 and "shutting down" in error, error
+        last = [line for line in events.read().decode().split("\n\n") if line][-1]
+        assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("key", ["a\nb", "\x07bell", "tab\there", "delete\x7fd"])
+def test_a_key_with_control_characters_is_refused_at_the_start(key, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(API_KEY, key)
+    assert main(["--run", str(tmp_path), "--port", "0"]) == 2
+    assert f"{API_KEY} has a control character" in capsys.readouterr().err
 
 
 def test_the_page_has_every_key_with_its_default():
