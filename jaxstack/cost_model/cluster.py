@@ -115,6 +115,11 @@ def parse_cluster(text: str) -> Cluster:
             "The form is '8 x 8 h200' (hosts x GPUs of each), '4 h200' or 'h200'; the kind can be the path of a YAML "
             "file of your own, and those in jaxstack/cost_model/clusters show its fields."
         )
+    if is_file and not Path(kind).expanduser().is_file():
+        raise ConfigError(
+            f"--cluster {text!r}: there is no file {kind}; give the path of a YAML file as those in "
+            f"jaxstack/cost_model/clusters, or a shipped kind: {', '.join(cluster_names())}."
+        )
     tree = load_yaml(kind if is_file else _DIRECTORY / f"{kind.lower()}.yaml")
     if found["gpus"] or found["hosts"]:
         hosts = found["hosts"]

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble")
 """Values of `parallel.pipeline_schedule`; `none` without a pipeline."""
 RECIPES = ("none", "delayed", "current", "blockwise")
 """Values of `precision.fp8`."""
+_MORE_VIRTUAL_STAGES = (4, 8)
+"""Numbers of virtual stages of a device that a search tries beside 2."""
 _COLUMNS = (*AXES, "sequence", "zero", "schedule", "chunks", "microbatches", "remat", "fp8")
 
 
@@ -123,7 +126,7 @@ def enumerate_layouts(
     refused: collections.Counter[str] = collections.Counter()
     rows: list[tuple[float, ...]] = []
     for degrees in factorizations(devices, len(AXES)):
-        for parallel in _variants(config.parallel, dict(zip(AXES, degrees, strict=True)), refused):
+        for parallel in _variants(config, dict(zip(AXES, degrees, strict=True)), refused):
             train = config.train.model_copy(update={"gradient_accumulation": 1})
             problems = config.model_copy(update={"parallel": parallel, "train": train}).layout_problems()
             if problems:
@@ -135,15 +138,30 @@ def enumerate_layouts(
 
 
 def _variants(
-    base: ParallelConfig, degrees: dict[str, int], refused: collections.Counter[str]
+    config: RunConfig, degrees: dict[str, int], refused: collections.Counter[str]
 ) -> Iterator[ParallelConfig]:
     """Yield a ParallelConfig with these degrees for each pipeline schedule; count the invalid ones in `refused`."""
+    base = _with_degrees(config.parallel, degrees) | {"sequence": degrees["tensor"] > 1}
     for schedule in SCHEDULES[1:] if degrees["pipeline"] > 1 else (None,):
-        tree = _with_degrees(base, degrees) | {"sequence": degrees["tensor"] > 1, "pipeline_schedule": schedule}
-        try:
-            yield ParallelConfig.model_validate(tree)
-        except ValidationError as error:
-            refused[_without_values(error.errors()[0]["msg"].removeprefix("Value error, "))] += 1
+        for chunks in _virtual_stages(config, degrees["pipeline"]) if schedule == "interleaved" else (None,):
+            tree = base | {"pipeline_schedule": schedule, "pipeline_virtual_stages": chunks}
+            try:
+                yield ParallelConfig.model_validate(tree)
+            except ValidationError as error:
+                refused[_without_values(error.errors()[0]["msg"].removeprefix("Value error, "))] += 1
+
+
+def _virtual_stages(config: RunConfig, stages: int) -> list[int]:
+    """Return the numbers of virtual stages to try: the configured one, or 2 and what gives no device more layers."""
+    chosen = config.parallel.pipeline_virtual_stages or 1
+    if chosen > 1:
+        return [chosen]
+    layers = config.model.num_layers
+
+    def on_a_device(chunks: int) -> int:
+        return math.ceil(layers / (stages * chunks)) * chunks
+
+    return [2, *(n for n in _MORE_VIRTUAL_STAGES if stages * n <= layers and on_a_device(n) <= on_a_device(2))]
 
 
 def _with_degrees(base: ParallelConfig, degrees: dict[str, int]) -> dict[str, Any]:

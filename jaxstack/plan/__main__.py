@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -131,7 +132,15 @@ def _check_arguments(args: argparse.Namespace) -> None:
     for name in ("price", "max_days", "max_cost"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} must be a positive number; found {value}.")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be a positive number; found {value:g}. Leave it out for no "
+                f"{'price' if name == 'price' else 'limit'}."
+            )
+    for name in ("output", "roofline"):
+        written = getattr(args, name)
+        for given in (args.config, *(args.cluster or "").split()):
+            if written is not None and given is not None and os.path.realpath(written) == os.path.realpath(given):
+                raise ConfigError(f"--{name} {written} would overwrite {given}, which is read: give it another name.")
     if args.top < 1 or args.verify < 0:
         raise ConfigError(f"--top ({args.top}) must be at least 1 and --verify ({args.verify}) at least 0.")
     used = [name for name in ("tokens", "price", "max_days", "max_cost", "output", "verify") if getattr(args, name)]

@@ -20,6 +20,10 @@ from jaxstack.run_config import RunConfig, load_config
 FP8_RECIPES = ("none", "delayed", "current")
 """Values of `precision.fp8` that `--fp8` tries."""
 
+_MOST_TOKENS = 1e18
+"""Limit of --tokens, ten thousand times more than any published training."""
+_SLOWER = 1.1
+"""Step time of the policy tensor-first, relative to the fastest layout, above which a warning names that one."""
 _ONE_DEVICE = (
     *(f"parallel.{axis}=1" for axis in AXES),
     *("parallel.zero=0", "parallel.sequence=false", "parallel.context_method=auto", "train.gradient_accumulation=1"),
@@ -119,8 +123,14 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
         )
     found = search_layouts(known, cluster, top=options.top, recipes=recipes)
     if options.policy == "tensor-first":
+        fastest = found.best
         found = dataclasses.replace(found, forecasts=[tensor_first_layout(known, cluster)])
         notes.append("policy tensor-first: the smallest tensor x pipeline that fits")
+        if found.best.step_seconds > _SLOWER * fastest.step_seconds:
+            notes.append(
+                f"warning: policy fastest takes {1e3 * fastest.step_seconds:,.1f} ms a step instead of "
+                f"{1e3 * found.best.step_seconds:,.1f} ms, with {describe_degrees(fastest.config)}"
+            )
     elif recipes is None and (fewer := faster_part(known, found.best)) is not None:
         notes.append(
             f"{fewer.cluster.title} would be faster: {1e3 * fewer.step_seconds:,.1f} ms a step with "
@@ -154,9 +164,22 @@ def load_search_config(path: str | None, overrides: Sequence[str]) -> RunConfig:
         return load_config(path, overrides)
     except ConfigError as error:
         try:
-            return load_config(path, [*overrides, *_ONE_DEVICE], report=lambda note: None)
+            config = load_config(path, [*overrides, *_ONE_DEVICE], report=lambda note: None)
         except ConfigError:
             raise error from None
+    parallel = config.parallel.model_copy(update={"pipeline_virtual_stages": _virtual_stages(path, overrides)})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def _virtual_stages(path: str | None, overrides: Sequence[str]) -> int | None:
+    """Return the number of virtual stages that a configuration sets, whose other keys of the layout may not fit."""
+    virtual = "parallel.pipeline_virtual_stages=null"
+    two = [override for override in _ONE_DEVICE if override not in ("parallel.pipeline=1", virtual)]
+    try:
+        loaded = load_config(path, [*overrides, *two, "parallel.pipeline=2"], report=lambda note: None)
+    except ConfigError:
+        return None
+    return loaded.parallel.pipeline_virtual_stages
 
 
 def parse_tokens(text: str | None, config: RunConfig) -> float | None:
@@ -173,8 +196,11 @@ def parse_tokens(text: str | None, config: RunConfig) -> float | None:
         tokens = float(text)
     except ValueError:
         tokens = 0.0
-    if not 1 <= tokens < 1e18:
-        raise ConfigError(f"--tokens must be a number such as 3e11, or chinchilla (20 per parameter); found {text!r}.")
+    if not 1 <= tokens < _MOST_TOKENS:
+        raise ConfigError(
+            f"--tokens must be a number from 1 to {_MOST_TOKENS:g}, such as 3e11, or chinchilla (20 per parameter); "
+            f"found {text!r}."
+        )
     return tokens
 
 

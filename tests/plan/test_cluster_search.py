@@ -5,9 +5,14 @@ import re
 
 import pytest
 
+from jaxstack.cost_model import cluster as cluster_kinds
+from jaxstack.cost_model.layouts import enumerate_layouts
 from jaxstack.plan import cluster_search
 from jaxstack.plan.__main__ import main
+from jaxstack.plan.cluster_search import load_search_config
 from jaxstack.run_config import load_config
+
+SHIPPED = cluster_kinds._DIRECTORY
 
 
 @pytest.fixture
@@ -96,6 +101,9 @@ def test_an_automatic_layout_is_planned_for_the_memory_of_an_h200(file, capsys):
         (["--cluster", "8 h200", "--tokens", "1e13", "--max-cost", "100"], "more than --max-cost 100"),
         (["--cluster", "8 h200", "--max-days", "3"], "add --tokens"),
         (["--cluster", "8 h200", "--price", "-1"], "--price must be a positive number"),
+        (["--cluster", "8 h200", "--price", "0"], "found 0. Leave it out for no price"),
+        (["--cluster", "8 h200", "--tokens", "1e30"], "from 1 to 1e\\+18"),
+        (["--cluster", "8 nofile.yaml"], "there is no file nofile.yaml; .*a shipped kind: a100"),
         (["--tokens", "1e9"], "add --cluster"),
         (["--cluster", "8 h200", "--rehearse"], "--verify N"),
         (["--cluster", "8 h200", "--roofline", "x.svg"], "leave --cluster out"),
@@ -108,3 +116,39 @@ def test_mistakes_get_one_message(file, capsys, arguments, message):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith("jaxstack plan: ")
     assert re.search(message, error)
+
+
+def test_what_is_read_is_not_overwritten(file, tmp_path, capsys):
+    cluster = tmp_path / "mine.yaml"
+    cluster.write_text((SHIPPED / "h200.yaml").read_text())
+    before = file.read_text()
+    for output, read in ((f"{tmp_path}/./eight.yaml", file), (cluster, cluster)):
+        assert main(["--config", str(file), "--cluster", f"8 {cluster}", "--output", str(output)]) == 2
+        assert f"--output {output} would overwrite {read}, which is read" in capsys.readouterr().err
+    assert file.read_text() == before
+
+
+def test_virtual_stages_are_searched_and_a_configured_number_is_kept(file):
+    def tried(*overrides: str) -> set[float]:
+        config = load_search_config(str(file), ["model.num_layers=16", "model.vocab_size=512", *overrides])
+        layouts, _ = enumerate_layouts(config, 2)
+        return set(layouts["chunks"][layouts.schedule_in("interleaved") & (layouts["pipeline"] == 2)])
+
+    assert tried() == {2, 4, 8}
+    assert tried("model.num_layers=6") == {2}
+    assert tried("parallel.pipeline_virtual_stages=4") == {4}
+    assert tried("parallel.pipeline_virtual_stages=4", "parallel.pipeline=2", "parallel.microbatches=8") == {4}
+
+
+def test_a_policy_that_is_slower_than_the_fastest_by_more_than_a_limit_is_told(file, capsys, monkeypatch):
+    base = ["--config", str(file), "--policy", "tensor-first", "--cluster", "1 x 8 h100", "model.num_layers=64"]
+    monkeypatch.setattr(cluster_search, "_SLOWER", 1e9)
+    assert main(base) == 0
+    assert "warning" not in capsys.readouterr().out
+    monkeypatch.setattr(cluster_search, "_SLOWER", 1.001)
+    assert main(base) == 0
+    found = capsys.readouterr().out
+    told = re.search(r"warning: policy fastest takes ([\d.,]+) ms a step instead of ([\d.,]+) ms, with (.*)", found)
+    assert told is not None
+    fastest, chosen = (float(told[n].replace(",", "")) for n in (1, 2))
+    assert chosen > 1.001 * fastest
