@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError
@@ -132,10 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     say = (lambda message: None) if arguments.quiet else (lambda message: print(message, flush=True))
     began = time.perf_counter()
-    sources = [
-        _configured(SourceConfig, path=p, format=arguments.format, text_key=arguments.text_key)
-        for p in arguments.source
-    ]
+    sources = [SourceConfig(path=p, format=arguments.format, text_key=arguments.text_key) for p in arguments.source]
     output = Path(arguments.output).expanduser()
     _check_output(output, [source.path for source in sources])
     plan = make_plan(sources, arguments.held_out_fraction)
@@ -143,8 +139,7 @@ def run(arguments: argparse.Namespace) -> None:
     say(f"{files}, {byte_size(plan.size)}, {plural(len(plan.units), 'unit')}")
     wanted = arguments.tokenizer
     named = wanted if wanted in ("byte", "bpe") else "file"
-    config = _configured(
-        TokenizerConfig,
+    config = TokenizerConfig(
         name=named, vocab_size=arguments.vocab_size, path=wanted if named == "file" else None,
         document_start=arguments.document_start,
     )  # fmt: skip
@@ -158,7 +153,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_output(output: Path, sources: Sequence[str]) -> None:
-    """Raise ConfigError if `output` lies in a source directory: its shards would be read as source text next time."""
+    """Check the directory for the shards.
+
+    Raises:
+      ConfigError: it is a file, or lies in a source directory: its shards would be read as source text next time.
+    """
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output must be a directory, which is made if it is missing; {output} is a file.")
     place = output.resolve()
     for source in sources:
         folder = Path(source).expanduser()
@@ -179,15 +180,6 @@ def _summarize(index: dict, say: Callable[[str], None]) -> None:
         )
     for note in describe_altered_inputs(index):
         say(note)
-
-
-def _configured(component: type[Any], **values: object) -> Any:
-    """Return the configuration object `component(**values)`; raise ConfigError if it rejects a value."""
-    try:
-        return component(**values)
-    except ValueError as e:
-        first = getattr(e, "errors", list)()
-        raise ConfigError(f"{first[0]['msg'] if first else e} (in {values})") from None
 
 
 class _Lines:

@@ -89,6 +89,14 @@ def test_wrong_usage_is_one_message_and_exit_2(corpus, tmp_path, capsys, more, m
     assert message in error and error.count("\n") == 1 and "Traceback" not in error
 
 
+def test_an_output_that_is_a_file_is_refused(corpus, tmp_path, capsys):
+    (tmp_path / "out").write_text("x")
+    assert main(arguments(corpus, tmp_path / "out")) == 2
+    assert f"--output must be a directory, which is made if it is missing; {tmp_path}/out is a file." in (
+        capsys.readouterr().err
+    )
+
+
 def test_an_output_of_other_data_is_refused(corpus, tmp_path, capsys):
     assert main(arguments(corpus, tmp_path / "out", "--quiet", "--workers", "1")) == 0
     assert main(arguments(corpus, tmp_path / "out", "--quiet", "--held-out-fraction", "0.2")) == 2

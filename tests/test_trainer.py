@@ -447,6 +447,10 @@ def test_wrong_arguments_are_explained():
         Trainer(Network, squares, lambda: ROWS)
     with pytest.raises(TypeError, match="batches"):
         Trainer(Network, squares, 3)
+    with pytest.raises(
+        TypeError, match=r"a module of flax.linen; found flax.*Linear: give Trainer a function `rngs -> "
+    ):
+        from_linen(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError, match="from_linen"):
         Trainer(LinenNetwork(), squares, [{}])
     with pytest.raises(TypeError, match="from_linen"):

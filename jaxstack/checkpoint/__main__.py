@@ -62,6 +62,12 @@ def _find_directory(given: Path) -> Path:
         return given / "checkpoints"
     if runs := sorted(path.parent.name for path in given.glob("*/checkpoints") if path.is_dir()):
         raise ConfigError(f"{given} holds runs ({', '.join(runs[:8])}{', ...' * (len(runs) > 8)}): give one of them")
+    for name, kind in (("compressed", "a compressed run"), ("config.json", "a Hugging Face checkpoint")):
+        if (given / name).exists():
+            raise ConfigError(
+                f"{given} is {kind}, which holds one set of weights and no checkpoints of steps: give the directory of "
+                "a training run"
+            )
     return given
 
 

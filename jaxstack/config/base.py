@@ -6,14 +6,37 @@ Keys that were renamed: errors name the new key, and stored runs are read under 
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, field_validator
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, field_validator
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
+
+from jaxstack.errors import ConfigError, nearest
 
 
-class Component(BaseModel):
+class _RefusesPlainly(type(BaseModel)):
+    """Metaclass of components: a call with wrong values raises `ConfigError`, with one plain line for each of them."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            problems = [_plainly(problem, vars(cls)["__pydantic_fields__"]) for problem in error.errors()]
+            text = "; ".join(dict.fromkeys(problems))
+            raise ConfigError(f"{cls.__name__}: {text}" + ("" if text.endswith("?") else ".")) from None
+
+
+def _plainly(problem: ErrorDetails, fields: Iterable[str]) -> str:
+    """Return a problem of a component's values as a rule with the value that breaks it."""
+    where = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {where!r}; {nearest(where, fields)}".rstrip(".")
+    text = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
+    return f"{where} {text}; found {problem['input']!r:.200}" if where else text
+
+
+class Component(BaseModel, metaclass=_RefusesPlainly):
     """A typed, immutable, hashable part of a configuration, declared in the module of the code that it configures.
 
     Values are strict: `steps: true` or `steps: "10"` is an error, not 1 or 10. The docstring under a field is its

@@ -12,6 +12,8 @@ from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError, cannot_write, nearest
 from jaxstack.heartbeat import doing
 
+_MOST_CONTEXT = 2**24
+"""Limit of --context, sixteen times the longest context that a published model was trained with."""
 _DEFAULT_PORT = 8000
 
 _LESS_MEMORY = "--context, or set JAX_PLATFORMS=cpu, as the host may have more memory"
@@ -94,6 +96,8 @@ def _check(args: argparse.Namespace) -> None:
     """
     if args.context is not None and args.context < 2:
         raise ConfigError(f"--context must be at least 2; found {args.context}.")
+    if args.context is not None and args.context > _MOST_CONTEXT:
+        raise ConfigError(f"--context must be at most {_MOST_CONTEXT:,}; found {args.context:,}.")
     if args.serve is not None and args.to != "web":
         raise ConfigError(f"--serve shows the page of --to web; {args.to} has none.")
     if args.serve is not None and not 0 <= args.serve < 2**16:

@@ -80,6 +80,8 @@ def load_source(
     if context is not None and limit is not None and context > limit:
         raise ConfigError(f"--context {context} is longer than the model's max_position_embeddings ({limit}).")
     context = context or limit or max(_DEFAULT_CONTEXT, run.config.train.sequence_length)
+    if any(isinstance(leaf, PackedWeight) for leaf in named_leaves(run.parameters).values()):
+        report(f"note: {directory} holds compressed weights; the export holds their values in {dtype}, uncompressed")
     arrays = {
         path: np.asarray(dense_parameter(path, leaf).astype(dtype if isinstance(leaf, PackedWeight) else leaf.dtype))
         for path, leaf in named_leaves(run.parameters).items()

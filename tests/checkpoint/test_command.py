@@ -39,6 +39,14 @@ def test_a_place_without_checkpoints_is_said_to_have_none(tmp_path, capsys):
     assert capsys.readouterr().err == f"jaxstack checkpoint: no checkpoint in {tmp_path}\n"
 
 
+@pytest.mark.parametrize("file, kind", [("compressed/x", "a compressed run"), ("config.json", "a Hugging Face")])
+def test_models_without_steps_are_told_apart(file, kind, tmp_path, capsys):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("{}")
+    assert main(["list", str(tmp_path)]) == 2
+    assert f"{tmp_path} is {kind}" in capsys.readouterr().err
+
+
 def test_verify(directory, capsys):
     assert main(["verify", str(directory)]) == 0
     victim = damage(directory / "30")

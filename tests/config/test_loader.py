@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, dump_yaml, load_yaml, merge_trees
 from jaxstack.config.overrides import merge_overrides
-from jaxstack.config.sections import RunSection
+from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 
@@ -297,3 +297,17 @@ def test_dump_reads_back_equal(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(config))
     assert load_config(path) == config
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"steps": 0}, "TrainConfig: steps should be greater than or equal to 1; found 0."),
+        ({"stepss": 1}, "TrainConfig: unknown key 'stepss'; did you mean 'steps'?"),
+        ({"steps": "many"}, "TrainConfig: steps should be a valid integer; found 'many'."),
+        ({"steps": 0, "z_loss": -1.0}, "found 0; z_loss should be greater than or equal to 0; found -1.0."),
+    ],
+)
+def test_a_component_made_in_python_refuses_plainly(values, said):
+    text = message(lambda: TrainConfig(**values))
+    assert text.endswith(said) and "pydantic" not in text

@@ -25,6 +25,9 @@ def test_wrong_uses_are_said_before_the_model_is_read(tmp_path, capsys):
     assert "'bfloat16'" in refused(capsys, *run, "--to", "web", "--dtype", "bfloat16")
     assert "none" in refused(capsys, *run, "--to", "onnx", "--serve", "0")
     assert "--context" in refused(capsys, *run, "--to", "onnx", "--context", "1")
+    assert "at most 16,777,216; found 1,000,000,000,000" in refused(
+        capsys, *run, "--to", "onnx", "--context", "1" + "0" * 12
+    )
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").touch()
     assert "exists already" in refused(capsys, *run, "--to", "web")

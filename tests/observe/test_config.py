@@ -1,8 +1,8 @@
 """The section `observe` of a configuration."""
 
 import pytest
-from pydantic import ValidationError
 
+from jaxstack.errors import ConfigError
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.trackers import TRACKERS
 
@@ -29,5 +29,5 @@ def test_every_tracker_can_be_chosen():
     ],
 )
 def test_wrong_values_are_refused(values, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ConfigError, match=message):
         ObserveConfig(**values)

@@ -16,6 +16,8 @@ from jaxstack.observe.report.series import make_series
 from jaxstack.run.evaluate import TextLoss
 
 RECORD = "compression.json"
+_NOTABLE = 1.005
+"""Ratio of sizes from which on one counts as larger than the other."""
 _FOOTER = (
     "<footer>Bytes before: 2 a weight, as in bfloat16. Error: squared Frobenius norm of the difference of the weights "
     "divided by that of the weights. Written by jaxstack.</footer>"
@@ -84,15 +86,24 @@ class CompressionReport:
         return found
 
 
+def _saving(report: CompressionReport) -> str:
+    """Return in words how much smaller the weights became."""
+    ratio = report.bytes_before / max(report.bytes_after, 1)
+    if ratio >= _NOTABLE:
+        return f"{ratio:.2f}x smaller"
+    if report.bytes_after > report.bytes_before * _NOTABLE:
+        return f"{1 / ratio:.2f}x larger"
+    return "no smaller: the recipe changes values and stores as many of them, zeros too"
+
+
 def summary_lines(report: CompressionReport) -> list[str]:
     """Return the report as lines for a terminal: a table of layers, then bytes and perplexity before and after."""
     header = ("layer", "methods", "before", "after", "bits", "error", "perplexity alone")
     table = [header, *(_cells(report, layer, rows) for layer, rows in report.layers().items())]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     lines = ["  ".join(_aligned(cell, widths[i], i > 1) for i, cell in enumerate(row)).rstrip() for row in table]
-    ratio = report.bytes_before / max(report.bytes_after, 1)
     lines.append(
-        f"bytes: {byte_size(report.bytes_before)} in bfloat16 -> {byte_size(report.bytes_after)} ({ratio:.2f}x smaller)"
+        f"bytes: {byte_size(report.bytes_before)} in bfloat16 -> {byte_size(report.bytes_after)} ({_saving(report)})"
     )
     if report.loss_before is not None and report.loss_after is not None:
         before = report.loss_before
@@ -158,9 +169,8 @@ def write_report(directory: Path, report: CompressionReport, recipe: str) -> Pat
 
 
 def _tiles(report: CompressionReport) -> list[Tile]:
-    ratio = report.bytes_before / max(report.bytes_after, 1)
     tiles: list[Tile] = [
-        ("Bytes", byte_size(report.bytes_after), f"{ratio:.2f}x smaller than {byte_size(report.bytes_before)}"),
+        ("Bytes", byte_size(report.bytes_after), f"{_saving(report)}; {byte_size(report.bytes_before)} before"),
     ]
     if report.loss_before is not None and report.loss_after is not None:
         before = report.loss_before.perplexity

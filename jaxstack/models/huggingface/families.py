@@ -91,5 +91,5 @@ def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family,
         except ConfigError as error:
             reasons.append(str(error))
     if name is not None:
-        raise ConfigError(reasons[0])
+        raise ConfigError(f"{reasons[0].removesuffix('.')}; leave the model_type out to take the first that can.")
     raise ConfigError("no Hugging Face family can express this model:\n  " + "\n  ".join(reasons))

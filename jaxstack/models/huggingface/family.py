@@ -93,7 +93,12 @@ class Family:
         config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for row in self.rows:
             config |= row.write(model)
-        different = differences(model, self.read(config))
+        try:
+            found = self.read(config)
+        except ConfigError as error:
+            missing = str(error).replace("config.json has no", "its config.json would have no")
+            raise ConfigError(f"{self.model_type} cannot express this model: {missing}") from None
+        different = differences(model, found)
         if different:
             raise ConfigError(f"{self.model_type} cannot express this model: {'; '.join(different)}.")
         return config

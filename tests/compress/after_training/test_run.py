@@ -9,6 +9,7 @@ import pytest
 
 from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, read_compressed
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.compress.after_training.report import CompressionReport, summary_lines
 from jaxstack.compress.after_training.run import (
     CompressOptions,
     compress,
@@ -23,6 +24,7 @@ from jaxstack.compress.solvers.lsq import LsqRule
 from jaxstack.config.loader import dump_yaml
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.export.source import load_source
 from jaxstack.files import write_file
 from jaxstack.parameter_paths import flatten, nest
 from jaxstack.run.build import build_model
@@ -109,6 +111,9 @@ def test_weights_that_training_rounded_are_rounded_once(trained):
     for run in (trained, out):
         measured = evaluate(run, text=text).text
         assert measured is not None and measured.loss == pytest.approx(report.loss_after.loss, rel=1e-6)
+    said = list[str]()
+    load_source(out, report=said.append)
+    assert said == [f"note: {out} holds compressed weights; the export holds their values in float32, uncompressed"]
 
 
 def test_a_recipe_that_changes_trained_values_gets_a_warning():
@@ -185,3 +190,9 @@ def test_a_run_starts_from_compressed_weights(trained):
     kernel = params["decoder"]["layers"]["0"]["attention"]["q_proj"]["kernel"]
     assert float(jnp.mean(kernel == 0)) == 0.5 and "compressed parameters" in lines[0]
     np.testing.assert_array_equal(kernel, jnp.where(kernel == 0, 0, weights[Q_PROJ]))
+
+
+@pytest.mark.parametrize("after, said", [(50, "2.00x smaller"), (100, "no smaller: the recipe"), (125, "1.25x larger")])
+def test_the_report_says_how_much_smaller(after, said):
+    found = CompressionReport("run", 1, 100, after, None, None, (), {})
+    assert said in summary_lines(found)[-1] and "1.00x" not in summary_lines(found)[-1]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from pydantic import ValidationError
 
 from jaxstack.compress.during_training import Compression, compress_in_training
 from jaxstack.compress.formats.integer_grid import QatRule
@@ -84,7 +83,7 @@ def test_the_decoder_of_a_trained_model_gets_packed_weights():
 
 def test_what_does_not_fit_is_one_message():
     for wrong in ({"bits": 4}, {"group_size": 8}):
-        with pytest.raises(ValidationError, match="need weights with bits 8 and group_size null"):
+        with pytest.raises(ConfigError, match="need weights with bits 8 and group_size null"):
             QatRule(path=".", **{**W8A8, **wrong})
     rule = QatRule(path=".", **W8A8)
     with pytest.raises(ConfigError, match=r"activations int8 matches embedding/table, which is no dense layer"):

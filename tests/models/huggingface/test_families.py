@@ -199,7 +199,9 @@ def test_a_model_that_no_family_has_is_refused_with_reasons():
     with pytest.raises(ConfigError, match="no Hugging Face family") as error:
         choose_family(strange)
     assert "llama cannot express this model: norm layer_norm, not rms_norm" in str(error.value)
-    with pytest.raises(ConfigError, match=r"^llama cannot express this model: qk_norm True, not False\.$"):
+    with pytest.raises(ConfigError, match=r"^llama cannot express this model: qk_norm True, not False; leave "):
         choose_family(ModelConfig(vocab_size=64, qk_norm=True), "llama")
+    with pytest.raises(ConfigError, match="^gpt2 cannot express this model: its config.json would have no n_positions"):
+        choose_family(ModelConfig(vocab_size=64), "gpt2")
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         choose_family(strange, "lama")
