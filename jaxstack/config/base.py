@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, field_validator
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
@@ -15,16 +15,22 @@ from pydantic_core import CoreSchema, ErrorDetails, core_schema
 from jaxstack.errors import ConfigError, nearest
 
 
-class _RefusesPlainly(type(BaseModel)):
-    """Metaclass of components: a call with wrong values raises `ConfigError`, with one plain line for each of them."""
+class InvalidComponentError(ConfigError, ValueError):
+    """Raised by the constructor of a component for values that break its rules."""
 
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        try:
-            return super().__call__(*args, **values)
-        except ValidationError as error:
-            problems = [_plainly(problem, vars(cls)["__pydantic_fields__"]) for problem in error.errors()]
-            text = "; ".join(dict.fromkeys(problems))
-            raise ConfigError(f"{cls.__name__}: {text}" + ("" if text.endswith("?") else ".")) from None
+
+class _RefusesPlainly(type(BaseModel)):
+    """Metaclass of components: a call with wrong values raises one `InvalidComponentError` that names them all."""
+
+    if not TYPE_CHECKING:  # type checkers shall see the constructors of the components
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            try:
+                return super().__call__(*args, **values)
+            except ValidationError as error:
+                problems = [_plainly(problem, vars(cls)["__pydantic_fields__"]) for problem in error.errors()]
+                text = "; ".join(dict.fromkeys(problems))
+                raise InvalidComponentError(f"{cls.__name__}: {text}" + ("" if text.endswith("?") else ".")) from None
 
 
 def _plainly(problem: ErrorDetails, fields: Iterable[str]) -> str:
