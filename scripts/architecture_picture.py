@@ -13,7 +13,7 @@ LAYERS = (
     ("on top of runs", ("plan", "tune", "compress")),
     ("commands", ("train", "evaluate", "generate", "convert", "prepare", "launch", "serve", "export")),
     ("runs", ("run",)),
-    ("training", ("trainer", "loop", "evaluation", "step")),
+    ("training", ("trainer", "loop", "training", "evaluation", "step")),
     ("gradients and state", ("gradients", "state", "decoding")),
     ("configuration", ("run_config", "stored", "module_arrays")),
     ("around a step", ("resilience", "distill", "compress.formats")),
