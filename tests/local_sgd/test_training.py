@@ -61,9 +61,7 @@ def network_trainer(workers, method=None, optimizer=None, steps=8):
 
 def test_a_trainer_with_workers_refuses_what_their_feature_excludes():
     ramp = BatchRamp(double_at_tokens=(64,))
-    with pytest.raises(
-        ConfigError, match="workers cannot be combined with batch ramp, because the programs of"
-    ):
+    with pytest.raises(ConfigError, match="workers cannot be combined with batch ramp, because the programs of"):
         Trainer(
             Network,
             squares,
