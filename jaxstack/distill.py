@@ -96,7 +96,7 @@ def distillation_loss(
 
     Args:
       model: the student, from `with_teacher`.
-      batch, key, train, z_loss: as of `language_model_loss`.
+      batch, key, train, z_loss: as in `language_model_loss`.
       settings: alpha and temperature; default: `DistillConfig()`.
 
     Raises:

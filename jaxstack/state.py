@@ -60,7 +60,7 @@ def start_shapes(module: ModuleArrays, rules: AxisRules, zero: int = 0) -> tuple
     """Return shapes, dtypes and shardings of a run's initial parameters, and of those of the module's companions.
 
     The first are those that a step computes with, in the order of checkpoints, without adapters; the second are
-    {name: parameters}. Arguments as of `state_shardings`.
+    {name: parameters}. Arguments as in `state_shardings`.
     """
     used = module.used.plain
     shardings = jax.tree.map(rules.sharding, used.parameter_specs(rules, zero))

@@ -60,7 +60,7 @@ class WorkerSteps(StepFunctions):
 
         return _map_own(one, state)
 
-    def beside(self, exchange: OverlappedExchange, phase: int) -> "WorkerSteps":
+    def overlapped_with(self, exchange: OverlappedExchange, phase: int) -> "WorkerSteps":
         """Return a copy whose train step also runs one phase of `exchange` (averaging over workers) meanwhile."""
         other = copy.copy(self)
         other._beside = exchange, phase
@@ -88,7 +88,7 @@ class WorkerSteps(StepFunctions):
         return self._on_each(own, (_SPECS, _OWN), (_SPECS, _OWN))(state, dict(batch))
 
     def _own_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Take the train step of one worker, overlapped with communication if `beside` has added it."""
+        """Take the train step of one worker, overlapped with communication if `overlapped_with` has added it."""
         key = jax.random.fold_in(state.key, jax.lax.axis_index(WORKERS))
         if self._beside is None:
             new, metrics = super().train_step(state._replace(key=key), batch)
@@ -266,7 +266,7 @@ class Workers(StepWrapper):
         for phase in range(exchange.phases):
             if isinstance(exchange, OverlappedExchange):
                 overlapped = self._overlap_options(trainer, exchange, phase)
-                program = StepProgram(steps.beside(exchange, phase), state, overlapped)
+                program = StepProgram(steps.overlapped_with(exchange, phase), state, overlapped)
                 self._beside[phase] = program.compile(program.lower(batch))
                 if exchange.delay > 1:
                     merge = functools.partial(exchange.merge, phase)

@@ -118,7 +118,7 @@ class CompressionConfig(Component):
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a compression recipe from a YAML file, or by name from those that come with jaxstack.
+    """Load a compression recipe from a YAML file, or one of the recipes of jaxstack by name.
 
     Args:
       name: the name or the file.

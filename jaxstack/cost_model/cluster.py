@@ -190,7 +190,7 @@ class Efficiency(Component):
     network: float = Field(gt=0, le=1)
     """Collectives of large arrays between hosts, relative to the network's bandwidth."""
     transfers: float = Field(ge=0)
-    """Time that transfers of weights and gradients beside computation add to a step, relative to that of the transfers
+    """Time that transfers of weights and gradients during computation add to a step, relative to that of the transfers
     by themselves: below 1 if computation hides them, above 1 if they slow it down by more, as both share the
     multiprocessors and the memory."""
     transfers_scanned: float = Field(ge=0)

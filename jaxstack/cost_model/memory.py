@@ -106,7 +106,7 @@ def stored_parameters(shape: ModelShape, layouts: LayoutTable, *, zero_from: int
 def _gradients(shape: ModelShape, layouts: LayoutTable) -> Floats:
     """Return the bytes of gradients on each device, including the buffer that sums them over microbatches.
 
-    Gradients are float32, except with ZeRO 1; the sums are stored beside the gradients of one microbatch.
+    Gradients are float32, except with ZeRO 1; the sums are stored in addition to the gradients of one microbatch.
 
     In a pipeline the gradients of embedding and head stay whole until the end of the step; where weights are gathered,
     so do those of one table.

@@ -48,7 +48,7 @@ def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoo
             most = int(rest / (per_slots + sampling) * config.slots)
             raise ConfigError(
                 f"the states and logits of {config.slots:,} requests at a time (engine.slots) take at least "
-                f"{byte_size(per_slots + sampling)}, but there are {byte_size(rest)} beside weights and cache; set "
+                f"{byte_size(per_slots + sampling)}, but weights and cache leave {byte_size(rest)}; set "
                 f"engine.slots to at most {most:,}, or use more devices (parallel.tensor=2)."
             )
         if config.pages is None:

@@ -21,11 +21,11 @@ class EngineConfig(Component):
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Fraction of the devices' memory for weights and KV cache together, where `pages` is null."""
     chunk: int = Field(default=512, ge=16)
-    """Largest number of prompt tokens that a step computes; fewer beside running answers, see `chunk_slowdown`. More
-    with `step_tokens`."""
+    """Largest number of prompt tokens that a step computes; fewer while answers are generated, see `chunk_slowdown`.
+    More with `step_tokens`."""
     chunk_slowdown: float = Field(default=2.0, ge=1)
-    """Largest duration of a step with prompt tokens beside running answers, relative to a step without them. The number
-    of prompt tokens follows from measurements at the start, and falls along a long prompt. A larger value starts
+    """Largest duration of a step with prompt tokens while answers are generated, relative to a step without them. The
+    number of prompt tokens follows from measurements at the start, and falls along a long prompt. A larger value starts
     answers sooner; a smaller one delays the running answers less."""
     step_tokens: int | None = Field(default=None, ge=16)
     """Largest number of prompt tokens that a step computes while many wait: up to `step_tokens / chunk` chunks, of

@@ -36,7 +36,7 @@ class Decoder(ModelOnMesh):
     cache stays in memory for the next batch until `unload`.
 
     Args:
-      module, params, non_params, rules: as of `ModelOnMesh`.
+      module, params, non_params, rules: as in `ModelOnMesh`.
       vocab_size: number of ids that may be generated, if the model has more rows than the tokenizer has ids.
       steps: number of steps of one program; None: 8, or 1 on a CPU, where a step takes so long that each token should
         appear at once.

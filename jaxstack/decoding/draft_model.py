@@ -104,7 +104,7 @@ class DraftPrograms:
         Args:
           rows: from `describe`, of decoded rows; COUNT is the number of drafts and 1.
           newest: newest token of each decoded row.
-          chunks, tokens, mode, mask: as of `Programs.run`, with D samples for each decoded row.
+          chunks, tokens, mode, mask: as in `Programs.run`, with D samples for each decoded row.
           recent: tokens to run exactly, the newest included, if layers run together.
 
         Returns:

@@ -180,7 +180,7 @@ class WindowPrograms(Programs):
 
     Args:
       model: the decoder with the window.
-      room, settings: as of `Programs`.
+      room, settings: as in `Programs`.
     """
 
     def __init__(self, model: WindowDecoder, room: CacheRoom, **settings: Any):

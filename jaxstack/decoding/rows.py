@@ -59,7 +59,7 @@ def decode_rows(
 
     Args:
       newest: the rows' COUNT tokens, at the end.
-      together, halves: as of `run_rows`.
+      together, halves: as in `run_rows`.
     """
     (hidden,), pages = run_rows(model, [(rows, newest)], pages, together=together, halves=halves)
     return model.logits(hidden[:, -1]), pages

@@ -232,7 +232,7 @@ class DraftRunner(Runner):
     """Runs the scheduler's planned steps with speculative decoding, in which a draft model proposes tokens.
 
     Args:
-      programs, config, stats, row_counts: as of `Runner`.
+      programs, config, stats, row_counts: as in `Runner`.
       draft: programs of the draft model.
     """
 

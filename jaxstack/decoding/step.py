@@ -192,7 +192,7 @@ class Programs:
         tokens: Int[np.ndarray, "Q C"] | None,
         drafted: Int[np.ndarray, "R D"] | Int[Array, "R D"] | None,
     ) -> Float[Array, "all V"]:
-        """Dispatch the forward pass of a step; return the logits to sample from. Arguments as of `run`."""
+        """Dispatch the forward pass of a step; return the logits to sample from. Arguments as in `run`."""
         model = self.model
         count = len(rows) if drafted is None else drafted.size
         halves = self._halves(count + (0 if tokens is None else tokens.size))

@@ -207,7 +207,7 @@ class TextGenerator:
 
         Args:
           prompts: ids of each prompt, from `encode`.
-          max_tokens, sampling, seed: as of `Decoder.generate`.
+          max_tokens, sampling, seed: as in `Decoder.generate`.
           stop: strings that end a text; they may begin and end within a token.
 
         Raises:

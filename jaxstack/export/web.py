@@ -25,7 +25,7 @@ _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 """Regular expression by which the pre-tokenizer ByteLevel splits a text into words (Radford et al. 2019)."""
 _NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")
 _MARK = "\u2581"
-"""Character that stands for a space in SentencePiece's vocabularies."""
+"""Character that represents a space in SentencePiece's vocabularies."""
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, object]:

@@ -164,7 +164,7 @@ class LocalGradients:
         return ParameterLayout(spec, stored, dtype, bool(metadata.get("sum_where_used")), stacked)
 
     def _working_copies(self, params: Dict) -> Dict:
-        """Return the parameters, those that `data` splits all-gathered over it in the compute dtype.
+        """Return the parameters, all-gathered over `data` where it splits them, in the compute dtype.
 
         Stacked layers are gathered one layer at a time. XLA gathers a whole stack with the devices' parts outermost,
         and copies it into the order of layers after all gathers: the working copy would be in memory twice. All

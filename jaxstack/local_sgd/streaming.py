@@ -32,8 +32,8 @@ class StreamingDiLoCo(OuterSGD):
     fragments: int = Field(default=4, ge=1)
     """Parts of the model, each with every `fragments`-th layer; embedding and head belong to the smallest ones."""
     delay: int = Field(default=1, ge=1)
-    """Steps from the beginning of a fragment's communication to the merge of its result. Its communication runs beside
-    the first of them."""
+    """Steps from the beginning of a fragment's communication to the merge of its result. Its communication overlaps
+    with the first of them."""
     mixing: float = Field(default=0.5, ge=0, lt=1)
     """Share that a worker's own parameters keep when the result is merged."""
     compression: Literal["none", "int8"] = "none"
@@ -164,7 +164,7 @@ class StreamingExchange:
 def _with_layers(x: jax.Array, layers: jax.Array, first: int, stride: int) -> jax.Array:
     """Return `x` with every `stride`-th entry of its first dim from `first` on replaced, as `.at[].set` does.
 
-    With a stride of 1, XLA crashes when it compiles that scatter for GPUs beside a scan over the layers.
+    With a stride of 1, XLA crashes when it compiles that scatter for GPUs together with a scan over the layers.
     """
     after = len(x) - 1 - first - (len(layers) - 1) * stride
     rest = [(0, 0, 0)] * (x.ndim - 1)

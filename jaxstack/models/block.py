@@ -85,7 +85,7 @@ class TokenMixer(Protocol):
 
     @staticmethod
     def flops_per_token(config: ModelConfig, layer: Layer, length: int) -> float:
-        """Return forward and backward FLOPs per token beside those of its matrices, in sequences of `length` tokens."""
+        """Return forward and backward FLOPs per token, without its matrices, in sequences of `length` tokens."""
         ...
 
 

@@ -83,7 +83,7 @@ def stream(
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Generate one text, and yield it piece by piece as its tokens are sampled; arguments as of `generate`."""
+    """Generate one text, and yield it piece by piece as its tokens are sampled; arguments as in `generate`."""
     rows = _make_rows(generator, [prompt], 1, seed)
     tokens = _token_limit(generator, rows, max_tokens)
     return (piece.text for piece in generator.stream([rows[0].ids], tokens, sampling, seed=[seed], stop=stop))

@@ -45,7 +45,7 @@ class EngineGroup:
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
     ) -> Request:
-        """Submit a request to the engine with the fewest requests; arguments and result are as of `Engine.submit`."""
+        """Submit a request to the engine with the fewest requests; arguments and result are as in `Engine.submit`."""
         options = {"seed": seed, "stop_tokens": stop_tokens, "constraint": constraint}
         *others, last = sorted(self.engines, key=lambda engine: engine.running + engine.waiting)
         for engine in others:

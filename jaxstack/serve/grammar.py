@@ -45,7 +45,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def find(self, kind: Kind, value: object) -> "GrammarConstraint | None":
-        """Return a grammar as the constraint for one answer if it is compiled already; arguments as of `compile`."""
+        """Return a grammar as the constraint for one answer if it is compiled already; arguments as in `compile`."""
         with self._lock:
             known = self._compiled.get((kind, json.dumps(value)))
             if known is None or not known.done():

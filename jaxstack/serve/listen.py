@@ -117,7 +117,7 @@ def serve(
     """Serve HTTP requests until SIGTERM or Ctrl-C; then refuse new requests and wait for the running ones to end.
 
     Args:
-      engine, tokenizer, name, config, api_key: as of `jaxstack.serve.http.Server`.
+      engine, tokenizer, name, config, api_key: as in `jaxstack.serve.http.Server`.
       bound: the socket, from `bind`.
       report: called with a line of text when the server is ready and when it ends.
     """

@@ -137,7 +137,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
           read: reads bytes of the files, e.g. `read_by_kvikio`.
 
         Raises:
-          ConfigError: as of `slices`.
+          ConfigError: as in `slices`.
         """
         if name in self._replaced:
             return None

@@ -40,7 +40,7 @@ TENSORS = (*ENDS, *ATTENTION, *NORMS, *MLP)
 
 
 def max_positions(default: int) -> Row:
-    """Return the `Row` that converts config.json's `max_position_embeddings`; `default` stands for a missing limit."""
+    """Return the `Row` that converts config.json's `max_position_embeddings`; `default` replaces a missing limit."""
     key = "max_position_embeddings"
     return same(key, key, default, lambda model: model.max_position_embeddings or default)
 

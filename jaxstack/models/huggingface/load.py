@@ -96,7 +96,7 @@ def read_parameters(
     """Load a Transformer's parameters from a Hugging Face checkpoint as nested dicts, sharded as `shardings`.
 
     Args:
-      directory, config, ignore, report: as of `from_huggingface`.
+      directory, config, ignore, report: as in `from_huggingface`.
       shardings: the layout of each plain parameter.
       packed: True returns quantized weights as `PackedWeight` where a parameter is one tensor, as those of unrolled
         layers are, and one of its formats stores the same; otherwise all are plain numbers.
