@@ -18,10 +18,9 @@ from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
 from jaxstack.decoding.pages import PagePool
 from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReason, Request
-from jaxstack.decoding.runner import DraftRunner, Runner
+from jaxstack.decoding.runner import DraftRunner, EngineState, EngineStats, Runner
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
-from jaxstack.decoding.stats import EngineState, EngineStats
 from jaxstack.decoding.step import Programs, shares_pages
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
 from jaxstack.errors import ConfigError, JaxstackError, memory_shortage

@@ -13,7 +13,6 @@ from jaxstack.compress.during_training import compress_in_training
 from jaxstack.data.loader import Data
 from jaxstack.distill import distillation_loss, empty_model, with_teacher
 from jaxstack.errors import ConfigError
-from jaxstack.folder_worker import FolderWorker
 from jaxstack.local_sgd.folder import FolderDiLoCo
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
@@ -28,7 +27,7 @@ from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
 from jaxstack.trainer import StepWrapper, Trainer
-from jaxstack.worker_steps import Workers
+from jaxstack.worker_steps import FolderWorker, Workers
 
 Batch = Mapping[str, np.ndarray]
 BatchSource: TypeAlias = Data | Callable[[int], Batch] | Iterable[Batch]

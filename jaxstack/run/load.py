@@ -19,12 +19,11 @@ from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_trees
 from jaxstack.config.overrides import merge_overrides
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.decoding.decode import Params, cast_shapes
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.layer_window import WindowDecoder
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.text_stream import TextGenerator
+from jaxstack.decoding.text_stream import ChatGenerator, TextGenerator
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.huggingface.families import check_model

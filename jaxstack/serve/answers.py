@@ -13,9 +13,8 @@ from starlette.types import Receive, Scope, Send
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.chat import check_chat_text
 from jaxstack.decoding.requests import ConstraintFailed, Request
-from jaxstack.decoding.text_stream import TextStream
+from jaxstack.decoding.text_stream import TextStream, check_chat_text
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import Envelope, error_body

@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.engine import Engine, EngineBusy
 from jaxstack.decoding.requests import Constraint, Request
+from jaxstack.decoding.runner import EngineState
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.stats import EngineState
 from jaxstack.serve.config import EngineConfig
 
 

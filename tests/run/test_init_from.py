@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 import jaxstack.generate as generate
 from jaxstack import convert
 from jaxstack.data.load_tokenizer import load_tokenizer
-from jaxstack.decoding.chat import ChatGenerator
+from jaxstack.decoding.text_stream import ChatGenerator
 from jaxstack.models import from_huggingface
 from jaxstack.run.load import load
 from jaxstack.run.train import train

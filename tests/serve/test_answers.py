@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxstack.data.load_tokenizer import read_tokenizer_file
-from jaxstack.decoding.chat import ChatGenerator
+from jaxstack.decoding.text_stream import ChatGenerator
 from jaxstack.errors import ConfigError
 
 pytest.importorskip("jinja2")
