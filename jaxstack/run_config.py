@@ -35,8 +35,7 @@ from jaxstack.local_sgd.folder import FolderDiLoCo
 from jaxstack.models import adapters
 from jaxstack.models import config as model_config
 from jaxstack.models.adapters import AdapterConfig
-from jaxstack.models.config import ModelConfig
-from jaxstack.models.preset import load_preset
+from jaxstack.models.config import ModelConfig, load_preset
 from jaxstack.observe import config as observe_config
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.noise_scale import noise_problem

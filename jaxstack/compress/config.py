@@ -30,8 +30,7 @@ from jaxstack.config.features import Feature
 from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.config.overrides import merge_overrides
 from jaxstack.errors import ConfigError, nearest
-from jaxstack.models.layer_paths import match_common_value
-from jaxstack.parameter_paths import check_patterns, match
+from jaxstack.parameter_paths import check_patterns, match, match_common_value
 
 # fmt: off
 METHODS: tuple[type[Method], ...] = (

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from jaxstack.decoding.capacity import choose_room
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
@@ -21,7 +20,7 @@ from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReaso
 from jaxstack.decoding.runner import DraftRunner, EngineState, EngineStats, Runner
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.schedule import Scheduler
-from jaxstack.decoding.step import Programs, shares_pages
+from jaxstack.decoding.step import Programs, choose_room, shares_pages
 from jaxstack.decoding.step_shapes import StepShapes, chunk_shapes, decode_batch_sizes
 from jaxstack.errors import ConfigError, JaxstackError, memory_shortage
 

@@ -5,6 +5,9 @@ from .adapters import add_adapters as add_adapters
 from .adapters import merge_adapters as merge_adapters
 from .config import ModelConfig as ModelConfig
 from .config import RopeScaling as RopeScaling
+from .config import load_preset as load_preset
+from .config import preset_config as preset_config
+from .config import preset_names as preset_names
 from .count import count_parameters as count_parameters
 from .count import flops_saved_per_token as flops_saved_per_token
 from .count import model_flops_per_token as model_flops_per_token
@@ -13,8 +16,5 @@ from .huggingface.save import to_huggingface as to_huggingface
 from .low_precision import count_fp8_matmuls as count_fp8_matmuls
 from .low_precision import in_fp8 as in_fp8
 from .low_precision import with_kv_cache as with_kv_cache
-from .preset import load_preset as load_preset
-from .preset import preset_config as preset_config
-from .preset import preset_names as preset_names
 from .restack import unroll_layers as unroll_layers
 from .transformer import Transformer as Transformer

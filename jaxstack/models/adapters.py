@@ -20,9 +20,8 @@ from pydantic import Field
 from jaxstack.config.base import Component, PathRule
 from jaxstack.config.features import Excludes, Feature
 from jaxstack.models.dropout import drop, fold_key
-from jaxstack.models.layer_paths import match_common_value, weight_paths
 from jaxstack.models.linear import Kernel, Linear, multiply
-from jaxstack.parameter_paths import check_patterns
+from jaxstack.parameter_paths import check_patterns, match_common_value, weight_paths
 from pallas_kernels import PackedWeight, QuantizedWeight
 
 Module = TypeVar("Module", bound=nnx.Module)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component, NameIn
 from jaxstack.config.features import Excludes, Feature
+from jaxstack.config.loader import build_component, load_yaml
+from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
@@ -412,3 +415,34 @@ FEATURES = (
     ),
 )
 """Features of a model, see `jaxstack.config.features`."""
+
+
+_DIRECTORY = Path(__file__).parent / "presets"
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets that come with the package, sorted."""
+    return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
+
+
+def preset_config(name: str, **changes: Any) -> ModelConfig:
+    """Load the preset with this name as a `ModelConfig`.
+
+    Args:
+      changes: fields that differ from the preset.
+
+    Raises:
+      ConfigError: there is no such preset, or a change breaks a rule.
+    """
+    return build_component(ModelConfig, {**load_preset(name), "preset": name, **changes}, f"preset {name}")
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """Load the `model:` section of a preset's YAML file as plain data.
+
+    Raises:
+      ConfigError: there is no such preset.
+    """
+    if not isinstance(name, str) or name not in preset_names():
+        raise ConfigError(f"model.preset: there is no preset {name!r}; {nearest(str(name), preset_names())}")
+    return load_yaml(_DIRECTORY / f"{name}.yaml")

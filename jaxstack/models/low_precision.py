@@ -10,11 +10,10 @@ from jaxstack.models.attention.cache_formats import CACHE_FORMATS
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from jaxstack.models.attention_layer import Attention
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.layer_paths import match_common_value, weight_paths
 from jaxstack.models.moe_layer import Experts
 from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer
-from jaxstack.parameter_paths import check_patterns
+from jaxstack.parameter_paths import check_patterns, match_common_value, weight_paths
 from jaxstack.precision import Fp8Matmul, PrecisionConfig, use_fp8
 
 

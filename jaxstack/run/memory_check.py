@@ -8,8 +8,8 @@ from jaxtyping import PyTree
 
 from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.errors import ConfigError
+from jaxstack.models.config import preset_config, preset_names
 from jaxstack.models.count import count_parameters
-from jaxstack.models.preset import preset_config, preset_names
 from jaxstack.observe.number_format import byte_size
 from jaxstack.optim.base import Optimizer, RunInfo
 from jaxstack.run_config import RunConfig

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from jaxstack.models import count_parameters
-from jaxstack.models.preset import preset_config
+from jaxstack.models.config import preset_config
 from scripts.pages.page import Page
 from scripts.pages.page import spaced_table as table
 from scripts.pages.rows import RATE, RESULTS, Row, read_all, read_rows

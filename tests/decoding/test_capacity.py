@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxstack.decoding import capacity
+from jaxstack.decoding import step
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.step import cache_bytes
@@ -15,23 +15,23 @@ MEMORY = 4_000_000
 
 
 def test_more_requests_than_fit_are_refused_with_the_largest_number_that_fits(monkeypatch):
-    monkeypatch.setattr(capacity, "memory_per_device", lambda: MEMORY)
+    monkeypatch.setattr(step, "memory_per_device", lambda: MEMORY)
     model = open_tiny()
     with pytest.raises(ConfigError, match=r"engine\.slots\) take at least .* set engine\.slots to at most") as refused:
-        capacity.choose_room([model], EngineConfig(slots=2000))
+        step.choose_room([model], EngineConfig(slots=2000))
     found = re.search(r"at most ([\d,]+)", str(refused.value))
     assert found is not None
     most = int(found[1].replace(",", ""))
-    room = capacity.choose_room([model], EngineConfig(slots=most))
+    room = step.choose_room([model], EngineConfig(slots=most))
     assert cache_bytes(model, room) + model.weight_bytes + most * 257 * 12 <= MEMORY
     with pytest.raises(ConfigError, match="set engine.slots to at most"):
-        capacity.choose_room([model], EngineConfig(slots=most + 5))
+        step.choose_room([model], EngineConfig(slots=most + 5))
 
 
 def test_few_requests_leave_the_cache_its_share(monkeypatch):
     model = open_tiny()
-    monkeypatch.setattr(capacity, "memory_per_device", lambda: model.weight_bytes + 500_000)
-    room = capacity.choose_room([model], EngineConfig(slots=16))
+    monkeypatch.setattr(step, "memory_per_device", lambda: model.weight_bytes + 500_000)
+    room = step.choose_room([model], EngineConfig(slots=16))
     used = cache_bytes(model, room) + model.weight_bytes
     share = 0.9 * (model.weight_bytes + 500_000)
     assert share - cache_bytes(model, room._replace(pages=2)) <= used <= share
