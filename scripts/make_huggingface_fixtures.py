@@ -58,6 +58,19 @@ MODELS = {
         },
     ),
     "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "smollm3": ("SmolLM3", {**SMALL, "num_hidden_layers": 4, "no_rope_layer_interval": 4, "pad_token_id": 1}),
+    "granite": (
+        "Granite",
+        {
+            **SMALL,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", SMALL),
     "qwen3-moe": (
         "Qwen3Moe",
         {**SMALL, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,

@@ -234,7 +234,7 @@ def _elementwise_operators(model: ModelConfig, work: Workload) -> list[OperatorC
     layers = model.layers()
     feeding = sum(layer.feed_forward is not None for layer in layers)
     sublayers = (sum(layer.mixer is not None for layer in layers) + feeding) * work.microbatches
-    norms = 2 if model.post_norms else 1
+    norms = model.pre_norms + model.post_norms
     found = [
         # Read and write; backward: read the input and the gradient, write a gradient.
         OperatorCost("norm", "elementwise", 15 * values, 5 * size * values, norms * sublayers),

@@ -1,4 +1,4 @@
-"""The engine's compiled programs: the forward pass over packed tokens with a paged KV cache, sampling, and their memory.
+"""The engine's compiled programs: the forward pass over packed tokens with a paged KV cache, sampling, their memory.
 
 Dims: S slots, R rows, C width of a chunk, V vocabulary.
 """

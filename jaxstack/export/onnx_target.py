@@ -176,8 +176,8 @@ class _Writer:
         graph = self.graph
         model = self.model
         x = graph.add("Gather", self._parameter("embedding/table"), ids)
-        if model.scale_embeddings:
-            x = graph.add("Mul", x, graph.constant(model.hidden_size**0.5))
+        if model.embedding_factor != 1:
+            x = graph.add("Mul", x, graph.constant(model.embedding_factor))
         if model.positions == "learned":
             x = graph.add("Add", x, graph.add("Gather", self._parameter("position_embedding/table"), positions))
         return x

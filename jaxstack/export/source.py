@@ -105,4 +105,12 @@ def dense_softmax_problem(model: ModelConfig) -> str | None:
         return "moe, a mixture of experts (only dense layers)"
     if any(layer.mixer is None or layer.feed_forward is None for layer in model.layers()):
         return "layer_types: attention_only, feed_forward_only (only layers of two sublayers)"
-    return None
+    if model.positions == "rope" and any(layer.rotation is None for layer in model.layers()):
+        return "layer_types: full_attention_no_rope (all layers rotate queries and keys)"
+    given = {
+        "pre_norms: false": not model.pre_norms,
+        "qk_norm: all_heads": model.qk_norm == "all_heads",
+        "residual_multiplier": model.residual_multiplier != 1,
+        "logits_scaling": model.logits_scaling != 1,
+    }
+    return next((name for name, found in given.items() if found), None)

@@ -225,7 +225,7 @@ def describe_model(source: Source) -> dict[str, object]:
         "activation": model.hidden_act,
         "vocabulary": model.vocab_size,
         "tied": model.tie_word_embeddings,
-        "embeddingScale": model.hidden_size**0.5 if model.scale_embeddings else 1,
+        "embeddingScale": model.embedding_factor,
         "normEps": model.norm_eps,
         "normOffset": norm.offset if issubclass(norm, RMSNorm) else 0,
         "windows": model.windows(),

@@ -29,7 +29,7 @@ from jaxstack.models.mixer import (
     LayerCache,
     ParameterCount,
 )
-from jaxstack.models.norm import LayerInput, count_norm_parameters, head_norm_name, make_norm
+from jaxstack.models.norm import HeadsNorm, LayerInput, Norm, count_norm_parameters, head_norm_name, make_norm
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
 from jaxstack.parallel.sharding_context import is_sharded
@@ -66,8 +66,8 @@ class Attention(nnx.Module):
         self.o_proj = Linear(
             (n, h), (d,), ("heads", "head_dim", "embed"), rngs=rngs, initialize=outer, bias=config.output_bias
         )
-        self.q_norm = make_norm(head_norm_name(config.norm), h, config.norm_eps) if config.qk_norm else None
-        self.k_norm = make_norm(head_norm_name(config.norm), h, config.norm_eps) if config.qk_norm else None
+        self.q_norm = _make_head_norm(config, n, "heads")
+        self.k_norm = _make_head_norm(config, k, "kv_heads")
         self.kind = layer.mixer
         self.heads = config.heads(layer.window)
         self.kind_weight = self.kind.make_weight(self.heads, rngs)
@@ -196,7 +196,9 @@ class Attention(nnx.Module):
         h = config.width_per_head
         n = config.num_heads
         k = config.kv_heads
-        head_norms = 2 * count_norm_parameters(head_norm_name(config.norm), h) if config.qk_norm else 0
+        head_norms = (n + k) * h if config.qk_norm == "all_heads" else 0
+        if config.qk_norm is True:
+            head_norms = 2 * count_norm_parameters(head_norm_name(config.norm), h)
         biases = (n + 2 * k) * h * config.qkv_bias + d * config.output_bias
         return ParameterCount(2 * d * n * h + 2 * d * k * h, biases + head_norms + layer.mixer.count_weight())
 
@@ -205,3 +207,10 @@ class Attention(nnx.Module):
         """Return forward and backward FLOPs per token of the attention over `length` tokens, without projections."""
         assert isinstance(layer.mixer, AttentionKind)
         return layer.mixer.flops_per_token(config.heads(layer.window), length)
+
+
+def _make_head_norm(config: ModelConfig, heads: int, axis: str) -> Norm | None:
+    """Return the norm of query or key heads; None without `config.qk_norm`."""
+    if config.qk_norm == "all_heads":
+        return HeadsNorm(heads, config.width_per_head, config.norm_eps, axis)
+    return make_norm(head_norm_name(config.norm), config.width_per_head, config.norm_eps) if config.qk_norm else None

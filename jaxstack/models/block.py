@@ -27,8 +27,10 @@ def shard_residual(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return shard(x, "batch", "residual_length", "act_embed")
 
 
-def normalize(norm: Norm, x: Float[Array, "B T D"]) -> tuple[LayerInput, Float[Array, "B T D"]]:
+def normalize(norm: Norm | None, x: Float[Array, "B T D"]) -> tuple[LayerInput, Float[Array, "B T D"]]:
     """Normalize the input of a sublayer; return (norm(x), x), where x continues as the residual stream.
+
+    Without a norm both are x.
 
     Two things that a norm may offer are used here, and change nothing but the speed:
 
@@ -37,6 +39,8 @@ def normalize(norm: Norm, x: Float[Array, "B T D"]) -> tuple[LayerInput, Float[A
     - `as_layer_input(normalized, x)` is an input that dense layers in FP8 recompute while they round it, so that the
       normalized array need not be stored.
     """
+    if norm is None:
+        return x, x
     with_residual = getattr(norm, "with_residual", None)
     normalized, x = (norm(x), x) if with_residual is None else with_residual(x)
     normalized = shard_residual(normalized)
@@ -108,7 +112,8 @@ def mixer_module(mixer: Mixer) -> type[TokenMixer]:
 class Block(nnx.Module):
     """A layer: x = x + mixer(norm(x)), then x = x + mlp(norm(x)). Either sublayer may be missing.
 
-    With `config.post_norms` the output of each sublayer is normalized too, before it is added.
+    With `config.post_norms` the output of each sublayer is normalized too, before it is added; without
+    `config.pre_norms` its input is not.
 
     Args:
       layer: what this layer consists of.
@@ -118,13 +123,14 @@ class Block(nnx.Module):
         def norm(wanted: object) -> Norm | None:
             return make_norm(config.norm, config.hidden_size, config.norm_eps) if wanted else None
 
-        self.attention_norm = norm(layer.mixer)
-        self.mlp_norm = norm(layer.feed_forward)
+        self.attention_norm = norm(layer.mixer and config.pre_norms)
+        self.mlp_norm = norm(layer.feed_forward and config.pre_norms)
         self.attention = None if layer.mixer is None else mixer_module(layer.mixer)(config, layer, rngs)  # pyright: ignore[reportCallIssue]
         self.mlp = _make_feed_forward(config, layer, rngs)
         self.attention_post_norm = norm(layer.mixer and config.post_norms)
         self.mlp_post_norm = norm(layer.feed_forward and config.post_norms)
         self.dropout = config.dropout
+        self.residual_multiplier = config.residual_multiplier
         cut = layer.feed_forward == "dense" and config.remat not in MATMULS_SAVED
         self.chunked_width = config.feed_forward_size if cut else None
         """Width of the activations that decides into how many chunks the MLP is cut; None: it is never cut."""
@@ -149,7 +155,7 @@ class Block(nnx.Module):
         """
         attention_key, mlp_key = split_key(key if self.dropout else None)
         router_loss = None
-        if self.attention is not None and self.attention_norm is not None:
+        if self.attention is not None:
             with jax.named_scope("attention"):
                 normalized, x = normalize(self.attention_norm, x)
                 update, cache = self.attention(normalized, context, cache)
@@ -177,7 +183,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: LayerCache
     ) -> tuple[Float[Array, "B T D"] | None, LayerCache | None]:
         """Compute only the mixer's output while decoding; also return the updated cache. Both None without a mixer."""
-        if self.attention is None or self.attention_norm is None:
+        if self.attention is None:
             return None, None
         with jax.named_scope("attention"):
             return self.attention(normalize(self.attention_norm, x)[0], context, cache)
@@ -194,7 +200,7 @@ class Block(nnx.Module):
 
     def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Compute mlp(norm(x)); also return the residual stream to add it to, and the router's losses."""
-        norm, mlp = modules = cast(tuple[Norm, PlainMLP], (self.mlp_norm, self.mlp))
+        norm, mlp = modules = cast(tuple[Norm | None, PlainMLP], (self.mlp_norm, self.mlp))
         count = 1 if self.chunked_width is None else count_chunks(modules, x, self.chunked_width)
         if count > 1:
             return apply_in_chunks(_apply_mlp, modules, x, count), x, None
@@ -205,10 +211,12 @@ class Block(nnx.Module):
         return mlp(normalized), x, None
 
     def _add(self, x: jax.Array, update: jax.Array, post_norm: Norm | None, key: jax.Array | None) -> jax.Array:
-        """Add a sublayer's output to the residual stream: x + dropout(post_norm(update))."""
+        """Add a sublayer's output to the residual stream: x + residual_multiplier dropout(post_norm(update))."""
         update = shard_residual(update)
         if post_norm is not None:
             update = post_norm(update)
+        if self.residual_multiplier != 1:
+            update = update * jnp.asarray(self.residual_multiplier, update.dtype)
         return add_to_residual(x, drop(update, self.dropout, key))
 
 
@@ -218,6 +226,6 @@ def _make_feed_forward(config: ModelConfig, layer: Layer, rngs: nnx.Rngs) -> nnx
     return MoE(config, rngs) if layer.feed_forward == "experts" else MLPS[config.mlp](config, rngs)
 
 
-def _apply_mlp(modules: tuple[Norm, PlainMLP], x: jax.Array) -> jax.Array:
+def _apply_mlp(modules: tuple[Norm | None, PlainMLP], x: jax.Array) -> jax.Array:
     norm, mlp = modules
-    return mlp(shard_residual(norm(x)))
+    return mlp(shard_residual(x if norm is None else norm(x)))

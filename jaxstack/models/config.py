@@ -29,17 +29,20 @@ class LayerType:
     Attributes:
       mixer: name of the key of `ModelConfig` that configures its token mixer; None: it has none.
       windowed: True if a token sees the last `ModelConfig.sliding_window` tokens only.
+      rotates: False leaves queries and keys without rotary positions.
       feed_forward: True if it has a feed-forward sublayer.
     """
 
     mixer: str | None = "attention"
     windowed: bool = False
+    rotates: bool = True
     feed_forward: bool = True
 
 
 LAYER_TYPES = {
     "full_attention": LayerType(),
     "sliding_attention": LayerType(windowed=True),
+    "full_attention_no_rope": LayerType(rotates=False),
     "attention_only": LayerType(feed_forward=False),
     "feed_forward_only": LayerType(mixer=None),
 }
@@ -103,10 +106,13 @@ class ModelConfig(Component):
     """Norm before each sublayer and the head; `rms_norm_unit_offset` is Gemma's."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of the norms, added to the variance."""
+    pre_norms: bool = True
+    """Normalize the input of each sublayer; false needs `post_norms` (OLMo 2)."""
     post_norms: bool = False
     """Also normalize the output of each sublayer, before it is added to the residual stream (Gemma 2)."""
-    qk_norm: bool = False
-    """Normalize query and key heads by RMSNorm (Qwen 3), or by `norm` if that is rms_norm_unit_offset (Gemma 3)."""
+    qk_norm: bool | Literal["all_heads"] = False
+    """Normalize query and key heads by RMSNorm (Qwen 3), or by `norm` if that is rms_norm_unit_offset (Gemma 3).
+    all_heads: the heads of a token together, by one RMSNorm over all their channels (OLMo 2)."""
 
     positions: Literal["rope", "learned", "none"] = "rope"
     """Position encoding: `rope` (rotary), `learned` (a table), or `none`."""
@@ -122,7 +128,8 @@ class ModelConfig(Component):
     """Attention kind of all layers, chosen by `name`."""
     layer_types: tuple[Annotated[str, NameIn(LAYER_TYPES)], ...] = ("full_attention",)
     """Type of each layer, repeated over the depth; sliding_attention, a causal window, needs softmax attention.
-    attention_only and feed_forward_only are layers with one sublayer in place of two."""
+    full_attention_no_rope is attention without rotary positions (SmolLM3); attention_only and feed_forward_only are
+    layers with one sublayer in place of two."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Number of keys that a query of a sliding_attention layer sees, itself included."""
     qkv_bias: bool = False
@@ -145,8 +152,12 @@ class ModelConfig(Component):
 
     tie_word_embeddings: bool = False
     """Use the embedding's table as the output head."""
-    scale_embeddings: bool = False
-    """Multiply embeddings by sqrt(hidden_size) (Gemma)."""
+    scale_embeddings: bool | Annotated[float, Field(gt=0)] = False
+    """Factor of the embeddings (Granite); true: sqrt(hidden_size) (Gemma)."""
+    residual_multiplier: float = Field(default=1.0, gt=0)
+    """Factor of each sublayer's output before it is added to the residual stream (Granite)."""
+    logits_scaling: float = Field(default=1.0, gt=0)
+    """Logits are divided by this (Granite)."""
     final_logit_softcapping: float | None = Field(default=None, gt=0)
     """Soft cap c of the logits, c tanh(logit / c); left out: none."""
 
@@ -206,6 +217,8 @@ class ModelConfig(Component):
                 f"layer_types ({', '.join(self.layer_types)}) must have a type in which tokens see other tokens, such "
                 "as full_attention."
             )
+        if not (self.pre_norms or self.post_norms):
+            raise ValueError("pre_norms: false needs post_norms: true; without any norm activations grow with depth.")
         if self.moe is not None and self.mlp_bias:
             raise ValueError("mlp_bias must be false with moe: experts have no biases.")
         if problem := self._width_problem():
@@ -220,7 +233,7 @@ class ModelConfig(Component):
             return f"{given[0]} needs parametrization: mup; set it, or remove {given[0]}." if given else None
         if self.base_width is None:
             return "parametrization: mup needs base_width, the hidden_size that the learning rate was tuned at."
-        if self.scale_embeddings:
+        if self.scale_embeddings is True:
             return (
                 "parametrization: mup cannot hold with scale_embeddings, whose factor sqrt(hidden_size) grows with the "
                 "width; set scale_embeddings to false (the norms that follow make up for it)."
@@ -258,6 +271,13 @@ class ModelConfig(Component):
         """Width of one expert; that of a dense feed-forward sublayer where `moe_intermediate_size` is not set."""
         size = self.moe.moe_intermediate_size if self.moe is not None else None
         return size or self.feed_forward_size
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor of the embeddings, from `scale_embeddings`."""
+        if isinstance(self.scale_embeddings, bool):
+            return self.hidden_size**0.5 if self.scale_embeddings else 1.0
+        return self.scale_embeddings
 
     @property
     def score_divisor(self) -> float:
@@ -299,10 +319,11 @@ class ModelConfig(Component):
     def _layer(self, name: str, mixture: bool) -> Layer:
         kind = LAYER_TYPES[name]
         local = kind.windowed and self.rope_local_base_freq is not None
+        rotates = kind.mixer is not None and kind.rotates and self.positions == "rope"
         return Layer(
             mixer=None if kind.mixer is None else getattr(self, kind.mixer),
             window=self.sliding_window if kind.windowed else None,
-            rotation=("local" if local else "global") if kind.mixer and self.positions == "rope" else None,
+            rotation=("local" if local else "global") if rotates else None,
             feed_forward=("experts" if mixture else "dense") if kind.feed_forward else None,
         )
 

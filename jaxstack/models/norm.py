@@ -61,6 +61,26 @@ class UnitOffsetRMSNorm(RMSNorm):
         self.scale = nnx.Param(jnp.zeros(size, jnp.float32), logical_axes=("norm",))
 
 
+class HeadsNorm(nnx.Module):
+    """RMS normalization of all heads of a token together, x / rms(x) * scale, over the last two dims [N, H] (OLMo 2).
+
+    It is computed by XLA, which sums squares over the devices that share the heads.
+
+    Args:
+      heads: number N of heads.
+      axis: logical axis of the heads.
+    """
+
+    def __init__(self, heads: int, size: int, eps: float, axis: str):
+        self.scale = nnx.Param(jnp.ones((heads, size), jnp.float32), logical_axes=(axis, "head_dim"))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... N H"]) -> Float[Array, "... N H"]:
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True)
+        return (wide * jax.lax.rsqrt(mean + self.eps) * self.scale[...]).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Layer normalization, (x - mean) / std * scale + bias (Ba et al. 2016, arXiv:1607.06450)."""
 

@@ -375,9 +375,11 @@ class Transformer(nnx.Module):
         return shard_residual(self._scale_and_place(vectors.astype(self.dtype), context))
 
     def leave(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Apply the final norm to the last layer's output, which gives the input of the head."""
+        """Apply the final norm to the last layer's output, and the scale of the logits; this gives the head's input."""
         with jax.named_scope("final_norm"):
             x = shard_residual(self.final_norm(x))
+            if self.config.logits_scaling != 1:
+                x = x * jnp.asarray(1 / self.config.logits_scaling, x.dtype)
         return shard(x, "batch", "length", "act_embed")
 
     def _embed(self, tokens: jax.Array, context: Context, key: jax.Array | None) -> jax.Array:
@@ -387,8 +389,8 @@ class Transformer(nnx.Module):
 
     def _scale_and_place(self, x: jax.Array, context: Context) -> jax.Array:
         """Scale token embeddings if the model does so, and add learned position embeddings if it has them."""
-        if self.config.scale_embeddings:
-            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        if self.config.embedding_factor != 1:
+            x = x * jnp.asarray(self.config.embedding_factor, x.dtype)
         return x if self.position_embedding is None else x + self._position_rows(context)
 
 

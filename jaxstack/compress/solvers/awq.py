@@ -107,14 +107,15 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
       names: the layer's weights by path.
     """
     folds: list[Fold] = []
-    if not config.qk_norm:
+    if config.pre_norms and not config.qk_norm:
         targets = tuple(f"attention/{name}_proj" for name in ("q", "k", "v"))
         folds.append(Fold("attention_norm", targets, "attention"))
     if config.kv_heads == config.num_heads and isinstance(config.attention, SoftmaxAttention):
         folds.append(Fold("attention/v_proj", ("attention/o_proj",)))
     gated = "mlp/gate_proj/kernel" in names
     first = ("mlp/gate_proj", "mlp/up_proj") if gated else ("mlp/up_proj",)
-    folds.append(Fold("mlp_norm", first, "mlp"))
+    if config.pre_norms:
+        folds.append(Fold("mlp_norm", first, "mlp"))
     if gated:  # the gate's activation is not linear, the other factor is
         folds.append(Fold("mlp/up_proj", ("mlp/down_proj",)))
     return folds

@@ -156,6 +156,13 @@ def rope(theta: float = 10000.0, local: float | None = None) -> Row:
     return Row(keys, read, write)
 
 
+def repeated_types(special: Sequence[bool], name: str) -> tuple[str, ...]:
+    """Return the shortest `layer_types` for layers of which those that are True are of type `name`, the others full."""
+    count = len(special)
+    period = next(p for p in range(1, count + 1) if all(kind == special[i % p] for i, kind in enumerate(special)))
+    return tuple(name if kind else "full_attention" for kind in special[:period])
+
+
 def windows(
     keys: Sequence[str],
     kinds: Callable[[Keys, int], Sequence[bool]],
@@ -186,9 +193,7 @@ def windows(
         narrow = [kind == "sliding_attention" for kind in named] if named is not None else list(kinds(config, count))
         if size is None or not any(narrow):
             return {}
-        period = next(p for p in range(1, count + 1) if all(n == narrow[i % p] for i, n in enumerate(narrow)))
-        types = tuple("sliding_attention" if kind else "full_attention" for kind in narrow[:period])
-        return {"layer_types": types, "sliding_window": size}
+        return {"layer_types": repeated_types(narrow, "sliding_attention"), "sliding_window": size}
 
     return Row(("sliding_window", *keys), read, write)
 

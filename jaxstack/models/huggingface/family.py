@@ -130,8 +130,10 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "num_kv_heads": model.kv_heads,
         "head_dim": model.width_per_head,
         "intermediate_size": model.feed_forward_size if model.dense_layers else None,
-        "query_pre_attn_scalar": float(model.score_divisor),
+        "query_pre_attn_scalar": float(f"{model.score_divisor:.10g}"),  # some files have a power of it
+        "scale_embeddings": model.embedding_factor,
         "windows a layer": list(model.windows()),
+        "layers without rotary positions": [i for i, layer in enumerate(model.layers()) if layer.rotation is None],
         "layers of one sublayer": [
             i for i, layer in enumerate(model.layers()) if not (layer.mixer and layer.feed_forward)
         ],

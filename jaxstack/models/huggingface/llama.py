@@ -1,10 +1,26 @@
-"""Hugging Face formats of Llama 2 and 3 (Touvron et al. 2023, Llama Team 2024) and Mistral (Jiang et al. 2023).
+"""Hugging Face formats of Llama 2 and 3 (Touvron et al. 2023, Llama Team 2024) and of models that differ in a few keys:
+Mistral (Jiang et al. 2023), SmolLM3 (Bakouch et al. 2025) and Granite 3 (Granite Team 2024).
 
 Other families reuse the tables. Queries and keys need no permutation: both sides pair the halves of a head for rotary
 positions.
 """
 
-from jaxstack.models.huggingface.config_fields import Row, activation, always, fixed, rope, same, windows
+from typing import Any
+
+from jaxstack.errors import ConfigError
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.huggingface.config_fields import (
+    Keys,
+    Row,
+    activation,
+    always,
+    find,
+    fixed,
+    repeated_types,
+    rope,
+    same,
+    windows,
+)
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.tensors import Tensor
 
@@ -101,6 +117,79 @@ MISTRAL = Family(
             (), lambda config, layers: [True] * layers, lambda model: {"sliding_window": min(model.windows(), key=bool)}
         ),
         activation("hidden_act", "silu"),
+        always(norm="rms_norm", mlp="gated"),
+    ),
+    tensors=TENSORS,
+)
+
+
+def _read_no_rope(config: Keys) -> dict[str, Any]:
+    count = find(config, "num_hidden_layers")
+    interval = config.get("no_rope_layer_interval", 4)
+    rotates = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
+    types = config.get("layer_types")
+    if types is not None and set(types) != {"full_attention"}:
+        raise ConfigError(f"config.json: layer_types {sorted(set(types))} are not supported; only full_attention is.")
+    if len(rotates) < count or not set(rotates) <= {0, 1}:
+        raise ConfigError(f"config.json: no_rope_layers must have a 0 or 1 for each of {count} layers.")
+    return {"layer_types": repeated_types([not kind for kind in rotates[:count]], "full_attention_no_rope")}
+
+
+def _write_no_rope(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "no_rope_layers": [int(layer.rotation is not None) for layer in model.layers()],
+        "layer_types": ["full_attention"] * model.num_layers,
+    }
+
+
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    rows=(
+        *shape(kv_heads=4, tied=True),
+        max_positions(32768),
+        rope(2_000_000.0),
+        Row(("no_rope_layers", "no_rope_layer_interval", "layer_types"), _read_no_rope, _write_no_rope),
+        fixed("use_sliding_window", False),
+        attention_bias(),
+        same("mlp_bias", "mlp_bias", False),
+        activation("hidden_act", "silu"),
+        always(norm="rms_norm", mlp="gated"),
+    ),
+    tensors=TENSORS,
+    ignored=frozenset(["sliding_window", "max_window_layers"]),  # of windows that are off
+)
+
+GRANITE = Family(
+    "granite",
+    "GraniteForCausalLM",
+    rows=(
+        *shape(),
+        max_positions(2048),
+        rope(),
+        attention_bias(),
+        same("mlp_bias", "mlp_bias", False),
+        activation("hidden_act", "silu"),
+        Row(
+            ("attention_multiplier",),
+            lambda config: {"query_pre_attn_scalar": float(config.get("attention_multiplier", 1.0)) ** -2},
+            lambda model: {"attention_multiplier": float(f"{model.attention_scale:.12g}")},
+        ),
+        Row(
+            ("embedding_multiplier",),
+            lambda config: {"scale_embeddings": float(config.get("embedding_multiplier", 1.0))},
+            lambda model: {"embedding_multiplier": model.embedding_factor},
+        ),
+        Row(
+            ("residual_multiplier",),
+            lambda config: {"residual_multiplier": float(config.get("residual_multiplier", 1.0))},
+            lambda model: {"residual_multiplier": model.residual_multiplier},
+        ),
+        Row(
+            ("logits_scaling",),
+            lambda config: {"logits_scaling": float(config.get("logits_scaling", 1.0))},
+            lambda model: {"logits_scaling": model.logits_scaling},
+        ),
         always(norm="rms_norm", mlp="gated"),
     ),
     tensors=TENSORS,
