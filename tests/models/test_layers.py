@@ -27,6 +27,7 @@ from jaxstack.models.mixer import Layer, Mixer, ParameterCount
 from jaxstack.models.restack import restack
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel.sharding_context import logical_axis_rules
 from tests.serve.test_engine import expected, prompts
 
 SHAPE = dict(
@@ -95,6 +96,49 @@ def test_the_cost_model_counts_the_sublayers_that_there_are():
 @pytest.mark.parametrize("scan", [False, True])
 def test_layers_of_one_sublayer_are_generated_from_and_served(scan):
     serve_and_compare(ModelConfig(**SHAPE, layer_types=TYPES, scan_layers=scan))
+
+
+ADDED = {
+    "norms of outputs": dict(pre_norms=False, post_norms=True),
+    "one norm of all heads": dict(qk_norm="all_heads"),
+    "factors": dict(scale_embeddings=3.0, residual_multiplier=0.5, logits_scaling=2.0),
+    "layers without rotary positions": dict(layer_types=("full_attention", "full_attention_no_rope")),
+}
+
+
+@pytest.mark.parametrize("settings", ADDED.values(), ids=list(ADDED))
+def test_parts_of_newer_models_are_counted_and_served(settings):
+    config = ModelConfig(**SHAPE, **settings, scan_layers=False)
+    stored = nnx.state(nnx.eval_shape(lambda: make(config)), nnx.Param)
+    assert count_parameters(config).total == sum(int(np.prod(x.shape)) for x in jax.tree.leaves(stored))
+    serve_and_compare(config)
+
+
+def test_one_norm_of_all_heads_is_the_same_where_devices_share_the_heads():
+    module = ModuleArrays(lambda rngs: Transformer(ModelConfig(**SHAPE, qk_norm="all_heads"), rngs))
+    tokens = jax.random.randint(jax.random.key(1), (2, 24), 0, 61)
+
+    def logits(devices: int) -> np.ndarray:
+        rules = make_rules(make_mesh(ParallelConfig(tensor=devices), jax.devices()[:devices]))
+        shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
+        params, others = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
+        scale = params["decoder"]["layers"]["0"]["attention"]["q_norm"]["scale"]
+        assert scale.sharding.shard_shape(scale.shape)[-2] == 4 // devices
+
+        @jax.jit
+        def run(params, others):
+            with logical_axis_rules(rules):
+                return module.merge(params, others)(tokens)
+
+        with jax.set_mesh(rules.mesh):
+            return np.asarray(run(params, others))
+
+    np.testing.assert_allclose(logits(2), logits(1), atol=2e-5)
+
+
+def test_a_model_without_any_norm_is_refused():
+    with pytest.raises(ValueError, match="pre_norms: false needs post_norms: true"):
+        ModelConfig(**SHAPE, pre_norms=False)
 
 
 def test_layers_without_a_mixer_alone_are_refused():

@@ -187,7 +187,19 @@ def test_what_is_written_reads_as_the_same_model_and_family(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2-124m", "llama3-1b", "qwen2.5-7b", "gemma2-2b", "mistral-7b", "qwen3-8b", *MIXTURES]
+    "name",
+    [
+        "gpt2-124m",
+        "llama3-1b",
+        "qwen2.5-7b",
+        "gemma2-2b",
+        "mistral-7b",
+        "qwen3-8b",
+        "smollm3-3b",
+        "granite3-8b",
+        "olmo2-7b",
+        *MIXTURES,
+    ],
 )
 def test_presets_can_be_exported(name):
     preset = preset_config(name)
