@@ -72,13 +72,13 @@ def test_parameters_of_layers_of_one_sublayer_are_counted(post_norms):
 def test_a_scan_of_a_pattern_of_records_equals_unrolled_layers():
     config = ModelConfig(**SHAPE, layer_types=TYPES)
     unrolled = config.model_copy(update={"scan_layers": False})
-    model = make(config)
+    scanned, single = (ModuleArrays(lambda rngs, c=c: Transformer(c, rngs)) for c in (config, unrolled))
+    params, others = scanned.init(jax.random.key(0))
+    model = scanned.merge(params, others)
     assert (model.decoder.period, model.decoder.repeats, len(model.decoder.layers)) == (3, 2, 4)
-    graphdef, state = nnx.split(make(unrolled))
-    params = restack(nnx.to_pure_dict(nnx.state(model)), config, unrolled)
-    nnx.replace_by_pure_dict(state, params)
+    same = single.merge(restack(params, config, unrolled), single.init(jax.random.key(0))[1])
     tokens = jax.random.randint(jax.random.key(1), (2, 24), 0, 61)
-    np.testing.assert_allclose(model(tokens), nnx.merge(graphdef, state)(tokens), atol=1e-5)
+    np.testing.assert_allclose(model(tokens), same(tokens), atol=1e-5)
 
 
 def test_the_cost_model_counts_the_sublayers_that_there_are():

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxstack.launch.child import descendants
+from tests.heartbeats import without_heartbeats
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -122,7 +123,7 @@ def finish(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         end(process)
         raise AssertionError(f"it did not end within {seconds} s: {process.communicate()[0]}") from None
-    return process.returncode, output
+    return process.returncode, without_heartbeats(output)
 
 
 def end(process: subprocess.Popen) -> None:

@@ -16,6 +16,7 @@ import pytest
 import jaxstack.train as train
 from jaxstack.run.train import _ByteBaselines, _summarize
 from jaxstack.run_config import load_config
+from tests.heartbeats import without_heartbeats
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 60
@@ -60,7 +61,7 @@ def start(folder: Path, name: str, *overrides: str) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
+    return process.returncode, out, without_heartbeats(err)
 
 
 def losses_of(run: Path) -> dict[int, float]:
