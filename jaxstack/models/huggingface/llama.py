@@ -151,6 +151,8 @@ SMOLLM3 = Family(
         rope(2_000_000.0),
         Row(("no_rope_layers", "no_rope_layer_interval", "layer_types"), _read_no_rope, _write_no_rope),
         fixed("use_sliding_window", False),
+        # The default of transformers is an id of SmolLM3's own tokenizer, which it looks up in the embedding.
+        Row((), lambda config: {}, lambda model: {"pad_token_id": None}),
         attention_bias(),
         same("mlp_bias", "mlp_bias", False),
         activation("hidden_act", "silu"),
