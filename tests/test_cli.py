@@ -112,6 +112,8 @@ def test_every_command_names_what_of_its_own_needs_less_memory(command, argument
     def exhausted(*_: object, **__: object) -> None:
         raise EXHAUSTED
 
+    if command == "serve":
+        pytest.importorskip("uvicorn")
     monkeypatch.setattr(place, exhausted)
     assert main([command, *arguments]) == 1
     last = capsys.readouterr().err.splitlines()[-1]

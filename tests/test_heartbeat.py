@@ -72,6 +72,8 @@ def test_every_command_that_works_for_long_says_what_it_does(arguments, place, s
         time.sleep(0.3)
         raise JaxstackError("ends here")
 
+    if arguments[0] == "serve":
+        pytest.importorskip("uvicorn")
     monkeypatch.setattr(place, slow)
     assert main(arguments) == 1
     assert f"{said}: 0 s" in capsys.readouterr().err.splitlines()
