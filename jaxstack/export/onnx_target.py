@@ -21,7 +21,7 @@ from jaxstack.export.source import Source, dense_softmax_problem
 from jaxstack.files import write_json
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.norm import NORMS, RMSNorm, head_norm_name
-from jaxstack.models.rope import rope_frequencies
+from jaxstack.models.rope import Rotation
 
 if TYPE_CHECKING:
     import onnx
@@ -153,10 +153,11 @@ class _Writer:
         ]
         x = self._embed(ids, positions)
         biases = self._mask_biases(ids, mask)
-        angles = self._all_angles(positions)
+        angles = {name: self._angles(positions, rotation) for name, rotation in model.rotations().items()}
         outputs: list[list[str]] = []
-        for layer, (window, past) in enumerate(zip(model.windows(), pasts, strict=True)):
-            x, present = self._layer(layer, x, biases[window], angles[window is not None], past)
+        for number, (layer, past) in enumerate(zip(model.layers(), pasts, strict=True)):
+            turns = angles[layer.rotation] if layer.rotation else None
+            x, present = self._layer(number, x, biases[layer.window], turns, past)
             outputs.append(present)
         if last_only:
             x = graph.add("Slice", x, graph.integers(-1), graph.integers(2**62), graph.integers(1))
@@ -218,18 +219,10 @@ class _Writer:
             biases[window] = graph.add("Where", visible, graph.constant(0.0), graph.constant(_HIDDEN))
         return biases
 
-    def _all_angles(self, positions: str) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:
-        """Add RoPE's cosines and sines to the graph, for layers with full and with sliding-window attention."""
-        model = self.model
-        if model.positions != "rope":
-            return None, None
-        angles = self._angles(positions, rope_frequencies(self.width, model.rope_theta, model.rope_scaling))
-        if model.rope_local_base_freq is None:
-            return angles, angles
-        return angles, self._angles(positions, rope_frequencies(self.width, model.rope_local_base_freq))
-
-    def _angles(self, positions: str, frequencies: np.ndarray) -> tuple[str, str]:
+    def _angles(self, positions: str, rotation: Rotation) -> tuple[str, str]:
+        """Add the cosines and sines of rotary positions to the graph."""
         graph = self.graph
+        frequencies = rotation.frequencies()
         run = graph.constant(_POSITIONS_PER_RUN, np.int64)
         runs = graph.add("Div", positions, run)
         offsets = graph.add("Sub", positions, graph.add("Mul", runs, run))
@@ -239,7 +232,11 @@ class _Writer:
             column = graph.add("Unsqueeze", graph.add("Cast", number, to=1), graph.integers(1, 3))  # 1: float32
             parts.append(graph.add("Mul", column, graph.constant(radians)))
         angles = graph.add("Add", *parts)
-        return graph.add("Cos", angles), graph.add("Sin", angles)
+        turns = graph.add("Cos", angles), graph.add("Sin", angles)
+        if rotation.factor == 1:
+            return turns
+        cos, sin = (graph.add("Mul", turn, graph.constant(rotation.factor)) for turn in turns)
+        return cos, sin
 
     def _norm(self, path: str, x: str, kind: str) -> str:
         graph = self.graph

@@ -11,15 +11,12 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxstack.data.load_tokenizer import byte_alphabet
 from jaxstack.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxstack.errors import ConfigError
 from jaxstack.export.source import Source, dense_softmax_problem, write_parameters
 from jaxstack.files import write_file
 from jaxstack.models.norm import NORMS, RMSNorm
-from jaxstack.models.rope import rope_frequencies
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Regular expression by which the pre-tokenizer ByteLevel splits a text into words (Radford et al. 2019)."""
@@ -209,17 +206,16 @@ def write(source: Source, folder: Path) -> str:
 def describe_model(source: Source) -> dict[str, object]:
     """Describe the model's configuration as plain JSON for the web page's JavaScript."""
     model = source.model
-    rope = model.positions == "rope"
-    local = model.rope_local_base_freq if rope else None
-    width = model.width_per_head
+    rotations = model.rotations()
+    whole = rotations.get("global", rotations.get("local"))
+    local = rotations.get("local")
     norm = NORMS[model.norm]
-    frequencies = rope_frequencies(width, model.rope_theta, model.rope_scaling) if rope else None
     return {
         "hidden": model.hidden_size,
         "layers": model.num_layers,
         "heads": model.num_heads,
         "kvHeads": model.kv_heads,
-        "width": width,
+        "width": model.width_per_head,
         "feedForward": model.feed_forward_size,
         "gated": model.mlp == "gated",
         "activation": model.hidden_act,
@@ -229,17 +225,14 @@ def describe_model(source: Source) -> dict[str, object]:
         "normEps": model.norm_eps,
         "normOffset": norm.offset if issubclass(norm, RMSNorm) else 0,
         "windows": model.windows(),
-        "frequencies": _numbers(frequencies),
-        "localFrequencies": _numbers(rope_frequencies(width, local)) if local else None,
+        "frequencies": whole and whole.frequencies().tolist(),
+        "angleFactor": whole.factor if whole else 1,
+        "localFrequencies": local and local.frequencies().tolist(),
         "scale": model.attention_scale,
         "softCap": model.attn_logit_softcapping,
         "finalCap": model.final_logit_softcapping,
         "generation": source.generation(),
     }
-
-
-def _numbers(array: np.ndarray | None) -> list[float] | None:
-    return None if array is None else array.tolist()
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -4,7 +4,6 @@ from .adapters import adapted_layers as adapted_layers
 from .adapters import add_adapters as add_adapters
 from .adapters import merge_adapters as merge_adapters
 from .config import ModelConfig as ModelConfig
-from .config import RopeScaling as RopeScaling
 from .config import load_preset as load_preset
 from .config import preset_config as preset_config
 from .config import preset_names as preset_names
@@ -17,4 +16,5 @@ from .low_precision import count_fp8_matmuls as count_fp8_matmuls
 from .low_precision import in_fp8 as in_fp8
 from .low_precision import with_kv_cache as with_kv_cache
 from .restack import unroll_layers as unroll_layers
+from .rope import RopeScaling as RopeScaling
 from .transformer import Transformer as Transformer

@@ -17,6 +17,7 @@ from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
 from jaxstack.models.mixer import Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
+from jaxstack.models.rope import RopeScaling, Rotation
 from jaxstack.parallel.config import MIXTURE
 
 _SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")
@@ -47,29 +48,6 @@ LAYER_TYPES = {
     "feed_forward_only": LayerType(mixer=None),
 }
 """The types of layers by the name that `ModelConfig.layer_types` has for them."""
-
-
-class RopeScaling(Component):
-    """Configuration of RoPE scaling, for contexts longer than the one that the model was trained on."""
-
-    rope_type: Literal["linear", "llama3"]
-    """`linear`: divide all frequencies by `factor`; `llama3`: depending on their wavelength, as in Llama 3.1."""
-    factor: float = Field(gt=0)
-    """Ratio of the new context to the original one."""
-    low_freq_factor: float = 1.0
-    """Number of turns over the original context below which `llama3` divides a frequency by `factor`."""
-    high_freq_factor: float = 4.0
-    """Number of turns over the original context above which `llama3` leaves a frequency unchanged."""
-    original_max_position_embeddings: int = 8192
-    """Context of the original training, in tokens."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "RopeScaling":
-        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor ({self.low_freq_factor}) must be below high_freq_factor ({self.high_freq_factor})."
-            )
-        return self
 
 
 _NOT_SOFTMAX = (
@@ -119,7 +97,7 @@ class ModelConfig(Component):
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """`{rope_type: linear, factor: 4.0}`, or `rope_type: llama3` with the keys of Llama 3.1."""
+    """Scaling of the rotary frequencies for longer contexts, such as `{rope_type: linear, factor: 4.0}`."""
     rope_local_base_freq: float | None = Field(default=None, gt=0)
     """`rope_theta` of the sliding_attention layers, which `rope_scaling` then does not apply to (Gemma 3); left out:
     `rope_theta`."""
@@ -203,6 +181,8 @@ class ModelConfig(Component):
             )
         if self.positions == "rope" and self.width_per_head % 2:
             raise ValueError(f"head_dim ({self.width_per_head}) must be even for rotary positions.")
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_scaling of rope_type yarn needs a rope_theta above 1; found {self.rope_theta}.")
         if self.positions == "learned" and self.max_position_embeddings is None:
             raise ValueError("positions: learned needs max_position_embeddings (rows of the position table).")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
@@ -341,9 +321,12 @@ class ModelConfig(Component):
         """Number of layers with a mixture of experts."""
         return sum(layer.feed_forward == "experts" for layer in self.layers())
 
-    def rotations(self) -> dict[str, tuple[float, RopeScaling | None]]:
-        """Return the base and the scaling of each rotation of queries and keys, by the name that layers have for it."""
-        known = {"global": (self.rope_theta, self.rope_scaling), "local": (self.rope_local_base_freq or 0.0, None)}
+    def rotations(self) -> dict[str, Rotation]:
+        """Return the rotations of queries and keys by the name that layers have for them."""
+        known = {
+            "global": Rotation(self.width_per_head, self.rope_theta, self.rope_scaling),
+            "local": Rotation(self.width_per_head, self.rope_local_base_freq or self.rope_theta),
+        }
         used = {layer.rotation for layer in self.layers()}
         return {name: rotation for name, rotation in known.items() if name in used}
 

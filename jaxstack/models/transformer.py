@@ -21,7 +21,7 @@ from jaxstack.models.initialization import (
 )
 from jaxstack.models.mixer import Angles, CacheRoom, CacheSlots, Context, LayerCache, PageSlots, SegmentIds
 from jaxstack.models.norm import make_norm
-from jaxstack.models.rope import rope_cos_sin, rope_frequencies
+from jaxstack.models.rope import rope_cos_sin
 from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length, with_local_batch
 from jaxstack.precision import PrecisionConfig
@@ -345,11 +345,10 @@ class Transformer(nnx.Module):
 
     def _angles(self, positions: jax.Array) -> dict[str, Angles]:
         """Compute the rotary angles that the layers use, by the name of the rotation."""
-        config = self.config
         positions = jnp.maximum(positions, 0)
         return {
-            name: rope_cos_sin(positions, rope_frequencies(config.width_per_head, theta, scaling))
-            for name, (theta, scaling) in config.rotations().items()
+            name: rope_cos_sin(positions, rotation.frequencies(), rotation.factor)
+            for name, rotation in self.config.rotations().items()
         }
 
     def _position_rows(self, context: Context) -> jax.Array:

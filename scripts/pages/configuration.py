@@ -37,6 +37,7 @@ SEE = {
     "run.init_from": "[Fine-tuning](finetuning.md)",
     "run.branch_from": "[Tuning](tuning.md#a-long-run-with-decays-that-branch-off)",
     "model.preset": "[Models](models.md)",
+    "model.rope_scaling": "[Models](models.md#rotary-positions)",
     "model.attention": "[Models](models.md#attention-kinds), and below",
     "model.moe": "[Models](models.md#mixtures-of-experts), and below",
     "model.attention_implementation": "[Kernels](kernels.md)",

@@ -1,13 +1,16 @@
 """Rotary frequencies against formulas written down from the papers, one pair at a time."""
 
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxstack.models import RopeScaling
-from jaxstack.models.rope import apply_rope, rope_cos_sin, rope_frequencies
+from jaxstack.models import ModelConfig, RopeScaling, Transformer
+from jaxstack.models.rope import Rotation, apply_rope, rope_cos_sin, rope_frequencies
 
 
 def test_plain_frequencies():
@@ -57,6 +60,102 @@ def test_angles_are_exact_at_a_million_tokens():
     assert np.abs(cos + 1j * sin - exact)[:2].max() < 1e-4
     plain = np.exp(1j * (positions[:, None].astype(np.float32) * frequencies.astype(np.float32)))
     assert np.abs(plain - exact).max() > 0.02  # what one product in float32 gives
+
+
+YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=1024)
+
+
+def yarn_by_channel(width: int, theta: float, factor: float, original: int, fast=32.0, slow=1.0, truncate=True):
+    """Frequencies as the paper's code computes them, one pair at a time."""
+    ends = []
+    for turns in (fast, slow):
+        wavelength = original / turns
+        ends.append(width / 2 * math.log(wavelength / (2 * math.pi), theta))
+    if truncate:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], width - 1)
+    high = high + 0.001 if low == high else high
+    found = []
+    for pair in range(width // 2):
+        kept = 1 - min(max((pair - low) / (high - low), 0), 1)
+        frequency = 1 / theta ** (2 * pair / width)
+        found.append(frequency * kept + frequency / factor * (1 - kept))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("width", "theta", "settings"),
+    [
+        (128, 500000.0, dict(factor=8.0, original=8192)),  # OLMo 3
+        (64, 150000.0, dict(factor=32.0, original=4096, truncate=False)),  # gpt-oss
+        (64, 50000.0, dict(factor=32.0, original=4096, fast=1.0, slow=1.0)),  # Kimi K2
+        (8, 100.0, dict(factor=4.0, original=16, slow=0.001)),  # both ends are beyond the channels
+    ],
+)
+def test_yarn_divides_slow_frequencies(width, theta, settings):
+    names = {"original": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow"}
+    named: Any = {names.get(key) or key: value for key, value in settings.items()}
+    scaling = RopeScaling(rope_type="yarn", **named)
+    wanted = yarn_by_channel(width, theta, **settings)
+    found = rope_frequencies(width, theta, scaling)
+    assert found == pytest.approx(wanted, rel=1e-12)
+    assert found[0] == pytest.approx(1.0) and found[-1] < 0.75 * rope_frequencies(width, theta)[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({}, 0.1 * math.log(8) + 1),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(8) + 1) / (0.05 * math.log(8) + 1)),
+        ({"mscale": 0.5}, 0.1 * math.log(8) + 1),
+        ({"attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 0.5}, 1.5),
+        ({"factor": 0.5}, 1.0),
+    ],
+)
+def test_yarn_scales_cosines_and_sines(settings, factor):
+    rotation = Rotation(8, 100.0, RopeScaling(**{**YARN, **settings}))
+    assert rotation.factor == pytest.approx(factor)
+    cos, sin = rope_cos_sin(jnp.arange(5), rotation.frequencies(), rotation.factor)
+    assert cos.dtype == sin.dtype == jnp.float32
+    np.testing.assert_allclose(cos**2 + sin**2, np.full((5, 1, 4), factor**2), rtol=1e-5)
+
+
+def test_the_model_multiplies_scores_by_the_square_of_the_factor():
+    shape = dict(vocab_size=64, hidden_size=32, num_layers=1, num_heads=4, initialization="fan_in")
+    plain = ModelConfig(**shape, rope_scaling={**YARN, "attention_factor": 1.0}, query_pre_attn_scalar=8 / 1.3**4)
+    scaled = ModelConfig(**shape, rope_scaling={**YARN, "attention_factor": 1.3})
+    unscaled = ModelConfig(**shape, rope_scaling={**YARN, "attention_factor": 1.0})
+    tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, 64)
+    wanted, found, other = (Transformer(c, nnx.Rngs(0))(tokens) for c in (plain, scaled, unscaled))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(found - other).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({**YARN, "low_freq_factor": 1.0}, "rope_type yarn has the keys .* remove low_freq_factor"),
+        (
+            {"rope_type": "linear", "factor": 2.0, "beta_fast": 32.0},
+            "linear has the keys factor; remove beta_fast",
+        ),
+        ({"rope_type": "llama3", "factor": 2.0, "mscale": 1.0}, "remove mscale"),
+        ({"rope_type": "yarn", "factor": 2.0}, "rope_type yarn needs original_max_position_embeddings"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 64}, "factor .*required"),
+        ({**YARN, "beta_slow": 40.0}, r"beta_slow \(40.0\) must be below beta_fast \(32.0\)"),
+        ({**YARN, "rope_type": "ntk"}, "'linear', 'llama3'"),
+    ],
+)
+def test_keys_of_another_type_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(**settings)
+
+
+def test_a_key_that_is_null_is_left_out():
+    assert RopeScaling(**YARN, low_freq_factor=None) == RopeScaling(**YARN, beta_fast=32.0, beta_slow=1, truncate=True)
+    with pytest.raises(ValueError, match="rope_theta above 1"):
+        ModelConfig(rope_theta=1.0, rope_scaling=YARN)
 
 
 def test_the_ramp_needs_a_range():

@@ -226,9 +226,10 @@ export class Engine {
   turn(end) {
     const { turned, plan, config } = this, half = config.width / 2;
     if (end <= turned) return;
-    for (const [frequencies, tables] of [[config.frequencies, plan.turns], [config.localFrequencies, plan.localTurns]]) {
-      if (!frequencies) continue;
-      const { cos, sin } = angles(frequencies, turned, end - turned);
+    const { turns, localTurns } = plan, { frequencies, localFrequencies, angleFactor } = config;
+    for (const [own, tables, factor] of [[frequencies, turns, angleFactor], [localFrequencies, localTurns, 1]]) {
+      if (!own) continue;
+      const { cos, sin } = angles(own, turned, end - turned, factor);
       this.floats(tables.cos + 4 * half * turned, cos.length).set(cos);
       this.floats(tables.sin + 4 * half * turned, sin.length).set(sin);
     }

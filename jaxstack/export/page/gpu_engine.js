@@ -320,13 +320,14 @@ export class GpuEngine {
 
   /** Copies a part's tokens, position and rotary angles to the GPU. */
   send(tokens, start) {
-    const { queue } = this.device, { frequencies, localFrequencies } = this.config, count = tokens.length;
+    const { queue } = this.device, { frequencies, localFrequencies, angleFactor } = this.config;
+    const count = tokens.length;
     queue.writeBuffer(this.tokens, 0, Uint32Array.from(tokens));
     queue.writeBuffer(this.part, 0, Uint32Array.of(count, start, 0, 0));
     queue.writeBuffer(this.last, 0, Uint32Array.of(1, start, count - 1, 0));
-    for (const [target, own] of [[this.turns, frequencies], [this.localTurns, localFrequencies]]) {
+    for (const [target, own, factor] of [[this.turns, frequencies, angleFactor], [this.localTurns, localFrequencies, 1]]) {
       if (!own) continue;
-      const { cos, sin } = angles(own, start, count), both = new Float32Array(2 * cos.length);
+      const { cos, sin } = angles(own, start, count, factor), both = new Float32Array(2 * cos.length);
       cos.forEach((value, i) => (both[2 * i] = value));
       sin.forEach((value, i) => (both[2 * i + 1] = value));
       queue.writeBuffer(target, 0, both);

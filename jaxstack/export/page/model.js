@@ -27,15 +27,15 @@ export function checkTokens(tokens, start, { vocabulary }, capacity) {
   if (start + tokens.length > capacity) throw new Error(`the cache has room for ${capacity} tokens`);
 }
 
-/** Returns cosines and sines [count, width / 2] of the angles that rotary positions turn by. */
-export function angles(frequencies, start, count) {
+/** Returns cosines and sines [count, width / 2] of the angles that rotary positions turn by, multiplied by a factor. */
+export function angles(frequencies, start, count, factor = 1) {
   const half = frequencies.length, cos = new Float32Array(count * half), sin = new Float32Array(count * half);
   for (let row = 0; row < count; row++)
     for (let i = 0; i < half; i++) {
       const position = start + row, run = Math.floor(position / RUN);
       const angle = run * ((frequencies[i] * RUN) % (2 * Math.PI)) + (position % RUN) * frequencies[i];
-      cos[row * half + i] = Math.cos(angle);
-      sin[row * half + i] = Math.sin(angle);
+      cos[row * half + i] = factor * Math.cos(angle);
+      sin[row * half + i] = factor * Math.sin(angle);
     }
   return { cos, sin };
 }

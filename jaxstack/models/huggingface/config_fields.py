@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.rope import REQUIRED, SCALINGS, RopeScaling
 
 Keys = Mapping[str, Any]
-REQUIRED: Any = object()
 
 
 class Row(NamedTuple):
@@ -91,30 +91,34 @@ def activation(key: str, default: str) -> Row:
     return Row((key,), read, write)
 
 
-_SCALINGS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""Keys of each kind of RoPE scaling."""
+# transformers has no defaults for the keys of llama3.
+_OPTIONAL = frozenset(key for key, value in SCALINGS["yarn"].items() if value is not REQUIRED)
 
 
-def _rope_fields(said: Keys, where: str) -> tuple[float | None, dict[str, Any] | None]:
+def _rope_fields(said: Keys, where: str, config: Keys) -> tuple[float | None, dict[str, Any] | None]:
     """Read (theta, scaling) from a dictionary of rotary position settings in config.json."""
     said = {key: value for key, value in said.items() if value is not None}
     kind = said.pop("rope_type", said.pop("type", "default"))
     said.pop("type", None)
-    if kind not in _SCALINGS:
-        raise ConfigError(f"config.json: {where}: rope_type {kind!r} is not supported; {nearest(str(kind), _SCALINGS)}")
+    kinds = {"default": {}, **SCALINGS}
+    if kind not in kinds:
+        raise ConfigError(f"config.json: {where}: rope_type {kind!r} is not supported; {nearest(str(kind), kinds)}")
     theta = said.pop("rope_theta", None)
     if said.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"config.json: {where}.partial_rotary_factor must be 1: all of a head's dims rotate.")
-    unknown = [key for key in said if key not in _SCALINGS[kind]]
-    missing = [key for key in _SCALINGS[kind] if key not in said]
+    if kind == "yarn" and "max_position_embeddings" in config:
+        said.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    unknown = [key for key in said if key not in kinds[kind]]
+    missing = [key for key in kinds[kind] if key not in said and key not in _OPTIONAL]
     if unknown or missing:
         problem = f"has keys that are not supported: {', '.join(unknown)}" if unknown else f"lacks {', '.join(missing)}"
         raise ConfigError(f"config.json: {where} (rope_type {kind}) {problem}.")
     return theta, {"rope_type": kind, **said} if kind != "default" else None
+
+
+def _rope_keys(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Return a scaling as the dictionary of config.json, without keys that have no value."""
+    return None if scaling is None else scaling.model_dump(mode="json", exclude_none=True)
 
 
 def rope(theta: float = 10000.0, local: float | None = None) -> Row:
@@ -136,21 +140,17 @@ def rope(theta: float = 10000.0, local: float | None = None) -> Row:
         said = newer or older or {}
         where = "rope_parameters" if newer else "rope_scaling"
         if newer and local and ("full_attention" in newer or "sliding_attention" in newer):
-            narrow, stretched = _rope_fields(newer.get("sliding_attention") or {}, f"{where}.sliding_attention")
+            narrow, stretched = _rope_fields(newer.get("sliding_attention") or {}, f"{where}.sliding_attention", config)
             if stretched:
                 raise ConfigError(f"config.json: {where}.sliding_attention: only full_attention layers may be scaled.")
             said = newer.get("full_attention") or {}
             where = f"{where}.full_attention"
-        found, scaling = _rope_fields(said, where)
+        found, scaling = _rope_fields(said, where, config)
         fields = {"rope_theta": found or base or theta, "rope_scaling": scaling}
         return {**fields, "rope_local_base_freq": narrow or local} if local else fields
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        scaling = model.rope_scaling
-        chosen = None
-        if scaling is not None:
-            chosen = {"rope_type": scaling.rope_type} | {k: getattr(scaling, k) for k in _SCALINGS[scaling.rope_type]}
-        keys = {"rope_theta": model.rope_theta, "rope_scaling": chosen}
+        keys = {"rope_theta": model.rope_theta, "rope_scaling": _rope_keys(model.rope_scaling)}
         return {**keys, "rope_local_base_freq": model.rope_local_base_freq or model.rope_theta} if local else keys
 
     return Row(keys, read, write)

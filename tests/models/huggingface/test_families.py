@@ -105,10 +105,24 @@ def test_llama_scaling_is_read_in_both_spellings():
     assert linear.rope_scaling is not None and linear.rope_scaling.rope_type == "linear"
 
 
+def test_yarn_is_read_with_the_defaults_of_transformers():
+    said = {"type": "yarn", "factor": 4.0, "mscale": 0.707, "attention_factor": None, "truncate": False}
+    model = read({**LLAMA, "rope_scaling": said})
+    scaling = model.rope_scaling
+    assert scaling is not None and (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32, 1, False)
+    assert (scaling.original_max_position_embeddings, scaling.mscale, scaling.attention_factor) == (131072, 0.707, None)
+    written = choose_family(model, "llama")[1]["rope_scaling"]
+    assert written == {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 131072, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False, "mscale": 0.707,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 32.0}}, "lacks factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta_fast": 32}}, "beta_fast"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
         ({"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
