@@ -308,13 +308,14 @@ class _Writer:
         return self._linear(x, path, ("o_proj",), self.heads * self.width)
 
     def _rotate(self, x: str, cos: str, sin: str) -> str:
-        """Add RoPE of x [B, N, T, H] to the graph, which rotates elements i and i + H/2 of each head as a pair."""
+        """Add RoPE of x [B, N, T, H] to the graph: elements i and i + R/2 of a head's first R rotate as a pair."""
         graph = self.graph
-        half = self.width // 2
-        first, second = graph.add_many("Split", 2, x, graph.integers(half, half), axis=3)
+        half = self.model.rotary_channels // 2
+        sizes = [half, half, *([self.width - 2 * half] if 2 * half < self.width else [])]
+        first, second, *rest = graph.add_many("Split", len(sizes), x, graph.integers(*sizes), axis=3)
         real = graph.add("Sub", graph.add("Mul", first, cos), graph.add("Mul", second, sin))
         imaginary = graph.add("Add", graph.add("Mul", second, cos), graph.add("Mul", first, sin))
-        return graph.add("Concat", real, imaginary, axis=3)
+        return graph.add("Concat", real, imaginary, *rest, axis=3)
 
     def _attend(self, query: str, key: str, value: str, bias: str) -> str:
         """Add softmax attention of queries [B, N, T, H] over keys and values [B, K, S, H]; return its output."""

@@ -184,6 +184,8 @@ def problem(source: Source) -> str | None:
     """Return the first feature of the model or tokenizer that the web page does not support, as text; None if none."""
     if found := dense_softmax_problem(source.model):
         return found
+    if source.model.positions == "rope" and source.model.rotary_channels < source.model.width_per_head:
+        return f"partial_rotary_factor: {source.model.partial_rotary_factor} (only 1, all channels of a head rotate)"
     size = sum(array.nbytes for array in source.parameters.values())
     if size > _MOST_BYTES:
         return f"its weights take {size / 1e9:.1f} GB, and a page can address 4 GB"

@@ -72,6 +72,7 @@ class Attention(nnx.Module):
         self.heads = config.heads(layer.window)
         self.kind_weight = self.kind.make_weight(self.heads, rngs)
         self.rotation = layer.rotation
+        self.rotary_channels = config.rotary_channels if layer.rotation is not None else 0
 
     def __call__(
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
@@ -100,7 +101,7 @@ class Attention(nnx.Module):
             return None
         kernel = self.k_proj.kernel.get_value()
         return magnitude_order(
-            kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotation is not None
+            kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotary_channels
         )
 
     def join_projections(self) -> bool:
@@ -140,8 +141,9 @@ class Attention(nnx.Module):
         angles = self._angles(context)
         plain = self.q_norm is None and self.heads.cache_format is None
         in_slots = slots.pages is not None and not isinstance(cache, PagedKeys)
-        # XLA cannot partition the kernel that takes joined heads.
-        if self.qkv_proj is not None and angles is not None and plain and not in_slots and not is_sharded():
+        whole = self.rotary_channels == self.heads.head_dim
+        # XLA cannot partition the kernel that takes joined heads, which rotates whole heads.
+        if self.qkv_proj is not None and angles is not None and plain and whole and not in_slots and not is_sharded():
             return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
         q, k, v = self._queries_keys_values(x, context)
         if slots.pages is None:

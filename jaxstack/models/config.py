@@ -98,6 +98,9 @@ class ModelConfig(Component):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for longer contexts, such as `{rope_type: linear, factor: 4.0}`."""
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+    """Share of the channels of a head that rotate: the first ones, as a small head of their own; the others are left as
+    they are (GLM-4.5, Phi-4-mini)."""
     rope_local_base_freq: float | None = Field(default=None, gt=0)
     """`rope_theta` of the sliding_attention layers, which `rope_scaling` then does not apply to (Gemma 3); left out:
     `rope_theta`."""
@@ -179,8 +182,11 @@ class ModelConfig(Component):
                 f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.kv_heads}); "
                 f"nearest num_kv_heads: {_near_divisors(self.num_heads, self.kv_heads)}."
             )
-        if self.positions == "rope" and self.width_per_head % 2:
-            raise ValueError(f"head_dim ({self.width_per_head}) must be even for rotary positions.")
+        if self.positions == "rope" and (self.rotary_channels % 2 or not self.rotary_channels):
+            raise ValueError(
+                f"the number of channels of a head that rotate, head_dim ({self.width_per_head}) x "
+                f"partial_rotary_factor ({self.partial_rotary_factor}), must be even and not 0 for rotary positions."
+            )
         if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
             raise ValueError(f"rope_scaling of rope_type yarn needs a rope_theta above 1; found {self.rope_theta}.")
         if self.positions == "learned" and self.max_position_embeddings is None:
@@ -236,6 +242,11 @@ class ModelConfig(Component):
     def width_per_head(self) -> int:
         """Number of channels per attention head; hidden_size / num_heads where `head_dim` is not set."""
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def rotary_channels(self) -> int:
+        """Number of channels per attention head that rotate, rounded down as in transformers."""
+        return int(self.width_per_head * self.partial_rotary_factor)
 
     @property
     def feed_forward_size(self) -> int:
@@ -324,8 +335,8 @@ class ModelConfig(Component):
     def rotations(self) -> dict[str, Rotation]:
         """Return the rotations of queries and keys by the name that layers have for them."""
         known = {
-            "global": Rotation(self.width_per_head, self.rope_theta, self.rope_scaling),
-            "local": Rotation(self.width_per_head, self.rope_local_base_freq or self.rope_theta),
+            "global": Rotation(self.rotary_channels, self.rope_theta, self.rope_scaling),
+            "local": Rotation(self.rotary_channels, self.rope_local_base_freq or self.rope_theta),
         }
         used = {layer.rotation for layer in self.layers()}
         return {name: rotation for name, rotation in known.items() if name in used}

@@ -119,7 +119,7 @@ class Rotation(NamedTuple):
     """Rotary positions of the queries and keys of some layers."""
 
     width: int
-    """Number of channels of a head that rotate."""
+    """Number of channels of a head that rotate, the first ones."""
     theta: float
     """Base of the frequencies."""
     scaling: RopeScaling | None = None
@@ -192,7 +192,12 @@ def rope_cos_sin(
 
 
 def apply_rope(x: Float[Array, "B T N H"], angles: Angles) -> Float[Array, "B T N H"]:
-    """Apply rotary embedding to queries or keys x, computed in float32; the result has the dtype of x."""
+    """Apply rotary embedding to queries or keys x, computed in float32; the result has the dtype of x.
+
+    With angles of fewer than H / 2 pairs the first channels of a head rotate, and the others stay as they are.
+    """
     cos, sin = angles
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), -1).astype(x.dtype)
+    width = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), -1).astype(x.dtype)
+    return rotated if width == x.shape[-1] else jnp.concatenate((rotated, x[..., width:]), -1)

@@ -235,3 +235,9 @@ def test_other_tokenizers_are_refused_by_the_feature(changes, named):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_of_experts_is_refused(name):
     assert "moe" in (web.problem(make_source(name)) or "")
+
+
+def test_heads_that_rotate_in_part_are_refused():
+    source = make_source("llama")
+    model = source.model.model_copy(update={"partial_rotary_factor": 0.5})
+    assert "partial_rotary_factor: 0.5 (only 1" in (web.problem(dataclasses.replace(source, model=model)) or "")

@@ -44,9 +44,11 @@ MODELS = {
     "experts, unrolled": {
         **WINDOWS, "scan_layers": False, "moe": MoEConfig(num_experts=4, num_experts_per_tok=2, capacity_factor=None),
     },
-    "longformer": {"attention": LongformerAttention(window=4, global_tokens=3)},
+    "longformer, half of each head rotates": {
+        "attention": LongformerAttention(window=4, global_tokens=3), "partial_rotary_factor": 0.5,
+    },
     "block sparse": {"attention": BlockSparseAttention(pattern=StridedPattern(local=1, stride=2), block_size=16)},
-    "linear": {"attention": LinearAttention()},
+    "linear, half of each head rotates": {"attention": LinearAttention(), "partial_rotary_factor": 0.5},
     "performer": {"attention": PerformerAttention(features=24)},
     "projected": {"attention": ProjectedAttention(block_size=8, summaries=3)},
 }  # fmt: skip

@@ -45,6 +45,7 @@ UPDATES = {
     "int8_cache": ({"head_dim": 16}, "int8", False),
     "learned_positions": ({"positions": "learned", "max_position_embeddings": 40}, None, False),
     "head_norms": ({"qk_norm": True}, None, False),
+    "half_of_each_head_rotates": ({"partial_rotary_factor": 0.5}, None, False),
 }
 """Changes of the model, the format of its cache, and whether one operation then rotates heads and writes the cache."""
 

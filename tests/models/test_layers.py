@@ -102,6 +102,7 @@ ADDED = {
     "norms of outputs": dict(pre_norms=False, post_norms=True),
     "one norm of all heads": dict(qk_norm="all_heads"),
     "factors": dict(scale_embeddings=3.0, residual_multiplier=0.5, logits_scaling=2.0),
+    "half of each head rotates": dict(partial_rotary_factor=0.5),
     "layers without rotary positions": dict(layer_types=("full_attention", "full_attention_no_rope")),
 }
 

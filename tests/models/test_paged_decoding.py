@@ -23,7 +23,7 @@ BASE = {
 }  # fmt: skip
 WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
 MODELS = {
-    "every key": {},
+    "every key, half of each head rotates": {"partial_rotary_factor": 0.5},
     "windows, soft caps": {**WINDOWS, "attn_logit_softcapping": 5.0, "rope_local_base_freq": 100.0},
     "learned positions, stacked layers": {
         "positions": "learned", "max_position_embeddings": 40, "scan_layers": True, "num_kv_heads": None,

@@ -51,6 +51,23 @@ def test_a_pair_is_rotated_as_a_complex_number():
     np.testing.assert_allclose(found, np.concatenate((turned.real, turned.imag), -1), atol=2e-5)
 
 
+def test_the_first_channels_rotate_as_a_small_head():
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 8)).astype(np.float32)
+    (rotation,) = ModelConfig(head_dim=8, rope_theta=100.0, partial_rotary_factor=0.5).rotations().values()
+    angles = rope_cos_sin(jnp.arange(5)[None], rotation.frequencies())
+    found = apply_rope(jnp.asarray(x), angles)
+    turned = (x[..., :2] + 1j * x[..., 2:4]) * np.exp(1j * np.arange(5)[:, None, None] * np.array([1.0, 0.1]))
+    np.testing.assert_allclose(found, np.concatenate((turned.real, turned.imag, x[..., 4:]), -1), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"), [(0.4, "0.4.*must be even"), (0.1, "must be even and not 0"), (1.5, "1")]
+)
+def test_a_share_of_a_head_must_be_pairs(factor, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(head_dim=8, partial_rotary_factor=factor)
+
+
 def test_angles_are_exact_at_a_million_tokens():
     positions = np.array([5, 1023, 1024, 131071, 1048575])
     frequencies = rope_frequencies(128, 500000.0)

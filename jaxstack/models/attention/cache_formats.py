@@ -87,15 +87,15 @@ def as_stored(
     return round_trip(k, format.key, order), round_trip(v, format.value)
 
 
-def magnitude_order(kernel: Float[Array, "*layers D K H"], *, rotated: bool) -> Int[Array, "*layers K H"]:
+def magnitude_order(kernel: Float[Array, "*layers D K H"], *, rotated: int) -> Int[Array, "*layers K H"]:
     """Return, per head, the order that sorts the channels of keys by the norm of their projection weights.
 
     Args:
       kernel: projection from D inputs to the keys.
-      rotated: True if keys get rotary positions: over a text the two channels of a pair have one magnitude then.
+      rotated: number of channels, the first ones, that get rotary positions: over a text the two channels of a pair
+        have one magnitude then.
     """
     squares = jnp.square(kernel.astype(jnp.float32)).sum(-3)
-    if rotated:
-        first, second = jnp.split(squares, 2, axis=-1)
-        squares = jnp.concatenate([first + second] * 2, axis=-1)
+    first, second = jnp.split(squares[..., :rotated], 2, axis=-1)
+    squares = jnp.concatenate([*[(first + second) / 2] * 2, squares[..., rotated:]], axis=-1)
     return jnp.argsort(squares, axis=-1).astype(jnp.int32)

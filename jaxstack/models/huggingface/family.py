@@ -116,7 +116,7 @@ def differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:
 def _computed(model: ModelConfig) -> dict[str, Any]:
     values = {key: value for key, value in model.model_dump(mode="json").items() if key not in _NOT_COMPARED}
     if model.positions != "rope":
-        values.update(rope_theta=None, rope_scaling=None)
+        values.update(rope_theta=None, rope_scaling=None, partial_rotary_factor=None)
     local = values.pop("rope_local_base_freq")
     used = local if any(model.windows()) else None
     moe = values["moe"]

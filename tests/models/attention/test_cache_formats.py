@@ -101,17 +101,18 @@ def test_bytes_of_a_cache(name, bits):
     assert (layer.key.order and layer.key.order.shape) == order
 
 
-def test_the_order_of_channels_is_that_of_rotated_keys():
+@pytest.mark.parametrize("width", [32, 12])
+def test_the_order_of_channels_is_that_of_rotated_keys(width):
     """The weights of a random projection predict which channels are large after the rotation."""
     random = np.random.default_rng(0)
     scale = np.exp(random.normal(size=(1, 1, 32)))
     kernel = jnp.asarray(random.normal(size=(16, 1, 32)) * scale, jnp.float32)
     x = jnp.asarray(random.normal(size=(1, 4096, 16)), jnp.float32)
     keys = jnp.einsum("btd,dkh->btkh", x, kernel)
-    np.testing.assert_array_equal(magnitude_order(kernel, rotated=False)[0], jnp.argsort(jnp.square(kernel).sum(0)[0]))
-    frequencies = np.full(16, 1.0) + rope_frequencies(32, 10000.0)
+    np.testing.assert_array_equal(magnitude_order(kernel, rotated=0)[0], jnp.argsort(jnp.square(kernel).sum(0)[0]))
+    frequencies = np.full(width // 2, 1.0) + rope_frequencies(width, 10000.0)
     rotated = apply_rope(keys, rope_cos_sin(jnp.arange(4096)[None], frequencies))
-    energies = np.asarray(jnp.square(rotated).mean((0, 1, 2)))[np.asarray(magnitude_order(kernel, rotated=True))[0]]
+    energies = np.asarray(jnp.square(rotated).mean((0, 1, 2)))[np.asarray(magnitude_order(kernel, rotated=width))[0]]
     assert (energies[2:] > 0.85 * energies[:-2]).all()
 
 
