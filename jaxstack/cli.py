@@ -20,6 +20,19 @@ class CommandParser(argparse.ArgumentParser):
     example = ""
     """A command that is right; set by `add_examples`."""
 
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        """Parse arguments as in argparse, and refuse empty paths: an unset variable of a shell gives one.
+
+        Without this, "" would be the current directory.
+        """
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            given = getattr(found, action.dest, None)
+            path = str(action.metavar).split("|")[-1] in ("DIR", "FILE", "PATH", "SOURCE")
+            if path and "" in (given if isinstance(given, list) else [given]):
+                self.error(f"{'/'.join(action.option_strings) or action.metavar} is empty")
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         kind, _, words = message.partition("unrecognized arguments: ")
         unknown = next((word for word in words.split() if word.startswith("-")), None)

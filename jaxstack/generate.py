@@ -167,14 +167,24 @@ def _read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
     if file is None:
         return list(given or [""])
     try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")  # splitlines also cuts at U+2028 inside a text
-        found = [json.loads(line)["prompt"] for line in lines if line.strip()]
+        lines = Path(file).read_text(encoding="utf-8-sig").split("\n")  # splitlines also cuts at U+2028 inside a text
     except OSError as error:
         raise ConfigError(f"--prompts: cannot read {file}: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError):
-        found = []
-    if not found or not all(isinstance(prompt, str) for prompt in found):
-        raise ConfigError(f'--prompts: each line of {file} must be a JSON object such as {{"prompt": "Once"}}.')
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts: {file} is not UTF-8 (at byte {error.start:,}); convert it with iconv.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise ConfigError(f'--prompts: line {number} of {file} must be a JSON object such as {{"prompt": "Once"}}.')
+        found.append(prompt)
+    if not found:
+        raise ConfigError(f"--prompts: {file} has no lines.")
     return [*(given or []), *found]
 
 

@@ -32,3 +32,18 @@ def test_every_option_is_explained(name):
             pytest.fail(f"jaxstack {name}: {shown} has no help")
         if action.option_strings and action.nargs != 0 and action.choices is None:
             assert action.metavar is not None, f"jaxstack {name}: {action.option_strings[0]} names no value"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["prepare", "--source", "stdlib", "--output", ""], "--output"),
+        (["convert", "", "--output", "a"], "SOURCE"),
+        (["evaluate", "--run", "a", "--data", "b", ""], "--data"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(arguments, option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert f"{option} is empty" in capsys.readouterr().err

@@ -74,10 +74,8 @@ def _read_text(piece: Piece) -> Iterator[Document]:
             stream.seek(piece.start)
             raw = stream.read(piece.stop - piece.start)
     if b"\0" in raw[:8192] and piece.opens:
-        if raw.startswith(UTF_16):
-            if piece.file.explicit:
-                raise ConfigError(f"{piece.file.path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 IN > OUT")
-        elif piece.file.explicit:
+        if piece.file.explicit:
+            _refuse_utf_16(raw, piece.file)
             raise ConfigError(f"{piece.file.path} is not text (it contains NUL bytes); give text, jsonl or parquet")
         yield Document("", skipped=True)
         return
@@ -86,6 +84,11 @@ def _read_text(piece: Piece) -> Iterator[Document]:
         yield Document("", skipped=True)
         return
     yield Document(text, piece.opens, replaced)
+
+
+def _refuse_utf_16(raw: bytes, file: SourceFile) -> None:
+    if raw.startswith(UTF_16):
+        raise ConfigError(f"{file.path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 IN > OUT")
 
 
 def decode_utf8(raw: bytes) -> tuple[str, int]:
@@ -138,6 +141,7 @@ def read_records(piece: Piece) -> Iterator[tuple[dict, int, str]]:
                 return
             number += 1
             if at == 0:
+                _refuse_utf_16(line, piece.file)
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if line.strip():
                 where = f"line {number}" if not piece.start else f"the line at byte {at}"

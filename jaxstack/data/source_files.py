@@ -60,16 +60,14 @@ def find_files(path: str) -> list[SourceFile]:
     expanded = os.path.abspath(os.path.expanduser(path))
     if os.path.isfile(expanded):
         return [_local(expanded, os.path.basename(expanded), explicit=True)]
-    if os.path.islink(expanded) and not os.path.exists(expanded):
-        raise ConfigError(
-            f"the data source {path!r} is a link to {os.readlink(expanded)}, which does not exist: mend the link"
-        )
     if os.path.isdir(expanded):
         found = [_local(p, os.path.relpath(p, expanded)) for p in walk(expanded)]
         return _not_empty(found, path, f"the directory {expanded} holds no files")
+    if os.path.lexists(expanded):
+        _check_link(expanded)
+        raise ConfigError(f"the data source {path!r} is a pipe or a device, which cannot be read twice: give a file")
     if globbing.has_magic(expanded):
-        matches = (p for p in globbing.glob(expanded, recursive=True) if os.path.isfile(p))
-        found = [_local(p, os.path.relpath(p, os.path.sep)) for p in matches]
+        found = [_local(p, os.path.relpath(p, os.path.sep)) for p in _matches(expanded)]
         return _not_empty(found, path, _nearest_path(expanded))
     return _not_empty([], path, _nearest_path(expanded))
 
@@ -78,8 +76,32 @@ def walk(root: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
     """Yield all files below `root`, except hidden ones and those in `__pycache__` or directories named in `skipped`.
 
     Links to directories outside of `root` are followed, and each directory is read once, so that links cannot go round
-    in circles.
+    in circles. Pipes, sockets and devices are left out, whose reading may never end.
     """
+    for folder, names in _folders(root, skipped):
+        for path in (os.path.join(folder, n) for n in names if not n.startswith(".")):
+            if os.path.isfile(path) or not os.path.exists(path):  # a link that leads nowhere is told later
+                yield path
+
+
+def _matches(pattern: str) -> list[str]:
+    """Return the files that a glob matches, those of each directory once, also if links lead to it on several paths."""
+    found = sorted(filter(os.path.isfile, _expand(pattern)), key=lambda p: (p.count(os.path.sep), p), reverse=True)
+    return list({(os.path.realpath(os.path.dirname(p)), os.path.basename(p)): p for p in found}.values())
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    """Yield what a glob matches; unlike `glob.glob`, `**` does not follow links in circles."""
+    before, deep, after = (pattern + "/*" if pattern.endswith("/**") else pattern).partition("/**/")
+    if not deep:
+        yield from globbing.iglob(pattern)
+    for root in globbing.iglob(before or os.path.sep) if deep else ():
+        for folder, _ in _folders(root):
+            yield from _expand(os.path.join(globbing.escape(folder), after))
+
+
+def _folders(root: str, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
+    """Yield each directory at and below `root` once, as in `walk`, with the names of its files."""
     top = os.path.realpath(root)
     known = {top}
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -94,10 +116,16 @@ def walk(root: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
                 known.add(place)
                 kept.append(name)
         folders[:] = kept
-        yield from (os.path.join(folder, n) for n in names if not n.startswith("."))
+        yield folder, names
+
+
+def _check_link(path: str) -> None:
+    if os.path.islink(path) and not os.path.exists(path):
+        raise ConfigError(f"{path} is a link to {os.readlink(path)}, which does not exist: mend or remove the link")
 
 
 def _local(path: str, name: str, explicit: bool = False) -> SourceFile:
+    _check_link(path)
     try:
         status = os.stat(path)
     except OSError as e:

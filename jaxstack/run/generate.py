@@ -1,6 +1,7 @@
 """Generate texts that continue prompts, several samples each, in batches."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -68,10 +69,16 @@ def generate(
     Raises:
       ConfigError: a prompt is empty or too long, or a stop string is empty.
     """
-    rows = _make_rows(generator, prompts, samples, seed)
-    tokens = _token_limit(generator, rows, max_tokens)
-    for start in range(0, len(rows), batch_size):
-        yield from _generate_batch(generator, rows[start : start + batch_size], tokens, sampling, stop)
+    encoded = _encode(generator, prompts)
+    tokens = _token_limit(generator, encoded, max_tokens)
+    # One batch at a time: the rows of all samples together could fill the memory.
+    rows = (
+        _Row(prompt, ids, seed + sample, prompt_index, sample)
+        for prompt_index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True))
+        for sample in range(samples)
+    )
+    while batch := list(itertools.islice(rows, batch_size)):
+        yield from _generate_batch(generator, batch, tokens, sampling, stop)
 
 
 def stream(
@@ -84,9 +91,9 @@ def stream(
     stop: Sequence[str] = (),
 ) -> Iterator[str]:
     """Generate one text, and yield it piece by piece as its tokens are sampled; arguments as in `generate`."""
-    rows = _make_rows(generator, [prompt], 1, seed)
-    tokens = _token_limit(generator, rows, max_tokens)
-    return (piece.text for piece in generator.stream([rows[0].ids], tokens, sampling, seed=[seed], stop=stop))
+    encoded = _encode(generator, [prompt])
+    tokens = _token_limit(generator, encoded, max_tokens)
+    return (piece.text for piece in generator.stream(encoded, tokens, sampling, seed=[seed], stop=stop))
 
 
 def _generate_batch(
@@ -106,19 +113,17 @@ def _generate_batch(
             completed += 1
 
 
-def _make_rows(generator: TextGenerator, prompts: Sequence[str], samples: int, seed: int) -> list[_Row]:
-    rows = []
-    for prompt_index, prompt in enumerate(prompts):
-        ids = generator.encode(prompt)
-        if not ids:
-            raise ConfigError("an empty prompt without the document start leaves nothing to go on from; give a prompt.")
-        rows += [_Row(prompt, ids, seed + sample, prompt_index, sample) for sample in range(samples)]
-    return rows
+def _encode(generator: TextGenerator, prompts: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of each prompt."""
+    encoded = [generator.encode(prompt) for prompt in prompts]
+    if not all(encoded):
+        raise ConfigError("an empty prompt without the document start leaves nothing to go on from; give a prompt.")
+    return encoded
 
 
-def _token_limit(generator: TextGenerator, rows: Sequence[_Row], max_tokens: int | None) -> int:
+def _token_limit(generator: TextGenerator, encoded: Sequence[list[int]], max_tokens: int | None) -> int:
     """Return the number of tokens to generate: `max_tokens`, or a default that fits the model's context."""
     limit = generator.decoder.context_length
     if max_tokens is not None or limit is None:
         return max_tokens or _DEFAULT_TOKENS
-    return max(1, min(_DEFAULT_TOKENS, limit - max(len(row.ids) for row in rows)))
+    return max(1, min(_DEFAULT_TOKENS, limit - max(map(len, encoded))))

@@ -77,7 +77,7 @@ class StoredModel(ABC):
             return found
         markers = {kind.marker: kind.title for kind in StoredModel.kinds}
         known = " nor ".join(f"{title} (with {marker})" for marker, title in markers.items())
-        raise ConfigError(f"{directory} is neither {known}{_similar(path, list(markers))}.")
+        raise ConfigError(f"{directory} is neither {known}{_similar(path, list(markers)) or '.'}")
 
     @staticmethod
     def find(directory: Path, report: Report = warnings.warn) -> "StoredModel | None":
@@ -314,4 +314,4 @@ def _similar(directory: Path, markers: Sequence[str]) -> str:
     else:
         close = difflib.get_close_matches(directory.name, names, cutoff=0.6)
         close = close or [name for name in names if name.lower() == directory.name.lower()]
-    return f"; did you mean {' or '.join(str(parent / name) for name in close)}" if close else ""
+    return f"; did you mean {' or '.join(str(parent / name) for name in close)}?" if close else ""

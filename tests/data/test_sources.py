@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -128,6 +129,10 @@ def test_text_in_utf_16_is_called_so(tmp_path):
     path.write_text("a text of some length", encoding="utf-16")
     with pytest.raises(ConfigError, match=r"wide\.txt is UTF-16; convert it: iconv"):
         documents(path, tmp_path)
+    records = path.with_suffix(".jsonl")
+    records.write_text('{"text": "a"}\n', encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"wide\.jsonl is UTF-16"):
+        documents(records, tmp_path)
     (tmp_path / "in").mkdir()
     path.rename(tmp_path / "in" / "wide.txt")
     (tmp_path / "in" / "plain.txt").write_text("plain")
@@ -138,8 +143,17 @@ def test_text_in_utf_16_is_called_so(tmp_path):
 def test_a_link_that_leads_nowhere_is_called_so(tmp_path):
     link = tmp_path / "corpus.txt"
     link.symlink_to(tmp_path / "gone.txt")
-    with pytest.raises(ConfigError, match=r"corpus\.txt' is a link to .*gone\.txt, which does not exist"):
-        documents(link, tmp_path)
+    for place in (link, tmp_path):
+        with pytest.raises(ConfigError, match=r"corpus\.txt is a link to .*gone\.txt, which does not exist"):
+            documents(place, tmp_path)
+
+
+def test_pipes_are_told_and_left_out_of_folders(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(ConfigError, match=r"a\.txt' is a pipe or a device"):
+        documents(tmp_path / "a.txt", tmp_path)
+    (tmp_path / "b.txt").write_text("text")
+    assert documents(tmp_path, tmp_path)[0] == ["text"]
 
 
 def test_linked_folders_are_read_once(tmp_path):
@@ -154,6 +168,9 @@ def test_linked_folders_are_read_once(tmp_path):
         (data / name).symlink_to(tmp_path / target)
     (tmp_path / "other" / "back").symlink_to(data)
     assert sorted(documents(data, tmp_path)[0]) == ["four", "one", "three", "two"]
+    for number, pattern in enumerate(("**/*.txt", "**")):
+        assert sorted(documents(data / pattern, tmp_path / str(number))[0]) == ["four", "one", "three", "two"], pattern
+    assert sorted(documents(data / "*" / "**" / "[bc].txt", tmp_path / "several")[0]) == ["three", "two"]
 
 
 def test_a_parquet_column_is_found_by_its_whole_name(tmp_path):

@@ -1,8 +1,11 @@
 """`jaxstack generate` on Hugging Face checkpoints and runs: whose text, the same on any mesh, and what is refused."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import yaml
@@ -11,7 +14,10 @@ from safetensors.numpy import load_file
 import jaxstack.generate as command
 from jaxstack import convert
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.text_stream import Piece, TextGenerator
+from jaxstack.errors import ConfigError
 from jaxstack.parallel import ParallelConfig
+from jaxstack.run.generate import generate as generate_texts
 from jaxstack.run.load import load, run_config
 from jaxstack.run.setting import decoding_layout
 from jaxstack.stored import StoredModel
@@ -139,6 +145,36 @@ def test_a_line_separator_inside_of_a_prompt_ends_no_line(tmp_path):
     assert command._read_prompts(["e"], str(path)) == ["e", "a\u2028b\x85c", "d"]
 
 
+def test_files_of_prompts_that_cannot_be_read(tmp_path):
+    path = tmp_path / "p.jsonl"
+    line = '{"prompt": "a"}\n'
+    path.write_bytes(b"\xef\xbb\xbf" + line.encode())
+    assert command._read_prompts(None, str(path)) == ["a"]
+    for content, reason in (
+        (line.encode("utf-16"), "is not UTF-8"),
+        (b"", "has no lines"),
+        (line.encode() + b"[" * 10**5, "line 2 of .* must be a JSON object"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=reason):
+            command._read_prompts(None, str(path))
+
+
+def test_many_samples_are_prepared_one_batch_at_a_time():
+    class Generator:
+        decoder = SimpleNamespace(context_length=None)
+
+        def encode(self, text):
+            return [1]
+
+        def stream(self, rows, tokens, sampling, *, seed, stop):
+            return (Piece(row, f"{row} of {len(rows)}, {seed[row]}", "stop") for row in range(len(rows)))
+
+    # All rows together would need about 100 GB.
+    found = generate_texts(cast(TextGenerator, Generator()), ["", ""], Sampling(), samples=10**9, seed=3, batch_size=2)
+    assert [text.text for text in itertools.islice(found, 3)] == ["0 of 2, 3", "1 of 2, 4", "0 of 2, 5"]
+
+
 def test_the_way_out_of_an_unknown_key_is_an_option_of_the_command_that_it_names(source, tmp_path, capsys):
     other = Path(shutil.copytree(source, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
@@ -203,6 +239,6 @@ def test_an_empty_stop_text_is_refused_before_anything_is_loaded(tmp_path, capsy
 
 def test_a_wrong_run_and_a_bare_prompt_are_answered_with_what_was_meant(converted, capsys):
     folder = converted.parent
-    assert f"did you mean {converted}." in refused(capsys, "--run", str(folder / "qwen"))
-    assert f"did you mean {converted}." in refused(capsys, "--run", str(folder))
+    assert f"did you mean {converted}?" in refused(capsys, "--run", str(folder / "qwen"))
+    assert f"did you mean {converted}?" in refused(capsys, "--run", str(folder))
     assert "for a prompt add --prompt" in refused(capsys, "--run", str(converted), "once upon a time")

@@ -78,7 +78,7 @@ class Family:
         for row in self.rows:
             try:
                 fields |= row.read(config)
-            except (TypeError, ValueError, AttributeError, ArithmeticError, OverflowError) as error:
+            except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
                 keys = ", ".join(f"{key}: {config[key]!r}" for key in row.keys if key in config)
                 raise ConfigError(f"config.json has a value of a wrong kind among {keys} ({error}).") from None
         fields = {key: value for key, value in fields.items() if value is not None}

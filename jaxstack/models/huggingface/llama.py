@@ -162,6 +162,14 @@ SMOLLM3 = Family(
     ignored=frozenset(["sliding_window", "max_window_layers"]),  # of windows that are off
 )
 
+
+def _read_attention_multiplier(config: Keys) -> dict[str, Any]:
+    factor = float(config.get("attention_multiplier", 1.0))
+    if not factor > 0:
+        raise ConfigError(f"config.json: attention_multiplier must be positive; found {factor}.")
+    return {"query_pre_attn_scalar": factor**-2}
+
+
 GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
@@ -174,7 +182,7 @@ GRANITE = Family(
         activation("hidden_act", "silu"),
         Row(
             ("attention_multiplier",),
-            lambda config: {"query_pre_attn_scalar": float(config.get("attention_multiplier", 1.0)) ** -2},
+            _read_attention_multiplier,
             lambda model: {"attention_multiplier": float(f"{model.attention_scale:.12g}")},
         ),
         Row(

@@ -158,6 +158,8 @@ def test_a_key_can_be_ignored_on_purpose():
         ("qwen2", {"layer_types": None, "max_window_layers": {}}),
         ("mixtral", {"num_local_experts": -1}),
         ("qwen3-moe", {"num_experts_per_tok": []}),
+        ("smollm3", {"num_hidden_layers": 0}),
+        ("granite", {"attention_multiplier": -0.5}),
     ],
 )
 def test_values_of_a_wrong_kind_are_named(family, change):
