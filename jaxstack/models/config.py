@@ -187,8 +187,8 @@ class ModelConfig(Component):
                 f"the number of channels of a head that rotate, head_dim ({self.width_per_head}) x "
                 f"partial_rotary_factor ({self.partial_rotary_factor}), must be even and not 0 for rotary positions."
             )
-        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
-            raise ValueError(f"rope_scaling of rope_type yarn needs a rope_theta above 1; found {self.rope_theta}.")
+        if self.rope_scaling is not None and (problem := self._scaling_problem(self.rope_scaling)):
+            raise ValueError(f"rope_scaling of rope_type {self.rope_scaling.rope_type} {problem}")
         if self.positions == "learned" and self.max_position_embeddings is None:
             raise ValueError("positions: learned needs max_position_embeddings (rows of the position table).")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
@@ -211,6 +211,22 @@ class ModelConfig(Component):
             raise ValueError(problem)
         self.attention.check(ScoreOptions(self.layer_types, self.attn_logit_softcapping, self.query_pre_attn_scalar))
         return self
+
+    def _scaling_problem(self, scaling: RopeScaling) -> str | None:
+        """Return what a scaling of rotary positions needs that this model does not have, or None."""
+        if scaling.rope_type == "yarn" and self.rope_theta <= 1:
+            return f"needs a rope_theta above 1; found {self.rope_theta}."
+        if scaling.rope_type != "longrope":
+            return None
+        if self.max_position_embeddings is None:
+            return "needs max_position_embeddings, which chooses between short_factor and long_factor."
+        found = [len(factors) for factors in (scaling.short_factor, scaling.long_factor) if factors is not None]
+        if found != [self.rotary_channels // 2] * 2:
+            return (
+                f"needs one number in short_factor and in long_factor for each pair of channels that rotates "
+                f"({self.rotary_channels // 2}); found {' and '.join(map(str, found))}."
+            )
+        return None
 
     def _width_problem(self) -> str | None:
         """Return why muP (maximal update parametrization) cannot be used with these settings, or None."""
@@ -335,7 +351,7 @@ class ModelConfig(Component):
     def rotations(self) -> dict[str, Rotation]:
         """Return the rotations of queries and keys by the name that layers have for them."""
         known = {
-            "global": Rotation(self.rotary_channels, self.rope_theta, self.rope_scaling),
+            "global": Rotation(self.rotary_channels, self.rope_theta, self.rope_scaling, self.max_position_embeddings),
             "local": Rotation(self.rotary_channels, self.rope_local_base_freq or self.rope_theta),
         }
         used = {layer.rotation for layer in self.layers()}

@@ -5,7 +5,7 @@ Face layout.
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "mscale": None,
         "mscale_all_dim": None,
     },
+    "longrope": {
+        "factor": REQUIRED,
+        "original_max_position_embeddings": REQUIRED,
+        "short_factor": REQUIRED,
+        "long_factor": REQUIRED,
+        "attention_factor": None,
+    },
 }
 """The keys of each `rope_type` with their defaults."""
 
@@ -47,9 +54,10 @@ class RopeScaling(Component):
     Each `rope_type` has its own keys, and refuses those of the others. A key that is left out gets the type's default.
     """
 
-    rope_type: Literal["linear", "llama3", "yarn"]
+    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
     """`linear`: divide all frequencies by `factor`; `llama3`: depending on their wavelength, as in Llama 3.1; `yarn`:
-    depending on their number of turns over the original context (Peng et al. 2023, arXiv:2309.00071)."""
+    depending on their number of turns over the original context (Peng et al. 2023, arXiv:2309.00071); `longrope`: by a
+    list of divisors (Ding et al. 2024, arXiv:2402.13753)."""
     factor: float = Field(gt=0)
     """Ratio of the new context to the original one."""
     original_max_position_embeddings: int | None = Field(default=None, ge=2)
@@ -66,11 +74,19 @@ class RopeScaling(Component):
     """`yarn`: round the ends of the ramp between these two to whole pairs of channels; left out: true."""
     attention_factor: float | None = Field(default=None, gt=0)
     """Factor of the cosines and sines, and so of both queries and keys. `yarn`: left out, g(mscale) / g(mscale_all_dim)
-    if both are given, or else g(1), with g(m) = 0.1 m ln(factor) + 1."""
+    if both are given, or else g(1), with g(m) = 0.1 m ln(factor) + 1. `longrope`: left out, sqrt(1 + ln(factor) /
+    ln(original_max_position_embeddings)), or 1 if factor is below 1."""
     mscale: float | None = Field(default=None, ge=0)
     """See `attention_factor`; 0 is the same as left out."""
     mscale_all_dim: float | None = Field(default=None, ge=0)
     """See `attention_factor`; 0 is the same as left out."""
+    short_factor: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """Divisors of the frequencies, one for each pair of channels that rotates, which `longrope` uses for a model whose
+    `max_position_embeddings` is at most `original_max_position_embeddings`."""
+    long_factor: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """Divisors that `longrope` uses for a model whose `max_position_embeddings` is larger. The lengths of the sequences
+    do not matter: keys in a cache were rotated by one of the lists, and would be wrong once a sequence grows past the
+    border between the two. For short sequences set the model's `max_position_embeddings` to the original length."""
 
     @model_validator(mode="before")
     @classmethod
@@ -79,7 +95,8 @@ class RopeScaling(Component):
         if not isinstance(kind, str) or kind not in SCALINGS:
             return values  # the field's type names the problem
         known = SCALINGS[kind]
-        given = {key: value for key, value in values.items() if value is not None}
+        # The fields are strict, and take no lists once the values are Python's.
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if v is not None}
         foreign = [key for key in given if key in cls.model_fields and key not in ("rope_type", *known)]
         if foreign:
             raise ValueError(
@@ -102,10 +119,14 @@ class RopeScaling(Component):
     @property
     def angle_factor(self) -> float:
         """Factor of the cosines and sines."""
-        if self.rope_type != "yarn":
-            return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.rope_type == "longrope":
+            assert self.original_max_position_embeddings is not None
+            growth_of_context = math.log(self.factor) / math.log(self.original_max_position_embeddings)
+            return math.sqrt(1 + max(growth_of_context, 0))
+        if self.rope_type != "yarn":
+            return 1.0
 
         def growth(scale: float) -> float:
             return 0.1 * scale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
@@ -124,6 +145,8 @@ class Rotation(NamedTuple):
     """Base of the frequencies."""
     scaling: RopeScaling | None = None
     """Scaling of the frequencies."""
+    length: int | None = None
+    """Longest sequence in tokens, by which `longrope` chooses its divisors."""
 
     def frequencies(self) -> Float[np.ndarray, " pairs"]:
         """Compute the rotation frequency, in radians per position, of each pair of channels."""
@@ -135,8 +158,13 @@ class Rotation(NamedTuple):
         return 1.0 if self.scaling is None else self.scaling.angle_factor
 
 
-def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> Float[np.ndarray, " pairs"]:
-    """Compute the rotation frequency, in radians per position, of each of the width / 2 channel pairs."""
+def rope_frequencies(
+    width: int, theta: float, scaling: RopeScaling | None = None, length: int | None = None
+) -> Float[np.ndarray, " pairs"]:
+    """Compute the rotation frequency, in radians per position, of each of the width / 2 channel pairs.
+
+    See `Rotation` for the arguments.
+    """
     frequencies = theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     if scaling is None:
         return frequencies
@@ -147,6 +175,9 @@ def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None = Non
     if scaling.rope_type == "yarn":
         ramp = _yarn_ramp(width, theta, original, scaling)
         return frequencies * ((1 - ramp) + ramp / scaling.factor)
+    if scaling.rope_type == "longrope":
+        assert length is not None
+        return frequencies / np.asarray(scaling.long_factor if length > original else scaling.short_factor)
     # Llama 3.1: long wavelengths are stretched by `factor`, short ones are unchanged, with a linear ramp in between.
     assert scaling.low_freq_factor is not None and scaling.high_freq_factor is not None
     turns = original * frequencies / (2 * math.pi)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxstack.config.loader import build_component
 from jaxstack.models import ModelConfig, RopeScaling, Transformer
 from jaxstack.models.rope import Rotation, apply_rope, rope_cos_sin, rope_frequencies
 
@@ -167,6 +168,45 @@ def test_the_model_multiplies_scores_by_the_square_of_the_factor():
 def test_keys_of_another_type_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling(**settings)
+
+
+LONG = dict(
+    rope_type="longrope", factor=4.0, original_max_position_embeddings=16, short_factor=[1, 1.5], long_factor=[2.0, 8.0]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "divisors"), [(16, [1.0, 1.5]), (17, [2.0, 8.0]), (64, [2.0, 8.0])])
+def test_the_models_length_chooses_the_list_of_longrope(length, divisors):
+    model = build_component(
+        ModelConfig,
+        dict(
+            head_dim=8, partial_rotary_factor=0.5, rope_theta=100.0, rope_scaling=LONG, max_position_embeddings=length
+        ),
+    )
+    (rotation,) = model.rotations().values()
+    np.testing.assert_allclose(rotation.frequencies(), np.array([1.0, 0.1]) / divisors)
+    assert rotation.factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(16)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_position_embeddings": None}, "rope_type longrope needs max_position_embeddings"),
+        ({"head_dim": 16}, r"each pair of channels that rotates \(4\); found 2 and 2"),
+        ({"rope_scaling": {**LONG, "long_factor": None}}, "needs long_factor"),
+        ({"rope_scaling": {**LONG, "long_factor": [1.0, 0.0]}}, "long_factor.1.*greater than 0"),
+        ({"rope_scaling": {**LONG, "beta_fast": 32.0}}, "remove beta_fast"),
+    ],
+)
+def test_what_longrope_needs_is_named(changes, message):
+    settings = dict(head_dim=8, partial_rotary_factor=0.5, rope_scaling=LONG, max_position_embeddings=64)
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**{**settings, **changes})
+
+
+def test_a_factor_below_one_does_not_scale_the_cosines():
+    assert RopeScaling(**{**LONG, "factor": 0.5}).angle_factor == 1
+    assert RopeScaling(**LONG, attention_factor=1.5).angle_factor == 1.5
 
 
 def test_a_key_that_is_null_is_left_out():

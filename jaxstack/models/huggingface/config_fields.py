@@ -106,14 +106,24 @@ def _rope_fields(said: Keys, where: str, config: Keys) -> tuple[float | None, di
     theta = said.pop("rope_theta", None)
     if said.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"config.json: {where}.partial_rotary_factor must be 1: all of a head's dims rotate.")
-    if kind == "yarn" and "max_position_embeddings" in config:
-        said.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if kind in ("yarn", "longrope"):
+        said = _with_context(said, config)
     unknown = [key for key in said if key not in kinds[kind]]
     missing = [key for key in kinds[kind] if key not in said and key not in _OPTIONAL]
     if unknown or missing:
         problem = f"has keys that are not supported: {', '.join(unknown)}" if unknown else f"lacks {', '.join(missing)}"
         raise ConfigError(f"config.json: {where} (rope_type {kind}) {problem}.")
     return theta, {"rope_type": kind, **said} if kind != "default" else None
+
+
+def _with_context(said: dict[str, Any], config: Keys) -> dict[str, Any]:
+    """Add to the settings of a scaling what transformers takes from keys beside them: the context and its growth."""
+    key = "original_max_position_embeddings"
+    length = config.get("max_position_embeddings")
+    original = config.get(key) or said.get(key)
+    if length and original:
+        return {"factor": length / original, **said, key: original}
+    return {**said, key: length} if length else said
 
 
 def _rope_keys(scaling: RopeScaling | None) -> dict[str, Any] | None:
