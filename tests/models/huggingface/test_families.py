@@ -122,8 +122,9 @@ def test_yarn_is_read_with_the_defaults_of_transformers():
     ("change", "named"),
     [
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 32.0}}, "lacks factor"),
         ({"rope_scaling": {"rope_type": "longrope", "beta_fast": 32.0}}, "beta_fast"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "lacks long_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "lacks factor, long_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta_fast": 32}}, "beta_fast"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
         ({"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
