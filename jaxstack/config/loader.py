@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -373,7 +373,7 @@ def _hint(path: Sequence[str], owner: type[BaseModel], code: str, found: object)
     members = _components_in(_annotation(owner, key))
     if not isinstance(found, str) or not members or not code.startswith(("model", "dict", "list", "tuple")):
         return ""
-    if "name" in members[0].model_fields:
+    if get_origin(_annotation(members[0], "name")) is Literal:
         return f"; set {'.'.join(path)}.name to choose one"
     return f"; write {key}=[{{path: {found}}}]" if "path" in members[0].model_fields else ""
 

@@ -185,6 +185,11 @@ class Engine:
         """
         if isinstance(prompt, str | bytes):
             raise ConfigError("a prompt is a sequence of token ids; encode a text by the model's tokenizer first.")
+        if len(prompt) + max_tokens > self.context:  # first, as the other checks look at every token
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, which with {max_tokens} new tokens exceeds the context of "
+                f"{self.context} tokens; at most {max(0, self.context - len(prompt))} new tokens fit."
+            )
         wrong = next((token for token in prompt if not hasattr(token, "__index__")), None)
         if wrong is not None:
             raise ConfigError(f"token ids must be whole numbers; found {wrong!r}.")
@@ -195,11 +200,6 @@ class Engine:
         if max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1; found {max_tokens}.")
         self.model.check_ids([prompt])
-        if len(prompt) + max_tokens > self.context:
-            raise ConfigError(
-                f"the prompt has {len(prompt)} tokens, which with {max_tokens} new tokens exceeds the context of "
-                f"{self.context} tokens; at most {max(0, self.context - len(prompt))} new tokens fit."
-            )
 
     @property
     def running(self) -> int:

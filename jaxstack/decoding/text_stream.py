@@ -280,7 +280,7 @@ class ChatGenerator(TextGenerator):
         Raises:
           ConfigError: the question contains a special token.
         """
-        check_chat_text(self.tokenizer, "the prompt", text)
+        check_chat_text(self.tokenizer, "the prompt", text, self._stop)
         question = self._template.render([{"role": "user", "content": text}], prompt=True)
         return self.tokenizer.encode_marked([question])[0][0].tolist()
 
@@ -297,9 +297,13 @@ class ChatGenerator(TextGenerator):
         return super().stream(prompts, max_tokens, sampling, seed=seed, stop=(*stop, *self._stop))
 
 
-def check_chat_text(tokenizer: Tokenizer, name: str, text: str) -> None:
-    """Raise ConfigError if the text of a chat, called `name`, contains a special token, as it could begin a turn."""
-    found = next((token for token in tokenizer.special_tokens if token in text), None)
+def check_chat_text(tokenizer: Tokenizer, name: str, text: str, ends: Sequence[str] = ()) -> None:
+    """Raise ConfigError if the text of a chat, called `name`, contains a special token, as it could begin a turn.
+
+    Args:
+      ends: what else ends a turn, in a template whose texts are no special tokens of the tokenizer.
+    """
+    found = next((token for token in (*tokenizer.special_tokens, *ends) if token in text), None)
     if found is not None:
         raise ConfigError(
             f"{name} contains {found!r}, a special token, with which the text could pass for another turn; write it "

@@ -56,7 +56,7 @@ class ChatFormatter:
         for place, message in enumerate(messages):
             for name, value in message.items():
                 if name != "content" or message["role"] != "assistant":
-                    check_chat_text(self._tokenizer, f"messages.{place}.{name}", str(value))
+                    check_chat_text(self._tokenizer, f"messages.{place}.{name}", str(value), self.stop)
         return self._tokenizer.encode_marked([self._template.render(messages, prompt=True)])[0][0].tolist()
 
 

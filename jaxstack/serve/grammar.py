@@ -5,6 +5,7 @@ Grammars are compiled by the library llguidance, which the extra `serve` install
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -90,6 +91,9 @@ class Grammars:
         try:
             self._process.check(kind, value)
             matcher = compile_grammar(kind, value, self._ll_tokenizer)
+            # What is computed here is kept for all copies: for counted repetitions it can take half a second, for which
+            # the engine would hold up all answers.
+            matcher.compute_bitmask()
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
         except (ValueError, TypeError) as error:
@@ -110,14 +114,24 @@ class Grammars:
         return _import_llguidance().LLTokenizer(_TokenTable(tokenizer, self._stop_tokens), eos_token=self._stop_tokens)
 
 
+_FREE_SECONDS = 1.0
+_SECONDS_PER_TOKEN = 0.005
+"""Limit on the time of the processor for the constraint of an answer: so much at once, and so much for each token. The
+engine computes for no other answer in this time."""
+
+
 class GrammarConstraint:
     """Constraint of one answer to a grammar: parses the answer, and allows only tokens that keep it valid."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
+        self._seconds = 0.0
+        self._tokens = 0
 
     def fill_mask(self, mask: np.ndarray) -> None:
+        start = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._seconds += time.thread_time() - start
 
     def accept(self, token: int) -> bool:
         # llguidance does not raise: beyond its limits it enters an error state, in which it also counts as stopped.
@@ -126,6 +140,12 @@ class GrammarConstraint:
             raise ConstraintFailed(
                 f"the answer cannot be constrained further ({_reason(self._matcher.get_error())}); simplify the schema "
                 "or grammar."
+            )
+        self._tokens += 1
+        if self._seconds > _FREE_SECONDS + _SECONDS_PER_TOKEN * self._tokens:
+            raise ConstraintFailed(
+                f"the answer's constraint took {self._seconds:.1f} s for {self._tokens} tokens, and holds up other "
+                "answers; simplify the schema or grammar, such as large counted repetitions."
             )
         return not self._matcher.is_stopped()
 

@@ -8,8 +8,9 @@ import re
 import secrets
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,6 +167,7 @@ class Server:
         body = await self._parse(request, CompletionRequest)
         texts = body.prompts
         self._check_count(body, len(texts))
+        self._check_length(text for text in texts if isinstance(text, str))
         prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in texts])
         longest = max(map(len, prompts), default=0)
         limit = body.max_tokens or max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
@@ -186,6 +188,7 @@ class Server:
             )
         self._check_count(body, 1)
         messages = [message.as_template_input for message in body.messages]
+        self._check_length(["".join(message["content"] for message in messages)])
         try:
             prompt = await asyncio.to_thread(chat.encode, messages)
         except JaxstackError as error:
@@ -194,6 +197,23 @@ class Server:
         limit = body.max_completion_tokens or body.max_tokens or room
         answers = await self._submit(body, [prompt], limit, (*body.stops, *chat.stop), chat.stop_tokens)
         return await self._answer(request, body, answers, Envelope(self.name, chat=True), [""])
+
+    @cached_property
+    def _most_characters(self) -> int | None:
+        """Upper bound of the characters of a prompt that fits the context; None if the tokenizer does not tell it."""
+        return self.engine.context * int(self.tokenizer.byte_lengths.max()) if self.tokenizer.writes_bytes else None
+
+    def _check_length(self, texts: Iterable[str]) -> None:
+        """Refuse texts that are too long without encoding them, which would take seconds for megabytes.
+
+        Raises:
+          Refused: a text has more characters than the longest tokens would write in the context.
+        """
+        for text in texts:
+            if self._most_characters is not None and len(text) > self._most_characters:
+                raise Refused(
+                    400, f"a prompt of {len(text)} characters exceeds the context of {self.engine.context} tokens."
+                )
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -209,6 +229,8 @@ class Server:
         """
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "send JSON, with the header Content-Type: application/json.")
+        if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+            raise Refused(415, "send the body as it is, without a Content-Encoding.")
         content = await self._read_body(request)
         # In a thread, as everything whose duration depends on the request: the event loop serves the other clients.
         body = await asyncio.to_thread(_parse, content, kind)
@@ -391,7 +413,8 @@ def _parse(content: bytes, kind: type[R]) -> R:
         if b"\\u" in content or b"\xed" in content:
             json.dumps(tree, ensure_ascii=False).encode()  # refuses lone surrogates, which no answer could repeat
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not valid JSON: {error}.") from None
+        reason = str(error).partition("; use sys.")[0]  # advice for programs about numbers with many digits
+        raise Refused(400, f"the body is not valid JSON: {reason}.") from None
     if not isinstance(tree, dict):
         raise Refused(400, f"the body must be a JSON object; found {type(tree).__name__}.")
     return _refuse_on_error(lambda: build_component(kind, tree, "the request"))

@@ -48,12 +48,24 @@ def uvicorn_settings(server: Server) -> uvicorn.Config:
     """Return the settings with which uvicorn serves an application, among them its limits on time."""
 
     class Protocol(H11Protocol):
-        """HTTP over one connection, which is closed unless the head of a request arrives in time.
+        """HTTP over one connection, closed unless the head of a request arrives, and the client reads answers, in time.
 
-        Uvicorn waits for it forever, so that clients that send half of it would use up all file descriptors.
+        Uvicorn waits for both forever, so that clients that send half of a request, or read half of an answer, would
+        use up all file descriptors.
         """
 
         _timer: asyncio.TimerHandle | None = None
+        _reading: asyncio.TimerHandle | None = None
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._reading = self.loop.call_later(server.config.timeout, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._reading is not None:
+                self._reading.cancel()
+                self._reading = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
@@ -70,6 +82,8 @@ def uvicorn_settings(server: Server) -> uvicorn.Config:
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             self._stop_waiting()
+            if self._reading is not None:
+                self._reading.cancel()
 
         def _await_request(self) -> None:
             """Start the timer where it does not run; stop it while a request is answered."""
@@ -92,12 +106,14 @@ def uvicorn_settings(server: Server) -> uvicorn.Config:
                 body = json.dumps(error_body(message, 408)).encode()
                 head = "HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-type: application/json\r\n"
                 self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()  # to close would wait until the client reads the rest of an answer
             self.transport.close()
 
     return uvicorn.Config(
         server.app,
         http=Protocol,
-        log_level="warning",
+        log_level="error",  # warnings are about what clients send, such as a line for each request that is no HTTP
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=round(server.config.drain) + _REFUSAL_SECONDS,

@@ -52,7 +52,9 @@ def _check_prompt(prompt: object) -> object:
         return prompt
     if not isinstance(prompt, list):
         raise ValueError("it must be a text, a list of token ids, or a list of texts or of lists of token ids")
-    kind = type(prompt[0]) if prompt else str
+    if not prompt:
+        raise ValueError("it must have at least one text or token id")
+    kind = type(prompt[0])
     for place, item in enumerate(prompt):
         ids = item if isinstance(item, list) else ()
         if kind not in (str, int, list) or type(item) is not kind or any(type(token) is not int for token in ids):
@@ -244,12 +246,25 @@ class TextPart(Component):
     """The text."""
 
 
+def _check_content(content: object) -> object:
+    """Check that a message is a text or a list of texts; name the first wrong part only."""
+    if not isinstance(content, list):
+        if content is None or isinstance(content, str):
+            return content
+        raise ValueError(f"it must be a text or a list of parts; found a value of type {type(content).__name__}")
+    for place, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = f" (type {part['type']!r})" if isinstance(part, dict) and isinstance(part.get("type"), str) else ""
+            raise ValueError(f'only parts {{"type": "text", "text": "..."}} are supported; part {place}{kind} is none')
+    return content
+
+
 class Message(Component):
     """A message of a chat: its role and its content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks; developer is the same as system."""
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_check_content)] = None
     """The text of the message, or parts of it."""
     name: str | None = None
     """Passed to the chat template."""
@@ -340,8 +355,14 @@ class Envelope:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
+_MOST_CHARACTERS = 2000
+"""Largest length of an error message."""
+
+
 def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
     """Return an error as JSON in OpenAI's format."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    if len(message) > _MOST_CHARACTERS:  # it may repeat what the client sent
+        message = message[:_MOST_CHARACTERS] + "..."
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -51,6 +51,7 @@ def test_what_is_no_special_token_is_text(tokenizer):
 def test_a_question_of_generate_is_checked_too(tokenizer):
     generator = ChatGenerator.__new__(ChatGenerator)
     generator.tokenizer = tokenizer
+    generator._stop = ()
     cast(Any, generator)._template = SimpleNamespace(render=lambda messages, prompt: messages[0]["content"])
     with pytest.raises(ConfigError, match=r"the prompt contains '<\|im_end\|>'"):
         generator.encode("hi<|im_end|>")

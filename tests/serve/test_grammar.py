@@ -1,6 +1,7 @@
 """Constraints of answers: what is compiled, kept, limited, and told if the library gives up."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from jaxstack.errors import ConfigError
 from tests.serve.tiny import TOKENIZER
 
 pytest.importorskip("llguidance")
+from jaxstack.serve import grammar
 from jaxstack.serve.grammar import GrammarConstraint, Grammars
 
 
@@ -35,6 +37,22 @@ def test_large_schemas_and_long_lists_of_choices_are_followed_to_their_end(gramm
     choices = [f"choice {i}" for i in range(2000)]
     for text, allowed in (("choice 1999", True), ("choice x", False)):
         assert follows(grammars.compile("choice", choices), text) == allowed
+
+
+def test_a_constraint_that_takes_long_holds_up_no_other_answers(grammars, monkeypatch):
+    """The first mask of a long counted repetition takes most of a second; it is computed once, with the grammar."""
+    constraint = grammars.compile("regex", "x{100000}")
+    mask = np.zeros(9, np.int32)
+    began = time.thread_time()
+    constraint.fill_mask(mask)
+    assert time.thread_time() - began < 0.1
+    monkeypatch.setattr(grammar, "_FREE_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "_SECONDS_PER_TOKEN", 1e-6)
+    with pytest.raises(ConstraintFailed, match="holds up other answers; simplify"):
+        assert constraint.accept(ord("x"))
+        for _ in range(100):
+            constraint.fill_mask(mask)
+            constraint.accept(ord("x"))
 
 
 def test_an_error_of_the_library_is_an_error_and_not_the_end_of_the_answer(grammars):

@@ -24,6 +24,7 @@ LIMITS = ServerConfig(chat_template="chatml", max_body_bytes=4096, max_tokens=20
 
 
 COMPLETE = "/v1/completions"
+CHAT = "/v1/chat/completions"
 WRONG = [
     (COMPLETE, b"{", 400, "not valid JSON"),
     (COMPLETE, b"\xff\xfe", 400, "not valid JSON"),
@@ -46,14 +47,16 @@ WRONG = [
     (COMPLETE, {"prompt": [10**12], "echo": True}, 400, "1000000000000 is outside of the model's vocabulary"),
     (COMPLETE, {"prompt": "\ud800", "echo": True}, 400, "surrogates not allowed"),
     (COMPLETE, {"prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
-    (COMPLETE, {"prompt": []}, 400, "1 to 64 answers; found 0"),
+    (COMPLETE, {"prompt": []}, 400, "at least one text or token id"),
     (COMPLETE, {"prompt": ["a"] * 40, "n": 2}, 400, "1 to 64 answers; found 80"),
     (COMPLETE, {"prompt": "a", "model": "gpt"}, 404, "this server has 'tiny'"),
     (COMPLETE, {"prompt": "a", "guided_regex": "("}, 400, "the regex of the structured output is wrong"),
     (COMPLETE, {"prompt": "a", "guided_json": {"type": "nonsense"}}, 400, "the json of the structured output is wrong"),
     (COMPLETE, {"prompt": "a", "guided_choice": []}, 400, "the choice of the structured output is wrong"),
-    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools is not"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools is not"),
+    (CHAT, {"messages": [{"role": "user", "content": "hi<|im_end|>"}]}, 400, "could pass for another turn"),
+    (CHAT, {"messages": [{"role": "user", "content": "hi"}], "x" * 3000: 1}, 400, "xxx..."),
     ("/v1/nothing", {}, 404, "known: /v1/completions"),
 ]
 
@@ -279,6 +282,35 @@ def test_heads_that_do_not_arrive_in_time_free_their_connections():
     answers = again.makefile("rb").read()
     assert answers.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answers and b"receive_timeout" in answers
     assert time.monotonic() - began < 10 and not server.server_state.connections
+    server.should_exit = True
+
+
+def test_a_client_that_reads_nothing_is_let_go():
+    """The text of the prompts fills what the sockets hold, and the client reads none of it."""
+    engine = Silent()
+    engine.context = 10**6
+    server, port = listen(engine, LIMITS.model_copy(update={"max_body_bytes": 10**6, "timeout": 0.5}))
+    body = json.dumps({"prompt": "a" * 300_000, "n": 40, "echo": True, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        until = time.monotonic() + 10
+        while server.server_state.connections and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not server.server_state.connections
+    server.should_exit = True
+
+
+def test_prompts_far_beyond_the_context_are_not_encoded(monkeypatch):
+    monkeypatch.setattr(type(TOKENIZER), "encode", lambda *_: pytest.fail("encoded"))
+    server, port = listen(Echo(), LIMITS.model_copy(update={"max_body_bytes": 10**7}))
+    for path, field in (
+        (COMPLETE, {"prompt": ["a", "b" * 10**6]}),
+        (CHAT, {"messages": [{"role": "user", "content": "c" * 10**6}]}),
+    ):
+        status, answer, _ = ask(port, path, field)
+        assert status == 400 and "1000000 characters exceeds the context of 256 tokens" in answer["error"]["message"]
     server.should_exit = True
 
 

@@ -16,7 +16,7 @@ def completion(**fields) -> CompletionRequest:
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([], [])],
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
 def test_a_prompt_is_a_text_or_ids_or_several_of_them(prompt, prompts):
     assert completion(prompt=prompt).prompts == prompts
@@ -87,6 +87,11 @@ def test_messages_may_have_parts_of_text_and_nothing_else():
         {"role": "user", "content": "c"},
     ]
     picture = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for content, reason in ((picture, r"part 0 \(type 'image_url'\) is none"), (5, "a text or a list of parts")):
+        with pytest.raises(ConfigError, match=rf"^it: messages.0.content: .*{reason}"):
+            build_component(ChatRequest, {"messages": [{"role": "user", "content": content}]}, "it")
+    with pytest.raises(ConfigError, match="must be a list; found text 'hello'.$"):
+        build_component(ChatRequest, {"messages": "hello"}, "it")
     for wrong in ([], [{"role": "user", "content": picture}], [{"role": "me", "content": "a"}], "hello"):
         with pytest.raises(ConfigError, match="messages"):
             build_component(ChatRequest, {"messages": wrong}, "the request")
