@@ -71,6 +71,11 @@ MODELS = {
         },
     ),
     "olmo2": ("Olmo2", SMALL),
+    "gpt-oss": (
+        "GptOss",
+        {**SMALL, "num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4,
+         "num_experts_per_tok": 2, "sliding_window": 8, "max_position_embeddings": 131072, "pad_token_id": 1},
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         {**SMALL, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,

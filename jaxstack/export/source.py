@@ -109,6 +109,7 @@ def dense_softmax_problem(model: ModelConfig) -> str | None:
         return "layer_types: full_attention_no_rope (all layers rotate queries and keys)"
     given = {
         "pre_norms: false": not model.pre_norms,
+        "attention.sinks": getattr(model.attention, "sinks", False),
         "qk_norm: all_heads": model.qk_norm == "all_heads",
         "residual_multiplier": model.residual_multiplier != 1,
         "logits_scaling": model.logits_scaling != 1,

@@ -17,6 +17,15 @@ def exact_gelu(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1 + jax.lax.erf(x * np.sqrt(0.5).astype(x.dtype)))
 
 
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """Compute the gate of gpt-oss's experts (arXiv:2508.10925): gate sigmoid(1.702 gate) (up + 1) of clamped inputs.
+
+    `gate` is at most `limit`, and `up` between -limit and limit.
+    """
+    gate = jnp.minimum(gate, limit)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.clip(up, -limit, limit) + 1)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
     "gelu": exact_gelu,

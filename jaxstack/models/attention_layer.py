@@ -84,7 +84,8 @@ class Attention(nnx.Module):
         if cache is None or slots is None or slots.first:
             q, k, v = self._queries_keys_values(x, context)
             seen = as_stored(k, v, self.heads.cache_format, self.channel_order())
-            out = with_local_heads(self._attend, q, *seen, context.segment_ids, whole=weight)
+            own = {"per_head" if kind.weight_per_head else "whole": weight}
+            out = with_local_heads(self._attend, q, *seen, context.segment_ids, **own)
             cache = cache if cache is None or slots is None else kind.store(k, v, cache, slots, self.heads)
         else:
             out, cache = self._decode(kind, x, context, cache, slots)
@@ -202,7 +203,9 @@ class Attention(nnx.Module):
         if config.qk_norm is True:
             head_norms = 2 * count_norm_parameters(head_norm_name(config.norm), h)
         biases = (n + 2 * k) * h * config.qkv_bias + d * config.output_bias
-        return ParameterCount(2 * d * n * h + 2 * d * k * h, biases + head_norms + layer.mixer.count_weight())
+        return ParameterCount(
+            2 * d * n * h + 2 * d * k * h, biases + head_norms + layer.mixer.count_weight(config.heads(layer.window))
+        )
 
     @staticmethod
     def flops_per_token(config: ModelConfig, layer: Layer, length: int) -> float:

@@ -206,7 +206,12 @@ class ModelConfig(Component):
         if not (self.pre_norms or self.post_norms):
             raise ValueError("pre_norms: false needs post_norms: true; without any norm activations grow with depth.")
         if self.moe is not None and self.mlp_bias:
-            raise ValueError("mlp_bias must be false with moe: experts have no biases.")
+            raise ValueError("mlp_bias must be false with moe, whose experts have biases with moe.expert_bias: true.")
+        if self.moe is not None and self.moe.swiglu_limit and (self.mlp != "gated" or self.moe.n_shared_experts):
+            raise ValueError(
+                f"moe.swiglu_limit needs mlp: gated (found {self.mlp}) and no n_shared_experts (found "
+                f"{self.moe.n_shared_experts}), to which it does not apply."
+            )
         if problem := self._width_problem():
             raise ValueError(problem)
         self.attention.check(ScoreOptions(self.layer_types, self.attn_logit_softcapping, self.query_pre_attn_scalar))

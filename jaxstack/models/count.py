@@ -47,10 +47,10 @@ def count_parameters(config: ModelConfig) -> ModelSize:
     outside = embedding + rows * d + norm + (0 if config.tie_word_embeddings else head)
     sizes = {layer: _layer(config, layer) for layer in set(config.layers())}
     layers = [sizes[layer] for layer in config.layers()]
-    idle = config.mixture_layers * _idle_experts(config)
-    matmul = sum(layer.matmul for layer in layers) - idle
+    idle = [config.mixture_layers * count for count in _idle_experts(config)]
+    matmul = sum(layer.matmul for layer in layers) - idle[0]
     total = outside + sum(map(sum, layers))
-    return ModelSize(total, embedding + rows * d, matmul + head, total - idle)
+    return ModelSize(total, embedding + rows * d, matmul + head, total - sum(idle))
 
 
 def count_mixers(config: ModelConfig) -> ParameterCount:
@@ -87,17 +87,27 @@ def _feed_forward(config: ModelConfig, layer: Layer) -> ParameterCount:
         return ParameterCount(d * f * (inner + 1), (f * inner + d) * config.mlp_bias)
     moe = config.moe
     assert moe is not None
-    experts = (moe.num_experts + moe.n_shared_experts) * d * config.expert_size * (inner + 1)
-    return ParameterCount(d * moe.num_experts + experts, moe.num_experts * moe.balance_bias)
+    expert = _expert(config)
+    matmul = d * moe.num_experts + (moe.num_experts + moe.n_shared_experts) * expert.matmul
+    return ParameterCount(matmul, moe.num_experts * (moe.balance_bias + moe.router_bias + expert.other))
 
 
-def _idle_experts(config: ModelConfig) -> int:
+def _expert(config: ModelConfig) -> ParameterCount:
+    """Count the parameters of one routed expert."""
+    inner = 2 if config.mlp == "gated" else 1
+    d = config.hidden_size
+    f = config.expert_size
+    assert config.moe is not None
+    return ParameterCount(d * f * (inner + 1), (f * inner + d) * config.moe.expert_bias)
+
+
+def _idle_experts(config: ModelConfig) -> ParameterCount:
     """Count the parameters of the experts of one mixture that do not compute a given token."""
     moe = config.moe
     if moe is None:
-        return 0
-    expert = config.hidden_size * config.expert_size * (3 if config.mlp == "gated" else 2)
-    return (moe.num_experts - moe.num_experts_per_tok) * expert
+        return ParameterCount(0, 0)
+    idle = moe.num_experts - moe.num_experts_per_tok
+    return ParameterCount(*(idle * count for count in _expert(config)))
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:

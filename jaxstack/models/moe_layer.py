@@ -11,11 +11,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxstack.models.activations import ACTIVATIONS
+from jaxstack.models.activations import ACTIVATIONS, clamped_swiglu
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import Initializer, make_initializer
 from jaxstack.models.mlp import MLPS
-from jaxstack.models.moe.exchange import Kernels, compute_on_expert_devices, compute_on_this_device
+from jaxstack.models.moe.exchange import (
+    Kernels,
+    compute_on_expert_devices,
+    compute_on_this_device,
+    group_of_rows,
+    take_group,
+)
 from jaxstack.models.moe.router import MoEConfig, capacity, route
 from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import TokenSplit, with_local_tokens
@@ -25,23 +31,34 @@ ROUTER_AXES = ("embed", "router")
 
 
 class Router(nnx.Module):
-    """Weights of the router: the float32 matrix [D, E] that scores experts, and the bias that balances their load."""
+    """Weights of the router: the float32 matrix [D, E] that scores experts, its bias, and one that balances their load.
+
+    The bias and the balancing bias are [E], or None.
+    """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
         shape = config.hidden_size, moe.num_experts
         kernel = make_initializer(config)(rngs.params(), shape, config.hidden_size)
         self.kernel = nnx.Param(kernel, logical_axes=ROUTER_AXES)
         bias = jnp.zeros(moe.num_experts, jnp.float32)
+        self.bias = nnx.Param(bias, logical_axes=("router",)) if moe.router_bias else None
         self.balance_bias = nnx.Param(bias, logical_axes=("router",)) if moe.balance_bias else None
 
 
 class Experts(nnx.Module):
-    """Weights of one projection (up, gate or down) of all experts, stacked as [experts, in, out]."""
+    """Weights of one projection (up, gate or down) of all experts: [experts, in, out], and biases [experts, out]."""
 
     def __init__(
-        self, shape: tuple[int, int, int], axes: tuple[str, str, str], initialize: Initializer, rngs: nnx.Rngs
+        self,
+        shape: tuple[int, int, int],
+        axes: tuple[str, str, str],
+        initialize: Initializer,
+        rngs: nnx.Rngs,
+        bias: bool = False,
     ):
         self.kernel = nnx.Param(initialize(rngs.params(), shape, shape[1]), logical_axes=axes)
+        zeros = jnp.zeros((shape[0], shape[2]), self.kernel.dtype)
+        self.bias = nnx.Param(zeros, logical_axes=(axes[0], axes[2])) if bias else None
         self.wants_fp8 = False
         """True if the FP8 rules choose this weight, although its grouped matmuls stay in the compute dtype."""
 
@@ -58,9 +75,10 @@ class MoE(nnx.Module):
         inner = make_initializer(config)
         outer = make_initializer(config, residual=True)
         self.router = Router(config, moe, rngs)
-        self.up_proj = Experts((e, d, f), ("expert", "embed", "mlp"), inner, rngs)
-        self.gate_proj = Experts((e, d, f), ("expert", "embed", "mlp"), inner, rngs) if config.mlp == "gated" else None
-        self.down_proj = Experts((e, f, d), ("expert", "mlp", "embed"), outer, rngs)
+        into = (e, d, f), ("expert", "embed", "mlp"), inner, rngs, moe.expert_bias
+        self.up_proj = Experts(*into)
+        self.gate_proj = Experts(*into) if config.mlp == "gated" else None
+        self.down_proj = Experts((e, f, d), ("expert", "mlp", "embed"), outer, rngs, moe.expert_bias)
         shared = config.model_copy(update={"intermediate_size": moe.n_shared_experts * f})
         self.shared_experts = MLPS[config.mlp](shared, rngs) if moe.n_shared_experts else None
         self.moe = moe
@@ -74,9 +92,11 @@ class MoE(nnx.Module):
         """
         x = gradient_carrier(x)
         modules = {"router": self.router, "up": self.up_proj, "gate": self.gate_proj, "down": self.down_proj}
-        parameters = {name: _value_and_axes(module.kernel) for name, module in modules.items() if module is not None}
+        found = {name: module.kernel for name, module in modules.items() if module is not None}
+        found |= {f"{name}_bias": module.bias for name, module in modules.items() if module is not None and module.bias}
         if self.router.balance_bias is not None:
-            parameters["bias"] = _value_and_axes(self.router.balance_bias)
+            found["balance_bias"] = self.router.balance_bias
+        parameters = {name: _value_and_axes(parameter) for name, parameter in found.items()}
 
         def local(x: jax.Array, parameters: dict[str, jax.Array], split: TokenSplit) -> tuple[jax.Array, jax.Array]:
             return self._local(x, parameters, split, decoding)
@@ -95,9 +115,13 @@ class MoE(nnx.Module):
         moe = self.moe
         shape = x.shape
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), parameters["router"])
-        bias = parameters.get("bias")
-        routing = route(moe, logits, bias, sequence_axes=split.sequence_axes, dropless=decoding)
-        kernels: Kernels = {name: parameters[name] for name in ("up", "gate", "down") if name in parameters}
+        if "router_bias" in parameters:
+            logits = logits + parameters["router_bias"]
+        balance_bias = parameters.get("balance_bias")
+        routing = route(moe, logits, balance_bias, sequence_axes=split.sequence_axes, dropless=decoding)
+        kernels = {name: x for name, x in parameters.items() if name.startswith(("up", "gate", "down"))}
+        if "down_bias" in kernels:
+            kernels["down_bias"] = kernels["down_bias"] / split.summed
         tokens = math.prod(shape[:2])
         arrays = (
             x.reshape(tokens, shape[2]),
@@ -121,16 +145,25 @@ class MoE(nnx.Module):
     ) -> jax.Array:
         """Apply each expert's MLP to its group of rows by grouped matmuls; return the outputs times `weights`."""
 
-        def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            return grouped_matmul(x, kernel, sizes, alignment=alignment, implementation=self.moe.implementation)
+        group = group_of_rows(sizes, rows.shape[0], alignment) if self.moe.expert_bias else None
 
-        hidden = multiply(rows, kernels["up"])
-        if "gate" in kernels:
-            hidden = self.activation(multiply(rows, kernels["gate"])) * hidden
-        else:
+        def multiply(x: jax.Array, name: str, weights: jax.Array | None = None) -> jax.Array:
+            y = grouped_matmul(x, kernels[name], sizes, alignment=alignment, implementation=self.moe.implementation)
+            if group is None:
+                return y
+            bias = take_group(kernels[f"{name}_bias"], group)
+            return y + (bias if weights is None else (bias * weights[:, None]).astype(y.dtype))
+
+        hidden = multiply(rows, "up")
+        if "gate" not in kernels:
             hidden = self.activation(hidden)
+        elif self.moe.swiglu_limit is None:
+            hidden = self.activation(multiply(rows, "gate")) * hidden
+        else:
+            hidden = clamped_swiglu(multiply(rows, "gate"), hidden, self.moe.swiglu_limit)
+        # An empty row has the weight 0, by which the biases in it vanish too.
         hidden = (hidden * weights[:, None]).astype(rows.dtype)
-        return multiply(hidden, kernels["down"])
+        return multiply(hidden, "down", weights)
 
 
 def _value_and_axes(parameter: nnx.Param) -> tuple[jax.Array, tuple[str, ...]]:

@@ -24,6 +24,8 @@ class TokenSplit(NamedTuple):
 
     sequence_axes: tuple[str, ...] = ()
     """Mesh axes over which sequences are split."""
+    summed: int = 1
+    """Number of devices whose results for the same tokens are summed, each from its part of the experts' width."""
 
 
 LocalFunction = Callable[[jax.Array, dict[str, jax.Array], TokenSplit], tuple[jax.Array, jax.Array]]
@@ -133,7 +135,8 @@ def _local(
         parameters[name] = value
     if layout.gathered:
         x = jax.lax.all_gather(x, layout.gathered, axis=1, tiled=True)
-    out, share = function(x, parameters, TokenSplit(layout.sequence))
+    summed = jax.lax.axis_size("tensor") if layout.partial_sums else 1
+    out, share = function(x, parameters, TokenSplit(layout.sequence, summed))
     if layout.partial_sums and "tensor" in layout.gathered:
         out = jax.lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
     elif layout.partial_sums:

@@ -30,6 +30,7 @@ def with_local_heads(
     v: jax.Array,
     *batched: jax.Array | None,
     whole: tuple[jax.Array, ...] = (),
+    per_head: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
     """Apply an attention function inside a `shard_map`, on each device's own rows of the batch, heads and tokens.
 
@@ -44,13 +45,14 @@ def with_local_heads(
       v: [B, S, K, H].
       batched: further arrays [B, T, ...], or None.
       whole: arrays that are replicated to every device, such as a weight.
+      per_head: arrays [N, ...], split as the query heads are. The function takes them last.
 
     Raises:
       ValueError: the devices of `context` do not divide the length.
     """
     context = current_context()
     if context is None or not is_sharded():
-        return function(q, k, v, *batched, *whole)
+        return function(q, k, v, *batched, *whole, *per_head)
     rules = context.rules
     free = set(rules.free)
     rows, length, heads = rules.spec(("batch", "length", "act_heads"), (q.shape[0], 0, q.shape[2]))
@@ -77,11 +79,12 @@ def with_local_heads(
             by_kv_head,
             *(PartitionSpec(rows, length) for _ in batched),
             *(PartitionSpec() for _ in whole),
+            *(PartitionSpec(heads) for _ in per_head),
         ),
         out_specs=by_head,
         axis_names=free,  # all of them: XLA refuses a kernel, or crashes, under automatic axes
         check_vma=False,
-    )(q, k, v, *batched, *whole)
+    )(q, k, v, *batched, *whole, *per_head)
 
 
 def context_axis() -> str | None:

@@ -77,7 +77,7 @@ BACKENDS = (
 )
 
 
-def flash_attention(
+def flash_attention(  # noqa: PLR0913
     q: Float[AnyArray, "B T N H"],
     k: Float[AnyArray, "B S K H"],
     v: Float[AnyArray, "B S K H"],
@@ -87,6 +87,7 @@ def flash_attention(
     segment_ids: SegmentIds | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Float[AnyArray, " N"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
@@ -99,7 +100,7 @@ def flash_attention(
         not causal, or s <= p;
         window is None, or s > p - window (a window limits the left side only, with or without `causal`);
         segment_ids is None, or the segment of the query equals that of the key.
-    A query without a visible key has the output 0, the log-sum-exp -inf and no gradient.
+    A query without a visible key has the output 0, the log-sum-exp -inf (with a sink: the sink) and no gradient.
 
     Args:
         q: queries [B, T, N, H] in bfloat16, float16, float32 or float64.
@@ -110,7 +111,10 @@ def flash_attention(
         segment_ids: integers, (query [B, T], key [B, S]), or one array for both if T = S.
         scale: factor of the scores; default 1 / sqrt(H).
         soft_cap: scores become soft_cap * tanh(score / soft_cap) before the mask, as in Gemma 2.
-        return_lse: True to return the log-sum-exp of the scores too; its cotangent is honoured.
+        sinks: attention sinks [N], one more score of every query of a head, which is neither scaled nor capped and has
+            no value: exp(sink) is added to the softmax's denominator (gpt-oss, arXiv:2508.10925). None: there are none.
+        return_lse: True to return the log-sum-exp of the scores too, with those of the sinks; its cotangent is
+            honoured.
         implementation: name of a backend in `BACKENDS`; None takes the first that supports the call. A named backend
             never falls back.
 
@@ -131,6 +135,7 @@ def flash_attention(
         scale=scale,
         soft_cap=soft_cap,
         return_lse=return_lse,
+        sinks=sinks,
     )
     backend = select("flash_attention", BACKENDS, implementation, request)
     out, lse = backend.call(request)

@@ -18,8 +18,9 @@ from pallas_kernels.attention.context_layout import chunks_per_device
 from pallas_kernels.attention.gather_keys import KeyGatherOptions, attend_gathered, count_reached_chunks
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.partial_attention import PartOptions
-from pallas_kernels.attention.request import check_arrays, check_window
+from pallas_kernels.attention.request import check_arrays, check_sinks, check_window
 from pallas_kernels.attention.ring import RingOptions, attend_ring
+from pallas_kernels.attention.scores import with_sinks
 from pallas_kernels.attention.ulysses import unsupported_heads, with_whole_sequences
 from pallas_kernels.dispatch import Backend, select
 
@@ -43,6 +44,7 @@ class ContextRequest:
         layout: "zigzag" or "contiguous".
         mask: mask over positions of the whole sequence.
         options: scale, soft cap and implementation.
+        sinks: attention sinks [N], or None.
     """
 
     q: jax.Array
@@ -54,6 +56,7 @@ class ContextRequest:
     layout: str
     mask: Mask
     options: PartOptions
+    sinks: jax.Array | None = None
 
     @property
     def chunk_length(self) -> int:
@@ -116,7 +119,8 @@ def _ring(request: ContextRequest) -> tuple[jax.Array, jax.Array]:
     if request.mask.window is not None:
         return _attend_gathered(request, use_all_gather=False)
     ring = RingOptions(request.axis_name, request.devices, request.mask.causal, request.layout, request.options)
-    return attend_ring(ring, request.q, request.k, request.v, request.ids)
+    out, lse = attend_ring(ring, request.q, request.k, request.v, request.ids)
+    return with_sinks(out, lse, request.sinks)
 
 
 def _attend_gathered(request: ContextRequest, *, use_all_gather: bool = True) -> tuple[jax.Array, jax.Array]:
@@ -130,7 +134,8 @@ def _attend_gathered(request: ContextRequest, *, use_all_gather: bool = True) ->
         use_all_gather,
         request.options,
     )
-    return attend_gathered(gather, request.q, request.k, request.v, request.ids)
+    out, lse = attend_gathered(gather, request.q, request.k, request.v, request.ids)
+    return with_sinks(out, lse, request.sinks)
 
 
 def _attend_exchanged(request: ContextRequest) -> tuple[jax.Array, None]:
@@ -138,6 +143,10 @@ def _attend_exchanged(request: ContextRequest) -> tuple[jax.Array, None]:
     mask = request.mask
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+        sinks = request.sinks
+        if sinks is not None:
+            first = lax.axis_index(request.axis_name) * q.shape[2]
+            sinks = lax.dynamic_slice_in_dim(sinks, first, q.shape[2])
         out = flash_attention(
             q,
             k,
@@ -147,6 +156,7 @@ def _attend_exchanged(request: ContextRequest) -> tuple[jax.Array, None]:
             segment_ids=ids,
             scale=options.scale,
             soft_cap=options.soft_cap,
+            sinks=sinks,
             implementation=options.implementation,
         )
         assert isinstance(out, jax.Array)
@@ -190,6 +200,7 @@ def context_attention(  # noqa: PLR0913
     segment_ids: Int[AnyArray, "B T"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Float[AnyArray, " N"] | None = None,
     layout: str = "zigzag",
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -204,7 +215,7 @@ def context_attention(  # noqa: PLR0913
         axis_name: mesh axis that the sequence is sharded over.
         method: name of a method in `METHODS` ("ring", "all_to_all", "all_gather"); None takes the first that supports
             the call and that no later one computes faster. A named method never falls back.
-        causal, window, scale, soft_cap: as in `flash_attention`.
+        causal, window, scale, soft_cap, sinks: as in `flash_attention`.
         segment_ids: integers [B, T], greater than -2**31.
         layout: "zigzag" (device i of n holds chunks i and 2n-1-i: equal work under a causal mask) or "contiguous".
         implementation: name of the backend of `flash_attention` that computes each part. cuDNN works with "all_to_all"
@@ -218,7 +229,8 @@ def context_attention(  # noqa: PLR0913
         NotSupported: the named method or backend cannot compute the call (a ValueError).
     """
     request = _make_request(q, k, v, segment_ids, axis_name, layout, Mask(bool(causal), window))
-    request = dataclasses.replace(request, options=PartOptions(scale, soft_cap, implementation))
+    sinks = None if sinks is None else check_sinks(sinks, request.q)
+    request = dataclasses.replace(request, options=PartOptions(scale, soft_cap, implementation), sinks=sinks)
     return select("context_attention", METHODS, method, request).call(request)[0]
 
 

@@ -34,6 +34,8 @@ def _unsupported_options(request: AttentionRequest) -> str | None:
         return "jax's public API passes no segment ids to cuDNN"
     if request.options.soft_cap is not None:
         return "has no soft cap"
+    if request.sinks is not None:
+        return "has no attention sinks"
     if request.return_lse:
         return "jax rounds its log-sum-exp to the input's dtype and drops the cotangent"
     if not mask.is_band:

@@ -60,7 +60,7 @@ def attend(request: AttentionRequest, tiling: Tiling | None = None) -> tuple[jax
 
     `tiling` sets the block sizes (default: from the tables).
     """
-    return mosaic_call.attend(_plan(request, tiling), request.q, request.k, request.v, request.segments)
+    return mosaic_call.attend(_plan(request, tiling), request.q, request.k, request.v, request.segments, request.sinks)
 
 
 def gradients(request: AttentionRequest, *rows: jax.Array, tiling: Tiling | None = None) -> tuple:

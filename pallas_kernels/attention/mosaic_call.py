@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from pallas_kernels.attention.mosaic_scores import LOG2E
 from pallas_kernels.attention.mosaic_wide_backward import all_gradients
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
-from pallas_kernels.attention.scores import row_delta
+from pallas_kernels.attention.scores import row_delta, sink_gradient
 from pallas_kernels.attention.tiles import key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
 from pallas_kernels.hopper.wgmma import ROWS, TILE_ROWS
@@ -93,7 +94,12 @@ def _pad_segments(segments: Segments | None, config: KernelConfig) -> Segments |
 
 @functools.partial(jax.jit, static_argnums=0)  # Equal calls, one a layer, are traced and lowered once.
 def _attend(
-    plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+    plan: AttentionPlan,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention on inputs padded to whole blocks: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
     config = plan.forward_config()
@@ -108,20 +114,23 @@ def _attend(
         _for_tma(v, config.key_block),
         schedule,
         _pad_segments(segments, config),
+        sinks,
     )
     return out[:, : plan.length], lse[..., : plan.length]
 
 
-def _forward_rule(plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
-    out, lse = name_outputs(*_attend(plan, q, k, v, segments))
-    return (out, lse), (q, k, v, segments, out, lse)
+def _forward_rule(plan: AttentionPlan, *inputs: Any) -> tuple:
+    out, lse = name_outputs(*_attend(plan, *inputs))
+    return (out, lse), (*inputs, out, lse)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _backward_rule(plan: AttentionPlan, saved: tuple, cotangents: tuple) -> tuple:
-    q, k, v, segments, out, lse = saved
+    q, k, v, segments, sinks, out, lse = saved
     d_out, d_lse = cotangents
-    return *gradients(plan, q, k, v, segments, (d_out, lse, row_delta(out, d_out, d_lse))), None
+    delta = row_delta(out, d_out, d_lse)
+    d_sinks = None if sinks is None else sink_gradient(sinks, lse, delta)
+    return *gradients(plan, q, k, v, segments, (d_out, lse, delta)), None, d_sinks
 
 
 def gradients(

@@ -37,13 +37,14 @@ _PARTS = 8
 
 
 class _Inputs(NamedTuple):
-    """Input arrays of the forward kernel in global memory: q, k, v, the tiles to visit and the segment ids."""
+    """Input arrays of the forward kernel in global memory: q, k, v, the tiles to visit, segment ids and sinks."""
 
     q: Ref
     k: Ref
     v: Ref
     schedule: tuple[Ref, ...]
     ids: Segments | None
+    sinks: Ref | None
 
 
 class _Outputs(NamedTuple):
@@ -96,6 +97,7 @@ def forward(
     v: Float[Array, "B S K H"],
     schedule: tuple[jax.Array, ...],
     segments: Segments | None,
+    sinks: Float[Array, " N"] | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Compute attention and its log-sum-exp (natural logarithm, -inf for queries without a visible key) on Hopper.
 
@@ -106,6 +108,7 @@ def forward(
         v: [B, S, K, H].
         schedule: Tiles that each block of queries visits, from `tiles.key_schedule`.
         segments: int32 [B, T] and [B, S], padded to whole blocks, or None.
+        sinks: float32 [N], a score of each head that has no value, or None.
 
     Returns:
         out [B, T, N, H], and lse [B, N, T rounded up to a warpgroup's rows], whose end has no meaning.
@@ -123,7 +126,7 @@ def forward(
         ),
         scratch_types=_scratch(config, q, segments is not None),
     )
-    return kernel(_Inputs(q, k, v, schedule, segments))  # pyright: ignore[reportArgumentType]
+    return kernel(_Inputs(q, k, v, schedule, segments, sinks))  # pyright: ignore[reportArgumentType]
 
 
 def _scratch(config: KernelConfig, q: jax.Array, packed: bool) -> _Buffers:
@@ -154,7 +157,7 @@ def _body(config: KernelConfig, inputs: _Inputs, out: Ref, lse: Ref, *scratch: R
     buffers = _Buffers(*scratch)
 
     def consume() -> None:
-        compute = functools.partial(_compute, config, _Outputs(out, lse), buffers)
+        compute = functools.partial(_compute, config, inputs.sinks, _Outputs(out, lse), buffers)
         items, _ = _for_each_item(config, inputs, compute)
         _free_queries(buffers, items)
         plgpu.wait_smem_to_gmem(0)
@@ -256,7 +259,7 @@ class _State(NamedTuple):
     weights: jax.Array
 
 
-def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _Item) -> None:
+def _compute(config: KernelConfig, sinks: Ref | None, outputs: _Outputs, buffers: _Buffers, item: _Item) -> None:
     """Attend from this warpgroup's 64 queries to all the blocks of keys that they see."""
     warpgroup = lax.axis_index("warpgroup")
     slot = _query_ring(buffers).slot(item.number)
@@ -282,7 +285,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
     state = lax.fori_loop(start, end, functools.partial(_first_tile, config, buffers, rows), state)
     state = item.visits.fold(functools.partial(_attend_tile, config, buffers, rows), state, end)
     state = lax.fori_loop(start, end, functools.partial(_last_product, config, buffers, rows), state)
-    _store(config, outputs, buffers, rows, state)
+    _store(config, None if sinks is None else sinks[item.head], outputs, buffers, rows, state)
 
 
 def _hides_tiles(config: KernelConfig) -> bool:
@@ -414,18 +417,33 @@ def _last_product(config: KernelConfig, buffers: _Buffers, rows: _Rows, _: Index
     return state._replace(acc=acc)
 
 
-def _store(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, rows: _Rows, state: _State) -> None:
+def _store(
+    config: KernelConfig,
+    sink: jax.Array | None,
+    outputs: _Outputs,
+    buffers: _Buffers,
+    rows: _Rows,
+    state: _State,
+) -> None:
     """Store output and log-sum-exp of 64 queries, through the shared memory that held the queries."""
     (out, lse), item = outputs, rows.item
     acc = state.acc
     maximum = state.maximum
     total = state.total.sum(axis=1)
     empty = maximum < scoring.empty_row_threshold(config)
-    inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
+    if sink is None:
+        inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
+        logarithm = jnp.where(empty, -math.inf, maximum + jnp.log2(jnp.where(empty, 1.0, total)))
+    else:  # One more score, whose value is 0; for a row that sees no key it is the only one.
+        sink = sink * scoring.LOG2E
+        top = jnp.maximum(maximum, sink)
+        shrink = jnp.exp2(maximum - top)
+        total = total * shrink + jnp.exp2(sink - top)
+        inverse = shrink / total
+        logarithm = top + jnp.log2(total)
     rows.q[...] = (acc * wgmma.broadcast_row_values(inverse, acc)).astype(out.dtype)
-    logarithm = (maximum + jnp.log2(jnp.where(empty, 1.0, total))) * (1.0 / scoring.LOG2E)
     sums = buffers.lse.at[_query_ring(buffers).slot(item.number), lax.axis_index("warpgroup")]
-    sums[...] = jnp.where(empty, -math.inf, logarithm)
+    sums[...] = logarithm * (1.0 / scoring.LOG2E)
     plgpu.commit_smem()
     stored = pl.ds(rows.first_query, ROWS)
 

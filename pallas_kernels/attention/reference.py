@@ -27,6 +27,11 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
     if request.options.soft_cap is not None:
         scores = request.options.soft_cap * jnp.tanh(scores / request.options.soft_cap)
     visible = _visible(request)
+    if request.sinks is not None:  # One more key, which every query sees, with the value 0.
+        column = jnp.broadcast_to(request.sinks.astype(dtype)[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+        visible = jnp.pad(visible, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
+        v = jnp.pad(v, ((0, 0), (0, 1), (0, 0), (0, 0)))
     # A row without a visible key would compute exp(-inf - -inf): its softmax is that of zeros, and then dropped.
     any_visible = visible.any(axis=-1, keepdims=True)
     scores = jnp.where(visible, scores, jnp.where(any_visible, -jnp.inf, 0.0))

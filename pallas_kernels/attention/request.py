@@ -69,6 +69,7 @@ class AttentionRequest:
         options: mask, scale and soft cap.
         return_lse: True if the log-sum-exp is an output.
         target: the device that the call is lowered for.
+        sinks: float32 [N], one more score of each query of a head, without a value; None: there are none.
     """
 
     q: jax.Array
@@ -78,6 +79,7 @@ class AttentionRequest:
     options: Options
     return_lse: bool
     target: Target
+    sinks: jax.Array | None = None
 
     @property
     def query_length(self) -> int:
@@ -100,6 +102,8 @@ class AttentionRequest:
             words.append("segments")
         if self.options.soft_cap is not None:
             words.append(f"soft cap {self.options.soft_cap:g}")
+        if self.sinks is not None:
+            words.append("sinks")
         if self.return_lse:
             words.append("with log-sum-exp")
         return " ".join([*words, "on", str(self.target)])
@@ -115,6 +119,7 @@ def make_request(
     scale: float | None,
     soft_cap: float | None,
     return_lse: bool,
+    sinks: Float[AnyArray, " N"] | None = None,
 ) -> AttentionRequest:
     """Check the arguments of an attention call and return them in one object, with the default scale filled in.
 
@@ -136,7 +141,8 @@ def make_request(
             f"with segment_ids the global tokens are the first of each document, which needs T = S; "
             f"got T {q.shape[1]}, S {k.shape[1]}; give all queries, or no segment_ids"
         )
-    return AttentionRequest(q, k, v, segments, options, bool(return_lse), current_target())
+    sinks = None if sinks is None else check_sinks(sinks, q)
+    return AttentionRequest(q, k, v, segments, options, bool(return_lse), current_target(), sinks)
 
 
 def check_window(window: int) -> int:
@@ -153,6 +159,23 @@ def check_window(window: int) -> int:
             f"got {window}; give None for no window"
         )
     return int(window)
+
+
+def check_sinks(sinks: Float[AnyArray, " N"], q: jax.Array) -> Float[Array, " N"]:
+    """Check that there is one attention sink for each query head of q [B, T, N, H].
+
+    Returns them in float32, or float64 for float64 queries.
+
+    Raises:
+        ValueError: the shape is not [N], or the dtype is no floating-point type.
+    """
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != q.shape[2:3] or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(
+            f"sinks must be a floating-point array [{q.shape[2]}], one score for each query head; got {sinks.dtype} "
+            f"{list(sinks.shape)}"
+        )
+    return sinks.astype(jnp.promote_types(q.dtype, jnp.float32))
 
 
 def is_static_integer(value: object) -> bool:

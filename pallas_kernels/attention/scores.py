@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.request import Options
 
@@ -102,6 +103,36 @@ def finite_or_zero(row_maximum: jax.Array) -> jax.Array:
     The maximum of a row without a visible key is -inf; with 0 in its place exp(-inf - 0) = 0 instead of nan.
     """
     return jnp.where(row_maximum == -jnp.inf, 0.0, row_maximum)
+
+
+def with_sinks(
+    out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], sinks: Float[Array, " N"] | None
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Add an attention sink to each query's softmax: a score without a value (gpt-oss, arXiv:2508.10925).
+
+    The sink only enlarges the denominator, which the log-sum-exp knows: the output is multiplied by
+    sigmoid(lse - sink). Differentiable in all arrays. `sinks` None returns the arguments.
+
+    Returns:
+      The output, and the log-sum-exp over the keys and the sink.
+    """
+    if sinks is None:
+        return out, lse
+    sinks = sinks.astype(lse.dtype)[:, None]
+    share = jnp.moveaxis(jax.nn.sigmoid(lse - sinks), 1, 2)[..., None]
+    return (out * share).astype(out.dtype), jnp.logaddexp(lse, sinks)
+
+
+def sink_gradient(
+    sinks: Float[Array, " N"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
+) -> Float[Array, " N"]:
+    """Return the gradient of attention sinks, each a score whose value is 0.
+
+    Args:
+        lse: the log-sum-exp over the keys and the sink.
+        delta: `row_delta` of the output with sinks.
+    """
+    return -(jnp.exp(sinks[:, None] - lse) * delta).sum(axis=(0, 2))
 
 
 class SoftmaxState(NamedTuple):

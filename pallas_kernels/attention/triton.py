@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
-from pallas_kernels.attention.scores import row_delta
+from pallas_kernels.attention.scores import row_delta, sink_gradient
 from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
 from pallas_kernels.triton_support import triton_call
 
@@ -127,7 +127,10 @@ def lower_priority_reason(request: AttentionRequest) -> str | None:
 
 def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Compute attention with the Triton kernels: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
-    return _differentiable(_static(request), request.q, request.k, request.v, request.segments)
+    sinks = request.sinks
+    if sinks is not None:  # One row for each sequence, which `jax.vmap` can fold into the batch.
+        sinks = jnp.broadcast_to(sinks, (request.q.shape[0], *sinks.shape))
+    return _differentiable(_static(request), request.q, request.k, request.v, request.segments, sinks)
 
 
 def gradients(
@@ -163,6 +166,7 @@ class AttentionKernelPlan:
         input_scale, output_scale: log2 of a softmax numerator is output_scale * f(input_scale * q.k), with f the
             identity, or, if `capped`, the tanh computed from exp2(input_scale * q.k).
         packed: True if there are segments.
+        sinks: True if each head has an attention sink.
     """
 
     batch: int
@@ -180,7 +184,9 @@ class AttentionKernelPlan:
     input_scale: float
     output_scale: float
     packed: bool
+    sinks: bool = False
     ln2: float = math.log(2.0)
+    log2e: float = _LOG2E
 
     @property
     def width(self) -> int:
@@ -298,18 +304,25 @@ def _ids(segments: Segments | None, ranges: jax.Array) -> jax.Array:
     return ranges if segments is None else jnp.concatenate(segments, axis=1)
 
 
-def _forward(static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
+def _forward(
+    static: _StaticArguments,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    sinks: jax.Array | None,
+) -> tuple:
     from pallas_kernels.attention.triton_forward import forward_kernel
 
     tile = static.tiling.forward
-    plan = _plan(static.options, tile, q, k, segments is not None)
+    plan = dataclasses.replace(_plan(static.options, tile, q, k, segments is not None), sinks=sinks is not None)
     ranges = key_ranges(static.options.mask, plan.blocks, segments)
     outputs = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.length), jnp.float32),
     )
     programs = plan.batch * plan.heads * plan.query_blocks
-    arrays = q, k, v, ranges, _ids(segments, ranges)
+    arrays = q, k, v, ranges, _ids(segments, ranges), ranges if sinks is None else sinks
     return tuple(launch(forward_kernel, plan, tile, static.capability, programs, arrays, outputs))
 
 
@@ -341,24 +354,22 @@ def _backward(static: _StaticArguments, arrays: tuple, segments: Segments | None
     return d_q, d_k, d_v
 
 
-def _attend(
-    static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
-) -> tuple[jax.Array, jax.Array]:
-    return _vmap_over_batch(functools.partial(_forward, static))(q, k, v, segments)
+def _attend(static: _StaticArguments, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+    return _vmap_over_batch(functools.partial(_forward, static))(*inputs)
 
 
-def _forward_rule(
-    static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
-) -> tuple:
-    out, lse = name_outputs(*_attend(static, q, k, v, segments))
-    return (out, lse), (q, k, v, segments, out, lse)
+def _forward_rule(static: _StaticArguments, *inputs: Any) -> tuple:
+    out, lse = name_outputs(*_attend(static, *inputs))
+    return (out, lse), (*inputs, out, lse)
 
 
 def _backward_rule(static: _StaticArguments, saved: tuple, cotangents: tuple) -> tuple:
-    q, k, v, segments, out, lse = saved
+    q, k, v, segments, sinks, out, lse = saved
     d_out, d_lse = cotangents
-    arrays = q, k, v, d_out, lse, row_delta(out, d_out, d_lse)
-    return *_vmap_over_batch(functools.partial(_backward, static))(arrays, segments), None
+    delta = row_delta(out, d_out, d_lse)
+    arrays = q, k, v, d_out, lse, delta
+    d_sinks = None if sinks is None else jax.vmap(sink_gradient)(sinks, lse[:, None], delta[:, None])
+    return *_vmap_over_batch(functools.partial(_backward, static))(arrays, segments), None, d_sinks
 
 
 _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0,))

@@ -126,10 +126,11 @@ def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan:
 
 
 @triton.jit
-def forward_kernel(q, k, v, ranges, ids, out, lse, plan: tl.constexpr):
+def forward_kernel(q, k, v, ranges, ids, sinks, out, lse, plan: tl.constexpr):
     """Compute out and log-sum-exp for one block of queries of one head.
 
-    They are parts of out [B, T, N, H] and lse [B, N, T]; ids [B, T + S] are segments of queries, then of keys.
+    They are parts of out [B, T, N, H] and lse [B, N, T]; ids [B, T + S] are segments of queries, then of keys, and
+    sinks [B, N] are scores without a value.
 
     Blocks of later queries have more keys under a causal mask and start first; the heads of a group are adjacent.
     """
@@ -151,6 +152,13 @@ def forward_kernel(q, k, v, ranges, ids, out, lse, plan: tl.constexpr):
     state = tl.zeros([rows, width], tl.float32), maximum, tl.zeros([rows], tl.float32)
     state = _visit(queries, query, k + key_part, v + key_part, ids, limits, state, False, plan)
     acc, maximum, total = _visit(queries, query, k + key_part, v + key_part, ids, limits, state, True, plan)
+    if plan.sinks:
+        sink = tl.load(sinks + batch * plan.heads + head) * plan.log2e
+        highest = tl.maximum(maximum, sink)
+        shrink = tl.exp2(maximum - highest)
+        total = total * shrink + tl.exp2(sink - highest)
+        acc *= shrink[:, None]
+        maximum = highest
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     store_rows(out + query_part, start, acc / total[:, None], plan.query_block, plan.heads, plan.length, plan)

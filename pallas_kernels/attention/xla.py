@@ -44,7 +44,7 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Ar
     """Compute attention tile by tile in XLA: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
     tiling = _tiling(request)
     out, lse = _differentiable(request.options, tiling, *_padded(request, tiling))
-    return out[:, : tiling.length], lse[..., : tiling.length]
+    return pieces.with_sinks(out[:, : tiling.length], lse[..., : tiling.length], request.sinks)
 
 
 def gradients(

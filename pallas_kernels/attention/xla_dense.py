@@ -50,7 +50,8 @@ def lower_priority_reason(request: AttentionRequest) -> str | None:
 def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Compute attention from few large score matrices: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
     save_weights = request.target.platform == "cpu"
-    return _differentiable(request.options, save_weights, request.q, request.k, request.v, request.segments)
+    out, lse = _differentiable(request.options, save_weights, request.q, request.k, request.v, request.segments)
+    return pieces.with_sinks(out, lse, request.sinks)
 
 
 def gradients(

@@ -30,6 +30,7 @@ def paged_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: Float[AnyArray, " N"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Compute causal attention of each sequence's last T tokens over its keys and values, stored in pages.
@@ -44,6 +45,7 @@ def paged_attention(
         scale: factor of the scores; default 1 / sqrt(H).
         soft_cap: cap c of the scores, c tanh(score / c).
         window: keys that a query sees, itself included; None: all before it.
+        sinks: attention sinks [N], as in `flash_attention`; None: there are none.
         implementation: name of a backend in `BACKENDS`; None takes the first that supports the call.
 
     Returns:
@@ -53,7 +55,9 @@ def paged_attention(
         ValueError: an argument breaks a rule.
         NotSupported: the named backend cannot compute the call (a ValueError).
     """
-    request = make_request(q, k_pages, v_pages, page_table, lengths, scale=scale, soft_cap=soft_cap, window=window)
+    request = make_request(
+        q, k_pages, v_pages, page_table, lengths, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks
+    )
     return select("paged_attention", BACKENDS, implementation, request).call(request)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import AnyArray
+from pallas_kernels.attention.request import check_sinks
 from pallas_kernels.low_bits.encoded import Encoded, Stored, permute_query_channels, without_order
 from pallas_kernels.target import Target, current_target
 
@@ -25,6 +26,7 @@ class PagedAttentionRequest:
         soft_cap: cap of the scores, or None.
         window: keys that a query sees, or None.
         target: the device that the call is lowered for.
+        sinks: float32 [N], one more score of each query of a head, without a value; None: there are none.
     """
 
     q: jax.Array
@@ -38,6 +40,7 @@ class PagedAttentionRequest:
     soft_cap: float | None
     window: int | None
     target: Target
+    sinks: jax.Array | None = None
 
     def __str__(self) -> str:
         q = self.q
@@ -56,6 +59,7 @@ def make_request(
     scale: float | None,
     soft_cap: float | None,
     window: int | None,
+    sinks: AnyArray | None = None,
 ) -> PagedAttentionRequest:
     """Check the arguments of a call of paged attention, and return them in one object.
 
@@ -91,6 +95,7 @@ def make_request(
         soft_cap,
         window,
         current_target(),
+        None if sinks is None else check_sinks(sinks, q),
     )
 
 

@@ -60,6 +60,7 @@ class PagedAttentionPlan:
         tile: see `Tile`.
         ranges: number of programs that share the keys of a sequence and head.
         scale, soft_cap, window: see `PagedAttentionRequest`.
+        sinks: True if each query head has an attention sink.
     """
 
     new_tokens: int
@@ -73,6 +74,7 @@ class PagedAttentionPlan:
     scale: float
     soft_cap: float | None
     window: int | None
+    sinks: bool = False
 
     @property
     def key_block(self) -> int:
@@ -141,6 +143,7 @@ def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> Paged
         float(request.scale),
         None if request.soft_cap is None else float(request.soft_cap),
         request.window,
+        request.sinks is not None,
     )
     blocks = -(-table_width * page_size // plan.key_block)
     return dataclasses.replace(plan, ranges=max(1, min(plan.tile.ranges or most // pairs, blocks, _MOST_RANGES)))
@@ -156,12 +159,14 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
     grid = (q.shape[0], plan.key_heads)
     partial = (*grid, plan.ranges, plan.rows)
     split = plan.ranges > 1
+    sinks = request.lengths if request.sinks is None else request.sinks  # not read without sinks
     values, log_sums = triton_call(
         q,
         cast(jax.Array, request.k_pages),
         cast(jax.Array, request.v_pages),
         request.page_table,
         request.lengths,
+        sinks,
         kernel=attend_kernel,
         out_shape=(
             jax.ShapeDtypeStruct((*partial, plan.head_dim), jnp.float32) if split else q,
@@ -179,6 +184,7 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
     return triton_call(
         values,
         log_sums,
+        sinks,
         kernel=combine_kernel,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(*grid, plan.rows),

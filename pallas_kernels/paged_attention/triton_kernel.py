@@ -7,13 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
-def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan: tl.constexpr):
+def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums, plan: tl.constexpr):
     """Compute attention to one range of a sequence's keys, for the query heads that share one key head.
 
     The program ids are the key head, the sequence and the range, in this order, so that the heads of a sequence, whose
     keys lie side by side in memory, are read at about the same time. `out` is [B, T, N, H] if a sequence has one range,
     otherwise float32 [B, K, ranges, rows, H], where a row is a pair of new token and query head, and `log_sums` is the
-    base-2 logarithm of each row's sum of exponentials, float32 [B, K, ranges, rows].
+    base-2 logarithm of each row's sum of exponentials, float32 [B, K, ranges, rows]. `sinks` [N] are scores without a
+    value, which the last kernel adds.
     """
     padded_rows: tl.constexpr = plan.padded_rows
     head_dim: tl.constexpr = plan.head_dim
@@ -63,6 +64,12 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan:
         total = total * shrink + tl.sum(weights, 1)
         values = values * shrink[:, None] + tl.dot(weights.to(content.dtype), content)
         highest = new_highest
+    if plan.sinks and plan.ranges == 1:
+        sink = tl.load(sinks + head * plan.group + row % plan.group) * 1.4426950408889634
+        pivot = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - pivot)
+        total = total * shrink + tl.exp2(sink - pivot)
+        values *= shrink[:, None]
     values = values / tl.where(total == 0, 1.0, total)[:, None]
     if plan.ranges == 1:
         target = out + query[:, None] * head_dim + column
@@ -74,7 +81,7 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan:
 
 
 @triton.jit
-def combine_kernel(partial, log_sums, out, plan: tl.constexpr):
+def combine_kernel(partial, log_sums, sinks, out, plan: tl.constexpr):
     """Combine one query's attention outputs over the ranges of its sequence's keys; `out` is [B, T, N, H]."""
     padded_ranges: tl.constexpr = plan.padded_ranges
     head_dim: tl.constexpr = plan.head_dim
@@ -87,9 +94,14 @@ def combine_kernel(partial, log_sums, out, plan: tl.constexpr):
     place = ((sequence * plan.key_heads + head) * plan.ranges + part) * plan.rows + row
     logs = tl.load(log_sums + place, valid, float("-inf"))
     highest = tl.max(logs, 0)
+    if plan.sinks:
+        sink = tl.load(sinks + head * plan.group + row % plan.group) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
     weights = tl.exp2(logs - tl.where(highest == float("-inf"), 0.0, highest))
     values = tl.load(partial + place[:, None] * head_dim + column, valid[:, None], 0.0)
     total = tl.sum(weights, 0)
+    if plan.sinks:
+        total += tl.exp2(sink - highest)
     result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
     query = (sequence * plan.new_tokens + row // plan.group) * plan.num_heads + head * plan.group + row % plan.group
     tl.store(out + query * head_dim + column, result.to(out.dtype.element_ty))

@@ -48,6 +48,9 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     shape = (batch, request.key_heads, heads // request.key_heads, length)
     # A query that sees no key of a block counts them with weight 1, until the first key that it sees shrinks that to 0.
     carry = jnp.full(shape, _LEAST), jnp.zeros(shape), jnp.zeros((*shape, width))
+    if request.sinks is not None:  # A score that every query sees, whose value is 0.
+        sinks = request.sinks.astype(jnp.float32).reshape(shape[1:3])[None, :, :, None]
+        carry = jnp.broadcast_to(sinks, shape), jnp.ones(shape), carry[2]
     first = _first_block(request, block)
     end = -(-lengths.max() // block)
     _, total, values = jax.lax.fori_loop(first, end, add_block, carry)

@@ -24,6 +24,14 @@ DEEPSEEK = (
     "model.remat=full",
     "train.global_batch_size=8",
 )
+GPT_OSS = (
+    "model.moe={num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, router_bias: true, "
+    "expert_bias: true, swiglu_limit: 1.0}",
+    "model.attention={name: softmax, sinks: true}",
+    "model.layer_types=[sliding_attention,full_attention]",
+    "model.sliding_window=5",
+    "train.global_batch_size=8",
+)
 FEW_SLOTS = ("model.moe.exchange_factor=0.3",)
 CAPACITY = ("model.moe.capacity_factor=0.8",)
 
@@ -72,6 +80,23 @@ def test_every_layout_gives_the_loss_curve_of_one_device(overrides):
 def test_shared_experts_and_the_balance_bias_too(overrides):
     unrolled = [o for o in overrides if o.startswith("model.scan_layers")]
     assert_trains_as_one_device(*overrides, shape=(*DEEPSEEK, *unrolled))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        layout(expert=2, tensor=2, context=2),
+        *slow(
+            layout(data=2, fsdp=2, tensor=2),
+            (*layout(pipeline=2, fsdp=2, expert=2), "model.num_layers=4"),
+            (*layout(tensor=4), "parallel.sequence=true"),
+            (*layout(context=4), "parallel.context_method=ring"),
+        ),
+    ],
+    ids=" ".join,
+)
+def test_attention_sinks_and_biases_of_experts_too(overrides):
+    assert_trains_as_one_device(*overrides, shape=GPT_OSS)
 
 
 @pytest.mark.exhaustive

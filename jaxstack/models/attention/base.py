@@ -5,6 +5,7 @@ Dims: B batch, T query length, S key length, N heads, K kv heads, H head_dim.
 
 import dataclasses
 from abc import abstractmethod
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,9 @@ class AttentionKind(Mixer):
 
         return with_whole_sequences(attend, q, k, v, segment_ids, axis_name=axis_name)
 
+    weight_per_head: ClassVar[bool] = False
+    """True if the additional parameter has an element for each query head; else every device needs all of it."""
+
     def make_weight(self, heads: AttentionSpec, rngs: nnx.Rngs) -> nnx.Param | None:
         """Create the additional parameter that this kind of attention learns per layer; None if it has none."""
         return None
@@ -117,7 +121,7 @@ class AttentionKind(Mixer):
         """Return a copy of this kind that uses the given array as its additional parameter; `self` if it has none."""
         return self
 
-    def count_weight(self) -> int:
+    def count_weight(self, heads: AttentionSpec) -> int:
         """Count the parameters that this kind of attention adds to each layer."""
         return 0
 

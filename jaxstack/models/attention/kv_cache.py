@@ -143,12 +143,19 @@ def extend(
 
 
 def attend_to(
-    q: Float[Array, "B T N H"], seen: KeyCache, visible: Bool[Array, "#B #T S"], heads: AttentionSpec
+    q: Float[Array, "B T N H"],
+    seen: KeyCache,
+    visible: Bool[Array, "#B #T S"],
+    heads: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Compute attention of queries to the cached keys and values that the mask `visible` allows.
 
     Decoding reads the whole cache once per token and is limited by memory bandwidth, so a plain einsum is as fast as a
     kernel where the cache is full.
+
+    Args:
+      sinks: one more score of each query of a head, whose value is 0; None: there are none.
     """
     batch, length, num_heads, width = q.shape
     k = decode(seen.key, q.dtype)
@@ -158,7 +165,10 @@ def attend_to(
     if heads.soft_cap:
         scores = jnp.tanh(scores / heads.soft_cap) * heads.soft_cap
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.reshape(scores.shape[1:3])[..., None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[2]].astype(v.dtype)
     return jnp.einsum("bkgts,bksh->btkgh", weights, v).reshape(batch, length, num_heads, width)
 
 

@@ -34,6 +34,11 @@ class MaskedSoftmax(AttentionKind):
     def keys_seen(self, heads: AttentionSpec, length: int) -> float:
         """Return how many keys a query attends to on average; full causal attention has length / 2."""
 
+    @property
+    def sink_scores(self) -> Float[Array, " N"] | None:
+        """Scores of the attention sinks of a layer, one for each query head; None: there are none."""
+        return None
+
     def keys_kept(self, heads: AttentionSpec) -> tuple[int, int | None]:
         """Return how many of the first and of the last keys the cache must keep; (0, None) for all keys."""
         return 0, None
@@ -104,7 +109,7 @@ class MaskedSoftmax(AttentionKind):
         """Compute attention to keys at `positions`, -1 for an empty slot, for a document of up to `length` tokens."""
         visible = (positions >= 0)[:, None]
         masked = self.mask(heads, length).visible(slots.queries, positions)
-        return attend_to(q, seen, visible if masked is None else visible & masked, heads)
+        return attend_to(q, seen, visible if masked is None else visible & masked, heads, self.sink_scores)
 
     def attend_to_pages(
         self, q: Float[Array, "1 T N H"], cache: PagedKeys, slots: CacheSlots, heads: AttentionSpec

@@ -5,7 +5,7 @@ EnergonAI, Du et al. 2022, arXiv:2209.02341).
 """
 
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -74,27 +74,39 @@ def put_joined_in_pages(
 
 
 def attend_pages(
-    q: Float[Array, "1 T N H"], cache: PagedKeys, slots: PageSlots, heads: AttentionSpec
+    q: Float[Array, "1 T N H"],
+    cache: PagedKeys,
+    slots: PageSlots,
+    heads: AttentionSpec,
+    sinks: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
-    """Return the attention of packed tokens, whose keys and values are in the cache, and the cache."""
+    """Return the attention of packed tokens, whose keys and values are in the cache, and the cache.
+
+    `sinks` are scores of each head without a value, None if there are none.
+    """
     outputs = []
     for group, (part,) in slots.split(q):
         in_place = group.width <= _FEW or current_target().platform == "cpu"
         attend = _attend_in_place if in_place else _attend_chunks
-        outputs.append(attend(part, cache, group, heads))
+        outputs.append(attend(part, cache, group, heads, sinks))
     # The barrier orders these reads before the next write to the pages in the same program. Without it XLA copies all
     # pages to be safe.
     return jax.lax.optimization_barrier((pack_groups(outputs), cache))
 
 
 def _attend_in_place(
-    q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
+    q: Float[Array, "R T N H"],
+    cache: PagedKeys,
+    group: PageGroup,
+    heads: AttentionSpec,
+    sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "R T N H"]:
     """Compute attention that reads pages in place, by the page table, without copying them; for few new tokens."""
 
-    def attend(
-        q: jax.Array, key: Stored, value: Stored, table: jax.Array, lengths: jax.Array, implementation: str | None
-    ) -> jax.Array:
+    own = () if sinks is None else (sinks,)
+
+    def attend(q: jax.Array, *keys_and_places: Any, implementation: str | None = None) -> jax.Array:
+        key, value, table, lengths, *sinks = keys_and_places
         return paged_attention(
             q,
             key,
@@ -104,18 +116,19 @@ def _attend_in_place(
             scale=heads.scale,
             soft_cap=heads.soft_cap,
             window=heads.window,
+            sinks=sinks[0] if sinks else None,
             implementation=implementation,
         )
 
     arguments = cache.key, cache.value, group.table, group.lengths
     rules = current_rules()
     if rules is None or rules.mesh.size == 1:
-        return attend(q, *arguments, None)
+        return attend(q, *arguments, *own)
     key, value, *places = arguments
     if isinstance(key, jax.Array) and isinstance(value, jax.Array) and _splits_by_heads(rules, q, key):
-        return with_local_heads(partial(attend, implementation=None), q, key, value, whole=tuple(places))
+        return with_local_heads(attend, q, key, value, whole=tuple(places), per_head=own)
     # XLA cannot partition a kernel over the devices of a mesh.
-    return attend(q, *arguments, "xla")
+    return attend(q, *arguments, *own, implementation="xla")
 
 
 def _splits_by_heads(rules: AxisRules, q: jax.Array, pages: jax.Array) -> bool:
@@ -125,7 +138,11 @@ def _splits_by_heads(rules: AxisRules, q: jax.Array, pages: jax.Array) -> bool:
 
 
 def _attend_chunks(
-    q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
+    q: Float[Array, "R T N H"],
+    cache: PagedKeys,
+    group: PageGroup,
+    heads: AttentionSpec,
+    sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "R T N H"]:
     """Compute attention of chunks of prompts, copying each sequence's pages to one contiguous array first.
 
@@ -135,7 +152,7 @@ def _attend_chunks(
     widths = copied_widths(group.table.shape[1], max(1, _LEAST_COPIED // size))
     too_narrow = [group.lengths.max() > width * size for width in widths[:-1]]
     branches = [partial(_attend_copies, width=width, heads=heads) for width in widths]
-    arguments = q, cache, group.table, group.lengths
+    arguments = q, cache, group.table, group.lengths, sinks
     if not too_narrow:
         return branches[0](*arguments)
     return jax.lax.switch(jnp.stack(too_narrow).sum(dtype=jnp.int32), branches, *arguments)
@@ -154,6 +171,7 @@ def _attend_copies(
     cache: PagedKeys,
     table: Int[Array, "R pages"],
     lengths: Int[Array, " R"],
+    sinks: Float[Array, " N"] | None,
     *,
     width: int,
     heads: AttentionSpec,
@@ -166,7 +184,9 @@ def _attend_copies(
     k, v = (decode(map_stored(lambda x: x.reshape(-1, *x.shape[2:])[index], stored), q.dtype) for stored in cache)
     key_segments = jnp.where(positions >= 0, 0, -1)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, other: jax.Array) -> jax.Array:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, other: jax.Array, *sinks: jax.Array
+    ) -> jax.Array:
         out = flash_attention(
             q,
             k,
@@ -175,12 +195,19 @@ def _attend_copies(
             segment_ids=(own, other),
             scale=heads.scale,
             soft_cap=heads.soft_cap,
+            sinks=sinks[0] if sinks else None,
             implementation=heads.implementation,
         )
         return cast(jax.Array, out)
 
     return with_local_heads(
-        attend, permute_query_channels(q, cache.key), k, v, jnp.zeros(q.shape[:2], jnp.int32), key_segments
+        attend,
+        permute_query_channels(q, cache.key),
+        k,
+        v,
+        jnp.zeros(q.shape[:2], jnp.int32),
+        key_segments,
+        per_head=() if sinks is None else (sinks,),
     )
 
 

@@ -77,7 +77,7 @@ class ProjectedAttention(AttentionKind):
         kind._weight = weight[0]
         return kind
 
-    def count_weight(self) -> int:
+    def count_weight(self, heads: AttentionSpec) -> int:
         return 2 * self.block_size * self.summaries
 
     def attend(

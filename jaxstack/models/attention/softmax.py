@@ -1,9 +1,12 @@
 """Softmax attention to all earlier keys, or to those in the window that the model gives a layer."""
 
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float
+from pydantic import PrivateAttr
 
 from jaxstack.models.attention.base import AttentionSpec, ScoreOptions, context_method
 from jaxstack.models.attention.kv_cache import KeyCache, attend_newest
@@ -22,6 +25,26 @@ class SoftmaxAttention(MaskedSoftmax):
     """Softmax attention, softmax(q k^T) v (Vaswani et al. 2017), by the first backend that supports the arguments."""
 
     name: Literal["softmax"] = "softmax"
+    sinks: bool = False
+    """Give each head a learned score without a value, which every query sees beside its keys (gpt-oss)."""
+    weight_per_head: ClassVar[bool] = True
+    _sinks: jax.Array | None = PrivateAttr(default=None)
+
+    def make_weight(self, heads: AttentionSpec, rngs: nnx.Rngs) -> nnx.Param | None:
+        """Create the scores of the sinks, [N] of zeros in float32; None without sinks."""
+        return nnx.Param(jnp.zeros(heads.num_heads, jnp.float32), logical_axes=("heads",)) if self.sinks else None
+
+    def with_weight(self, *weight: jax.Array) -> "SoftmaxAttention":
+        kind = self.model_copy()
+        kind._sinks = weight[0] if weight else None
+        return kind
+
+    def count_weight(self, heads: AttentionSpec) -> int:
+        return heads.num_heads * self.sinks
+
+    @property
+    def sink_scores(self) -> Float[Array, " N"] | None:
+        return self._sinks
 
     def attend(
         self,
@@ -40,6 +63,7 @@ class SoftmaxAttention(MaskedSoftmax):
             segment_ids=segment_ids,
             scale=heads.scale,
             soft_cap=heads.soft_cap,
+            sinks=self._sinks,
             implementation=heads.implementation,
         )
         return cast(jax.Array, out)
@@ -64,6 +88,7 @@ class SoftmaxAttention(MaskedSoftmax):
             segment_ids=segment_ids,
             scale=heads.scale,
             soft_cap=heads.soft_cap,
+            sinks=self._sinks,
             implementation=heads.implementation,
         )
 
@@ -80,12 +105,13 @@ class SoftmaxAttention(MaskedSoftmax):
         self, q: Float[Array, "1 T N H"], cache: PagedKeys, slots: CacheSlots, heads: AttentionSpec
     ) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
         assert slots.pages is not None
-        return attend_pages(q, cache, slots.pages, heads)
+        return attend_pages(q, cache, slots.pages, heads, self._sinks)
 
     def attend_to_cache(
         self, q: Float[Array, "B 1 N H"], cache: KeyCache, slots: CacheSlots, heads: AttentionSpec
     ) -> Float[Array, "B 1 N H"]:
-        out = attend_newest(q, cache, slots.lengths_after, heads) if heads.window is None else None
+        whole = heads.window is None and self._sinks is None
+        out = attend_newest(q, cache, slots.lengths_after, heads) if whole else None
         return super().attend_to_cache(q, cache, slots, heads) if out is None else out
 
     def mask(self, heads: AttentionSpec, length: int) -> Mask:

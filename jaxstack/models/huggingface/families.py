@@ -11,7 +11,7 @@ from jaxstack.models.huggingface.files import CONFIG, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
-from jaxstack.models.huggingface.mixture import MIXTRAL, QWEN3_MOE
+from jaxstack.models.huggingface.mixture import GPT_OSS, MIXTRAL, QWEN3_MOE
 from jaxstack.models.huggingface.olmo import OLMO2
 from jaxstack.models.huggingface.quantization_config import KEY, read_quantization
 from jaxstack.models.huggingface.qwen import QWEN2, QWEN3
@@ -31,6 +31,7 @@ FAMILIES = {
         SMOLLM3,  # layers without rotary positions
         GRANITE,  # factors of embeddings, scores, sublayers and logits
         OLMO2,  # norms after the sublayers only
+        GPT_OSS,  # attention sinks, biases of experts
     )
 }
 """Families by model_type. An export takes the first that can express the model, so plainer ones come first."""

@@ -20,7 +20,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
-_QUANTIZED = ("I8", "I32", "I64", "F8_E4M3")
+_QUANTIZED = ("I8", "U8", "I32", "I64", "F8_E4M3")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
 from jaxstack.models.huggingface.quantization_config import Quantization, read_quantization
 from jaxstack.models.huggingface.quantized_weights import (
-    QuantizedTensor,
+    AnyQuantized,
     describe_quantization_differences,
     open_quantized,
 )
@@ -147,14 +147,14 @@ def _read(
         return found
 
 
-def _pack(tensor: QuantizedTensor, leaf: Leaf, sharding: jax.sharding.Sharding | None) -> PackedWeight | None:
+def _pack(tensor: AnyQuantized, leaf: Leaf, sharding: jax.sharding.Sharding | None) -> PackedWeight | None:
     outputs, inputs = (tuple(leaf.shape[dim] for dim in dims) for dims in leaf.row.order)
     return tensor.pack(inputs, outputs, sharding, leaf.is_table)
 
 
 def check_files(
     files: WeightFiles, family: Family, config: ModelConfig, leaves: Sequence[Leaf], quantization: Quantization | None
-) -> dict[str, QuantizedTensor]:
+) -> dict[str, AnyQuantized]:
     """Check that a checkpoint has the tensors that the model needs; return its quantized weights by name.
 
     Raises:

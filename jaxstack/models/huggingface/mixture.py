@@ -1,13 +1,24 @@
-"""Hugging Face formats of two mixture-of-experts families: Mixtral (Jiang et al. 2024) and Qwen 3 MoE (2025).
+"""Hugging Face formats of mixture-of-experts families: Mixtral (Jiang et al. 2024), Qwen 3 MoE and gpt-oss (2025).
 
-Both store one tensor per expert.
+Mixtral and Qwen store one tensor per expert; gpt-oss one of all experts, with gates and values in turn.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.huggingface.config_fields import Keys, Row, activation, always, find, fixed, rope, same, windows
+from jaxstack.models.huggingface.config_fields import (
+    Keys,
+    Row,
+    activation,
+    always,
+    find,
+    fixed,
+    layer_types,
+    rope,
+    same,
+    windows,
+)
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.llama import LAYER, TENSORS, attention_bias, max_positions, shape
 from jaxstack.models.huggingface.tensors import Tensor
@@ -116,4 +127,54 @@ QWEN3_MOE = Family(
         *_tensors("mlp.gate.weight", "mlp.experts", {n: n for n in ("gate_proj", "up_proj", "down_proj")}),
     ),
     ignored=_TRAINING | {"sliding_window", "max_window_layers"},  # settings of windows, which are not used
+)
+
+
+def _joined_experts(name: str, part: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the rows of the kernel [E, in, out] and the bias of a projection that shares a tensor with another."""
+    theirs = LAYER + ("mlp.experts.down_proj" if part[1] == 1 else "mlp.experts.gate_up_proj")
+    shared = part, part[1] > 1, True
+    return (
+        Tensor(f"layers/mlp/{name}/kernel", theirs, ((0,), (1,), (2,)), *shared),
+        Tensor(f"layers/mlp/{name}/bias", f"{theirs}_bias", ((0,), (1,)), *shared),
+    )
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    rows=(
+        *shape(kv_heads=8, head_dim=64, norm_eps=1e-5),
+        same("intermediate_size", "intermediate_size", value=lambda model: model.expert_size),
+        max_positions(131072),
+        rope(150_000.0),
+        windows(("layer_types",), lambda config, layers: [i % 2 == 0 for i in range(layers)], layer_types, default=128),
+        attention_bias(True),
+        Row(("experts_per_token",), lambda config: {}, lambda model: {}),
+        _experts(
+            {
+                "num_local_experts": "num_experts",
+                "router_aux_loss_coef": "router_aux_loss_coef",
+                "swiglu_limit": "swiglu_limit",
+            },
+            lambda config: {
+                **_count(config, config.get("experts_per_token", 4)),
+                "swiglu_limit": find(config, "swiglu_limit", 7.0),
+            },
+            expert_bias=True,
+            router_bias=True,
+        ),
+        activation("hidden_act", "silu"),
+        always(norm="rms_norm", mlp="gated", attention={"name": "softmax", "sinks": True}),
+    ),
+    tensors=(
+        *TENSORS,
+        Tensor("layers/attention/kind_weight", LAYER + "self_attn.sinks", ((0,),)),
+        Tensor("layers/mlp/router/kernel", LAYER + "mlp.router.weight", ((1,), (0,))),
+        Tensor("layers/mlp/router/bias", LAYER + "mlp.router.bias", ((0,),)),
+        *_joined_experts("gate_proj", (0, 2)),
+        *_joined_experts("up_proj", (1, 2)),
+        *_joined_experts("down_proj", (0, 1)),
+    ),
+    ignored=_TRAINING | {"initial_context_length"},  # that of YaRN, which rope_scaling has too
 )

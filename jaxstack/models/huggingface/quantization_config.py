@@ -17,6 +17,8 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 """Formats that are written."""
 _READ = (*FORMATS, "naive-quantized")
 _METHOD = "compressed-tensors"
+MXFP4 = "mxfp4"
+"""The `quant_method` whose tensors have names of their own, by which they are found."""
 _PER_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
 """Settings of inputs that are rounded with a scale for each token, computed from the token itself."""
 _INT8_TOKENS = {**_PER_TOKEN, "num_bits": 8, "type": "int"}
@@ -110,9 +112,12 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if not said:
         return None
     method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if method == MXFP4:
+        return Quantization(())
     if method != _METHOD:
         raise ConfigError(
-            f"config.json: {KEY} has quant_method {method!r}; only {_METHOD} is read, which llm-compressor writes."
+            f"config.json: {KEY} has quant_method {method!r}; these are read: {_METHOD}, which llm-compressor writes, "
+            f"and {MXFP4}, that of gpt-oss."
         )
     for key in ("sparsity_config", "transform_config"):
         other = said.get(key) or {}

@@ -5,11 +5,14 @@ The weight of a module `M` is a matrix [out, in]:
     pack-quantized                    M.weight_packed int32 [out, words], M.weight_shape [2]
     int-quantized, float-quantized    M.weight int8 or FP8 (e4m3) [out, in]
     all                               M.weight_scale [out, groups], [out, 1] or [1]; M.weight_zero_point
+
+gpt-oss stores the experts' matrices W [E, in, out] in MXFP4: W_blocks uint8 [E, out, in / 32, 16], two values in a
+byte, the first in its low bits, and W_scales uint8 [E, out, in / 32], exponents of 2 with a bias of 127.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +40,8 @@ from pallas_kernels.weight_only.integer_products import unsupported_inputs
 _WORD = 32
 """Bits of a word of packed integers."""
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight")
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""Values of FP4 (E2M1) by their code."""
 _IGNORED = r".*\.(input_scale|input_zero_point|output_scale|output_zero_point|[kvq]_scale|[kvq]_zero_point)"
 """Regular expression of tensors with fixed scales of activations and the cache, which are not used here."""
 
@@ -217,14 +222,58 @@ class QuantizedTensor:
         return np.repeat(values, self.shape[1] // values.shape[1], axis=1)
 
 
-def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, QuantizedTensor]:
-    """Replace each quantized weight's tensors in `files` by one `QuantizedTensor`, `MODULE.weight`; return all by name.
+class Mxfp4Experts:
+    """Matrices of all experts of a layer in MXFP4; indexing it reads and returns a dequantized float32 slice.
+
+    (OCP Microscaling Formats (MX) Specification 1.0, 2023: FP4 E2M1 with a power of 2 for each 32 values.)
+
+    Attributes:
+      shape: [E, in, out].
+      scheme: how it is stored.
+
+    Raises:
+      ConfigError: the tensors do not fit each other.
+    """
+
+    scheme = Scheme("mxfp4", 4, "float", "group", 32)
+
+    def __init__(self, files: WeightFiles, name: str):
+        self._blocks = files.stored(f"{name}_blocks")
+        self._scales = files.stored(f"{name}_scales")
+        blocks, scales = (tuple(files.shapes.get(f"{name}_{part}", ())) for part in ("blocks", "scales"))
+        if len(blocks) != 4 or blocks[3] != 16 or blocks[:3] != scales:
+            raise ConfigError(
+                f"{name}_blocks must be [E, out, in / 32, 16] and {name}_scales [E, out, in / 32]; found "
+                f"{list(blocks)} and {list(scales)}."
+            )
+        self.shape = blocks[0], 32 * blocks[2], blocks[1]
+
+    def __getitem__(self, index: Any) -> Float[np.ndarray, "experts inputs outputs"]:
+        index = index if isinstance(index, tuple) else (index,)
+        experts, inputs, outputs = explicit_slices((*index, slice(None), slice(None))[:3], self.shape)
+        groups = slice(inputs.start // 32, -(-inputs.stop // 32))
+        codes = np.asarray(self._blocks[experts, outputs, groups])
+        exponents = np.asarray(self._scales[experts, outputs, groups]).astype(np.int32) - 127
+        values = np.stack([_FP4[codes & 15], _FP4[codes >> 4]], axis=-1).reshape(*exponents.shape, 32)
+        values = np.ldexp(values, exponents[..., None]).reshape(*exponents.shape[:2], -1)
+        start = inputs.start - 32 * groups.start
+        return values[..., start : start + inputs.stop - inputs.start].swapaxes(1, 2)
+
+    def pack(self, *_: Any) -> None:
+        """Return None: experts have no packed form."""
+
+
+AnyQuantized = QuantizedTensor | Mxfp4Experts
+
+
+def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, AnyQuantized]:
+    """Replace each quantized weight's tensors in `files` by one that reads them, `MODULE.weight`; return all by name.
 
     Raises:
       ConfigError: config.json has no scheme for a quantized weight, or its tensors do not fit.
     """
     modules = [name.removesuffix(".weight_scale") for name in sorted(files.shapes) if name.endswith(".weight_scale")]
-    found = {}
+    found: dict[str, QuantizedTensor] = {}
     for module in modules:
         scheme = quantization.scheme(module)
         if scheme is None:
@@ -234,11 +283,15 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
         del files.shapes[name]
     for name, tensor in found.items():
         files.replace(name, tensor, [f"{name.removesuffix('.weight')}.{part}" for part in _PARTS])
-    return found
+    experts = [name.removesuffix("_blocks") for name in sorted(files.shapes) if name.endswith("_blocks")]
+    opened = {name: Mxfp4Experts(files, name) for name in experts}
+    for name, tensor in opened.items():
+        files.replace(name, tensor, [f"{name}_blocks", f"{name}_scales"])
+    return {**found, **opened}
 
 
 def describe_quantization_differences(
-    quantization: Quantization, found: dict[str, QuantizedTensor], packed: Sequence[PackedWeight]
+    quantization: Quantization, found: Mapping[str, AnyQuantized], packed: Sequence[PackedWeight]
 ) -> list[str]:
     """Return warnings on how jaxstack's computation differs from that for which the checkpoint was quantized.
 

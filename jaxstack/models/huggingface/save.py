@@ -124,7 +124,7 @@ def _tensors(
                 leaf.row.write(_piece(array, np.unravel_index(number, leaf.shape[: leaf.leading_dims]), name))
                 for leaf, array in zip(group, arrays, strict=True)
             ]
-            yield name, _cast(name, parts[0] if len(parts) == 1 else np.concatenate(parts, -1), dtype)
+            yield name, _cast(name, group[0].row.join(parts), dtype)
 
 
 def _piece(array: jax.Array | np.ndarray, at: tuple[np.intp, ...], name: str) -> np.ndarray:

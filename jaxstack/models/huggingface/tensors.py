@@ -31,6 +31,10 @@ class Tensor(NamedTuple):
     """Dims of our piece that each dim of the tensor merges: ((1, 2), (0,)) is [N x H, D] for our [D, N, H]."""
     part: tuple[int, int] = (0, 1)
     """(i, n): our piece is part i of n along the last dim of the tensor."""
+    interleaved: bool = False
+    """True if the parts take turns along that dim: ours are the elements i, i + n, i + 2 n and so on."""
+    of_experts: bool = False
+    """True if the tensor has all experts of a layer, in its first dim."""
 
     @property
     def leading(self) -> int:
@@ -68,9 +72,15 @@ class Tensor(NamedTuple):
             sizes += [stop - start, *(piece[d] for d in group[1:])]
         last = cuts[-1]
         whole = math.prod(piece[d] for d in self.order[-1])
-        cuts[-1] = slice(last.start + self.part[0] * whole, last.stop + self.part[0] * whole)
+        number, parts = self.part
+        if self.interleaved:
+            cuts[-1] = slice(last.start * parts, last.stop * parts)
+        else:
+            cuts[-1] = slice(last.start + number * whole, last.stop + number * whole)
         dims = [d for group in self.order for d in group]
         found = source[tuple(cuts)] if on_device else np.asarray(source[tuple(cuts)])
+        if self.interleaved:
+            found = found[..., number::parts]
         found = found.reshape(sizes).transpose(np.argsort(dims))
         return found[tuple(left)]
 
@@ -78,6 +88,12 @@ class Tensor(NamedTuple):
         """Reorder the dims of a parameter (of one layer and expert) to those of its checkpoint tensor."""
         dims = [d for group in self.order for d in group]
         return piece.transpose(dims).reshape([math.prod(piece.shape[d] for d in group) for group in self.order])
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Join all parts of a checkpoint tensor, each as `write` returns it."""
+        if self.interleaved:
+            return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
 def whole(shape: Sequence[int]) -> tuple[slice, ...]:
@@ -155,7 +171,7 @@ def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
     """
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
     # A layer's MLP and its experts have the same paths.
-    table = {(row.path, row.leading): (at, row) for at, row in enumerate(rows)}
+    table = {(row.path, row.leading or int(row.of_experts)): (at, row) for at, row in enumerate(rows)}
     found: list[tuple[Any, Leaf]] = []
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))

@@ -66,9 +66,9 @@ def arrange(assigned: Int[Array, "t k"], count: int, alignment: int) -> tuple[Ro
     order, position, first = sort_by_group(groups, count)
     sizes = first[1:] - first[:-1]
     rows = aligned_rows(groups.shape[0], count, alignment)
-    starts, ends = group_bounds(sizes, alignment)
+    starts, _ = group_bounds(sizes, alignment)
     row = jnp.arange(rows, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(ends, row, side="right", method="compare_all"), count - 1)
+    group = group_of_rows(sizes, rows, alignment)
     offset = row - starts[group]
     filled = (offset >= 0) & (offset < sizes[group])
     source = jnp.where(filled, order.at[first[:-1][group] + offset].get(mode="clip"), groups.shape[0])
@@ -125,8 +125,35 @@ def take_weights(weights: Float[Array, "t k"], rows: Rows) -> Float[Array, " R"]
     return take_rows(weights.reshape(-1, 1), Rows(rows.source, rows.place.reshape(-1, 1)))[:, 0]
 
 
+@jax.custom_vjp
+def take_group(values: Float[Array, "G F"], group: Int[Array, " R"]) -> Float[Array, "R F"]:
+    """Copy to each row the values of its group, such as the bias of its expert."""
+    return values[group]
+
+
+def _group_forward(values: jax.Array, group: jax.Array) -> tuple:
+    return values[group], (group, jnp.zeros(values.shape[:1], values.dtype))
+
+
+def _group_backward(saved: tuple, gradient: jax.Array) -> tuple:
+    group, like = saved
+    belongs = jax.nn.one_hot(group, like.shape[0], dtype=gradient.dtype)
+    sums = jnp.einsum("rg,rf->gf", belongs, gradient, preferred_element_type=jnp.float32)
+    return sums.astype(like.dtype), None
+
+
+take_group.defvjp(_group_forward, _group_backward)
+
+
+def group_of_rows(sizes: Int[Array, " G"], rows: int, alignment: int) -> Int[Array, " R"]:
+    """Return the group of each of `rows` rows that `arrange` laid out; empty rows belong to any group."""
+    ends = group_bounds(sizes, alignment)[1]
+    found = jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="compare_all")
+    return jnp.minimum(found, sizes.shape[0] - 1)
+
+
 Kernels = Mapping[str, jax.Array]
-"""Matrices of the experts, by name, each with a leading dim of experts."""
+"""Matrices and biases of the experts, by name, each with a leading dim of experts."""
 
 Compute = Callable[[jax.Array, jax.Array, Kernels, jax.Array, int], jax.Array]
 """(rows [R, D], their weights [R], kernels, sizes of the groups [G], their alignment) -> weighted results [R, D].

@@ -24,9 +24,16 @@ class MoEConfig(Component):
     """Number of routed experts that compute each token."""
     moe_intermediate_size: int | None = Field(default=None, ge=1)
     """Width of an expert; left out: model.intermediate_size."""
+    expert_bias: bool = False
+    """Add biases to the projections of the routed experts (gpt-oss)."""
+    swiglu_limit: float | None = Field(default=None, gt=0)
+    """Clamp of the routed experts' gates: they compute gate sigmoid(1.702 gate) (up + 1) with gates of at most this and
+    values between its negative and itself (gpt-oss). Left out: `hidden_act`, not clamped."""
     n_shared_experts: int = Field(default=0, ge=0)
     """Number of additional experts that compute every token, as one MLP of this many times the width (DeepSeekMoE)."""
 
+    router_bias: bool = False
+    """Add a learned bias to the router's logits (gpt-oss)."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Scores from router logits: `softmax` over all experts, or `sigmoid` of each (DeepSeek-V3)."""
     norm_topk_prob: bool = True

@@ -29,6 +29,7 @@ from jaxstack.run_config import load_config
 
 KINDS = {
     "softmax": SoftmaxAttention(),
+    "sinks": SoftmaxAttention(sinks=True),
     "longformer": LongformerAttention(window=4, global_tokens=2),
     "block_sparse": BlockSparseAttention(
         pattern=BigBirdPattern(window=1, global_blocks=1, random_blocks=0), block_size=16
@@ -37,7 +38,7 @@ KINDS = {
     "performer": PerformerAttention(features=24),
     "projected": ProjectedAttention(block_size=8, summaries=3),
 }
-AS_IF_ALONE = ("softmax", "longformer", "linear", "performer")
+AS_IF_ALONE = ("softmax", "sinks", "longformer", "linear", "performer")
 B = 2
 T = 40
 
@@ -73,7 +74,7 @@ def close(a, b, tolerance: float = 1e-4) -> None:
 
 def test_the_table_and_the_union_hold_the_same_kinds():
     assert get_args(get_args(AnyAttention)[0]) == ATTENTION_KINDS
-    assert {kind.model_fields["name"].default for kind in ATTENTION_KINDS} == set(KINDS)
+    assert {kind.model_fields["name"].default for kind in ATTENTION_KINDS} == {kind.name for kind in KINDS.values()}
 
 
 @pytest.mark.parametrize("kind", KINDS)

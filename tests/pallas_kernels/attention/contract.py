@@ -31,6 +31,7 @@ class Case:
     scale: float | None = None
     soft_cap: float | None = None
     dtype: str = "bfloat16"
+    sinks: bool = False
 
     def options(self) -> dict[str, Any]:
         return {"causal": self.causal, "window": self.window, "scale": self.scale, "soft_cap": self.soft_cap}
@@ -46,6 +47,7 @@ class Inputs:
     d_out: np.ndarray
     d_lse: np.ndarray
     segment_ids: tuple[np.ndarray, np.ndarray] | None
+    sinks: np.ndarray | None
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -67,17 +69,19 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
             (query if case.length == case.key_length else key).astype(np.int32),
         )
     d_lse = rng.normal(size=(case.batch, case.heads, case.length))
-    return Inputs(normal(*q_shape), normal(*k_shape), normal(*k_shape), normal(*q_shape), d_lse, segment_ids)
+    arrays = normal(*q_shape), normal(*k_shape), normal(*k_shape), normal(*q_shape)
+    return Inputs(*arrays, d_lse, segment_ids, normal(case.heads) if case.sinks else None)
 
 
 def outputs_and_gradients(attention: Any, case: Case, inputs: Inputs, dtype: Any, with_lse: bool) -> dict:
-    """out, lse, d_q, d_k, d_v as float64 numpy arrays, of a function called like flash_attention."""
+    """out, lse, d_q, d_k, d_v, d_sinks as float64 numpy arrays, of a function called like flash_attention."""
     ids = None if inputs.segment_ids is None else tuple(map(jnp.asarray, inputs.segment_ids))
     d_out = jnp.asarray(inputs.d_out, dtype)
     d_lse = jnp.asarray(inputs.d_lse)
 
-    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
-        result = attention(q, k, v, segment_ids=ids, return_lse=with_lse, **case.options())
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> tuple:
+        options = {**case.options(), **({"sinks": sinks[0]} if sinks else {})}
+        result = attention(q, k, v, segment_ids=ids, return_lse=with_lse, **options)
         out, lse = result if with_lse else (result, None)
         total = (out * d_out).astype(d_lse.dtype).sum()
         if lse is not None:
@@ -85,9 +89,11 @@ def outputs_and_gradients(attention: Any, case: Case, inputs: Inputs, dtype: Any
         return total, (out, lse)
 
     arrays = [jnp.asarray(x, dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    gradient = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    if inputs.sinks is not None:
+        arrays.append(jnp.asarray(inputs.sinks, jnp.promote_types(dtype, jnp.float32)))
+    gradient = jax.value_and_grad(loss, argnums=tuple(range(len(arrays))), has_aux=True)
     (_, (out, lse)), gradients = run_jitted(gradient, *arrays)
-    results = {"out": out, "lse": lse, **dict(zip(("d_q", "d_k", "d_v"), gradients, strict=True))}
+    results = {"out": out, "lse": lse, **dict(zip(("d_q", "d_k", "d_v", "d_sinks"), gradients, strict=False))}
     return {
         name: np.asarray(x.astype(jnp.promote_types(x.dtype, jnp.float32)), np.float64)
         for name, x in results.items()
@@ -107,12 +113,18 @@ def plain_attention(
         visible &= distance < options["window"]
     if segment_ids is not None:
         visible = visible & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])
-    out, lse = attend_plainly(q, k, v, visible, options["scale"], options["soft_cap"])
+    out, lse = attend_plainly(q, k, v, visible, options["scale"], options["soft_cap"], options.get("sinks"))
     return (out, lse) if return_lse else out
 
 
 def attend_plainly(
-    q: jax.Array, k: jax.Array, v: jax.Array, visible: Any, scale: float | None, soft_cap: float | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: Any,
+    scale: float | None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse for a boolean mask that broadcasts to [B, N, T, S]."""
     group = q.shape[2] // k.shape[2]
@@ -122,6 +134,13 @@ def attend_plainly(
     scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+        visible = jnp.pad(
+            jnp.broadcast_to(visible, (*scores.shape[:3], k.shape[1])), 3 * [(0, 0)] + [(0, 1)], constant_values=True
+        )
+        v = jnp.pad(v, ((0, 0), (0, 1), (0, 0), (0, 0)))
     scores = jnp.where(visible, scores, -1e30)
     some = jnp.broadcast_to(visible, scores.shape).any(axis=-1, keepdims=True)
     weights = jnp.where(some, jax.nn.softmax(scores, axis=-1), 0.0).astype(q.dtype)

@@ -21,6 +21,8 @@ CASES = {
     "fewer_queries": Case(length=17, key_length=45, window=20),
     "more_queries": Case(length=45, key_length=17, dtype="float32"),
     "unlike_segments": Case(length=33, key_length=21, segments=5, causal=False),
+    "sinks": Case(sinks=True, window=9, segments=3),
+    "sinks_of_more_queries_float32": Case(length=45, key_length=17, sinks=True, soft_cap=1.5, dtype="float32"),
     "one_query": Case(length=1, key_length=37),
 }
 

@@ -24,6 +24,7 @@ from tests.compilation import run_jitted
 
 METHODS = ("ring", "all_gather", "all_to_all")
 LAYOUTS = ("zigzag", "contiguous")
+SINKS = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
 B = 2
 T = 48
 H = 8
@@ -105,6 +106,8 @@ def assert_as_on_one_device(devices, layout, method, *, heads=(4, 2), length=T, 
         (3, "zigzag", "ring", {"window": 7, "segments": True, "soft_cap": 2.0}),
         (3, "zigzag", "all_gather", {"segments": True}),
         (3, "zigzag", "all_to_all", {"heads": (6, 2), "segments": True}),
+        (2, "zigzag", "ring", {"sinks": SINKS}),
+        (2, "zigzag", "all_to_all", {"sinks": SINKS, "segments": True}),
     ],
 )
 def test_the_same_output_and_gradients_as_on_one_device(devices, layout, method, options):

@@ -35,6 +35,7 @@ CASES = {
     "segments_window": Case(
         batch=1, length=256, key_length=256, heads=1, kv_heads=1, head_dim=64, segments=3, window=90
     ),
+    "sinks_window": Case(batch=1, length=200, key_length=200, heads=2, kv_heads=1, head_dim=64, window=70, sinks=True),
     "lengths_differ_cap": Case(
         batch=2,
         length=70,
@@ -76,7 +77,7 @@ def test_queries_are_not_copied_to_whole_blocks(length, packed, given, monkeypat
     """Only segment ids are: copies with one dim would go beyond a sequence's end."""
     seen = []
 
-    def forward(config, q, k, v, schedule, segments):
+    def forward(config, q, k, v, schedule, segments, sinks):
         seen.append((q.shape[1], segments and tuple(ids.shape[1] for ids in segments)))
         return q, jnp.zeros((1, 1, q.shape[1]))
 

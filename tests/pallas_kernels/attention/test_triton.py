@@ -45,6 +45,7 @@ CASES = {
     "negative_scale": small(40, scale=-0.4),
     "fewer_queries": small(20, 60, window=30),
     "more_queries": small(50, 20),
+    "sinks_of_more_queries": small(50, 20, sinks=True),
     "unlike_segments": small(33, 52, segments=5, causal=False),
 }
 

@@ -23,6 +23,8 @@ CASES = {
     "one_range": {"ranges": 1, "soft_cap": 5.0},
     "several_tokens": {"new_tokens": 3, "lengths": (131, 2)},
     "window": {"window": 40, "new_tokens": 2, "scale": 0.3},
+    "sinks": {"sinks": np.array([0.5, -1.0, 2.0, 0.0], np.float32), "new_tokens": 2},
+    "sinks_of_one_range": {"sinks": np.array([0.5, -1.0, 2.0, 0.0], np.float32), "ranges": 1},
 }
 
 
@@ -48,17 +50,29 @@ def interpret(name: str) -> None:
     let_numpy_index()
     request, ranges = make_case(**CASES[name])
     plan = triton.PagedAttentionPlan(
-        request.q.shape[1], 4, 2, 32, 16, 9, triton.Tile(128), ranges, request.scale, request.soft_cap, request.window
+        request.q.shape[1],
+        4,
+        2,
+        32,
+        16,
+        9,
+        triton.Tile(128),
+        ranges,
+        request.scale,
+        request.soft_cap,
+        request.window,
+        request.sinks is not None,
     )
     out = np.full(request.q.shape, np.nan, np.float16)
     sums = np.full((2, 2, ranges, plan.rows), np.nan, np.float32)
     partial = np.full((*sums.shape, 32), np.nan, np.float32)
     arrays = [Array(np.asarray(x), "fp16") for x in (request.q, request.k_pages, request.v_pages)]
     arrays += [Array(np.asarray(x), "i32") for x in (request.page_table, request.lengths)]
+    arrays.append(arrays[-1] if request.sinks is None else Array(np.asarray(request.sinks), "fp32"))
     found = Array(out, "fp16") if ranges == 1 else Array(partial, "fp32")
     attend_kernel[(2, 2, ranges)](*arrays, found, Array(sums, "fp32"), plan=plan)
     if ranges > 1:
-        combine_kernel[(2, 2, plan.rows)](found, Array(sums, "fp32"), Array(out, "fp16"), plan=plan)
+        combine_kernel[(2, 2, plan.rows)](found, Array(sums, "fp32"), arrays[-1], Array(out, "fp16"), plan=plan)
     valid = np.arange(plan.new_tokens)[None] >= plan.new_tokens - np.asarray(request.lengths)[:, None]
     np.testing.assert_allclose(out[valid], np.asarray(xla.attend(request))[valid], rtol=5e-3, atol=2e-3)
 
