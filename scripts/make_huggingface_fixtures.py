@@ -74,7 +74,8 @@ MODELS = {
     "gpt-oss": (
         "GptOss",
         {**SMALL, "num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4,
-         "num_experts_per_tok": 2, "sliding_window": 8, "max_position_embeddings": 131072, "pad_token_id": 1},
+         "num_experts_per_tok": 2, "sliding_window": 8, "max_position_embeddings": 131072, "pad_token_id": 1,
+         "swiglu_limit": 1.0},
     ),
     "qwen3-moe": (
         "Qwen3Moe",

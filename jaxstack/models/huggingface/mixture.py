@@ -164,6 +164,7 @@ GPT_OSS = Family(
             expert_bias=True,
             router_bias=True,
         ),
+        fixed("swiglu_alpha", 1.702),
         activation("hidden_act", "silu"),
         always(norm="rms_norm", mlp="gated", attention={"name": "softmax", "sinks": True}),
     ),

@@ -34,6 +34,7 @@ CALLS = {
     "window": (shapes(4096), {"window": 512}, FUSED[:2]),
     "packed": (shapes(4096), {"segment_ids": jnp.zeros((2, 4096), jnp.int32)}, ("mosaic",)),
     "soft_cap": (shapes(4096), {"soft_cap": 30.0}, ("mosaic",)),
+    "sinks": (shapes(4096, head_dim=64), {"window": 128, "sinks": jnp.zeros(8)}, ("mosaic",)),
     "log_sum_exp": (shapes(4096), {"return_lse": True}, ("mosaic",)),
     "fewer_queries": (shapes(1024, key_length=4096), {}, ("mosaic",)),
     "head_dim_104": (shapes(4096, head_dim=104), {}, ("cudnn",)),
