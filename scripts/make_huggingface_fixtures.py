@@ -23,6 +23,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 GEMMA = {"num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 16, "query_pre_attn_scalar": 12}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "moe_intermediate_size": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 GPT2 = {
     "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 63,
 }  # fmt: skip
@@ -71,6 +79,17 @@ MODELS = {
         },
     ),
     "olmo2": ("Olmo2", SMALL),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**SMALL, **LATENT, "q_lora_rank": None, "n_routed_experts": 4, "topk_method": "greedy", "n_group": 1,
+         "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.0,
+         "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**SMALL, **LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4,
+         "topk_group": 2, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "gpt-oss": (
         "GptOss",
         {**SMALL, "num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4,

@@ -9,10 +9,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from jaxstack.models.attention.base import AttentionKind
+from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.attention_layer import Attention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.feed_forward_chunks import apply_in_chunks, count_chunks
+from jaxstack.models.latent_attention import MultiHeadLatentAttention
 from jaxstack.models.linear import add
 from jaxstack.models.mixer import CacheRoom, Context, Layer, LayerCache, Mixer, ParameterCount
 from jaxstack.models.mlp import MLPS, PlainMLP
@@ -93,7 +95,10 @@ class TokenMixer(Protocol):
         ...
 
 
-MIXERS: dict[type[Mixer], type[TokenMixer]] = {AttentionKind: Attention}
+MIXERS: dict[type[Mixer], type[TokenMixer]] = {
+    AttentionKind: Attention,
+    LatentAttention: MultiHeadLatentAttention,
+}
 """The module of each token mixer, by the class (or a base class) of its configuration."""
 
 

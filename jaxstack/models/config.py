@@ -214,7 +214,9 @@ class ModelConfig(Component):
             )
         if problem := self._width_problem():
             raise ValueError(problem)
-        self.attention.check(ScoreOptions(self.layer_types, self.attn_logit_softcapping, self.query_pre_attn_scalar))
+        grouped = self.kv_heads != self.num_heads
+        options = self.attn_logit_softcapping, self.query_pre_attn_scalar, self.width_per_head, grouped
+        self.attention.check(ScoreOptions(self.layer_types, *options))
         return self
 
     def _scaling_problem(self, scaling: RopeScaling) -> str | None:

@@ -114,6 +114,10 @@ class Mixer(Component):
         """Its name in messages."""
         return getattr(self, "name", type(self).__name__)
 
+    def rotated_width(self, head_dim: int) -> int:
+        """Return how many channels of a head are rotated by position, of `head_dim`."""
+        return head_dim
+
     def context_parallel_problem(self, method: str | None) -> str | None:
         """Return why this mixer does not support a method of context parallelism, or None if it does.
 

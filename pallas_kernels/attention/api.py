@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention import cudnn, mosaic, reference, triton, xla, xla_dense
 from pallas_kernels.attention.masks import Mask, unsupported_unless_band
-from pallas_kernels.attention.request import AttentionRequest, SegmentIds, check_window, make_request
+from pallas_kernels.attention.request import AttentionRequest, SegmentIds, check_window, make_request, pad_values
 from pallas_kernels.dispatch import Backend, select
 
 
@@ -80,7 +81,7 @@ BACKENDS = (
 def flash_attention(  # noqa: PLR0913
     q: Float[AnyArray, "B T N H"],
     k: Float[AnyArray, "B S K H"],
-    v: Float[AnyArray, "B S K H"],
+    v: Float[AnyArray, "B S K V"],
     *,
     causal: bool = True,
     window: int | None = None,
@@ -90,7 +91,7 @@ def flash_attention(  # noqa: PLR0913
     sinks: Float[AnyArray, " N"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """Compute softmax(scale * q k^T) v over the visible keys, exactly and differentiably.
 
     Query t has position t + S - T among the keys 0..S-1: the last query is aligned with the last key, as in
@@ -104,8 +105,8 @@ def flash_attention(  # noqa: PLR0913
 
     Args:
         q: queries [B, T, N, H] in bfloat16, float16, float32 or float64.
-        k, v: keys and values [B, S, K, H] of the same dtype. N is a multiple of K: query head n reads key head
-            n // (N // K).
+        k, v: keys [B, S, K, H] and values [B, S, K, V] of the same dtype, V at most H. N is a multiple of K: query head
+            n reads key head n // (N // K).
         causal: True to hide keys after the query.
         window: number of keys up to its own position that a query sees, itself included; None for no limit.
         segment_ids: integers, (query [B, T], key [B, S]), or one array for both if T = S.
@@ -119,17 +120,18 @@ def flash_attention(  # noqa: PLR0913
             never falls back.
 
     Returns:
-        out [B, T, N, H] in the dtype of q; with `return_lse` also lse [B, N, T] in float32 (natural logarithm; float64
+        out [B, T, N, V] in the dtype of q; with `return_lse` also lse [B, N, T] in float32 (natural logarithm; float64
         for float64 inputs).
 
     Raises:
         ValueError: an argument breaks a rule.
         NotSupported: the named backend cannot compute the call (a ValueError).
     """
+    width = jnp.shape(v)[-1]
     request = make_request(
         q,
         k,
-        v,
+        pad_values(k, v),
         mask=Mask(bool(causal), None if window is None else check_window(window)),
         segment_ids=segment_ids,
         scale=scale,
@@ -139,4 +141,5 @@ def flash_attention(  # noqa: PLR0913
     )
     backend = select("flash_attention", BACKENDS, implementation, request)
     out, lse = backend.call(request)
+    out = out[..., :width]
     return (out, lse) if return_lse else out

@@ -18,7 +18,7 @@ from pallas_kernels.attention.context_layout import chunks_per_device
 from pallas_kernels.attention.gather_keys import KeyGatherOptions, attend_gathered, count_reached_chunks
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.partial_attention import PartOptions
-from pallas_kernels.attention.request import check_arrays, check_sinks, check_window
+from pallas_kernels.attention.request import check_arrays, check_sinks, check_window, pad_values
 from pallas_kernels.attention.ring import RingOptions, attend_ring
 from pallas_kernels.attention.scores import with_sinks
 from pallas_kernels.attention.ulysses import unsupported_heads, with_whole_sequences
@@ -191,7 +191,7 @@ METHODS = (
 def context_attention(  # noqa: PLR0913
     q: Float[AnyArray, "B T N H"],
     k: Float[AnyArray, "B T K H"],
-    v: Float[AnyArray, "B T K H"],
+    v: Float[AnyArray, "B T K V"],
     *,
     axis_name: str,
     method: str | None = None,
@@ -203,7 +203,7 @@ def context_attention(  # noqa: PLR0913
     sinks: Float[AnyArray, " N"] | None = None,
     layout: str = "zigzag",
     implementation: str | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Compute exact, differentiable attention over a sequence that is sharded over the devices of a mesh axis.
 
     Must be called inside `jax.shard_map`. Every array is this device's shard of the sequence, in the order of
@@ -211,7 +211,7 @@ def context_attention(  # noqa: PLR0913
 
     Args:
         q: queries [B, T, N, H].
-        k, v: keys and values [B, T, K, H], as in `flash_attention`.
+        k, v: keys [B, T, K, H] and values [B, T, K, V], as in `flash_attention`.
         axis_name: mesh axis that the sequence is sharded over.
         method: name of a method in `METHODS` ("ring", "all_to_all", "all_gather"); None takes the first that supports
             the call and that no later one computes faster. A named method never falls back.
@@ -222,16 +222,17 @@ def context_attention(  # noqa: PLR0913
             only, as jax drops the gradient of its log-sum-exp.
 
     Returns:
-        out [B, T, N, H] in the dtype of q.
+        out [B, T, N, V] in the dtype of q.
 
     Raises:
         ValueError: an argument breaks a rule.
         NotSupported: the named method or backend cannot compute the call (a ValueError).
     """
-    request = _make_request(q, k, v, segment_ids, axis_name, layout, Mask(bool(causal), window))
+    width = jnp.shape(v)[-1]
+    request = _make_request(q, k, pad_values(k, v), segment_ids, axis_name, layout, Mask(bool(causal), window))
     sinks = None if sinks is None else check_sinks(sinks, request.q)
     request = dataclasses.replace(request, options=PartOptions(scale, soft_cap, implementation), sinks=sinks)
-    return select("context_attention", METHODS, method, request).call(request)[0]
+    return select("context_attention", METHODS, method, request).call(request)[0][..., :width]
 
 
 def ring_attention(  # noqa: PLR0913

@@ -198,8 +198,8 @@ def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     shapes = f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q must be [B, T, N, H] and k, v [B, S, K, H]; {shapes}; add the missing dims of size 1")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape; {shapes}")
+    if k.shape[:3] != v.shape[:3] or v.shape[3] > k.shape[3]:
+        raise ValueError(f"k and v must have the same shape, but that heads of v may be narrower; {shapes}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same batch size and head dim; {shapes}")
     if 0 in q.shape or 0 in k.shape:
@@ -213,6 +213,16 @@ def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}; cast them first")
     if q.dtype.name not in FLOAT_DTYPES:
         raise ValueError(f"q, k and v must be one of {', '.join(FLOAT_DTYPES)}; got {q.dtype}; cast them first")
+
+
+def pad_values(k: AnyArray, v: Float[AnyArray, "B S K V"]) -> Float[Array, "B S K H"]:
+    """Pad the heads of v with zeros to the width of those of k, with which the first V channels of outputs are exact.
+
+    Arrays that do not fit are returned unchanged, for the check of arguments to refuse.
+    """
+    v = jnp.asarray(v)
+    missing = jnp.shape(k)[-1] - v.shape[-1] if v.ndim == 4 and jnp.ndim(k) == 4 else 0
+    return jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing > 0 else v
 
 
 def _check_segments(segment_ids: SegmentIds | None, q: jax.Array, k: jax.Array) -> Segments | None:

@@ -66,7 +66,9 @@ def test_attention_by_the_default_backend(name):
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "mosaic_deterministic"])
-@pytest.mark.parametrize("name", ["of_no_tile", "of_64_only", "packed", "packed_window", "head_dim_256", "sinks_window"])
+@pytest.mark.parametrize(
+    "name", ["of_no_tile", "of_64_only", "packed", "packed_window", "head_dim_256", "sinks_window"]
+)
 def test_attention_by_the_kernels_for_hopper(name, implementation):
     if not on_hopper():
         pytest.skip("needs a Hopper GPU")

@@ -4,13 +4,14 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
-from jaxstack.models.attention.base import AttentionKind
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
+from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.attention.softmax import SoftmaxAttention
+from jaxstack.models.mixer import Mixer
 
 AnyAttention = Annotated[
     SoftmaxAttention
@@ -18,10 +19,11 @@ AnyAttention = Annotated[
     | BlockSparseAttention
     | LinearAttention
     | PerformerAttention
-    | ProjectedAttention,
+    | ProjectedAttention
+    | LatentAttention,
     Field(discriminator="name"),
 ]
 """Attention of all layers of a model; in a configuration file its key `name` chooses the kind."""
 
-ATTENTION_KINDS: tuple[type[AttentionKind], ...] = get_args(get_args(AnyAttention)[0])
+ATTENTION_KINDS: tuple[type[Mixer], ...] = get_args(get_args(AnyAttention)[0])
 """The classes of `AnyAttention`."""

@@ -43,11 +43,14 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions:
-    """Model settings that not every kind of attention supports (window, soft cap, scale), named as in `ModelConfig`."""
+    """Model settings that not every kind of attention supports (window, soft cap), named as in `ModelConfig`."""
 
     layer_types: tuple[str, ...] = ("full_attention",)
     attn_logit_softcapping: float | None = None
     query_pre_attn_scalar: float | None = None
+    head_dim: int | None = None
+    grouped: bool = False
+    """True if there are fewer heads of keys and values than of queries."""
 
 
 def split_and_rotate(

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from jaxstack.models.huggingface.family import Family, differences
 from jaxstack.models.huggingface.files import CONFIG, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3
@@ -32,6 +33,9 @@ FAMILIES = {
         GRANITE,  # factors of embeddings, scores, sublayers and logits
         OLMO2,  # norms after the sublayers only
         GPT_OSS,  # attention sinks, biases of experts
+        DEEPSEEK_V2,  # latent attention
+        DEEPSEEK_V3,  # groups of experts, chosen with a bias
+        KIMI_K2,  # DeepSeek V3 under another name
     )
 }
 """Families by model_type. An export takes the first that can express the model, so plainer ones come first."""

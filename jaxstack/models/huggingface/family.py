@@ -45,7 +45,8 @@ class Family:
       tensors: conversion between parameters and tensors of the files.
       prefix: prefix of all tensor names except the head's; files of the bare model leave it out.
       ignored: keys of config.json that do not change what this family computes.
-      buffers: regular expression of tensors in old files that are not parameters.
+      buffers: regular expression of tensors that are not read, such as those in old files that are not parameters;
+        {num_layers} stands for the number of layers.
     """
 
     model_type: str

@@ -164,7 +164,8 @@ def check_files(
     files.rename(family.prefix, _HEAD)
     quantized = {} if quantization is None else open_quantized(files, quantization)
     tied = config.tie_word_embeddings
-    files.check(wanted, f"{family.buffers}|{_HEAD}" if tied else family.buffers)
+    others = family.buffers.replace("{num_layers}", str(config.num_layers))
+    files.check(wanted, f"{others}|{_HEAD}" if tied else others)
     if tied and _HEAD in files.shapes:
         _check_tied(files, next(leaf for leaf in leaves if leaf.path == "embedding/table").names[0])
     return quantized

@@ -25,7 +25,7 @@ from jaxstack.models.huggingface.tensors import Tensor
 from jaxstack.models.moe.router import MoEConfig
 
 
-def _experts(keys: dict[str, str], read: Callable[[Keys], dict[str, Any]], **constant: Any) -> Row:
+def expert_keys(keys: dict[str, str], read: Callable[[Keys], dict[str, Any]], **constant: Any) -> Row:
     """Return the `Row` that converts config.json's mixture-of-experts keys to the fields of `ModelConfig.moe` and back.
 
     Args:
@@ -53,7 +53,7 @@ def _count(config: Keys, default_chosen: int) -> dict[str, Any]:
     return {"num_experts": number, "num_experts_per_tok": find(config, "num_experts_per_tok", default_chosen)}
 
 
-def _tensors(router: str, experts: str, names: dict[str, str]) -> tuple[Tensor, ...]:
+def expert_tensors(router: str, experts: str, names: dict[str, str]) -> tuple[Tensor, ...]:
     return (
         Tensor("layers/mlp/router/kernel", LAYER + router, ((1,), (0,))),
         *(
@@ -63,7 +63,7 @@ def _tensors(router: str, experts: str, names: dict[str, str]) -> tuple[Tensor, 
     )
 
 
-_TRAINING = frozenset(["output_router_logits", "router_jitter_noise"])
+TRAINING_KEYS = frozenset(["output_router_logits", "router_jitter_noise"])
 
 MIXTRAL = Family(
     "mixtral",
@@ -79,7 +79,7 @@ MIXTRAL = Family(
             lambda model: {"sliding_window": min(model.windows(), key=bool)},
             default=None,
         ),
-        _experts(
+        expert_keys(
             {"num_local_experts": "num_experts", "router_aux_loss_coef": "router_aux_loss_coef"},
             lambda config: _count(config, 2),
             norm_topk_prob=True,
@@ -89,13 +89,13 @@ MIXTRAL = Family(
     ),
     tensors=(
         *TENSORS,
-        *_tensors(
+        *expert_tensors(
             "block_sparse_moe.gate.weight",
             "block_sparse_moe.experts",
             {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
         ),
     ),
-    ignored=_TRAINING,
+    ignored=TRAINING_KEYS,
 )
 
 QWEN3_MOE = Family(
@@ -106,7 +106,7 @@ QWEN3_MOE = Family(
         max_positions(32768),
         rope(),
         attention_bias(),
-        _experts(
+        expert_keys(
             {
                 "num_experts": "num_experts",
                 "norm_topk_prob": "norm_topk_prob",
@@ -124,9 +124,9 @@ QWEN3_MOE = Family(
     ),
     tensors=(
         *TENSORS,
-        *_tensors("mlp.gate.weight", "mlp.experts", {n: n for n in ("gate_proj", "up_proj", "down_proj")}),
+        *expert_tensors("mlp.gate.weight", "mlp.experts", {n: n for n in ("gate_proj", "up_proj", "down_proj")}),
     ),
-    ignored=_TRAINING | {"sliding_window", "max_window_layers"},  # settings of windows, which are not used
+    ignored=TRAINING_KEYS | {"sliding_window", "max_window_layers"},  # settings of windows, which are not used
 )
 
 
@@ -151,7 +151,7 @@ GPT_OSS = Family(
         windows(("layer_types",), lambda config, layers: [i % 2 == 0 for i in range(layers)], layer_types, default=128),
         attention_bias(True),
         Row(("experts_per_token",), lambda config: {}, lambda model: {}),
-        _experts(
+        expert_keys(
             {
                 "num_local_experts": "num_experts",
                 "router_aux_loss_coef": "router_aux_loss_coef",
@@ -177,5 +177,5 @@ GPT_OSS = Family(
         *_joined_experts("up_proj", (1, 2)),
         *_joined_experts("down_proj", (0, 1)),
     ),
-    ignored=_TRAINING | {"initial_context_length"},  # that of YaRN, which rope_scaling has too
+    ignored=TRAINING_KEYS | {"initial_context_length"},  # that of YaRN, which rope_scaling has too
 )

@@ -17,6 +17,7 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 """Formats that are written."""
 _READ = (*FORMATS, "naive-quantized")
 _METHOD = "compressed-tensors"
+_FP8 = "fp8"
 MXFP4 = "mxfp4"
 """The `quant_method` whose tensors have names of their own, by which they are found."""
 _PER_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
@@ -48,6 +49,7 @@ class Scheme:
       block: rows and columns of a block.
       symmetric: False if the integers have zero points.
       activations: True if the inputs or outputs of the module are quantized too.
+      scales: name of the tensor with the scales, which the values are multiplied with.
       rounds_inputs: True if only the inputs are quantized, to symmetric int8 with a dynamic scale for each token;
         jaxstack rounds them too where the weight stays packed.
     """
@@ -61,6 +63,7 @@ class Scheme:
     symmetric: bool = True
     activations: bool = False
     rounds_inputs: bool = False
+    scales: str = "weight_scale"
 
     def as_group(self, targets: list[str]) -> dict[str, Any]:
         """Return the entry of config.json's `config_groups` that gives this scheme to the modules in `targets`."""
@@ -114,10 +117,12 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     method = said.get("quant_method") if isinstance(said, Mapping) else None
     if method == MXFP4:
         return Quantization(())
+    if method == _FP8 and isinstance(said, Mapping):
+        return _read_fp8(said)
     if method != _METHOD:
         raise ConfigError(
             f"config.json: {KEY} has quant_method {method!r}; these are read: {_METHOD}, which llm-compressor writes, "
-            f"and {MXFP4}, that of gpt-oss."
+            f"{MXFP4} (gpt-oss) and {_FP8} (DeepSeek)."
         )
     for key in ("sparsity_config", "transform_config"):
         other = said.get(key) or {}
@@ -129,6 +134,17 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
         raise ConfigError(f"config.json: {KEY} has no config_groups.")
     found = tuple(_read_group(name, group, said.get("format")) for name, group in groups.items())
     return Quantization(found, kv_cache=bool(said.get("kv_cache_scheme")))
+
+
+def _read_fp8(said: Mapping[str, Any]) -> Quantization:
+    """Read the scheme of DeepSeek's FP8 files (arXiv:2412.19437, section 3.3): a scale for each block of a matrix."""
+    block = said.get("weight_block_size")
+    if said.get("fmt", "e4m3") != "e4m3" or not isinstance(block, list) or len(block) != 2:
+        raise _refused(f"fmt {said.get('fmt')!r} with weight_block_size {block!r}", "FP8 (e4m3) in blocks is read")
+    scheme = Scheme(
+        "float-quantized", 8, "float", "block", block=(block[0], block[1]), activations=True, scales="weight_scale_inv"
+    )
+    return Quantization(((("Linear",), scheme),))
 
 
 def make_quantization_config(schemes: Mapping[str, Scheme], dense: Iterable[str], format: str) -> dict[str, Any]:

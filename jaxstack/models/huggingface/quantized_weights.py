@@ -6,6 +6,9 @@ The weight of a module `M` is a matrix [out, in]:
     int-quantized, float-quantized    M.weight int8 or FP8 (e4m3) [out, in]
     all                               M.weight_scale [out, groups], [out, 1] or [1]; M.weight_zero_point
 
+DeepSeek's FP8 files have M.weight FP8 (e4m3) [out, in] and M.weight_scale_inv [out / 128, in / 128], rounded up, which
+the values are multiplied with.
+
 gpt-oss stores the experts' matrices W [E, in, out] in MXFP4: W_blocks uint8 [E, out, in / 32, 16], two values in a
 byte, the first in its low bits, and W_scales uint8 [E, out, in / 32], exponents of 2 with a bias of 127.
 """
@@ -39,7 +42,15 @@ from pallas_kernels.weight_only.integer_products import unsupported_inputs
 
 _WORD = 32
 """Bits of a word of packed integers."""
-_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight")
+_PARTS = (
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight",
+)
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """Values of FP4 (E2M1) by their code."""
 _IGNORED = r".*\.(input_scale|input_zero_point|output_scale|output_zero_point|[kvq]_scale|[kvq]_zero_point)"
@@ -157,7 +168,7 @@ class QuantizedTensor:
     def _check_scales(self) -> None:
         outputs, inputs = self.shape
         scheme = self.scheme
-        found = self._files.shapes[self._name("weight_scale")]
+        found = self._files.shapes[self._name(scheme.scales)]
         size = scheme.group_size or inputs
         if scheme.block is not None:
             wanted = (-(-outputs // scheme.block[0]), -(-inputs // scheme.block[1]))
@@ -165,7 +176,7 @@ class QuantizedTensor:
             wanted = (1, 1) if scheme.strategy == "tensor" else (outputs, inputs // size)
         if math.prod(found) != math.prod(wanted) or inputs % size:
             raise ConfigError(
-                f"{self._name('weight_scale')} is {list(found)}, not {list(wanted)}, as its group in "
+                f"{self._name(scheme.scales)} is {list(found)}, not {list(wanted)}, as its group in "
                 f"config.json says (strategy {scheme.strategy}, group_size {scheme.group_size})."
             )
         if not scheme.symmetric and self._files.stored(self._name("weight_zero_point")) is None:
@@ -198,7 +209,7 @@ class QuantizedTensor:
         return values.reshape(self.shape[0], -1)[rows]
 
     def _scales(self, rows: slice) -> np.ndarray:
-        scales = self._whole("weight_scale")
+        scales = self._whole(self.scheme.scales)
         assert scales is not None
         return self._rows(scales, rows)
 
@@ -272,7 +283,8 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
     Raises:
       ConfigError: config.json has no scheme for a quantized weight, or its tensors do not fit.
     """
-    modules = [name.removesuffix(".weight_scale") for name in sorted(files.shapes) if name.endswith(".weight_scale")]
+    scaled = re.compile(r"(.*)\.weight_scale(_inv)?")
+    modules = [match[1] for name in sorted(files.shapes) if (match := scaled.fullmatch(name))]
     found: dict[str, QuantizedTensor] = {}
     for module in modules:
         scheme = quantization.scheme(module)

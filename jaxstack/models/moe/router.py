@@ -40,6 +40,11 @@ class MoEConfig(Component):
     """Scale a token's chosen scores to sum to 1. With softmax that is the softmax over the chosen logits (Mixtral)."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     """Factor of the routed experts' sum."""
+    n_group: int = Field(default=1, ge=1)
+    """Number of groups of experts; a token's experts are in its `topk_group` best groups. A group's score is the sum of
+    its two best scores with sigmoid (DeepSeek-V3), and its best one with softmax (DeepSeek-V2)."""
+    topk_group: int = Field(default=1, ge=1)
+    """Number of groups that a token's experts may be in."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """Capacity of an expert: this times an even share of each sequence's tokens; later tokens are dropped. Left out: no
     token is dropped."""
@@ -68,6 +73,19 @@ class MoEConfig(Component):
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) must be at most num_experts ({self.num_experts})."
+            )
+        if self.num_experts % self.n_group or self.topk_group > self.n_group:
+            raise ValueError(
+                f"n_group ({self.n_group}) must divide num_experts ({self.num_experts}), and topk_group "
+                f"({self.topk_group}) must be at most n_group."
+            )
+        size = self.num_experts // self.n_group
+        if self.num_experts_per_tok > self.topk_group * size or (
+            self.scoring_func == "sigmoid" and size < 2 < self.n_group
+        ):
+            raise ValueError(
+                f"topk_group ({self.topk_group}) groups of {size} experts have too few for num_experts_per_tok "
+                f"({self.num_experts_per_tok}) or for the two best scores of a group."
             )
         return self
 
@@ -108,7 +126,8 @@ def route(
     probabilities = jax.nn.softmax(logits, axis=-1)
     scores = probabilities if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
     ranked = scores if bias is None else scores + bias
-    experts = jax.lax.top_k(jax.lax.stop_gradient(ranked), chosen_count)[1]
+    ranked = _within_best_groups(config, jax.lax.stop_gradient(ranked))
+    experts = jax.lax.top_k(ranked, chosen_count)[1]
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -125,6 +144,16 @@ def route(
         experts = drop_overflow(experts, experts_count, capacity(config, experts.shape[1]))
         weights = jnp.where(experts < experts_count, weights, 0.0)
     return Routing(experts, weights, loss)
+
+
+def _within_best_groups(config: MoEConfig, ranked: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+    """Return the scores that rank experts, -inf for those outside of a token's best groups."""
+    if config.topk_group == config.n_group:
+        return ranked
+    groups = ranked.reshape(*ranked.shape[:-1], config.n_group, -1)
+    best = jax.lax.top_k(groups, 2 if config.scoring_func == "sigmoid" else 1)[0].sum(-1)
+    chosen = jax.nn.one_hot(jax.lax.top_k(best, config.topk_group)[1], config.n_group).sum(-2) > 0
+    return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(ranked.shape)
 
 
 def balance_loss(

@@ -1,0 +1,127 @@
+"""Hugging Face formats of DeepSeek V2, V3, R1 and V3.1 (2024, 2025) and Kimi K2 (2025): latent attention and mixtures.
+
+Layers for multi-token prediction, which follow the last layer in the files, are not read and not written.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxstack.models.attention.latent import LatentAttention
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.huggingface.config_fields import Keys, Row, activation, always, find, fixed, rope, same
+from jaxstack.models.huggingface.family import Family
+from jaxstack.models.huggingface.llama import LAYER, TENSORS, max_positions
+from jaxstack.models.huggingface.mixture import TRAINING_KEYS, expert_keys, expert_tensors
+from jaxstack.models.huggingface.tensors import Tensor
+
+_WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def _read_attention(config: Keys) -> dict[str, Any]:
+    kind = {key: config.get(key) if key == "q_lora_rank" else find(config, key) for key in _WIDTHS}
+    kind["rope_interleave"] = config.get("rope_interleave", True)
+    width = kind["qk_nope_head_dim"] + kind["qk_rope_head_dim"]
+    return {"attention": {"name": "latent", **kind}, "head_dim": width, "num_kv_heads": config["num_attention_heads"]}
+
+
+def _write_attention(model: ModelConfig) -> dict[str, Any]:
+    kind = model.attention if isinstance(model.attention, LatentAttention) else LatentAttention()
+    keys = {key: getattr(kind, key) for key in (*_WIDTHS, "rope_interleave")}
+    return {**keys, "num_key_value_heads": model.num_heads}
+
+
+def _shape(norm_eps: float = 1e-6) -> tuple[Row, ...]:
+    return (
+        same("vocab_size", "vocab_size"),
+        same("hidden_size", "hidden_size"),
+        same("num_hidden_layers", "num_layers"),
+        same("num_attention_heads", "num_heads"),
+        same("intermediate_size", "intermediate_size", value=lambda model: model.feed_forward_size),
+        same("rms_norm_eps", "norm_eps", norm_eps),
+        same("initializer_range", "initializer_range", 0.02),
+        same("tie_word_embeddings", "tie_word_embeddings", False),
+        Row((*_WIDTHS, "rope_interleave", "num_key_value_heads", "head_dim"), _read_attention, _write_attention),
+        fixed("attention_bias", False),
+        fixed("moe_layer_freq", 1),
+        activation("hidden_act", "silu"),
+        always(norm="rms_norm", mlp="gated"),
+    )
+
+
+_EXPERTS = {
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "n_shared_experts",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "n_group": "n_group",
+    "topk_group": "topk_group",
+    "norm_topk_prob": "norm_topk_prob",
+    "first_k_dense_replace": "first_k_dense_replace",
+}
+_ATTENTION = (
+    Tensor("layers/attention/q_a_proj/kernel", LAYER + "self_attn.q_a_proj.weight", ((1,), (0,))),
+    Tensor("layers/attention/q_a_norm/scale", LAYER + "self_attn.q_a_layernorm.weight", ((0,),)),
+    Tensor("layers/attention/q_b_proj/kernel", LAYER + "self_attn.q_b_proj.weight", ((1, 2), (0,))),
+    Tensor("layers/attention/kv_a_proj/kernel", LAYER + "self_attn.kv_a_proj_with_mqa.weight", ((1,), (0,))),
+    Tensor("layers/attention/kv_a_norm/scale", LAYER + "self_attn.kv_a_layernorm.weight", ((0,),)),
+    Tensor("layers/attention/kv_b_proj/kernel", LAYER + "self_attn.kv_b_proj.weight", ((1, 2), (0,))),
+)
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_TENSORS = (
+    *TENSORS,
+    *_ATTENTION,
+    *expert_tensors("mlp.gate.weight", "mlp.experts", {name: name for name in _NAMES}),
+    Tensor("layers/mlp/router/balance_bias", LAYER + "mlp.gate.e_score_correction_bias", ((0,),)),
+    *(
+        Tensor(f"layers/mlp/shared_experts/{name}/kernel", LAYER + f"mlp.shared_experts.{name}.weight", ((1,), (0,)))
+        for name in _NAMES
+    ),
+)
+_TRAINING = TRAINING_KEYS | {"aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "pretraining_tp"}
+_PREDICTION = r".*rotary_emb\.inv_freq|model\.layers\.{num_layers}\..*"
+"""Tensors that are not read: those of the layer for multi-token prediction."""
+
+
+def _chosen(config: Keys) -> dict[str, Any]:
+    """Return the fields of `MoEConfig` whose keys have other defaults."""
+    return {
+        "num_experts_per_tok": find(config, "num_experts_per_tok"),
+        "n_group": config.get("n_group") or 1,
+        "topk_group": config.get("topk_group") or 1,
+        "n_shared_experts": config.get("n_shared_experts") or 0,
+    }
+
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    rows=(
+        *_shape(),
+        max_positions(2048),
+        rope(),
+        expert_keys(_EXPERTS, _chosen, scoring_func="softmax"),
+        fixed("scoring_func", "softmax"),
+        fixed("topk_method", "greedy", "group_limited_greedy"),
+        fixed("mlp_bias", False),
+    ),
+    tensors=_TENSORS,
+    ignored=_TRAINING,
+)
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    rows=(
+        *_shape(),
+        max_positions(4096),
+        rope(),
+        expert_keys(_EXPERTS, _chosen, scoring_func="sigmoid", balance_bias=True),
+        fixed("scoring_func", "sigmoid"),
+        fixed("topk_method", "noaux_tc"),
+    ),
+    tensors=_TENSORS,
+    ignored=_TRAINING,
+    buffers=_PREDICTION,
+)
+
+KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")

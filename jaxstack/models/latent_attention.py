@@ -1,0 +1,215 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): expanded for whole sequences, absorbed for decoding.
+
+Expanded, each head's keys and values are computed from the latent, and attention is that of any model. Absorbed, the
+matrix that would expand the keys is applied to the queries, and that of the values to the outputs: a step then reads
+only the latent and the shared rotated channels, as one key head whose first channels are also its values.
+
+Dims: B batch, T query length, D model, N heads, R latent, P rotated channels, H channels of a key head, V of a value
+head.
+"""
+
+import functools
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxstack.models.attention.base import AttentionSpec, context_method
+from jaxstack.models.attention.kv_cache import KeyCache, attend_to, empty_cache, extend, store
+from jaxstack.models.attention.latent import LatentAttention
+from jaxstack.models.attention.paged_cache import PagedKeys, put_in_pages
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.initialization import make_initializer
+from jaxstack.models.linear import Linear, apply_scattered, apply_together
+from jaxstack.models.mixer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, pack_groups
+from jaxstack.models.norm import LayerInput, Norm, make_norm
+from jaxstack.models.rope import apply_rope
+from jaxstack.parallel import context_axis, current_rules, save_for_backward, shard, with_local_heads
+from pallas_kernels import PackedWeight, context_attention, flash_attention
+from pallas_kernels.paged_attention.api import paged_attention
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """The sublayer of multi-head latent attention: projections to and from the latents, and attention.
+
+    Args:
+      layer: its mixer is a `LatentAttention`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: Layer, rngs: nnx.Rngs):
+        kind = layer.mixer
+        assert isinstance(kind, LatentAttention)
+        d = config.hidden_size
+        n = config.num_heads
+        h = kind.key_width
+        inner = make_initializer(config)
+        outer = make_initializer(config, residual=True)
+
+        def project(inputs: int, outputs: tuple[int, ...]) -> Linear:
+            axes = ("embed", *(("heads",) if len(outputs) == 2 else ()), "head_dim")
+            return Linear((inputs,), outputs, axes, rngs=rngs, initialize=inner)
+
+        def norm(width: int) -> Norm:
+            return make_norm("rms_norm", width, kind.latent_norm_eps)
+
+        rank = kind.q_lora_rank
+        self.q_a_proj = None if rank is None else project(d, (rank,))
+        self.q_a_norm = None if rank is None else norm(rank)
+        self.q_b_proj = None if rank is None else project(rank, (n, h))
+        self.q_proj = project(d, (n, h)) if rank is None else None
+        self.kv_a_proj = project(d, (kind.kv_lora_rank + kind.qk_rope_head_dim,))
+        self.kv_a_norm = norm(kind.kv_lora_rank)
+        self.kv_b_proj = project(kind.kv_lora_rank, (n, kind.qk_nope_head_dim + kind.v_head_dim))
+        self.o_proj = Linear((n, kind.v_head_dim), (d,), ("heads", "head_dim", "embed"), rngs=rngs, initialize=outer)
+        self.kind = kind
+        self.rotation = layer.rotation
+        scaling = config.rope_scaling
+        self.scale = config.attention_scale * (1.0 if scaling is None else scaling.score_factor)
+        self.implementation = config.attention_implementation
+
+    def __call__(
+        self, x: LayerInput, context: Context, cache: LayerCache | None = None
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Apply the sublayer to x [B, T, D]; also return the cache with this call's tokens added."""
+        q, latent = self._queries_and_latent(x, context)
+        slots = context.slots
+        if cache is None or slots is None or slots.first:
+            out = self._attend_expanded(q, latent, context)
+            cache = cache if cache is None or slots is None else self._store(latent, cache, slots)
+        else:
+            absorbed = self._absorb(q)
+            values, cache = self._attend_absorbed(absorbed, latent, cache, slots)
+            out = jnp.einsum("btnr,rnv->btnv", values, self._expansion(values.dtype)[..., self._nope :])
+        out = shard(out, "batch", "length", "act_heads", "act_head_dim")
+        return apply_scattered(out, self.o_proj), cache
+
+    @property
+    def _nope(self) -> int:
+        return self.kind.qk_nope_head_dim
+
+    def _queries_and_latent(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array]:
+        """Return the queries [B, T, N, H] and, as one array [B, T, R + P], the latent and the shared channels."""
+        if self.q_a_proj is None or self.q_a_norm is None or self.q_b_proj is None:
+            assert self.q_proj is not None
+            q, latent = apply_together(x, self.q_proj, self.kv_a_proj)
+        else:
+            low, latent = apply_together(x, self.q_a_proj, self.kv_a_proj)
+            q = self.q_b_proj(self.q_a_norm(save_for_backward(low)))
+        q = shard(q, "batch", "length", "act_heads", "act_head_dim")
+        latent = shard(save_for_backward(latent), "batch", "length", None)
+        rank = self.kind.kv_lora_rank
+        normal = self.kv_a_norm(latent[..., :rank])
+        shared = self._rotate(latent[..., None, rank:], context)[..., 0, :]
+        q = jnp.concatenate([q[..., : self._nope], self._rotate(q[..., self._nope :], context)], axis=-1)
+        return q, jnp.concatenate([normal, shared], axis=-1)
+
+    def _rotate(self, x: Float[Array, "B T heads P"], context: Context) -> Float[Array, "B T heads P"]:
+        if self.rotation is None:
+            return x
+        if self.kind.rope_interleave:  # Pairs become halves; the order is the same in queries and keys.
+            x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+        return apply_rope(x, context.angles[self.rotation])
+
+    def _expansion(self, dtype: jax.typing.DTypeLike) -> Float[Array, "R N keys_and_values"]:
+        """Return the matrix that expands the latent to each head's keys, without rotated channels, and values."""
+        kernel = self.kv_b_proj.kernel.get_value()
+        return (kernel.dense() if isinstance(kernel, PackedWeight) else kernel).astype(dtype)
+
+    def _attend_expanded(self, q: jax.Array, latent: jax.Array, context: Context) -> Float[Array, "B T N V"]:
+        """Compute attention among the tokens of this call, with keys and values expanded from their latents."""
+        rank = self.kind.kv_lora_rank
+        expanded = self.kv_b_proj(latent[..., :rank])
+        expanded = shard(expanded, "batch", "length", "act_heads", "act_head_dim")
+        shared = jnp.broadcast_to(latent[..., None, rank:], (*expanded.shape[:3], self.kind.qk_rope_head_dim))
+        k = jnp.concatenate([expanded[..., : self._nope], shared], axis=-1)
+        v = expanded[..., self._nope :]
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+            options = {"scale": self.scale, "implementation": self.implementation}
+            axis = context_axis()
+            if axis is None:
+                return cast(jax.Array, flash_attention(q, k, v, segment_ids=ids, **options))
+            return context_attention(q, k, v, axis_name=axis, method=context_method(), segment_ids=ids, **options)
+
+        return with_local_heads(attend, q, k, v, context.segment_ids)
+
+    def _absorb(self, q: Float[Array, "B T N H"]) -> Float[Array, "B T N R_P"]:
+        """Return queries of the latent: their product with the keys' expansion, and their rotated channels."""
+        expansion = self._expansion(q.dtype)[..., : self._nope]
+        absorbed = jnp.einsum("btnh,rnh->btnr", q[..., : self._nope], expansion)
+        return jnp.concatenate([absorbed, q[..., self._nope :]], axis=-1)
+
+    def _spec(self) -> AttentionSpec:
+        """Return the settings of absorbed attention, which has one key head."""
+        width = self.kind.kv_lora_rank + self.kind.qk_rope_head_dim
+        return AttentionSpec(self.kv_b_proj.kernel.shape[-2], 1, width, self.scale)
+
+    def _attend_absorbed(
+        self, q: jax.Array, latent: jax.Array, cache: LayerCache, slots: CacheSlots
+    ) -> tuple[Float[Array, "B T N R"], LayerCache]:
+        """Add the tokens to the cache; return each head's weighted sum of all latents so far, and the cache."""
+        rank = self.kind.kv_lora_rank
+        key = latent[..., None, :]
+        if slots.pages is None:
+            cache, seen, positions = extend(cast(KeyCache, cache), key, _no_values(key), slots)
+            visible = (positions >= 0)[:, None] & (positions[:, None] <= slots.queries[..., None])
+            return attend_to(q, KeyCache(seen.key, seen.key), visible, self._spec())[..., :rank], cache
+        # Packed tokens are one row for attention, whatever rows they are for the matmuls.
+        row_q, row_key = (part.reshape(1, -1, *part.shape[2:]) for part in (q, key))
+        cache = put_in_pages(cast(PagedKeys, cache), row_key, _no_values(row_key), slots.pages)
+        rules = current_rules()
+        # XLA cannot partition a kernel over the devices of a mesh.
+        implementation = None if rules is None or rules.mesh.size == 1 else "xla"
+        attend = functools.partial(paged_attention, scale=self.scale, implementation=implementation)
+        outputs = [
+            attend(part, cache.key, cache.key, group.table, group.lengths)
+            for group, (part,) in slots.pages.split(row_q)
+        ]
+        # The barrier orders these reads before the next write to the pages, which XLA would else copy to be safe.
+        out, cache = jax.lax.optimization_barrier((pack_groups(outputs), cache))
+        return out.reshape(q.shape)[..., :rank], cache
+
+    def _store(self, latent: jax.Array, cache: LayerCache, slots: CacheSlots) -> LayerCache:
+        key = latent[..., None, :]
+        return store(cast(KeyCache, cache), key, _no_values(key), slots.lengths_after)
+
+    def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Create an empty cache of latents with room for `length` tokens in each of `batch` rows."""
+        key, _ = empty_cache(self._spec(), batch, length, dtype)
+        return KeyCache(key, cast(jax.Array, key)[..., :0])
+
+    def make_shared_cache(self, room: CacheRoom, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Create empty pages of latents for the sequences of an engine."""
+        key = jnp.zeros((room.pages, room.page_size, 1, self._spec().head_dim), dtype)
+        return PagedKeys(key, key[..., :0])
+
+    def complete_cache(self, cache: LayerCache) -> LayerCache:
+        """Return the cache as it is: nothing in it depends on weights."""
+        return cache
+
+    @staticmethod
+    def count(config: ModelConfig, layer: Layer) -> ParameterCount:
+        """Count the parameters of this sublayer: its projections, and the norms of the latents."""
+        kind = layer.mixer
+        assert isinstance(kind, LatentAttention)
+        d = config.hidden_size
+        n = config.num_heads
+        rank = kind.q_lora_rank
+        queries = n * kind.key_width * (rank or d) + (d * rank if rank else 0)
+        latent = d * (kind.kv_lora_rank + kind.qk_rope_head_dim)
+        expansion = kind.kv_lora_rank * n * (kind.qk_nope_head_dim + kind.v_head_dim)
+        return ParameterCount(queries + latent + expansion + n * kind.v_head_dim * d, (rank or 0) + kind.kv_lora_rank)
+
+    @staticmethod
+    def flops_per_token(config: ModelConfig, layer: Layer, length: int) -> float:
+        """Return forward and backward FLOPs per token of the expanded attention, without projections."""
+        kind = layer.mixer
+        assert isinstance(kind, LatentAttention)
+        return 6.0 * (length / 2) * config.num_heads * (kind.key_width + kind.v_head_dim)
+
+
+def _no_values(key: jax.Array) -> jax.Array:
+    """Return an array like `key` without channels: the latent is stored once, for keys and values."""
+    return key[..., :0]
