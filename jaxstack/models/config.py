@@ -269,7 +269,7 @@ class ModelConfig(Component):
     @property
     def rotary_channels(self) -> int:
         """Number of channels per attention head that rotate, rounded down as in transformers."""
-        return int(self.width_per_head * self.partial_rotary_factor)
+        return self.attention.rotated_width(int(self.width_per_head * self.partial_rotary_factor))
 
     @property
     def feed_forward_size(self) -> int:

@@ -127,13 +127,17 @@ class RopeScaling(Component):
             return math.sqrt(1 + max(growth_of_context, 0))
         if self.rope_type != "yarn":
             return 1.0
-
-        def growth(scale: float) -> float:
-            return 0.1 * scale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
-
         if self.mscale and self.mscale_all_dim:
-            return growth(self.mscale) / growth(self.mscale_all_dim)
-        return growth(1.0)
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of the scores of latent attention, only a part of whose channels are rotated (DeepSeek-V2)."""
+        return self._growth(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _growth(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
 class Rotation(NamedTuple):

@@ -62,7 +62,7 @@ def slot_positions(seen: Int[Array, " B"], slots: int, pinned: int = 0) -> Int[A
 def store(
     cache: KeyCache,
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
     seen: Int[Array, " B"],
     pinned: int = 0,
 ) -> KeyCache:
@@ -79,7 +79,7 @@ def store(
 def put(
     cache: KeyCache,
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
     slots: CacheSlots,
     pinned: int = 0,
 ) -> KeyCache:
@@ -120,7 +120,7 @@ def put_joined(
 def extend(
     cache: KeyCache,
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K V"],
     slots: CacheSlots,
     pinned: int = 0,
 ) -> tuple[KeyCache, KeyCache, Int[Array, "B S"]]:

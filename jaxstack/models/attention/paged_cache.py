@@ -47,7 +47,7 @@ def empty_pages(heads: AttentionSpec, room: CacheRoom, dtype: jax.typing.DTypeLi
 
 
 def put_in_pages(
-    cache: PagedKeys, k: Float[Array, "1 T K H"], v: Float[Array, "1 T K H"], slots: PageSlots
+    cache: PagedKeys, k: Float[Array, "1 T K H"], v: Float[Array, "1 T K V"], slots: PageSlots
 ) -> PagedKeys:
     """Write packed tokens' keys and values to their pages, skipping padding; return the cache."""
     return PagedKeys(_write(cache.key, k, slots.write), _write(cache.value, v, slots.write))
@@ -223,7 +223,7 @@ def copy_pages(cache: PagedKeys, table: Int[Array, "R pages"]) -> tuple[Stored, 
 
 def _write(pages: Stored, new: jax.Array, write: Int[Array, " T"]) -> Stored:
     def put(pages: jax.Array, new: jax.Array) -> jax.Array:
-        flat = pages.reshape(-1, *pages.shape[2:])
+        flat = pages.reshape(pages.shape[0] * pages.shape[1], *pages.shape[2:])
         return flat.at[write].set(new[0], mode="drop").reshape(pages.shape)
 
     return map_stored(put, pages, encode_like(pages, new))

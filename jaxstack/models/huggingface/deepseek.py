@@ -19,9 +19,9 @@ _WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 
 def _read_attention(config: Keys) -> dict[str, Any]:
     kind = {key: config.get(key) if key == "q_lora_rank" else find(config, key) for key in _WIDTHS}
-    kind["rope_interleave"] = config.get("rope_interleave", True)
-    width = kind["qk_nope_head_dim"] + kind["qk_rope_head_dim"]
-    return {"attention": {"name": "latent", **kind}, "head_dim": width, "num_kv_heads": config["num_attention_heads"]}
+    kind |= {"name": "latent", "rope_interleave": config.get("rope_interleave", True)}
+    width = find(config, "qk_nope_head_dim") + find(config, "qk_rope_head_dim")
+    return {"attention": kind, "head_dim": width, "num_kv_heads": find(config, "num_attention_heads")}
 
 
 def _write_attention(model: ModelConfig) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _shape(norm_eps: float = 1e-6) -> tuple[Row, ...]:
         same("rms_norm_eps", "norm_eps", norm_eps),
         same("initializer_range", "initializer_range", 0.02),
         same("tie_word_embeddings", "tie_word_embeddings", False),
-        Row((*_WIDTHS, "rope_interleave", "num_key_value_heads", "head_dim"), _read_attention, _write_attention),
+        Row((*_WIDTHS, "rope_interleave", "num_key_value_heads", "head_dim", "qk_head_dim"), _read_attention, _write_attention),
         fixed("attention_bias", False),
         fixed("moe_layer_freq", 1),
         activation("hidden_act", "silu"),
