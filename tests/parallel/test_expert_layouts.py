@@ -32,6 +32,17 @@ GPT_OSS = (
     "model.sliding_window=5",
     "train.global_batch_size=8",
 )
+LATENT = (
+    "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 16, n_shared_experts: 1, n_group: 4, "
+    "topk_group: 2, scoring_func: sigmoid, balance_bias: true, first_k_dense_replace: 1}",
+    "model.attention={name: latent, q_lora_rank: 24, kv_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 4, "
+    "v_head_dim: 6}",
+    "model.head_dim=12",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.num_layers=3",
+    "train.global_batch_size=8",
+)
 FEW_SLOTS = ("model.moe.exchange_factor=0.3",)
 CAPACITY = ("model.moe.capacity_factor=0.8",)
 
@@ -96,7 +107,25 @@ def test_shared_experts_and_the_balance_bias_too(overrides):
     ids=" ".join,
 )
 def test_attention_sinks_and_biases_of_experts_too(overrides):
-    assert_trains_as_one_device(*overrides, shape=GPT_OSS)
+    assert_trains_as_one_device(*overrides, shape=(*GPT_OSS, *(o for o in overrides if o.startswith("model."))))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        layout(fsdp=2, tensor=2, context=2),
+        *slow(
+            layout(expert=2, tensor=2, data=2),
+            (*layout(pipeline=2, fsdp=2, expert=2), "model.num_layers=5"),
+            (*layout(tensor=4), "parallel.sequence=true"),
+            (*layout(context=4), "parallel.context_method=ring"),
+            (*layout(context=2), "parallel.context_method=all_to_all", "model.remat=full"),
+        ),
+    ],
+    ids=" ".join,
+)
+def test_latent_attention_and_groups_of_experts_too(overrides):
+    assert_trains_as_one_device(*overrides, shape=(*LATENT, *(o for o in overrides if o.startswith("model."))))
 
 
 @pytest.mark.exhaustive

@@ -15,6 +15,7 @@ from jaxstack.models.huggingface.mixture import TRAINING_KEYS, expert_keys, expe
 from jaxstack.models.huggingface.tensors import Tensor
 
 _WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_HEADS = ("rope_interleave", "num_key_value_heads", "head_dim", "qk_head_dim")
 
 
 def _read_attention(config: Keys) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def _shape(norm_eps: float = 1e-6) -> tuple[Row, ...]:
         same("rms_norm_eps", "norm_eps", norm_eps),
         same("initializer_range", "initializer_range", 0.02),
         same("tie_word_embeddings", "tie_word_embeddings", False),
-        Row((*_WIDTHS, "rope_interleave", "num_key_value_heads", "head_dim", "qk_head_dim"), _read_attention, _write_attention),
+        Row((*_WIDTHS, *_HEADS), _read_attention, _write_attention),
         fixed("attention_bias", False),
         fixed("moe_layer_freq", 1),
         activation("hidden_act", "silu"),
