@@ -46,12 +46,16 @@ class Work:
     causal: bool = True
     window: int | None = None
     documents: int | None = None
+    value_dim: int | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
         kind = "causal" if self.causal else "full"
         kind += f" window {self.window}" if self.window else ""
         kind += f" {self.documents} documents" if self.documents else ""
-        return f"{self.batch}, {self.length}, {self.heads}/{self.kv_heads}, {self.head_dim} {kind} bf16"
+        kind += " sinks" if self.sinks else ""
+        width = f"{self.head_dim}/{self.value_dim}" if self.value_dim else self.head_dim
+        return f"{self.batch}, {self.length}, {self.heads}/{self.kv_heads}, {width} {kind} bf16"
 
     def segment_ids(self) -> np.ndarray | None:
         if self.documents is None:
@@ -72,7 +76,7 @@ class Work:
                     seen = np.minimum(seen, self.window)
                 # Causal counts half of the square by convention.
                 total += run * run / 2 if self.causal and not self.window else float(seen.sum())
-        return 4.0 * total * self.heads * self.head_dim
+        return 2.0 * total * self.heads * (self.head_dim + (self.value_dim or self.head_dim))
 
 
 WORKS = (
@@ -87,6 +91,11 @@ WORKS = (
     Work(4, 4096, 16, 16, 96),
     Work(4, 4096, 16, 16, 192),
     Work(4, 4096, 8, 8, 256),
+    Work(1, 4096, 64, 8, 64, sinks=True),
+    Work(1, 16384, 64, 8, 64, sinks=True),
+    Work(1, 16384, 64, 8, 64, window=128, sinks=True),
+    Work(2, 4096, 32, 32, 192, value_dim=128),
+    Work(1, 16384, 32, 32, 192, value_dim=128),
 )
 
 
@@ -98,10 +107,12 @@ def jax_arrays(work: Work, seed: int = 0) -> list:
     import jax.numpy as jnp
 
     heads = (work.heads, work.kv_heads, work.kv_heads, work.heads)
+    values = work.value_dim or work.head_dim
+    widths = (work.head_dim, work.head_dim, values, values)
     keys = jax.random.split(jax.random.key(seed), 4)
     return [
-        jax.random.normal(key, (work.batch, work.length, n, work.head_dim), jnp.bfloat16)
-        for key, n in zip(keys, heads, strict=True)
+        jax.random.normal(key, (work.batch, work.length, n, width), jnp.bfloat16)
+        for key, n, width in zip(keys, heads, widths, strict=True)
     ]
 
 
@@ -109,7 +120,22 @@ def ours(implementation: str | None, work: Work, ids: Any, **options: Any) -> Ca
     from pallas_kernels import flash_attention
 
     mask = {"causal": work.causal, "window": work.window, "segment_ids": ids}
+    if work.sinks:
+        options = {"sinks": np.linspace(-2, 2, work.heads, dtype=np.float32), **options}
     return functools.partial(flash_attention, **mask, implementation=implementation, **options)
+
+
+def with_padded_values(attention: Callable, work: Work) -> Callable:
+    """The same with values padded to the width of the keys, as where a kernel takes equal widths only."""
+    import jax.numpy as jnp
+
+    missing = work.head_dim - (work.value_dim or work.head_dim)
+
+    def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        out = attention(q, k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing))), **options)
+        return out[..., : work.value_dim]
+
+    return attend
 
 
 def tokamax_attention(work: Work) -> Callable:
@@ -156,16 +182,24 @@ def cudnn_padded(work: Work) -> Callable:
 def jax_implementations(work: Work, ids: Any) -> dict[str, Callable[[], Callable]]:
     """Name -> what makes the attention."""
     table: dict[str, Callable[[], Callable]] = {"jaxstack mosaic": lambda: ours("mosaic", work, ids)}
-    if work.documents is None:
+    if work.sinks:
+        plain = dataclasses.replace(work, sinks=False)
+        table["jaxstack mosaic without sinks"] = lambda: ours("mosaic", plain, ids)
+    elif work.value_dim:
+        for name, implementation in (("jaxstack mosaic", "mosaic"), ("cudnn (jax)", "cudnn")):
+            table[f"{name}, padded values"] = lambda name=implementation: with_padded_values(
+                ours(name, work, ids), work
+            )
+    elif work.documents is None:
         table["cudnn (jax)"] = lambda: ours("cudnn", work, ids)
     else:
         table["cudnn with a mask (jax)"] = lambda: cudnn_with_mask(work, ids)
         table["cudnn, padded documents (jax)"] = lambda: cudnn_padded(work)
-    if work.head_dim in (64, 128) and not work.window:
+    if work.head_dim in (64, 128) and not work.window and not work.sinks:
         table["jaxstack mosaic_deterministic"] = lambda: ours("mosaic_deterministic", work, ids)
         if importlib.util.find_spec("jax_triton"):
             table["jaxstack triton"] = lambda: ours("triton", work, ids)
-    if importlib.util.find_spec("tokamax") and ids is None:
+    if importlib.util.find_spec("tokamax") and ids is None and not work.sinks and not work.value_dim:
         table["tokamax"] = lambda: tokamax_attention(work)
     return table
 
@@ -214,6 +248,9 @@ CHECKS: tuple[tuple[Work, dict], ...] = (
     (Work(1, 512, 4, 2, 96), {}),
     (Work(1, 512, 4, 2, 192), {}),
     (Work(1, 512, 4, 2, 256, documents=3), {}),
+    (Work(1, 1000, 8, 2, 64, window=128, sinks=True), {}),
+    (Work(1, 1000, 4, 4, 192, value_dim=128), {}),
+    (Work(1, 1000, 4, 4, 192, value_dim=128, documents=3), {}),
 )
 
 
@@ -280,7 +317,8 @@ def torch_rows(only: str, works: str) -> None:
     backends = {"cudnn (torch)": SDPBackend.CUDNN_ATTENTION, "flash (torch)": SDPBackend.FLASH_ATTENTION}
     for work in WORKS:
         for name, backend in backends.items():
-            if only not in name or works not in str(work) or work.window or work.documents:
+            special = work.window or work.documents or work.sinks or work.value_dim
+            if only not in name or works not in str(work) or special:
                 continue
             try:
                 shape = (work.batch, work.heads, work.length, work.head_dim)

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention import cudnn, mosaic, reference, triton, xla, xla_dense
 from pallas_kernels.attention.masks import Mask, unsupported_unless_band
-from pallas_kernels.attention.request import AttentionRequest, SegmentIds, check_window, make_request, pad_values
+from pallas_kernels.attention.request import AttentionRequest, SegmentIds, check_window, make_request
 from pallas_kernels.dispatch import Backend, select
 
 
@@ -17,6 +16,11 @@ def _only_bands(
 ) -> Callable[[AttentionRequest], str | None]:
     """Return a backend's `unsupported_reason`, extended to refuse global tokens and block-sparse patterns."""
     return lambda request: unsupported_unless_band(request.options.mask) or unsupported_reason(request)
+
+
+def _with_equal_heads(attend: Callable[[AttentionRequest], tuple]) -> Callable[[AttentionRequest], tuple]:
+    """Return a backend's `attend` that pads the values where they are narrower than keys; outputs are as wide."""
+    return lambda request: attend(request.with_padded_values())
 
 
 BACKENDS = (
@@ -33,13 +37,13 @@ BACKENDS = (
         "cudnn",
         "the fastest before Hopper and for wide heads, within the limits of its interface",
         cudnn.unsupported_reason,
-        cudnn.attend,
+        _with_equal_heads(cudnn.attend),
     ),
     Backend(
         "triton",
         "skips hidden tiles; preferred for short sequences too, with fewer launches than `xla_dense`",
         _only_bands(triton.unsupported_reason),
-        triton.attend,
+        _with_equal_heads(triton.attend),
         triton.lower_priority_reason,
         opaque=True,
         gradients=triton.gradients,
@@ -48,7 +52,7 @@ BACKENDS = (
         "xla_dense",
         "the fastest for short sequences: one softmax, no rescaling",
         xla_dense.unsupported_reason,
-        xla_dense.attend,
+        _with_equal_heads(xla_dense.attend),
         xla_dense.lower_priority_reason,
         gradients=xla_dense.gradients,
     ),
@@ -56,7 +60,7 @@ BACKENDS = (
         "xla",
         "every call on every device, memory linear in the length",
         xla.unsupported_reason,
-        xla.attend,
+        _with_equal_heads(xla.attend),
         gradients=xla.gradients,
     ),
     Backend(
@@ -72,7 +76,7 @@ BACKENDS = (
         "reference",
         "the definition that backends are tested against, quadratic memory: only if asked for by name",
         lambda request: None,
-        reference.attend,
+        _with_equal_heads(reference.attend),
         lambda request: "runs only when asked for by name",
     ),
 )
@@ -127,11 +131,10 @@ def flash_attention(  # noqa: PLR0913
         ValueError: an argument breaks a rule.
         NotSupported: the named backend cannot compute the call (a ValueError).
     """
-    width = jnp.shape(v)[-1]
     request = make_request(
         q,
         k,
-        pad_values(k, v),
+        v,
         mask=Mask(bool(causal), None if window is None else check_window(window)),
         segment_ids=segment_ids,
         scale=scale,
@@ -141,5 +144,5 @@ def flash_attention(  # noqa: PLR0913
     )
     backend = select("flash_attention", BACKENDS, implementation, request)
     out, lse = backend.call(request)
-    out = out[..., :width]
+    out = out[..., : request.value_dim]
     return (out, lse) if return_lse else out

@@ -12,6 +12,8 @@ from pallas_kernels.attention.tilings import Tiling, choose_tiling, mask_kind
 from pallas_kernels.hopper.target import unsupported_target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+NARROW_VALUES = ((192, 128),)
+"""Widths of keys and values that the kernels compute without padding the values (DeepSeek's latent attention)."""
 _LARGEST_BLOCK = 128
 _FEWER_WARPGROUPS = {"forward_warpgroups": 2, "forward_keys": 128, "forward_stages": 4}
 """The fastest forward with two computing warpgroups at head dim 64."""
@@ -52,14 +54,17 @@ def lower_priority_reason(request: AttentionRequest) -> str | None:
 
 def attend_deterministic(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
     """Compute attention whose gradients are bitwise reproducible: a separate kernel computes dQ."""
+    request = request.with_padded_values()
     return attend(request, dataclasses.replace(_tiling(request), fused_queries=0))
 
 
 def attend(request: AttentionRequest, tiling: Tiling | None = None) -> tuple[jax.Array, jax.Array]:
     """Compute attention with the Hopper kernels: return out [B, T, N, H] and the log-sum-exp [B, N, T].
 
-    `tiling` sets the block sizes (default: from the tables).
+    `tiling` sets the block sizes (default: from the tables). Where the values are padded, so are the outputs.
     """
+    if (request.head_dim, request.value_dim) not in NARROW_VALUES:
+        request = request.with_padded_values()
     return mosaic_call.attend(_plan(request, tiling), request.q, request.k, request.v, request.segments, request.sinks)
 
 
@@ -84,7 +89,8 @@ def _plan(request: AttentionRequest, tiling: Tiling | None) -> mosaic_call.Atten
 
 def _tiling(request: AttentionRequest) -> Tiling:
     mask = request.options.mask
-    tiling = choose_tiling(request.head_dim, mask_kind(mask, request.segments is not None), request.key_length)
+    width = (request.head_dim + request.value_dim) // 2  # what a tile of keys and values takes
+    tiling = choose_tiling(width, mask_kind(mask, request.segments is not None), request.key_length)
     if mask.layout is not None:
         # `_unsupported_mask` makes sure that no border goes through a tile.
         keys = tiling.forward_keys if _LARGEST_BLOCK % tiling.forward_keys == 0 else 64

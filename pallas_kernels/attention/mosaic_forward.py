@@ -32,6 +32,8 @@ from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
 _TILE_BYTES = 220 * 2**10
 """Shared memory for tiles, of 227 KiB; the small arrays have what is left."""
+_PIECE = 64
+"""Columns of an output narrower than the queries that are stored at a time."""
 _PARTS = 8
 """Parts of a row's sum, two in each of its threads, which are added up across the threads at the end."""
 
@@ -55,11 +57,13 @@ class _Outputs(NamedTuple):
 class _Buffers(NamedTuple):
     """Shared memory and barriers of the forward kernel.
 
-    The leading dim counts stages, the second dim of `q` and `lse` warpgroups.
+    The leading dim counts stages, the second dim of `q` and `lse` warpgroups. Outputs leave through the memory of the
+    queries; where they are narrower, which TMA cannot store from there, in pieces through `out` [warpgroups, ROWS, 64].
     """
 
     q: Ref
     lse: Ref
+    out: Ref | None
     k: Ref
     v: Ref
     query_ids: Ref | None
@@ -94,24 +98,24 @@ def forward(
     config: KernelConfig,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     schedule: tuple[jax.Array, ...],
     segments: Segments | None,
     sinks: Float[Array, " N"] | None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """Compute attention and its log-sum-exp (natural logarithm, -inf for queries without a visible key) on Hopper.
 
     Args:
         config: Static description of the kernel.
         q: [B, T, N, H]; T is at least a warpgroup's rows. TMA reads zeros beyond the end, and stores nothing there.
         k: [B, S, K, H]; S is at least the key block.
-        v: [B, S, K, H].
+        v: [B, S, K, V].
         schedule: Tiles that each block of queries visits, from `tiles.key_schedule`.
         segments: int32 [B, T] and [B, S], padded to whole blocks, or None.
         sinks: float32 [N], a score of each head that has no value, or None.
 
     Returns:
-        out [B, T, N, H], and lse [B, N, T rounded up to a warpgroup's rows], whose end has no meaning.
+        out [B, T, N, V], and lse [B, N, T rounded up to a warpgroup's rows], whose end has no meaning.
     """
     batch, length, num_heads, _ = q.shape
     rows = pl.cdiv(length, ROWS) * ROWS
@@ -121,27 +125,30 @@ def forward(
         functools.partial(_body, config),
         programs=min(items, config.programs),
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype),
             jax.ShapeDtypeStruct((batch, num_heads, rows), jnp.float32),
         ),
-        scratch_types=_scratch(config, q, segments is not None),
+        scratch_types=_scratch(config, q, v.shape[-1], segments is not None),
     )
     return kernel(_Inputs(q, k, v, schedule, segments, sinks))  # pyright: ignore[reportArgumentType]
 
 
-def _scratch(config: KernelConfig, q: jax.Array, packed: bool) -> _Buffers:
+def _scratch(config: KernelConfig, q: jax.Array, value_dim: int, packed: bool) -> _Buffers:
     head_dim = q.shape[-1]
     groups = config.warpgroups
     stages = config.stages
     row_bytes = head_dim * q.dtype.itemsize
-    left = _TILE_BYTES - 2 * stages * config.key_block * row_bytes
+    narrow = value_dim != head_dim
+    out_bytes = groups * ROWS * _PIECE * q.dtype.itemsize if narrow else 0
+    left = _TILE_BYTES - out_bytes - stages * config.key_block * (row_bytes + value_dim * q.dtype.itemsize)
     query_stages = 2 if 2 * groups * ROWS * row_bytes <= left else 1
     arrivals = 2 if packed else 1
     return _Buffers(
         q=config.tiled_smem((query_stages, groups, ROWS, head_dim), q.dtype),
         lse=plgpu.SMEM((query_stages, groups, ROWS), jnp.float32),
+        out=config.tiled_smem((groups, ROWS, _PIECE), q.dtype) if narrow else None,
         k=config.tiled_smem((stages, config.key_block, head_dim), q.dtype),
-        v=config.tiled_smem((stages, config.key_block, head_dim), q.dtype),
+        v=config.tiled_smem((stages, config.key_block, value_dim), q.dtype),
         query_ids=plgpu.SMEM((query_stages, groups, ROWS), jnp.int32) if packed else None,
         key_ids=plgpu.SMEM((stages, config.key_block), jnp.int32) if packed else None,
         q_full=plgpu.Barrier(num_arrivals=arrivals * groups, num_barriers=query_stages),
@@ -272,7 +279,7 @@ def _compute(config: KernelConfig, sinks: Ref | None, outputs: _Outputs, buffers
         query_ids = wgmma.load_rows(buffers.query_ids.at[slot, warpgroup])
     rows = _Rows(q, first_query, query_ids, item)
     state = _State(
-        wgmma.zeros(ROWS, q.shape[-1]),
+        wgmma.zeros(ROWS, buffers.v.shape[-1]),
         wgmma.filled_rows(scoring.fill(config) * scoring.late_factor(config), ROWS),
         wgmma.zeros(ROWS, _PARTS),
         wgmma.zeros(ROWS, config.key_block).astype(q.dtype),
@@ -425,7 +432,7 @@ def _store(
     rows: _Rows,
     state: _State,
 ) -> None:
-    """Store output and log-sum-exp of 64 queries, through the shared memory that held the queries."""
+    """Store output and log-sum-exp of 64 queries, through shared memory."""
     (out, lse), item = outputs, rows.item
     acc = state.acc
     maximum = state.maximum
@@ -441,13 +448,30 @@ def _store(
         total = total * shrink + jnp.exp2(sink - top)
         inverse = shrink / total
         logarithm = top + jnp.log2(total)
-    rows.q[...] = (acc * wgmma.broadcast_row_values(inverse, acc)).astype(out.dtype)
+    result = (acc * wgmma.broadcast_row_values(inverse, acc)).astype(out.dtype)
+    if buffers.out is None:
+        rows.q[...] = result
     sums = buffers.lse.at[_query_ring(buffers).slot(item.number), lax.axis_index("warpgroup")]
     sums[...] = logarithm * (1.0 / scoring.LOG2E)
     plgpu.commit_smem()
     stored = pl.ds(rows.first_query, ROWS)
+    here = rows.first_query < config.length
 
-    @pl.when(rows.first_query < config.length)
+    @pl.when(here)
     def _():
-        plgpu.copy_smem_to_gmem(rows.q, out.at[item.batch, stored, item.head])
+        if buffers.out is None:
+            plgpu.copy_smem_to_gmem(rows.q, out.at[item.batch, stored, item.head])
         plgpu.copy_smem_to_gmem(sums, lse.at[item.batch, item.head, stored])
+
+    if buffers.out is None:
+        return
+    staging = buffers.out.at[lax.axis_index("warpgroup")]
+    for first in range(0, result.shape[1], _PIECE):
+        if first:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = result[:, first : first + _PIECE]
+        plgpu.commit_smem()
+
+        @pl.when(here)
+        def _(first: int = first) -> None:
+            plgpu.copy_smem_to_gmem(staging, out.at[item.batch, stored, item.head, pl.ds(first, _PIECE)])

@@ -78,8 +78,10 @@ def all_gradients(
     schedule: tuple[jax.Array, ...],
     segments: Segments | None,
     d_q: jax.Ref,
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Compute dK and dV of attention, and accumulate dQ into `d_q`.
+
+    Heads of values may be narrower than those of keys, V < H.
 
     Args:
         config: Static description of the kernel, with tiles of 64 queries by 64 keys and 2 stages.
@@ -90,8 +92,8 @@ def all_gradients(
             `Options.scale` is added.
 
     Returns:
-        dK and dV, [B, S, K, H]; float32 [parts, B, S, K, H], still to be summed over the parts, if `config.head_parts`
-        is more than 1.
+        dK [B, S, K, H] and dV [B, S, K, V]; float32 with a leading dim of parts, still to be summed over these,
+        if `config.head_parts` is more than 1.
 
     Raises:
         ValueError: the kernel has no such tiles, or the parts do not divide the query heads of a key head.
@@ -105,16 +107,16 @@ def all_gradients(
         raise ValueError(f"{parts} parts of the query heads must divide a key head's share of {residuals.q.shape[2]}")
     packed = segments is not None
     stages = config.stages
-    columns = head_dim // _GROUPS
+    value_dim = residuals.v.shape[3]
+    columns = min(head_dim, value_dim) // _GROUPS
     # All operands have one layout in shared memory, with a swizzle no wider than the narrowest slice in a product.
     slices = min(columns, _HALF)
-    own_tile = config.tiled_smem((KEYS, head_dim), dtype, slices)
     exchange = config.tiled_smem((2, KEYS, QUERIES), dtype, slices)
     scratch = _Buffers(
-        k=own_tile,
-        v=own_tile,
+        k=config.tiled_smem((KEYS, head_dim), dtype, slices),
+        v=config.tiled_smem((KEYS, value_dim), dtype, slices),
         q=config.tiled_smem((stages, QUERIES, head_dim), dtype, slices),
-        d_out=config.tiled_smem((1, QUERIES, head_dim), dtype, slices),
+        d_out=config.tiled_smem((1, QUERIES, value_dim), dtype, slices),
         lse=plgpu.SMEM((stages, QUERIES), jnp.float32),
         delta=plgpu.SMEM((1, QUERIES), jnp.float32),
         key_ids=plgpu.SMEM((KEYS,), jnp.int32) if packed else None,
@@ -130,13 +132,14 @@ def all_gradients(
         d_out_empty=plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=1),
         exchanged=plgpu.Barrier(num_arrivals=_GROUPS),
     )
-    like_k = jax.ShapeDtypeStruct(residuals.k.shape, dtype)
-    if parts > 1:
-        like_k = jax.ShapeDtypeStruct((parts, *residuals.k.shape), jnp.float32)
+    outputs = tuple(
+        jax.ShapeDtypeStruct((parts, *x.shape), jnp.float32) if parts > 1 else jax.ShapeDtypeStruct(x.shape, dtype)
+        for x in (residuals.k, residuals.v)
+    )
     kernel = config.kernel(
         "attention_wide_backward",
         functools.partial(_body, config),
-        out_type=(like_k, like_k),
+        out_type=outputs,
         grid=(num_kv_heads * parts, pl.cdiv(key_length, KEYS), batch),
         grid_names=("head", "block", "batch"),
         scratch_types=scratch,
@@ -223,7 +226,7 @@ class _State(NamedTuple):
     Attributes:
         products: Products q.k of the next tile, [keys, half of the queries].
         d_k: Half of the columns of dK, without the scale, [keys, H / 2].
-        d_v: Half of the columns of dV.
+        d_v: Half of the columns of dV, [keys, V / 2].
     """
 
     products: jax.Array
@@ -254,8 +257,8 @@ def _compute(
         return scores.load()
 
     products = wgmma.accumulate(first_scores, (KEYS, _HALF), interpret=config.interpret)
-    zeros = wgmma.zeros(KEYS, buffers.k.shape[-1] // _GROUPS)
-    state = visits.fold(step, _State(products, zeros, zeros))
+    zeros = (wgmma.zeros(KEYS, own.shape[-1] // _GROUPS) for own in (buffers.k, buffers.v))
+    state = visits.fold(step, _State(products, *zeros))
     config.ring.release(config.ring.slot(visits.total), buffers.q_empty)
     # The other warpgroup may still read the keys, which the results are about to replace.
     plgpu.barrier_arrive(buffers.exchanged)
@@ -263,9 +266,9 @@ def _compute(
     _store(config, buffers, place, outputs, (state.d_k * config.options.scale, state.d_v))
 
 
-def _columns(buffers: _Buffers) -> Any:
-    """Return the slice of the head dim whose gradients this warpgroup computes."""
-    columns = buffers.k.shape[-1] // _GROUPS
+def _columns(own: Ref) -> Any:
+    """Return the slice of the columns of the keys or values `own` whose gradients this warpgroup computes."""
+    columns = own.shape[-1] // _GROUPS
     return pl.ds(lax.axis_index("warpgroup") * columns, columns)
 
 
@@ -324,19 +327,19 @@ def _differentiate(
     Each tile uses the buffers of the last but one: by the time at which a warpgroup computes the next tile, the other
     one has exchanged the last tile, and so has read those of the tile before.
     """
-    (sums_v, sums_k), turn, queries, columns = sums, lax.rem(visited.number, 2), _queries(), _columns(buffers)
+    (sums_v, sums_k), turn, queries = sums, lax.rem(visited.number, 2), _queries()
     plgpu.barrier_wait(buffers.d_out_full)
     d_weights.add(buffers.v, buffers.d_out.at[0, queries].transpose((1, 0)))
     weights, capped = _weigh(config, buffers, visited, products)
     left = weights.astype(buffers.weights.dtype)
-    sums_v.add(left, buffers.d_out.at[0, queries, columns])
+    sums_v.add(left, buffers.d_out.at[0, queries, _columns(buffers.v)])
     buffers.weights.at[turn, :, queries][...] = left
     # The compiler moves nothing past the loop of a wait, and would otherwise wait for the product first.
     plgpu.barrier_wait(buffers.delta_full)
     delta = wgmma.broadcast_column_values(wgmma.load_columns(buffers.delta.at[0, queries]), weights)
     gradient = scoring.score_gradient(weights, d_weights.load(pending=1), delta, capped)
     left = gradient.astype(buffers.gradients.dtype)
-    sums_k.add(left, buffers.q.at[visited.slot, queries, columns])
+    sums_k.add(left, buffers.q.at[visited.slot, queries, _columns(buffers.k)])
     buffers.gradients.at[turn, :, queries][...] = left
     plgpu.commit_smem()
     plgpu.barrier_arrive(buffers.exchanged)
@@ -345,7 +348,7 @@ def _differentiate(
 def _visit(config: KernelConfig, buffers: _Buffers, state: _State, visited: _Visited, d_q: Ref) -> _State:
     """Add a block of queries' contribution to dK, dV and dQ, and compute the next block's scores."""
     turn = lax.rem(visited.number, 2)
-    columns = _columns(buffers)
+    columns = _columns(buffers.k)
     others = _queries(own=False)
     weights = buffers.weights.at[turn]
     gradients = buffers.gradients.at[turn]
@@ -361,7 +364,7 @@ def _visit(config: KernelConfig, buffers: _Buffers, state: _State, visited: _Vis
         return scores.load()
 
     def use_exchanged(sums_v: Accumulator, sums_k: Accumulator, part: Accumulator) -> jax.Array:
-        sums_v.add(weights.at[:, others], buffers.d_out.at[0, others, columns])
+        sums_v.add(weights.at[:, others], buffers.d_out.at[0, others, _columns(buffers.v)])
         part.add(gradients.transpose((1, 0)), buffers.k.at[:, columns])
         sums_k.add(gradients.at[:, others], buffers.q.at[visited.slot, others, columns])
         plgpu.barrier_wait(buffers.q_full.at[following])
@@ -389,7 +392,8 @@ def _store_pieces(buffers: _Buffers, values: jax.Array, write: Callable[[Ref, An
     for number, first in enumerate(range(0, columns, _STAGED)):
         staging = buffers.d_q.at[lax.axis_index("warpgroup"), number % 2]
         # After an odd number of pieces the last one, in the same buffer as the next first, may still be in use.
-        pending = 1 if number or columns // _STAGED % 2 == 0 else 0
+        even = all(own.shape[-1] // _GROUPS // _STAGED % 2 == 0 for own in (buffers.k, buffers.v))
+        pending = 1 if number or even else 0
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         staging[...] = values[:, first : first + _STAGED]
         plgpu.commit_smem()
@@ -424,9 +428,8 @@ def _store(
                 lambda staging, columns, to=ref.at[target]: plgpu.copy_smem_to_gmem(staging, to.at[:, columns]),
             )
     else:
-        columns = _columns(buffers)
         for staging, value in zip((buffers.k, buffers.v), values, strict=True):
-            staging.at[:, columns][...] = value.astype(staging.dtype)
+            staging.at[:, _columns(staging)][...] = value.astype(staging.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(buffers.exchanged)
         plgpu.barrier_wait(buffers.exchanged)

@@ -3,6 +3,7 @@
 Dims: B batch, T query length, S key length, N query heads, K key and value heads, H head dim.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,7 +65,7 @@ class AttentionRequest:
     """Checked arguments of one attention call: arrays, segment ids, options and the device to compile for.
 
     Attributes:
-        q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, H]; arrays or shape structs.
+        q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, V], with V at most H; arrays or shape structs.
         segments: segment ids; None without packed documents.
         options: mask, scale and soft cap.
         return_lse: True if the log-sum-exp is an output.
@@ -96,8 +97,19 @@ class AttentionRequest:
         """Size of a head, H."""
         return self.q.shape[3]
 
+    @property
+    def value_dim(self) -> int:
+        """Size of a head of values, V."""
+        return self.v.shape[3]
+
+    def with_padded_values(self) -> "AttentionRequest":
+        """Return the request with values as wide as keys; the first V channels of its outputs are those of this one."""
+        return dataclasses.replace(self, v=pad_values(self.k, self.v))
+
     def __str__(self) -> str:
         words = [f"q {list(self.q.shape)} k {list(self.k.shape)} {self.q.dtype.name}", str(self.options.mask)]
+        if self.value_dim != self.head_dim:
+            words.append(f"values of {self.value_dim}")
         if self.segments is not None:
             words.append("segments")
         if self.options.soft_cap is not None:

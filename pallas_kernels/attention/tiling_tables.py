@@ -32,7 +32,7 @@ class Row:
     Attributes:
         device: Part of the name that jax gives the device.
         kernel: Name of the kernel.
-        head_dim: H.
+        head_dim: H; the mean of H and V where values are narrower than keys.
         blocks: Block sizes by name.
         mask: Kind of mask (`tilings.mask_kind`); None for any.
         length: Number of keys, S; None for any.

@@ -99,7 +99,7 @@ def choose_tiling(head_dim: int, mask: str, key_length: int, device: str | None 
     the nearest head dim wins, then the device, then the mask, then a user's own row, then the nearest length.
 
     Args:
-        head_dim: H.
+        head_dim: H; the mean of H and V where values are narrower than keys.
         mask: Kind of mask, from `mask_kind`.
         key_length: S.
         device: Name of the device as jax gives it; None for the one that is lowered for.

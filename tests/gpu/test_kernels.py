@@ -54,6 +54,8 @@ LENGTHS = {
     "head_dim_192": Case(length=1000, key_length=1000, head_dim=192),
     "head_dim_256": Case(length=1088, key_length=1088, head_dim=256),
     "one_head_scaled": Case(length=520, key_length=520, heads=1, kv_heads=1, head_dim=128, scale=0.3),
+    "narrow_values": Case(length=1088, key_length=1088, head_dim=192, value_dim=128, heads=8, kv_heads=8),
+    "narrow_values_packed": Case(length=1000, key_length=1000, head_dim=192, value_dim=128, segments=5),
     "sinks_window": Case(length=1000, key_length=1000, heads=8, kv_heads=1, head_dim=64, window=128, sinks=True),
     "sinks_packed": Case(length=1000, key_length=1000, head_dim=64, segments=9, sinks=True),
     "float16": Case(length=1000, key_length=1000, head_dim=128, dtype="float16"),
@@ -67,7 +69,17 @@ def test_attention_by_the_default_backend(name):
 
 @pytest.mark.parametrize("implementation", ["mosaic", "mosaic_deterministic"])
 @pytest.mark.parametrize(
-    "name", ["of_no_tile", "of_64_only", "packed", "packed_window", "head_dim_256", "sinks_window"]
+    "name",
+    [
+        "of_no_tile",
+        "of_64_only",
+        "packed",
+        "packed_window",
+        "head_dim_256",
+        "sinks_window",
+        "narrow_values",
+        "narrow_values_packed",
+    ],
 )
 def test_attention_by_the_kernels_for_hopper(name, implementation):
     if not on_hopper():

@@ -25,6 +25,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
+    value_dim: int | None = None
     causal: bool = True
     window: int | None = None
     segments: int | None = None
@@ -69,7 +70,9 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
             (query if case.length == case.key_length else key).astype(np.int32),
         )
     d_lse = rng.normal(size=(case.batch, case.heads, case.length))
-    arrays = normal(*q_shape), normal(*k_shape), normal(*k_shape), normal(*q_shape)
+    width = case.value_dim or case.head_dim
+    v_shape, out_shape = ((*shape[:3], width) for shape in (k_shape, q_shape))
+    arrays = normal(*q_shape), normal(*k_shape), normal(*v_shape), normal(*out_shape)
     return Inputs(*arrays, d_lse, segment_ids, normal(case.heads) if case.sinks else None)
 
 

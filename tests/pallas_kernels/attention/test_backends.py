@@ -23,6 +23,7 @@ CASES = {
     "unlike_segments": Case(length=33, key_length=21, segments=5, causal=False),
     "sinks": Case(sinks=True, window=9, segments=3),
     "sinks_of_more_queries_float32": Case(length=45, key_length=17, sinks=True, soft_cap=1.5, dtype="float32"),
+    "narrow_values": Case(value_dim=12, segments=3),
     "one_query": Case(length=1, key_length=37),
 }
 

@@ -36,6 +36,9 @@ CASES = {
         batch=1, length=256, key_length=256, heads=1, kv_heads=1, head_dim=64, segments=3, window=90
     ),
     "sinks_window": Case(batch=1, length=200, key_length=200, heads=2, kv_heads=1, head_dim=64, window=70, sinks=True),
+    "narrow_values": Case(
+        batch=1, length=150, key_length=150, heads=2, kv_heads=1, head_dim=192, value_dim=128, segments=2
+    ),
     "lengths_differ_cap": Case(
         batch=2,
         length=70,
