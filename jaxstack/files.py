@@ -14,6 +14,9 @@ from typing import BinaryIO
 
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Beginning of the files that a clone without Git LFS has in place of large ones."""
+
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:

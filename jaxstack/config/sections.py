@@ -48,7 +48,7 @@ class RunSection(Component):
     @classmethod
     def _check_directory_name(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
-            rule = "must be at most 200 letters, digits, '.', '_' and '-', because it names a directory"
+            rule = "must be 1 to 200 letters, digits, '.', '_' and '-', first a letter or digit, as a directory's name"
             raise ValueError(f"{rule}; found {name!r}.")
         return name
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.files import LFS_POINTER
 
 EXTRA = "pip install 'jaxstack[data]'"
 COMPRESSED = (".gz", ".zst")
@@ -67,7 +68,7 @@ def find_files(path: str) -> list[SourceFile]:
         _check_link(expanded)
         raise ConfigError(f"the data source {path!r} is a pipe or a device, which cannot be read twice: give a file")
     if globbing.has_magic(expanded):
-        found = [_local(p, os.path.relpath(p, os.path.sep)) for p in _matches(expanded)]
+        found = [_local(p, os.path.relpath(p, os.path.sep)) for p in _matches(_escape_existing(expanded))]
         return _not_empty(found, path, _nearest_path(expanded))
     return _not_empty([], path, _nearest_path(expanded))
 
@@ -88,6 +89,13 @@ def _matches(pattern: str) -> list[str]:
     """Return the files that a glob matches, those of each directory once, also if links lead to it on several paths."""
     found = sorted(filter(os.path.isfile, _expand(pattern)), key=lambda p: (p.count(os.path.sep), p), reverse=True)
     return list({(os.path.realpath(os.path.dirname(p)), os.path.basename(p)): p for p in found}.values())
+
+
+def _escape_existing(pattern: str) -> str:
+    """Escape the directories of a glob that exist as they are written, such as `data[1]` in `data[1]/*.txt`."""
+    path = Path(pattern)
+    there = next(above for above in path.parents if above.exists())
+    return os.path.join(globbing.escape(str(there)), path.relative_to(there))
 
 
 def _expand(pattern: str) -> Iterator[str]:
@@ -210,11 +218,13 @@ def open_file(file: SourceFile) -> Iterator[IO[bytes]]:
     """Open a data file, local or remote, as a binary stream of its decompressed content.
 
     Raises:
-      ConfigError: its compressed data is broken or cut off; also raised while it is read.
+      ConfigError: its compressed data is broken or cut off; also raised while it is read. It is a pointer of Git LFS.
       JaxstackError: the file is gone or cannot be read.
     """
     try:
         with _open_raw(file) as raw:
+            if isinstance(raw, io.BufferedReader) and raw.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+                raise ConfigError(f"{file.path} is a pointer of Git LFS in place of the file: git lfs pull")
             if file.name.lower().endswith(".gz"):
                 yield io.BufferedReader(gzip.GzipFile(fileobj=raw), 2**20)
             elif file.name.lower().endswith(".zst"):

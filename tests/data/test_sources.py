@@ -173,6 +173,21 @@ def test_linked_folders_are_read_once(tmp_path):
     assert sorted(documents(data / "*" / "**" / "[bc].txt", tmp_path / "several")[0]) == ["three", "two"]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_pointer_of_git_lfs_is_no_text(name, tmp_path):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n")
+    with pytest.raises(ConfigError, match=r"a\.\w+.* is a pointer of Git LFS in place of the file: git lfs pull"):
+        documents(tmp_path, tmp_path / "out")
+
+
+def test_a_glob_below_a_directory_with_brackets(tmp_path):
+    for name in ("part[1]", "part1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+    assert documents(tmp_path / "part[1]" / "*.txt", tmp_path / "out")[0] == ["part[1]"]
+    assert documents(tmp_path / "part[1]*" / "*.txt", tmp_path / "all")[0] == ["part1"]
+
+
 def test_a_parquet_column_is_found_by_its_whole_name(tmp_path):
     table = pa.table({"text": pa.array([{"x": "wrong"}] * 4), "text.x": pa.array(["right"] * 4)})
     pq.write_table(table, tmp_path / "d.parquet")

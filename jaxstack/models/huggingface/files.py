@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
+from jaxstack.files import LFS_POINTER
 from jaxstack.models.huggingface.direct_storage import ByteReader, Device, DirectTensor
 
 CONFIG = "config.json"
@@ -79,6 +80,10 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
 
     def _list_files(self) -> dict[str, set[str]]:
         """List the checkpoint's weight files, each with the tensors that the index says it contains."""
+        for name in (WEIGHTS, INDEX):
+            path = self.directory / name
+            if path.is_symlink() and not path.exists():
+                raise ConfigError(f"{path} is a link to {path.readlink()}, which does not exist; fetch it again.")
         if (self.directory / WEIGHTS).is_file():
             return {WEIGHTS: set()}
         if not (self.directory / INDEX).is_file():
@@ -102,6 +107,10 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         except FileNotFoundError:
             raise ConfigError(f"{path} is missing: {INDEX} names it.") from None
         except (SafetensorError, OSError, ValueError) as error:
+            with open(path, "rb") as file:
+                pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+            if pointer:
+                raise ConfigError(f"{path} is a pointer of Git LFS in place of the file: git lfs pull") from None
             raise ConfigError(f"{path} is damaged or not a safetensors file ({error}); fetch it again.") from None
 
     def rename(self, prefix: str, unprefixed: str) -> None:

@@ -57,6 +57,15 @@ def test_damaged_files_are_named(folder, content, named):
     assert named in message(folder) and "model.safetensors" in message(folder)
 
 
+def test_weights_that_were_not_fetched(folder):
+    file = folder / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n")
+    assert "model.safetensors is a pointer of Git LFS" in message(folder)
+    file.unlink()
+    file.symlink_to(folder / "blobs" / "0123")
+    assert "model.safetensors is a link to " in message(folder)
+
+
 def test_config_that_is_missing_or_no_json(folder):
     (folder / "config.json").write_text("{")
     assert "is not JSON" in message(folder)
