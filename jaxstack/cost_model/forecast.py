@@ -115,6 +115,17 @@ def total(parts: Mapping[str, Floats]) -> Floats:
     return np.sum(np.stack(list(parts.values())), axis=0)
 
 
+def _wide_ends(config: RunConfig) -> tuple[int, int]:
+    """Return how many layers FP8 leaves in bfloat16 without a pipeline, and with one (see `models.low_precision`)."""
+    model = config.model
+    if model.num_layers < 3 or any(rule.fp8 for rule in config.precision.fp8_rules):
+        return 0, 0
+    # With FP8, training takes the first and the last layer out of the scan unless the configuration has a number.
+    given = "unscanned_end_layers" in model.model_fields_set
+    plain = not model.scan_layers or not given or model.end_layers > 0
+    return 2 * plain, 2 * (model.end_layers > 0)
+
+
 class LayoutModel:
     """Predicts memory and step time for any layouts of one configuration on one cluster.
 
@@ -143,6 +154,7 @@ class LayoutModel:
             reduce_bytes=trained * (2 if config.precision.reduce == "bfloat16" else 4),
             rotates=bool(config.model.rotations()),
             scanned=config.model.scan_layers,
+            wide_ends=_wide_ends(config),
             prefetch=config.parallel.prefetch,
             copies=config.parallel.copy_engines != "never",
         )

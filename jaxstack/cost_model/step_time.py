@@ -60,6 +60,7 @@ class StepModel:
       rotates: True if queries and keys are rotated by their positions.
       scanned: `model.scan_layers`.
       prefetch: `parallel.prefetch`.
+      wide_ends: number of layers, the first and the last, that FP8 leaves in bfloat16: without a pipeline, with one.
       copies: True if copy engines may move the weights and gradients of unrolled layers.
     """
 
@@ -74,6 +75,7 @@ class StepModel:
     reduce_bytes: float
     rotates: bool
     scanned: bool
+    wide_ends: tuple[int, int]
     prefetch: bool
     copies: bool
 
@@ -142,15 +144,20 @@ class StepModel:
     def _rate(self, layouts: LayoutTable, narrow: Floats) -> Floats:
         """Return, for each parallel layout, the FLOP/s reached by layers' matmuls whose smallest dim is `narrow`.
 
-        FP8 does not compute experts.
+        FP8 computes neither experts nor the first and the last layer.
         """
         peaks = self.cluster.peak_tflops
         efficiency = self.efficiency
         wide = peaks.bfloat16 * efficiency.matmul
         fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
-        experts = self.shape.active_expert_share
-        mixed = 1 / (experts / wide + (1 - experts) / fast)
+        narrowed = (1 - self.shape.active_expert_share) * (1 - self._wide_share(layouts))
+        mixed = 1 / ((1 - narrowed) / wide + narrowed / fast)
         return 1e12 * np.where(layouts["fp8"] > 0, mixed, wide) * narrow / (narrow + SMALL_DIM)
+
+    def _wide_share(self, layouts: LayoutTable) -> Floats:
+        """Return the share of the layers that FP8 leaves in bfloat16."""
+        plain, staged = self.wide_ends
+        return np.where(layouts["pipeline"] > 1, staged, plain) / self.shape.layers
 
     def _attention_rate(self, layouts: LayoutTable) -> Floats:
         """Return, for each parallel layout, the FLOP/s that attention reaches, interpolated between measured head_dims.
@@ -238,7 +245,8 @@ class StepModel:
         per_layer = shape.layers * layouts["tensor"]
         experts = shape.all_experts / layouts["expert"] / per_layer
         size = shape.layer_parameters / per_layer + experts
-        moved = np.where(layouts["fp8"] > 0, 1, 2) * shape.layer_parameters / per_layer + 2 * experts
+        itemsize = np.where(layouts["fp8"] > 0, 1 + self._wide_share(layouts), 2)
+        moved = itemsize * shape.layer_parameters / per_layer + 2 * experts
         # Copy engines send gradients as they were computed.
         others = layouts["tensor"] * layouts["expert"] * layouts["pipeline"]
         copied = self.copies and not self.scanned and self.cluster.hosts == 1

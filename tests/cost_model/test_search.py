@@ -207,6 +207,34 @@ def test_attention_over_context_pays_for_the_method_that_it_chooses():
     assert 0 < exchanged < 12 * 8 * keys * 7 / (0.68 * 450e9), "less than all-gathers send"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "share"),
+    [
+        ({}, 0.5),  # the first and the last of four layers
+        ({"precision": {"fp8_rules": [{"path": "_proj", "fp8": True}]}}, 1.0),
+        ({"model": {"unscanned_end_layers": 0}}, 1.0),  # the scan runs all layers alike
+        ({"model": {"unscanned_end_layers": 0, "scan_layers": False}}, 0.5),
+        ({"parallel": {"pipeline": 2, "microbatches": 2}}, 1.0),
+        ({"model": {"unscanned_end_layers": 1}, "parallel": {"pipeline": 2, "microbatches": 2}}, 0.5),
+    ],
+)
+def test_the_forecast_of_fp8_counts_the_layers_that_training_runs_in_it(chosen, share):
+    """A model without a head to speak of, on a cluster where FP8 matmuls take no time."""
+    model = {"vocab_size": 512, "hidden_size": 4096, "num_heads": 32, "num_layers": 4, "intermediate_size": 14336}
+    train = {"global_batch_size": 8, "sequence_length": 2048}
+    cluster = parse_cluster("1 x 2 h200")
+    fast = cluster.model_copy(update={"peak_tflops": cluster.peak_tflops.model_copy(update={"float8": 1e9})})
+
+    def matmul_seconds(recipe: str) -> float:
+        precision = {"fp8": recipe, **(chosen.get("precision", {}) if recipe != "none" else {})}
+        sections = {**chosen, "model": {**model, **chosen.get("model", {})}, "train": train, "precision": precision}
+        config = config_from_tree(sections)
+        layouts = layout_table_of(config)
+        return float(LayoutModel(config, fast).seconds(layouts)["matmul"][0])
+
+    assert matmul_seconds("current") / matmul_seconds("none") == pytest.approx(1 - share, abs=0.05)
+
+
 @pytest.mark.parametrize("experts", [None, 8])
 def test_the_forecast_of_fp8_leaves_the_experts_in_bfloat16(experts):
     moe = {"moe": {"num_experts": experts, "num_experts_per_tok": 2}} if experts else {}
@@ -214,7 +242,7 @@ def test_the_forecast_of_fp8_leaves_the_experts_in_bfloat16(experts):
         "vocab_size": 512,
         "hidden_size": 4096,
         "num_heads": 32,
-        "num_layers": 4,
+        "num_layers": 32,
         "intermediate_size": 14336,
         **moe,
     }
