@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -94,7 +95,7 @@ class Progress:
 
 
 class _LiveLine:
-    """A progress bar followed by values, redrawn in place. On a narrow terminal the last values are left out."""
+    """A progress bar followed by values, redrawn in place. On a narrow terminal the last ones but ETA are left out."""
 
     def __init__(self, total: int, start: int, stream: TextIO):
         # Imported here: a run whose output goes to a file never needs it.
@@ -103,7 +104,8 @@ class _LiveLine:
 
         self._total = total
         self._step = start
-        self._fields = ["starting"]
+        self._fields = list[str]()
+        self._began = time.monotonic()
         self._console = Console(file=stream, highlight=False)
         self._live = Live(
             get_renderable=self._render, console=self._console, refresh_per_second=4, vertical_overflow="crop"
@@ -127,10 +129,11 @@ class _LiveLine:
         from rich.text import Text
 
         counter = f"step {self._step}/{self._total}"
-        fields = list(self._fields)
+        fields = list(self._fields) or [f"starting, {duration(time.monotonic() - self._began)}"]
         room = self._console.width - len(counter) - 2
         while fields and sum(len(field) + 3 for field in fields) > room:
-            fields.pop()
+            others = [index for index, field in enumerate(fields) if not field.startswith("ETA")]
+            fields.pop(others[-1] if len(fields) > 2 else -1)
         bar_width = min(30, room - sum(len(field) + 3 for field in fields))
         row = Table.grid(padding=(0, 1))
         cells: list[Any] = [Text(counter, "bold")]

@@ -104,6 +104,11 @@ def test_narrow_terminal_drops_the_last_fields():
     assert "loss 1.5000" in final and "ETA" not in final and len(final) <= 34
 
 
+def test_the_time_that_is_left_is_dropped_late():
+    final = _run_on_terminal(44)
+    assert "loss 1.5000 | ETA 0s" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", final) and "starting, 0s" in final
+
+
 def test_dumb_terminal_gets_plain_lines():
     raw = _run_on_terminal(120, TERM="dumb")
     assert "\x1b" not in raw
