@@ -99,7 +99,7 @@ class Kernels:
         columns = y.shape[1]
         width = _tile_columns(columns)
         starts, ends = group_bounds(sizes, self.tile)
-        shape = _Shape(depth // self.tile, columns // width, width)
+        shape = _Shape(pl.cdiv(depth, self.tile), columns // width, width)
         return self._call(
             "grouped_matmul_weights",
             partial(_matrices_body, self, shape),
@@ -271,6 +271,7 @@ def _rows_body(
 def _matrices_body(kernels: Kernels, shape: _Shape, inputs: tuple[Ref, ...], out: Ref, *scratch: Ref) -> None:
     x, y, starts, ends = inputs
     buffers = _Buffers(*scratch)
+    last = x.shape[1] - ROWS
 
     def place(item: Index) -> tuple[Index, Index, Index]:
         group = lax.div(item, shape.items)
@@ -283,7 +284,8 @@ def _matrices_body(kernels: Kernels, shape: _Shape, inputs: tuple[Ref, ...], out
 
         def sources(index: Index) -> tuple[list[Ref], Ref]:
             rows = pl.ds(pl.multiple_of(first + index * SLICE, SLICE), SLICE)
-            depths = [pl.ds(down * kernels.tile + part * ROWS, ROWS) for part in range(CONSUMERS)]
+            # The second half of the last tile may lie beyond the end; it is not stored.
+            depths = [pl.ds(jnp.minimum(down * kernels.tile + part * ROWS, last), ROWS) for part in range(CONSUMERS)]
             return [x.at[rows, depth] for depth in depths], y.at[rows, pl.ds(across * shape.width, shape.width)]
 
         _load_slices(kernels, buffers, before, count, sources)
@@ -295,8 +297,13 @@ def _matrices_body(kernels: Kernels, shape: _Shape, inputs: tuple[Ref, ...], out
         sums = _sum_slices(
             kernels, buffers, before, count, shape.width, lambda left, right: (left.transpose((1, 0)), right)
         )
-        depth = pl.ds(down * kernels.tile + lax.axis_index("warpgroup") * ROWS, ROWS)
-        _store(buffers, sums, out.at[group, depth, pl.ds(across * shape.width, shape.width)])
+        depth = down * kernels.tile + lax.axis_index("warpgroup") * ROWS
+
+        @pl.when(depth <= last)
+        def _():
+            columns = pl.ds(across * shape.width, shape.width)
+            _store(buffers, sums, out.at[group, pl.ds(depth, ROWS), columns])
+
         return count
 
     _run(kernels, out.shape[0] * shape.items, buffers, load, compute)

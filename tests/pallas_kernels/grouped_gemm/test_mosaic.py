@@ -16,6 +16,7 @@ from tests.pallas_kernels.grouped_gemm.cases import Case, check
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
 CASES = {
+    "depth_of_half_a_tile": Case((100, 0, 60), depth=192, columns=64, alignment=128),
     "uneven": Case((100, 0, 150), depth=128, columns=192),
     "aligned": Case((128, 1, 0, 300), depth=128, columns=64, alignment=128, dtype="float16"),
     "more_slices_than_stages": Case((70, 10), depth=384, columns=128, alignment=128),
@@ -74,7 +75,7 @@ def test_the_default_choice():
         jax.eval_shape(loss, *shapes())
         jax.eval_shape(loss, *shapes(depth=96))
     assert [choice.backend for choice in choices] == ["mosaic", "xla"]
-    assert "multiple of 128" in choices[1].refused[0][1]
+    assert "multiples of 64" in choices[1].refused[0][1]
 
 
 def test_under_scan_remat_and_shard_map():
