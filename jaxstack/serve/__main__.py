@@ -84,6 +84,7 @@ def _serve(args: argparse.Namespace) -> None:
             "send in a header; set it to one line of text."
         )
     try:
+        from jaxstack.serve.answers import ChatFormatter
         from jaxstack.serve.engine import open_engine
         from jaxstack.serve.listen import bind, serve
     except ImportError as error:
@@ -95,6 +96,8 @@ def _serve(args: argparse.Namespace) -> None:
         with doing("loading the model"):
             run = load(args.run, others, step=args.step, report=_report)
             run.decoder.join_projections()
+        if config.server.chat_template != "auto":
+            ChatFormatter(run.tokenizer, config.server.chat_template)  # tells what is wrong before minutes of compiling
         draft = None
         engine_config = config.engine
         if args.draft is not None:

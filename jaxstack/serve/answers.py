@@ -37,7 +37,10 @@ class ChatFormatter:
 
     def __init__(self, tokenizer: Tokenizer, template: str = "auto"):
         self._tokenizer = tokenizer
-        chosen = import_chat().open_chats(ChatConfig(template=template), tokenizer).template
+        try:
+            chosen = import_chat().open_chats(ChatConfig(template=template), tokenizer).template
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("data.chat.template", "server.chat_template")) from None
         if chosen is None:
             raise ConfigError("server.chat_template must be auto, the name of a template, or a file; found none.")
         self._template = chosen

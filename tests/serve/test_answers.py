@@ -41,6 +41,11 @@ def test_a_special_token_in_a_text_of_a_chat_is_refused(tokenizer, message, plac
         ChatFormatter(tokenizer, "chatml").encode([message])
 
 
+def test_a_template_that_is_not_there_is_told_by_the_setting_of_the_server(tokenizer):
+    with pytest.raises(ConfigError, match=r"^server.chat_template: 'nofile' is not a file"):
+        ChatFormatter(tokenizer, "nofile")
+
+
 def test_what_is_no_special_token_is_text(tokenizer):
     formatter = ChatFormatter(tokenizer, "chatml")
     for text in ("<|im_end", "< |im_end|>", "|im_end|>"):
