@@ -19,7 +19,8 @@ class EngineConfig(Component):
     """Number of pages of the KV cache; null: enough for `slots` requests of `context` tokens, as far as
     `memory_fraction` allows."""
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    """Fraction of the devices' memory for weights and KV cache together, where `pages` is null."""
+    """Fraction of the devices' memory for weights and KV cache together, where `pages` is null. On a CPU the cache gets
+    half of what that leaves."""
     chunk: int = Field(default=512, ge=16)
     """Largest number of prompt tokens that a step computes; fewer while answers are generated, see `chunk_slowdown`.
     More with `step_tokens`."""

@@ -472,6 +472,8 @@ def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoo
         if config.pages is None:
             # What sampling needs is beyond `memory_fraction`, as far as there is room.
             free = min(total * config.memory_fraction, total - sampling) - weights - per_slots
+            if jax.default_backend() == "cpu":
+                free /= 2  # the programs, and what they compute with, are in the same memory
             if free < 0:
                 pages = 0
             elif per_page:
