@@ -107,7 +107,7 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
       names: the layer's weights by path.
     """
     folds: list[Fold] = []
-    if config.pre_norms and not config.qk_norm:
+    if config.pre_norms and not config.qk_norm and "attention/k_proj/kernel" in names:
         targets = tuple(f"attention/{name}_proj" for name in ("q", "k", "v"))
         folds.append(Fold("attention_norm", targets, "attention"))
     if config.kv_heads == config.num_heads and isinstance(config.attention, SoftmaxAttention):
