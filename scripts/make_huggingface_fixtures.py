@@ -95,6 +95,20 @@ MODELS = {
         {**SMALL, "num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4,
          "num_experts_per_tok": 2, "sliding_window": 8, "max_position_embeddings": 131072, "pad_token_id": 1,
          "swiglu_limit": 1.0},
+    "olmo3": (
+        "Olmo3",
+        {
+            **SMALL,
+            "num_hidden_layers": 4,
+            "sliding_window": 4,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32,
+                    "beta_fast": 4.0, "beta_slow": 0.1,
+                },
+            },
+        },
     ),
     "qwen3-moe": (
         "Qwen3Moe",

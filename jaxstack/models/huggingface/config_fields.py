@@ -126,7 +126,7 @@ def _with_context(said: dict[str, Any], config: Keys) -> dict[str, Any]:
     return {**said, key: length} if length else said
 
 
-def _rope_keys(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def rope_keys(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Return a scaling as the dictionary of config.json, without keys that have no value."""
     return None if scaling is None else scaling.model_dump(mode="json", exclude_none=True)
 
@@ -160,7 +160,7 @@ def rope(theta: float = 10000.0, local: float | None = None) -> Row:
         return {**fields, "rope_local_base_freq": narrow or local} if local else fields
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        keys = {"rope_theta": model.rope_theta, "rope_scaling": _rope_keys(model.rope_scaling)}
+        keys = {"rope_theta": model.rope_theta, "rope_scaling": rope_keys(model.rope_scaling)}
         return {**keys, "rope_local_base_freq": model.rope_local_base_freq or model.rope_theta} if local else keys
 
     return Row(keys, read, write)

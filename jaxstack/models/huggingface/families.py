@@ -13,7 +13,7 @@ from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
 from jaxstack.models.huggingface.mixture import GPT_OSS, MIXTRAL, QWEN3_MOE
-from jaxstack.models.huggingface.olmo import OLMO2
+from jaxstack.models.huggingface.olmo import OLMO2, OLMO3
 from jaxstack.models.huggingface.quantization_config import KEY, read_quantization
 from jaxstack.models.huggingface.qwen import QWEN2, QWEN3
 
@@ -36,6 +36,7 @@ FAMILIES = {
         DEEPSEEK_V2,  # latent attention
         DEEPSEEK_V3,  # groups of experts, chosen with a bias
         KIMI_K2,  # DeepSeek V3 under another name
+        OLMO3,  # OLMo 2 with windows, and rotary positions that are scaled in the other layers
     )
 }
 """Families by model_type. An export takes the first that can express the model, so plainer ones come first."""

@@ -120,6 +120,7 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         values.update(rope_theta=None, rope_scaling=None, partial_rotary_factor=None)
     local = values.pop("rope_local_base_freq")
     used = local if any(model.windows()) else None
+    rotations = model.rotations()
     moe = values["moe"]
     if moe is not None:
         moe = {key: value for key, value in moe.items() if key not in _NOT_COMPARED_OF_EXPERTS}
@@ -134,6 +135,9 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": float(f"{model.score_divisor:.10g}"),  # some files have a power of it
         "scale_embeddings": model.embedding_factor,
         "windows a layer": list(model.windows()),
+        "layers with scaled rotary positions": [
+            i for i, layer in enumerate(model.layers()) if layer.rotation and rotations[layer.rotation].scaling
+        ],
         "layers without rotary positions": [i for i, layer in enumerate(model.layers()) if layer.rotation is None],
         "layers of one sublayer": [
             i for i, layer in enumerate(model.layers()) if not (layer.mixer and layer.feed_forward)

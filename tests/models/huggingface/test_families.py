@@ -53,6 +53,17 @@ RELEASED = {
         "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
         "vocab_size": 256000,
     },
+    "olmo3-7b": {
+        "model_type": "olmo3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 11008, "max_position_embeddings": 65536, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_theta": 500000,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8, "sliding_window": 4096,
+        "tie_word_embeddings": False, "vocab_size": 100278,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+    },
 }  # fmt: skip
 
 
@@ -216,6 +227,7 @@ def test_what_is_written_reads_as_the_same_model_and_family(folder):
         "smollm3-3b",
         "granite3-8b",
         "olmo2-7b",
+        "olmo3-7b",
         *MIXTURES,
     ],
 )

@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from jaxstack.config.loader import build_component, merge_trees
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
-from jaxstack.models import Transformer, from_huggingface
+from jaxstack.models import ModelConfig, Transformer, from_huggingface
 from jaxstack.models.huggingface import load
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.files import WeightFiles
@@ -41,6 +42,24 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
     prompt = expected["tokens"][0, :6].tolist()
     greedy = [int(ids[0]) for ids in decoder.generate([prompt], 12, Sampling(temperature=0.0))]
     assert greedy == expected["greedy"].tolist()
+
+
+WRONG = {
+    "olmo3, YaRN in windows too": ("olmo3", {"rope_local_base_freq": None}),
+    "olmo3, no attention factor": ("olmo3", {"rope_scaling": {"attention_factor": 1.0}}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_slightly_different_model_has_other_logits(name):
+    folder, changes = WRONG[name]
+    expected = load_file(HERE / folder / "expected.safetensors")
+    model = from_huggingface(HERE / folder)
+    config = build_component(ModelConfig, merge_trees(model.config.model_dump(mode="json"), changes))
+    parts = ModuleArrays(lambda rngs: Transformer(model.config, rngs)).split(model)
+    other = ModuleArrays(lambda rngs: Transformer(config, rngs)).merge(*parts)
+    found = jax.jit(lambda model, tokens: model(tokens))(other, jnp.asarray(expected["tokens"]))
+    assert np.abs(found - expected["logits"]).max() > 0.05
 
 
 @pytest.mark.parametrize(
