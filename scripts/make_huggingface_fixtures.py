@@ -95,6 +95,7 @@ MODELS = {
         {**SMALL, "num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4,
          "num_experts_per_tok": 2, "sliding_window": 8, "max_position_embeddings": 131072, "pad_token_id": 1,
          "swiglu_limit": 1.0},
+    ),
     "olmo3": (
         "Olmo3",
         {
