@@ -262,9 +262,16 @@ def test_a_bar_on_a_terminal_only(corpus, tmp_path):
     assert process.wait() == 0 and b"\x1b[" in seen and b"tokenizing" in seen
 
 
-@pytest.mark.parametrize("more", [["--source", ""], ["--tokenizer", ""], ["--vocab-size", "99999999999999"]])
-def test_values_that_the_configuration_refuses_are_exit_2(corpus, tmp_path, capsys, more):
-    assert main(arguments(corpus, tmp_path / "out", *more)) == 2
+@pytest.mark.parametrize("more", [["--source", ""], ["--tokenizer", ""]])
+def test_empty_options_are_exit_2(corpus, tmp_path, capsys, more):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments(corpus, tmp_path / "out", *more))
+    assert ended.value.code == 2
+    assert f"jaxstack prepare: {more[0]} is empty" in capsys.readouterr().err
+
+
+def test_a_value_that_the_configuration_refuses_is_exit_2(corpus, tmp_path, capsys):
+    assert main(arguments(corpus, tmp_path / "out", "--vocab-size", "99999999999999")) == 2
     assert "jaxstack prepare: " in capsys.readouterr().err
 
 

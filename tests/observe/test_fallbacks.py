@@ -58,7 +58,7 @@ def test_a_call_that_no_kernel_computes_is_refused(function, shapes, dtype):
 
 @needs_mosaic
 def test_the_message_names_the_way_out_of_a_mixture():
-    with pytest.raises(ConfigError, match=r"F of 64, got 128 and 72.*model\.moe\.implementation"):
+    with pytest.raises(ConfigError, match=r"multiples of 64, got 128 and 72.*model\.moe\.implementation"):
         refuse_fallbacks(choices_of(experts(), *NARROW))
     refuse_fallbacks(choices_of(experts("xla"), *NARROW))
 

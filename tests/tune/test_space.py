@@ -107,7 +107,7 @@ def test_study_files(tmp_path):
         ({"trails": 3}, "unknown key 'trails'; did you mean 'trials'"),
         ({"trials": 0}, "trials: should be greater than or equal to 1"),
         ({"sampler": "tpee"}, "did you mean 'tpe'"),
-        ({"name": "a/b"}, "names a directory"),
+        ({"name": "a/b"}, "as a directory's name; found 'a/b'"),
         ({"space": {}}, "space: should have at least one section.key"),
     ):
         with pytest.raises(ConfigError, match=said):

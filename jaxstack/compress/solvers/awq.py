@@ -20,6 +20,7 @@ from jaxstack.compress.base import AfterTraining, CalibrationBlock, Statistic, S
 from jaxstack.compress.formats.integer_grid import RoundingMethod
 from jaxstack.compress.matrix import MatrixLayout
 from jaxstack.models.attention import SoftmaxAttention
+from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.norm import NORMS
 from pallas_kernels.weight_only.rounding_grid import Grid
@@ -107,7 +108,7 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
       names: the layer's weights by path.
     """
     folds: list[Fold] = []
-    if config.pre_norms and not config.qk_norm and "attention/k_proj/kernel" in names:
+    if config.pre_norms and not config.qk_norm and not isinstance(config.attention, LatentAttention):
         targets = tuple(f"attention/{name}_proj" for name in ("q", "k", "v"))
         folds.append(Fold("attention_norm", targets, "attention"))
     if config.kv_heads == config.num_heads and isinstance(config.attention, SoftmaxAttention):

@@ -74,7 +74,9 @@ def close(a, b, tolerance: float = 1e-4) -> None:
 
 def test_the_table_and_the_union_hold_the_same_kinds():
     assert get_args(get_args(AnyAttention)[0]) == ATTENTION_KINDS
-    assert {kind.model_fields["name"].default for kind in ATTENTION_KINDS} == {kind.name for kind in KINDS.values()}
+    assert {kind.model_fields["name"].default for kind in ATTENTION_KINDS} == {kind.name for kind in KINDS.values()} | {
+        "latent"
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,7 +219,7 @@ def test_a_full_layout_and_a_wide_window_count_as_softmax():
     ("overrides", "message"),
     [
         (["model.attention={name: linera}"], "model.attention.name cannot be 'linera'; did you mean 'linear'"),
-        (["model.attention={window: 4}"], "choose one of: 'block_sparse', 'linear', 'longformer'"),
+        (["model.attention={window: 4}"], "choose one of: 'block_sparse', 'latent', 'linear', 'longformer'"),
         (
             ["model.attention={name: longformer, windw: 4}"],
             "unknown key 'model.attention.windw'; did you mean 'window'",
