@@ -70,6 +70,7 @@ def test_a_failed_read_is_raised_where_the_weights_are_used():
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3-moe", "gpt2", "llama"])
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, top_p=0.9)])
+@pytest.mark.exhaustive
 def test_tokens_are_those_of_the_whole_model(family, sampling):
     """Tied and untied heads, windows, learned positions, experts."""
     whole, window = open_both(FIXTURES / family, resident=2)

@@ -94,6 +94,7 @@ def test_the_cost_model_counts_the_sublayers_that_there_are():
 
 
 @pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.exhaustive
 def test_layers_of_one_sublayer_are_generated_from_and_served(scan):
     serve_and_compare(ModelConfig(**SHAPE, layer_types=TYPES, scan_layers=scan))
 

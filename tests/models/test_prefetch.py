@@ -56,6 +56,7 @@ FP8 = (*layout(fsdp=2), "model.num_layers=5", "model.unscanned_end_layers=1", "m
     ],
     ids=lambda overrides: " ".join(overrides),
 )
+@pytest.mark.exhaustive
 def test_gradients_are_those_of_the_plain_scan(overrides):
     config = small_config("train.global_batch_size=8", *overrides)
     ahead = small_config("train.global_batch_size=8", *overrides, "parallel.prefetch=true")

@@ -188,6 +188,7 @@ def test_a_broken_table_is_not_overwritten(tmp_path, capsys):
 
 @pytest.mark.interpreted_kernel
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+@pytest.mark.exhaustive
 def test_the_stopwatch_runs_the_kernel_and_refuses_a_wrong_result(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(mosaic, "INTERPRET", True)

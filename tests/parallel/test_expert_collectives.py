@@ -49,6 +49,7 @@ def exchanged(devices: int, degree: int, factor: float) -> int:
         pytest.param(("parallel.data=2", "parallel.expert=2"), 2, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_an_exchange_sends_the_formula_s_bytes(overrides, degree):
     """There and back, forward and backward, and there once more as `remat: full` computes the layer again."""
     enough = (*overrides, f"model.moe.exchange_factor={degree}")

@@ -73,6 +73,7 @@ def slow(*layouts: tuple[str, ...]):
     ],
     ids=" ".join,
 )
+@pytest.mark.exhaustive
 def test_every_layout_gives_the_loss_curve_of_one_device(overrides):
     assert_trains_as_one_device(*overrides, shape=MIXTURE)
 

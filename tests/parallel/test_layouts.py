@@ -122,6 +122,7 @@ def test_unrolled_layers_too(overrides):
     ],
     ids=" ".join,
 )
+@pytest.mark.exhaustive
 def test_muon_on_matrices_in_parts(overrides):
     assert_trains_as_one_device(*overrides, shape=("optimizer.name=muon",))
 
@@ -135,6 +136,7 @@ def test_muon_on_matrices_in_parts(overrides):
     ],
     ids=" ".join,
 )
+@pytest.mark.exhaustive
 def test_dropout_masks_do_not_depend_on_the_layout(overrides):
     shape = ("model.dropout=0.2", "model.num_heads=6", "model.head_dim=4")
     assert_trains_as_one_device(*overrides, shape=shape)

@@ -238,6 +238,7 @@ PIPELINES = (
         for layout in PIPELINES
     ],
 )
+@pytest.mark.exhaustive
 def test_a_pipeline_runs_in_fp8_what_one_device_does(recipe, layout):
     """Until a difference of float32 makes a number another in FP8; blocks of gradients end where microbatches do."""
     model = [o for o in layout.split() if o.startswith("model.")] or ["model.unscanned_end_layers=0"]

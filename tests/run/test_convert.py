@@ -155,6 +155,7 @@ def test_stages_of_a_pipeline_start_from_the_same_parameters(source, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "staged"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_byte_tokenizer_survives_the_round_trip(tmp_path, capsys):
     """It has no tokenizer.json, so the Hugging Face directory has jaxstack's description of it."""
     path = config(tmp_path, name="bytes")

@@ -115,6 +115,7 @@ def test_killed_at_a_random_moment_and_taken_up_again(folder, unbroken):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.exhaustive
 def test_a_signal_saves_first(folder, unbroken, number, code):
     name = number.name
     process = start(folder, name, "checkpoint.every_steps=1000")

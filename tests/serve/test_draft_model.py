@@ -79,6 +79,7 @@ def test_greedy_tokens_are_the_same_and_those_of_an_equal_draft_model_are_accept
                 assert engine.stats.accepted_tokens == engine.stats.draft_tokens
 
 
+@pytest.mark.exhaustive
 def test_a_text_depends_on_its_prompt_and_seed_alone():
     """Beside others, after preemption, from cached pages, and with a constraint."""
     model = open_tiny()

@@ -305,6 +305,7 @@ def test_speculation_changes_no_token_and_accepts_repetitions(decoder):
         assert handle.result() == whole[: whole.index(whole[20])]
 
 
+@pytest.mark.exhaustive
 def test_data_parallelism_gives_the_same_text_from_several_copies(decoder):
     asked = [(prompt, 12, SAMPLINGS[i % 3], i) for i, prompt in enumerate(prompts([5, 9, 20, 3]))]
     with open_engine(open_decoder(data=2, tensor=2), SMALL, warm_up=False) as group:

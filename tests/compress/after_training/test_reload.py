@@ -42,6 +42,7 @@ def compress_by(name: str, source: Path, out: Path, text: TextOptions | None = N
     return compress(source, load_recipe(name, calibration), out, options)
 
 
+@pytest.mark.exhaustive
 def test_a_directory_of_each_recipe_holds_the_bits_of_the_model_in_memory(source, tmp_path, monkeypatch):
     written = {}
 

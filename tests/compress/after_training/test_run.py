@@ -147,6 +147,7 @@ def test_learned_scales_are_packed_exactly(tmp_path):
     assert losses["fitted"] == pytest.approx(measured.loss, rel=1e-6) != losses["largest"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_rounded_inputs_computes_what_its_compressed_model_does(tmp_path):
     """Training's evaluation, the run's decoder and the decoder of recipe w8a8 multiply the same integers."""
     rule = "{path: ^decoder, method: qat, bits: 8, group_size: null, activations: int8}"

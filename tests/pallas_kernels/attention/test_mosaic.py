@@ -104,6 +104,7 @@ def test_error_with_the_query_heads_of_a_key_head_in_several_programs(monkeypatc
 
 
 @needs_mosaic
+@pytest.mark.exhaustive
 def test_error_of_full_attention_with_several_blocks_of_queries(monkeypatch, capfd):
     """Blocks are dealt out sequence by sequence; the last of three has one group of 64 queries out of three."""
     monkeypatch.setattr(mosaic, "INTERPRET", True)
@@ -116,6 +117,7 @@ def test_error_of_full_attention_with_several_blocks_of_queries(monkeypatch, cap
 
 @needs_mosaic
 @pytest.mark.parametrize(("heads", "length"), [(1, 384), (2, 200)])
+@pytest.mark.exhaustive
 def test_error_with_the_last_key_blocks_in_several_programs(heads, length, monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
     monkeypatch.setattr(mosaic_call, "choose_tail", lambda *_: Tail(2, 3))
