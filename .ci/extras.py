@@ -22,7 +22,7 @@ SMALL += ["data.tokenizer.name=byte"]
 
 
 def requirements(extra: str) -> list[str]:
-    """What an extra installs beside the package's own dependencies."""
+    """Return the requirements that an extra adds to the dependencies of the package."""
     from pip._vendor.packaging.requirements import Requirement
 
     parsed = [Requirement(text) for text in importlib.metadata.requires("jaxstack") or ()]

@@ -162,7 +162,7 @@ def _layout(node: object, name: str, param: nnx.Param) -> MatrixLayout | None:
     if isinstance(node, Linear):
         return layout(stacked, node.contracted) if name == "kernel" else None
     if isinstance(node, Experts):
-        return layout(stacked + 1, 1)
+        return layout(stacked + 1, 1) if name == "kernel" else None
     if isinstance(node, Embedding):
         return layout(0, 1, True)
     if name in ("kernel", "head") and len(shape) == 2 and "router" not in (axes or ()):

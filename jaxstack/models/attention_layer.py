@@ -70,7 +70,8 @@ class Attention(nnx.Module):
         self.k_norm = _make_head_norm(config, k, "kv_heads")
         self.kind = layer.mixer
         self.heads = config.heads(layer.window)
-        self.kind_weight = self.kind.make_weight(self.heads, rngs)
+        if (weight := self.kind.make_weight(self.heads, rngs)) is not None:
+            setattr(self, self.kind.weight_name, weight)
         self.rotation = layer.rotation
         self.rotary_channels = config.rotary_channels if layer.rotation is not None else 0
 
@@ -78,7 +79,8 @@ class Attention(nnx.Module):
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Apply the sublayer to x [B, T, D]; also return the cache with this call's tokens added."""
-        weight = () if self.kind_weight is None else (self.kind_weight[...],)
+        parameter = getattr(self, self.kind.weight_name, None)
+        weight = () if parameter is None else (parameter[...],)
         slots = context.slots
         kind = self.kind.with_weight(*weight)
         if cache is None or slots is None or slots.first:

@@ -214,9 +214,9 @@ class ModelConfig(Component):
             )
         if problem := self._width_problem():
             raise ValueError(problem)
-        grouped = self.kv_heads != self.num_heads
-        options = self.attn_logit_softcapping, self.query_pre_attn_scalar, self.width_per_head, grouped
-        self.attention.check(ScoreOptions(self.layer_types, *options))
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(ScoreOptions)}
+        options |= {"num_kv_heads": self.kv_heads, "head_dim": self.width_per_head}
+        self.attention.check(ScoreOptions(**options))
         return self
 
     def _scaling_problem(self, scaling: RopeScaling) -> str | None:

@@ -93,7 +93,8 @@ class MoE(nnx.Module):
         x = gradient_carrier(x)
         modules = {"router": self.router, "up": self.up_proj, "gate": self.gate_proj, "down": self.down_proj}
         found = {name: module.kernel for name, module in modules.items() if module is not None}
-        found |= {f"{name}_bias": module.bias for name, module in modules.items() if module is not None and module.bias}
+        biases = {f"{name}_bias": module.bias for name, module in modules.items() if module is not None}
+        found |= {name: bias for name, bias in biases.items() if bias is not None}
         if self.router.balance_bias is not None:
             found["balance_bias"] = self.router.balance_bias
         parameters = {name: _value_and_axes(parameter) for name, parameter in found.items()}

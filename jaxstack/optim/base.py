@@ -30,9 +30,10 @@ class HasShape(Protocol):
 def is_matrix(path: str, leaf: HasShape) -> bool:
     """Return True if a parameter counts as a matrix, to which weight decay applies by default.
 
-    Scales, biases and magnitudes count as vectors even if they have two dims.
+    Scales, biases, magnitudes and attention sinks count as vectors even if they have two dims, as those of a stack of
+    layers do.
     """
-    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
+    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude", "sinks")
 
 
 ADAM_WIDTH_POWERS: Mapping[Role, float] = {"input": 0.0, "hidden": -1.0, "output": -1.0, "final_gain": -1.0}

@@ -30,7 +30,7 @@ def with_local_heads(
     v: jax.Array,
     *batched: jax.Array | None,
     whole: tuple[jax.Array, ...] = (),
-    per_head: tuple[jax.Array, ...] = (),
+    per_head: tuple[jax.Array | None, ...] = (),
 ) -> jax.Array:
     """Apply an attention function inside a `shard_map`, on each device's own rows of the batch, heads and tokens.
 
@@ -45,7 +45,7 @@ def with_local_heads(
       v: [B, S, K, H].
       batched: further arrays [B, T, ...], or None.
       whole: arrays that are replicated to every device, such as a weight.
-      per_head: arrays [N, ...], split as the query heads are. The function takes them last.
+      per_head: arrays [N, ...], split as the query heads are, or None. The function takes them last.
 
     Raises:
       ValueError: the devices of `context` do not divide the length.

@@ -116,7 +116,6 @@ Rows: [attention_random](performance-rows.md#attention_random). Yours: `{command
 """
 NOT_MEASURED = {
     "attention_kinds": "kinds of attention: linear, performer, projected, block-sparse and longformer",
-    "attention": "flash attention on shapes of models, next to cuDNN and PyTorch",
     "fp8": "our own matrix product in FP8, with and without quantization",
     "grouped_matmul": "the grouped matrix product of mixtures of experts",
     "pipeline": "schedules of pipelines, and their bubbles",
@@ -244,6 +243,9 @@ def not_measured(results: Path = RESULTS) -> str:
     """Return the section of what has a benchmark and no rows; an empty string if there is nothing."""
     missing = {name: what for name, what in NOT_MEASURED.items() if not read_all(results / f"{name}.jsonl")}
     lines = [f"- {what} (`python {script_path(name)}`)" for name, what in missing.items()]
+    if not any(row["implementation"] == "cudnn (jax)" for row in read_all(results / "attention.jsonl")):
+        what = "flash attention next to cuDNN and PyTorch, without sinks and with values as wide as keys"
+        lines.append(f"- {what} (`python benchmarks/attention/attention.py`)")
     if not any("jaxstack" in row["implementation"] for row in read_all(results / "collective_matmul.jsonl")):
         what = "our kernels that communicate while they multiply, on two and four GPUs"
         lines.append(f"- {what} (`python benchmarks/distributed/collective_matmul.py`)")

@@ -1,13 +1,14 @@
 """Recipes: shipped ones, mistakes, and which weights they choose."""
 
 import pytest
+from flax import nnx
 
 from jaxstack.compress.base import method_name
 from jaxstack.compress.config import RECIPES, Recipe, choose_methods, load_recipe
-from jaxstack.compress.matrix import dense_weights, other_parameters
+from jaxstack.compress.matrix import dense_weights, find_weights, other_parameters
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
-from jaxstack.models import ModelConfig
+from jaxstack.models import ModelConfig, Transformer
 
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)
 WEIGHTS = dense_weights(MODEL)
@@ -106,3 +107,11 @@ def test_a_rule_for_weights_that_recipes_do_not_compress_says_so(path, message):
     rules = recipe({"path": "attention", "method": "rtn"}, {"path": path, "method": "rtn"})
     with pytest.raises(ConfigError, match=message):
         choose_methods(rules, dense_weights(config), other_parameters(config))
+
+
+def test_biases_of_experts_are_no_weights():
+    experts = {"num_experts": 4, "expert_bias": True, "router_bias": True}
+    config = build_component(ModelConfig, {**MODEL.model_dump(), "moe": experts}, "model")
+    found = find_weights(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
+    assert any("mlp/up_proj/kernel" in weight.path for weight in found)
+    assert not any("bias" in weight.path for weight in found)

@@ -6,9 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxstack.errors import ConfigError
-from jaxstack.optim.base import GroupRule
+from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.attention import SoftmaxAttention
+from jaxstack.optim.base import GroupRule, is_matrix
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS, SGD, Adafactor, AdamW, Lion
 from jaxstack.optim.schedules import SCHEDULES
@@ -98,6 +101,22 @@ def test_weight_decay_spares_vectors_unless_a_group_says_so():
     assert decayed()["layers"] == pytest.approx({"kernel": 0.05, "bias": 0, "scale": 0})
     found = decayed(GroupRule(path="bias|scale", weight_decay=1.0), GroupRule(path="head", weight_decay=0.0))
     assert found["layers"] == pytest.approx({"kernel": 0.05, "bias": 0.1, "scale": 0.1}) and found["head"] == 0
+
+
+def test_attention_sinks_of_stacked_layers_have_no_weight_decay():
+    """Unrolled they have one dim, and stacked two; training must not depend on that."""
+    model = ModelConfig(
+        vocab_size=16,
+        hidden_size=8,
+        num_layers=3,
+        num_heads=2,
+        attention=SoftmaxAttention(sinks=True),
+        scan_layers=True,
+    )
+    shapes = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: Transformer(model, nnx.Rngs(0))), nnx.Param))
+    found = {"/".join(map(str, path)): leaf for path, leaf in shapes if path[-1] == "sinks"}
+    assert [leaf.shape for leaf in found.values()] == [(3, 2)]
+    assert not any(is_matrix(path, leaf) for path, leaf in found.items())
 
 
 def test_a_frozen_group_stays_and_has_no_state():

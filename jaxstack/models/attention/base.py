@@ -43,14 +43,21 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions:
-    """Model settings that not every kind of attention supports (window, soft cap), named as in `ModelConfig`."""
+    """Model settings that not every kind of attention supports (window, soft cap), named as in `ModelConfig`.
 
-    layer_types: tuple[str, ...] = ("full_attention",)
-    attn_logit_softcapping: float | None = None
-    query_pre_attn_scalar: float | None = None
-    head_dim: int | None = None
-    grouped: bool = False
-    """True if there are fewer heads of keys and values than of queries."""
+    `num_kv_heads` and `head_dim` are numbers also where the configuration leaves them out.
+    """
+
+    layer_types: tuple[str, ...]
+    attn_logit_softcapping: float | None
+    query_pre_attn_scalar: float | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: bool | str
+    qkv_bias: bool
+    output_bias: bool
+    partial_rotary_factor: float
 
 
 def split_and_rotate(
@@ -113,6 +120,8 @@ class AttentionKind(Mixer):
 
         return with_whole_sequences(attend, q, k, v, segment_ids, axis_name=axis_name)
 
+    weight_name: ClassVar[str] = "kind_weight"
+    """Name of the additional parameter within the layer."""
     weight_per_head: ClassVar[bool] = False
     """True if the additional parameter has an element for each query head; else every device needs all of it."""
 

@@ -48,7 +48,9 @@ class LatentAttention(Mixer):
         return method == "all_to_all"
 
     def check(self, options: ScoreOptions) -> None:
-        """Check that the model's settings are supported: no windows, no soft cap, and equally many heads of all kinds.
+        """Check that the model's settings are supported.
+
+        There are no windows, soft caps, biases and norms of heads, and equally many heads of all kinds.
 
         Raises:
           ValueError: a setting is not supported.
@@ -63,7 +65,11 @@ class LatentAttention(Mixer):
         given = {
             "layer_types: sliding_attention": "sliding_attention" in options.layer_types,
             f"attn_logit_softcapping ({options.attn_logit_softcapping})": options.attn_logit_softcapping is not None,
-            "num_kv_heads other than num_heads": options.grouped,
+            f"num_kv_heads ({options.num_kv_heads}) other than num_heads": options.num_kv_heads != options.num_heads,
+            f"qk_norm ({options.qk_norm})": options.qk_norm,
+            "qkv_bias": options.qkv_bias,
+            "output_bias": options.output_bias,
+            f"partial_rotary_factor ({options.partial_rotary_factor})": options.partial_rotary_factor != 1,
         }
         if wrong := next((name for name, found in given.items() if found), None):
             raise ValueError(f"{wrong} is not supported with attention.name latent; leave it out.")

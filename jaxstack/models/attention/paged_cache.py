@@ -5,7 +5,7 @@ EnergonAI, Du et al. 2022, arXiv:2209.02341).
 """
 
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -103,10 +103,15 @@ def _attend_in_place(
 ) -> Float[Array, "R T N H"]:
     """Compute attention that reads pages in place, by the page table, without copying them; for few new tokens."""
 
-    own = () if sinks is None else (sinks,)
-
-    def attend(q: jax.Array, *keys_and_places: Any, implementation: str | None = None) -> jax.Array:
-        key, value, table, lengths, *sinks = keys_and_places
+    def attend(
+        q: jax.Array,
+        key: Stored,
+        value: Stored,
+        table: jax.Array,
+        lengths: jax.Array,
+        sinks: jax.Array | None,
+        implementation: str | None = None,
+    ) -> jax.Array:
         return paged_attention(
             q,
             key,
@@ -116,19 +121,19 @@ def _attend_in_place(
             scale=heads.scale,
             soft_cap=heads.soft_cap,
             window=heads.window,
-            sinks=sinks[0] if sinks else None,
+            sinks=sinks,
             implementation=implementation,
         )
 
     arguments = cache.key, cache.value, group.table, group.lengths
     rules = current_rules()
     if rules is None or rules.mesh.size == 1:
-        return attend(q, *arguments, *own)
+        return attend(q, *arguments, sinks)
     key, value, *places = arguments
     if isinstance(key, jax.Array) and isinstance(value, jax.Array) and _splits_by_heads(rules, q, key):
-        return with_local_heads(attend, q, key, value, whole=tuple(places), per_head=own)
+        return with_local_heads(attend, q, key, value, whole=tuple(places), per_head=(sinks,))
     # XLA cannot partition a kernel over the devices of a mesh.
-    return attend(q, *arguments, *own, implementation="xla")
+    return attend(q, *arguments, sinks, implementation="xla")
 
 
 def _splits_by_heads(rules: AxisRules, q: jax.Array, pages: jax.Array) -> bool:
@@ -185,7 +190,7 @@ def _attend_copies(
     key_segments = jnp.where(positions >= 0, 0, -1)
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, other: jax.Array, *sinks: jax.Array
+        q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, other: jax.Array, sinks: jax.Array | None
     ) -> jax.Array:
         out = flash_attention(
             q,
@@ -195,7 +200,7 @@ def _attend_copies(
             segment_ids=(own, other),
             scale=heads.scale,
             soft_cap=heads.soft_cap,
-            sinks=sinks[0] if sinks else None,
+            sinks=sinks,
             implementation=heads.implementation,
         )
         return cast(jax.Array, out)
@@ -207,7 +212,7 @@ def _attend_copies(
         v,
         jnp.zeros(q.shape[:2], jnp.int32),
         key_segments,
-        per_head=() if sinks is None else (sinks,),
+        per_head=(sinks,),
     )
 
 

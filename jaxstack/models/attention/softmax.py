@@ -26,7 +26,8 @@ class SoftmaxAttention(MaskedSoftmax):
 
     name: Literal["softmax"] = "softmax"
     sinks: bool = False
-    """Give each head a learned score without a value, which every query sees beside its keys (gpt-oss)."""
+    """Give each head a learned score without a value, which every query sees in addition to its keys (gpt-oss)."""
+    weight_name: ClassVar[str] = "sinks"
     weight_per_head: ClassVar[bool] = True
     _sinks: jax.Array | None = PrivateAttr(default=None)
 

@@ -117,7 +117,7 @@ def _rope_fields(said: Keys, where: str, config: Keys) -> tuple[float | None, di
 
 
 def _with_context(said: dict[str, Any], config: Keys) -> dict[str, Any]:
-    """Add to the settings of a scaling what transformers takes from keys beside them: the context and its growth."""
+    """Add to the settings of a scaling what transformers takes from keys next to them: the context and its growth."""
     key = "original_max_position_embeddings"
     length = config.get("max_position_embeddings")
     original = config.get(key) or said.get(key)

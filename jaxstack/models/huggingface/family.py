@@ -11,8 +11,8 @@ from jaxstack.models.huggingface.config_fields import Row
 from jaxstack.models.huggingface.tensors import Tensor
 
 HARMLESS = frozenset(
-    # File names, the program that wrote them, and the dtype.
-    ["model_type", "architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype"]
+    # Names of files and classes, the program that wrote them, and the dtype.
+    ["model_type", "architectures", "auto_map", "_name_or_path", "transformers_version", "torch_dtype", "dtype"]
     # Settings of other programs.
     + ["use_cache", "cache_implementation", "pretraining_tp", "_attn_implementation_autoset", "gradient_checkpointing"]
     + ["output_attentions", "output_hidden_states", "return_dict", "keys_to_ignore_at_inference"]

@@ -26,6 +26,7 @@ from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
 from jaxstack.models.huggingface.quantization_config import Quantization, read_quantization
 from jaxstack.models.huggingface.quantized_weights import (
     AnyQuantized,
+    QuantizedTensor,
     describe_quantization_differences,
     open_quantized,
 )
@@ -138,7 +139,7 @@ def _read(
         found: Arrays = {}
         for leaf in leaves:
             tensor = quantized.get(leaf.names[0]) if packed and leaf.is_matrix else None
-            weight = None if tensor is None else _pack(tensor, leaf, place(leaf))
+            weight = _pack(tensor, leaf, place(leaf)) if isinstance(tensor, QuantizedTensor) else None
             found[leaf.path] = _read_leaf(files, leaf, place(leaf), read) if weight is None else weight
         if quantization is not None:
             kept = [value for value in found.values() if isinstance(value, PackedWeight)]
@@ -147,7 +148,7 @@ def _read(
         return found
 
 
-def _pack(tensor: AnyQuantized, leaf: Leaf, sharding: jax.sharding.Sharding | None) -> PackedWeight | None:
+def _pack(tensor: QuantizedTensor, leaf: Leaf, sharding: jax.sharding.Sharding | None) -> PackedWeight | None:
     outputs, inputs = (tuple(leaf.shape[dim] for dim in dims) for dims in leaf.row.order)
     return tensor.pack(inputs, outputs, sharding, leaf.is_table)
 

@@ -54,6 +54,13 @@ def _count(config: Keys, default_chosen: int) -> dict[str, Any]:
 
 
 def expert_tensors(router: str, experts: str, names: dict[str, str]) -> tuple[Tensor, ...]:
+    """Return the rows of a mixture with a tensor for each expert.
+
+    Args:
+      router: name of the router's tensor within a layer.
+      experts: beginning of the names of the experts' tensors within a layer.
+      names: our projections -> theirs.
+    """
     return (
         Tensor("layers/mlp/router/kernel", LAYER + router, ((1,), (0,))),
         *(
@@ -170,7 +177,7 @@ GPT_OSS = Family(
     ),
     tensors=(
         *TENSORS,
-        Tensor("layers/attention/kind_weight", LAYER + "self_attn.sinks", ((0,),)),
+        Tensor("layers/attention/sinks", LAYER + "self_attn.sinks", ((0,),)),
         Tensor("layers/mlp/router/kernel", LAYER + "mlp.router.weight", ((1,), (0,))),
         Tensor("layers/mlp/router/bias", LAYER + "mlp.router.bias", ((0,),)),
         *_joined_experts("gate_proj", (0, 2)),

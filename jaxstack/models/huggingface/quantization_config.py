@@ -18,8 +18,8 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 _READ = (*FORMATS, "naive-quantized")
 _METHOD = "compressed-tensors"
 _FP8 = "fp8"
-MXFP4 = "mxfp4"
-"""The `quant_method` whose tensors have names of their own, by which they are found."""
+_MXFP4 = "mxfp4"
+"""A `quant_method` without schemes: its tensors are found by their names."""
 _PER_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
 """Settings of inputs that are rounded with a scale for each token, computed from the token itself."""
 _INT8_TOKENS = {**_PER_TOKEN, "num_bits": 8, "type": "int"}
@@ -115,14 +115,14 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if not said:
         return None
     method = said.get("quant_method") if isinstance(said, Mapping) else None
-    if method == MXFP4:
+    if method == _MXFP4:
         return Quantization(())
     if method == _FP8 and isinstance(said, Mapping):
         return _read_fp8(said)
     if method != _METHOD:
         raise ConfigError(
             f"config.json: {KEY} has quant_method {method!r}; these are read: {_METHOD}, which llm-compressor writes, "
-            f"{MXFP4} (gpt-oss) and {_FP8} (DeepSeek)."
+            f"{_MXFP4} (gpt-oss) and {_FP8} (DeepSeek)."
         )
     for key in ("sparsity_config", "transform_config"):
         other = said.get(key) or {}

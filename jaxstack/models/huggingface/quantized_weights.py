@@ -270,9 +270,6 @@ class Mxfp4Experts:
         start = inputs.start - 32 * groups.start
         return values[..., start : start + inputs.stop - inputs.start].swapaxes(1, 2)
 
-    def pack(self, *_: Any) -> None:
-        """Return None: experts have no packed form."""
-
 
 AnyQuantized = QuantizedTensor | Mxfp4Experts
 

@@ -132,14 +132,15 @@ def take_group(values: Float[Array, "G F"], group: Int[Array, " R"]) -> Float[Ar
 
 
 def _group_forward(values: jax.Array, group: jax.Array) -> tuple:
-    return values[group], (group, jnp.zeros(values.shape[:1], values.dtype))
+    return values[group], (values, group)
 
 
 def _group_backward(saved: tuple, gradient: jax.Array) -> tuple:
-    group, like = saved
-    belongs = jax.nn.one_hot(group, like.shape[0], dtype=gradient.dtype)
+    # A product in place of a scatter, whose order of sums differs between runs.
+    values, group = saved
+    belongs = jax.nn.one_hot(group, values.shape[0], dtype=gradient.dtype)
     sums = jnp.einsum("rg,rf->gf", belongs, gradient, preferred_element_type=jnp.float32)
-    return sums.astype(like.dtype), None
+    return sums.astype(values.dtype), None
 
 
 take_group.defvjp(_group_forward, _group_backward)

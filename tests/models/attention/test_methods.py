@@ -18,6 +18,7 @@ from jaxstack.models.attention.block_sparse import (
     FixedPattern,
     StridedPattern,
 )
+from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
@@ -30,6 +31,7 @@ from jaxstack.run_config import load_config
 KINDS = {
     "softmax": SoftmaxAttention(),
     "sinks": SoftmaxAttention(sinks=True),
+    "latent": LatentAttention(q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
     "longformer": LongformerAttention(window=4, global_tokens=2),
     "block_sparse": BlockSparseAttention(
         pattern=BigBirdPattern(window=1, global_blocks=1, random_blocks=0), block_size=16
@@ -38,16 +40,17 @@ KINDS = {
     "performer": PerformerAttention(features=24),
     "projected": ProjectedAttention(block_size=8, summaries=3),
 }
-AS_IF_ALONE = ("softmax", "sinks", "longformer", "linear", "performer")
+AS_IF_ALONE = ("softmax", "sinks", "latent", "longformer", "linear", "performer")
 B = 2
 T = 40
 
 
 def build(kind: str, **values) -> Transformer:
+    heads = {"num_kv_heads": 4, "head_dim": 12} if kind == "latent" else {"num_kv_heads": 2}
     return Transformer(
         ModelConfig(
-            vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48,
-            initialization="fan_in", initializer_range=0.5, attention=KINDS[kind], **values,
+            vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48,
+            initialization="fan_in", initializer_range=0.5, attention=KINDS[kind], **heads, **values,
         ),
         nnx.Rngs(0),
     )  # fmt: skip
@@ -74,9 +77,7 @@ def close(a, b, tolerance: float = 1e-4) -> None:
 
 def test_the_table_and_the_union_hold_the_same_kinds():
     assert get_args(get_args(AnyAttention)[0]) == ATTENTION_KINDS
-    assert {kind.model_fields["name"].default for kind in ATTENTION_KINDS} == {kind.name for kind in KINDS.values()} | {
-        "latent"
-    }
+    assert {kind.model_fields["name"].default for kind in ATTENTION_KINDS} == {kind.name for kind in KINDS.values()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,6 +199,19 @@ def test_flops_follow_the_visible_pairs(kind, sees):
     assert attention_flops(kind, length) == pytest.approx(3 * 12 * 256 * (pairs / length - 0.5), rel=0.03)
 
 
+def test_flops_of_latent_attention_are_those_of_its_expanded_heads():
+    """Scores of heads of 12 channels and sums of values of 6, for half of the keys; three times with the backward."""
+    model = build("latent").config
+    found = model_flops_per_token(model, 300) - 6 * count_parameters(model).matmul
+    assert found == model.num_layers * 3 * 2 * 150 * 4 * (12 + 6)
+
+
+def test_parameters_are_counted(models):
+    for kind, model in models.items():
+        sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+        assert sum(sizes) == count_parameters(model.config).total, kind
+
+
 def test_flops_of_linear_kinds_do_not_depend_on_the_length():
     """A key is added to the state, a query multiplied with it: 2 x features x width each, times 3 with the backward."""
     linear = 3 * 3 * 2 * 64 * 64 * (4 + 2)
@@ -215,6 +229,9 @@ def test_a_full_layout_and_a_wide_window_count_as_softmax():
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
+LATENT = "model.attention={name: latent, qk_nope_head_dim: 16, qk_rope_head_dim: 8}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -227,6 +244,10 @@ def test_a_full_layout_and_a_wide_window_count_as_softmax():
         (["model.attention={name: block_sparse, block_size: 20}"], "block_size: should be a multiple of 16; found 20"),
         (["model.attention={name: block_sparse, pattern: {name: fixed, stride: 2, summary: 3}}"], "must not exceed"),
         (["model.attention={name: linear}", "model.attn_logit_softcapping=5.0"], "needs attention.name softmax"),
+        ([LATENT, "model.head_dim=24", "model.num_kv_heads=null", "model.qk_norm=true"], "qk_norm (True) is not"),
+        ([LATENT, "model.head_dim=24", "model.num_kv_heads=null", "model.partial_rotary_factor=0.5"], "(0.5) is not"),
+        ([LATENT, "model.head_dim=24", "model.num_kv_heads=null", "model.qkv_bias=true"], "qkv_bias is not supported"),
+        ([LATENT, "model.head_dim=16"], "head_dim (16) must be qk_nope_head_dim + qk_rope_head_dim (24)"),
         (["model.attention={name: linear}", "model.query_pre_attn_scalar=5.0"], "scales scores"),
         (
             ["model.attention={name: longformer}", "model.layer_types=[sliding_attention]", "model.sliding_window=4"],
