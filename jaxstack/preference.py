@@ -1,0 +1,188 @@
+"""Preference training: a model learns to prefer the chosen answer of each pair to the rejected one.
+
+A loss is one row of `LOSSES`: a function of the log-probabilities of a pair's two answers, under the trained model and
+mostly also under a frozen reference model. All of it is computed in float32.
+
+Dimensions: P pairs of answers; column 0 of [P, 2] is the chosen answer and column 1 the rejected one.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+from pydantic import Field
+
+from jaxstack.config.base import Component, NameIn
+from jaxstack.loss import LossSum
+
+
+class Pairs(NamedTuple):
+    """Log-probabilities of the answers of P pairs, summed over their tokens, and the numbers of these tokens."""
+
+    policy: Float[Array, "P 2"]
+    """Sums under the trained model."""
+    reference: Float[Array, "P 2"]
+    """Sums under the reference model; zeros if the loss needs none."""
+    lengths: Float[Array, "P 2"]
+    """Numbers of tokens, at least 1."""
+
+    @property
+    def means(self) -> Float[Array, "P 2"]:
+        """Mean log-probability of a token under the trained model."""
+        return self.policy / self.lengths
+
+
+class Judged(NamedTuple):
+    """Loss of each of P pairs, and the rewards that it implies for their answers."""
+
+    loss: Float[Array, " P"]
+    rewards: Float[Array, "P 2"]
+
+    @property
+    def margins(self) -> Float[Array, " P"]:
+        """Reward of the chosen answer minus that of the rejected one."""
+        return _difference(self.rewards)
+
+
+def _difference(x: Float[Array, "P 2"]) -> Float[Array, " P"]:
+    return x[:, 0] - x[:, 1]
+
+
+def _dpo(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290), conservative with label smoothing."""
+    rewards = settings.strength * (pairs.policy - pairs.reference)
+    margins = _difference(rewards)
+    wrong = settings.label_smoothing
+    loss = -(1 - wrong) * jax.nn.log_sigmoid(margins) - wrong * jax.nn.log_sigmoid(-margins)
+    return Judged(loss, rewards)
+
+
+def _robust(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
+    """DPO's loss, unbiased where labels are wrong at a known rate (Chowdhury et al. 2024, arXiv:2403.00409)."""
+    rewards = settings.strength * (pairs.policy - pairs.reference)
+    margins = _difference(rewards)
+    wrong = settings.label_smoothing
+    loss = -(1 - wrong) * jax.nn.log_sigmoid(margins) + wrong * jax.nn.log_sigmoid(-margins)
+    return Judged(loss / (1 - 2 * wrong), rewards)
+
+
+def _ipo(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
+    """Identity preference optimization (Azar et al. 2023, arXiv:2310.12036), on means over tokens as in TRL."""
+    gains = (pairs.policy - pairs.reference) / pairs.lengths
+    loss = jnp.square(_difference(gains) - 1 / (2 * settings.strength))
+    return Judged(loss, settings.strength * gains)
+
+
+def _hinge(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
+    """Hinge loss on DPO's rewards (SLiC, Zhao et al. 2023, arXiv:2305.10425)."""
+    rewards = settings.strength * (pairs.policy - pairs.reference)
+    return Judged(jax.nn.relu(1 - _difference(rewards)), rewards)
+
+
+def _simpo(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
+    """SimPO (Meng et al. 2024, arXiv:2405.14734): means over tokens in place of a reference, and a target margin."""
+    rewards = settings.strength * pairs.means
+    return Judged(-jax.nn.log_sigmoid(_difference(rewards) - settings.simpo_gamma), rewards)
+
+
+def _orpo(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
+    """ORPO (Hong et al. 2024, arXiv:2403.07691): likelihood of the chosen answer, and odds of chosen to rejected."""
+    odds = -jax.nn.log_sigmoid(_difference(_log_odds(pairs.means)))
+    return Judged(settings.strength * odds - pairs.means[:, 0], settings.strength * pairs.means)
+
+
+def _log_odds(log_probability: jax.Array) -> jax.Array:
+    """Return log(p / (1 - p)), finite and with finite gradients also where p rounds to 1."""
+    a = jnp.minimum(log_probability, -1e-6)
+    return a - jnp.where(a > -math.log(2), jnp.log(-jnp.expm1(a)), jnp.log1p(-jnp.exp(a)))
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceLoss:
+    """A row of `LOSSES`: how the loss of a pair is computed, and what it needs.
+
+    Attributes:
+      function: takes the pairs and the settings.
+      needs_reference: it compares the trained model with a frozen reference.
+      beta: default of `preference.beta`.
+      smooths: it uses `preference.label_smoothing`.
+    """
+
+    function: Callable[[Pairs, "PreferenceConfig"], Judged]
+    needs_reference: bool = True
+    beta: float = 0.1
+    smooths: bool = False
+
+
+LOSSES: Mapping[str, PreferenceLoss] = {
+    "dpo": PreferenceLoss(_dpo, smooths=True),
+    "ipo": PreferenceLoss(_ipo),
+    "robust": PreferenceLoss(_robust, smooths=True),
+    "hinge": PreferenceLoss(_hinge),
+    "simpo": PreferenceLoss(_simpo, needs_reference=False, beta=2.0),
+    "orpo": PreferenceLoss(_orpo, needs_reference=False),
+}
+"""Name -> loss."""
+
+
+class PreferenceConfig(Component):
+    """Configuration of training on preferences: the loss of a pair of answers, and the reference model."""
+
+    loss: Annotated[str, NameIn(LOSSES)] | None = None
+    """Loss of a pair of answers; null: none, the data are not preferences."""
+    beta: float | None = Field(default=None, gt=0)
+    """Scale of the rewards, for orpo weight of the odds; null: 0.1, for simpo 2.0."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of the pairs whose preference is taken to be wrong, for dpo and robust."""
+    simpo_gamma: float = Field(default=1.0, ge=0)
+    """Margin by which simpo wants the rewards to differ."""
+    reference: str = "init_from"
+    """Frozen model of dpo, ipo, robust and hinge: init_from, the model of `run.init_from` (with adapters, the model
+    without them); or the directory of a run or Hugging Face checkpoint with the same tokenizer."""
+    sft_weight: float = Field(default=0.0, ge=0)
+    """Weight of the chosen answer's cross-entropy, a mean over its tokens, which is added to the loss."""
+
+    @property
+    def method(self) -> PreferenceLoss:
+        """Row of the loss in `LOSSES`."""
+        return LOSSES[self.loss or "dpo"]
+
+    @property
+    def strength(self) -> float:
+        """Value of `beta`, or else the default of the loss."""
+        return self.method.beta if self.beta is None else self.beta
+
+
+def sum_over_pairs(
+    pairs: Pairs, counted: Bool[Array, " P"], settings: PreferenceConfig
+) -> tuple[LossSum, dict[str, LossSum]]:
+    """Return the loss summed over the pairs that count, and the sums of further values for the metrics.
+
+    Args:
+      pairs: log-probabilities of the answers.
+      counted: False for pairs that only fill a batch.
+      settings: which loss, and its scales.
+
+    Returns:
+      The loss; and `accuracy` (share of pairs with a positive margin), `margin`, `chosen_reward`, `rejected_reward` and
+      `chosen_probability` (geometric mean over the tokens of the chosen answer).
+    """
+    judged = settings.method.function(pairs, settings)
+    loss = judged.loss - settings.sft_weight * pairs.means[:, 0]
+    values = {
+        "accuracy": judged.margins > 0,
+        "margin": judged.margins,
+        "chosen_reward": judged.rewards[:, 0],
+        "rejected_reward": judged.rewards[:, 1],
+        "chosen_probability": jnp.exp(pairs.means[:, 0]),
+    }
+    count = jnp.sum(counted, dtype=jnp.float32)
+
+    def total(x: jax.Array) -> LossSum:
+        return LossSum(jnp.sum(jnp.where(counted, x, 0), dtype=jnp.float32), count)
+
+    return total(loss), {name: total(x) for name, x in values.items()}
