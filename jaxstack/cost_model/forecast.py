@@ -9,7 +9,7 @@ import numpy as np
 from jaxstack.cost_model.cluster import Cluster, Efficiency, load_efficiency
 from jaxstack.cost_model.layouts import Floats, LayoutTable, count_tokens, layout_table_of
 from jaxstack.cost_model.memory import memory_parts
-from jaxstack.cost_model.model_shape import ModelShape, model_shape, optimizer_bytes, trained_share
+from jaxstack.cost_model.model_shape import ModelShape, adapter_share, model_shape, optimizer_bytes, trained_share
 from jaxstack.cost_model.step_time import StepModel
 from jaxstack.distributed.device_setup import DEVICE_FRACTION
 from jaxstack.models.count import mixer_flops_per_token, model_flops_per_token
@@ -174,6 +174,7 @@ class LayoutModel:
             scanned=self.time.scanned,
             prefetch=self.time.prefetch,
             trained=self.time.trained,
+            adapters=adapter_share(self.config.adapters, self.shape),
         )
 
     def fits(self, layouts: LayoutTable) -> np.ndarray:

@@ -43,6 +43,7 @@ def memory_parts(
     scanned: bool = True,
     prefetch: bool = False,
     trained: float = 1.0,
+    adapters: float = 0.0,
 ) -> dict[str, Floats]:
     """Return the predicted bytes on each device for each layout, by part: weights, gradients, activations and others.
 
@@ -53,7 +54,8 @@ def memory_parts(
       optimizer_bytes: bytes of optimizer state for each trained parameter.
       scanned: `model.scan_layers`.
       prefetch: `parallel.prefetch`.
-      trained: trained parameters over all; below 1 with adapters or frozen groups.
+      trained: trained parameters over those of the model without adapters; below 1 with adapters or frozen groups.
+      adapters: parameters of adapters over those of the model without them; `shape` leaves them out.
     """
     stored = stored_parameters(shape, layouts, zero_from=1)
     gradients = trained * _gradients(shape, layouts)
@@ -65,7 +67,7 @@ def memory_parts(
         hidden = np.minimum(np.where(layouts["pipeline"] == 1, gradients, 0), activations)
         activations = activations - hidden
     return {
-        "weights": 4 * stored,
+        "weights": (1 + adapters) * 4 * stored,
         "optimizer": trained * optimizer_bytes * stored,
         "working_copies": _working_copies(shape, layouts, prefetch),
         "gradients": gradients,

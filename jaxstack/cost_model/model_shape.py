@@ -168,6 +168,21 @@ def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
     return total / parameters
 
 
+def adapter_share(adapters: AdapterConfig, shape: ModelShape) -> float:
+    """Return the number of parameters of adapters as a fraction of the base model's, vectors left out.
+
+    Adapters are for the layers' dense matrices alone.
+    """
+    added = 0
+    for path, (inputs, outputs, count) in _matrices(shape).items():
+        rule = next((rule for rule in adapters.rules if re.search(rule.path, path)), None)
+        if rule is not None and path.startswith("decoder/"):
+            wide = math.prod(inputs)
+            high = math.prod(outputs)
+            added += count * (rule.rank * (wide + high) + (high if rule.method == "dora" else 0))
+    return added / _count_matrices(shape)
+
+
 def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelShape) -> float:
     """Return the number of trained parameters, including adapters, as a fraction of the base model's parameters.
 
@@ -182,20 +197,18 @@ def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelSha
         return 1.0
     groups = [*((group.path, group.frozen) for group in optimizer.groups), (".*", None)]
     frozen_by_default = bool(adapters.rules)
-    trained = 0.0 if frozen_by_default else float(shape.all_experts)
-    total = float(shape.all_experts)
+    trained = 0 if frozen_by_default else shape.all_experts
     for path, (inputs, outputs, count) in _matrices(shape).items():
-        wide = math.prod(inputs)
-        high = math.prod(outputs)
-        total += count * wide * high
         frozen = match(path, groups)
         if not (frozen_by_default if frozen is None else frozen):
-            trained += count * wide * high
-        # Adapters are for the layers' dense matrices alone.
-        rule = next((rule for rule in adapters.rules if re.search(rule.path, path)), None)
-        if rule is not None and path.startswith("decoder/"):
-            trained += count * (rule.rank * (wide + high) + (high if rule.method == "dora" else 0))
-    return trained / total
+            trained += count * math.prod(inputs) * math.prod(outputs)
+    return trained / _count_matrices(shape) + adapter_share(adapters, shape)
+
+
+def _count_matrices(shape: ModelShape) -> int:
+    """Return the number of elements of all matrices of a model, routed experts included."""
+    dense = (count * math.prod(inputs) * math.prod(outputs) for inputs, outputs, count in _matrices(shape).values())
+    return shape.all_experts + sum(dense)
 
 
 def _matrices(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:

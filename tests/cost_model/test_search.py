@@ -115,7 +115,8 @@ def test_adapters_need_little_beyond_the_weights():
     assert share * full.shape.total == pytest.approx(added, rel=1e-3) and full.time.trained == 1
     layout = layout_table_of(config_of(*DENSE, "parallel.fsdp=8"))
     memory, frozen = ({name: part[0] for name, part in one.memory(layout).items()} for one in (full, adapted))
-    assert frozen["optimizer"] == pytest.approx(share * memory["optimizer"]) and frozen["weights"] == memory["weights"]
+    assert frozen["optimizer"] == pytest.approx(share * memory["optimizer"])
+    assert frozen["weights"] - memory["weights"] == pytest.approx(4 * added / 8, rel=1e-3)  # float32, on 8 devices
     assert 0.6 < adapted.seconds(layout)["matmul"][0] / full.seconds(layout)["matmul"][0] < 0.7
     frozen_table = config_of(*DENSE, "optimizer.groups=[{path: embedding, frozen: true}]")
     table = 128256 * 4096
