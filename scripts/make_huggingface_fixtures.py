@@ -78,6 +78,20 @@ MODELS = {
             "tie_word_embeddings": True,
         },
     ),
+    "phi3": (
+        "Phi3",
+        {
+            **SMALL,
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+            "sliding_window": 8,
+            "original_max_position_embeddings": 4,  # below the prompt, so that all tokens have the long factors
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.0, 1.0], "long_factor": [1.0, 1.5, 4.0],
+            },
+        },
+    ),
     "olmo2": ("Olmo2", SMALL),
     "deepseek-v2": (
         "DeepseekV2",

@@ -100,6 +100,7 @@ def _rope_fields(said: Keys, where: str, config: Keys) -> tuple[float | None, di
     said = {key: value for key, value in said.items() if value is not None}
     kind = said.pop("rope_type", said.pop("type", "default"))
     said.pop("type", None)
+    kind = "longrope" if kind == "su" else kind  # the name that Phi-3's first files have for it
     kinds = {"default": {}, **SCALINGS}
     if kind not in kinds:
         raise ConfigError(f"config.json: {where}: rope_type {kind!r} is not supported; {nearest(str(kind), kinds)}")
@@ -131,14 +132,16 @@ def rope_keys(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return None if scaling is None else scaling.model_dump(mode="json", exclude_none=True)
 
 
-def rope(theta: float = 10000.0, local: float | None = None) -> Row:
+def rope(theta: float = 10000.0, local: float | None = None, partial: float | None = None) -> Row:
     """Create the conversion of rotary position settings, in the keys of transformers 4 (rope_scaling) and 5.
 
     Args:
       theta: default base of the family.
       local: default base of layers with a window, if the family has a separate one.
+      partial: default share of a head's channels that rotate, if the family has `partial_rotary_factor`.
     """
-    keys = ("rope_theta", "rope_scaling", "rope_parameters") + (("rope_local_base_freq",) if local else ())
+    optional = {"rope_local_base_freq": local, "partial_rotary_factor": partial}
+    keys = ("rope_theta", "rope_scaling", "rope_parameters", *(key for key, value in optional.items() if value))
 
     def read(config: Keys) -> dict[str, Any]:
         newer = config.get("rope_parameters")
@@ -148,6 +151,10 @@ def rope(theta: float = 10000.0, local: float | None = None) -> Row:
         base = config.get("rope_theta")
         narrow = config.get("rope_local_base_freq")
         said = newer or older or {}
+        share = config.get("partial_rotary_factor", partial)
+        if partial:
+            said = dict(said)
+            share = said.pop("partial_rotary_factor", share)
         where = "rope_parameters" if newer else "rope_scaling"
         if newer and local and ("full_attention" in newer or "sliding_attention" in newer):
             narrow, stretched = _rope_fields(newer.get("sliding_attention") or {}, f"{where}.sliding_attention", config)
@@ -157,10 +164,12 @@ def rope(theta: float = 10000.0, local: float | None = None) -> Row:
             where = f"{where}.full_attention"
         found, scaling = _rope_fields(said, where, config)
         fields = {"rope_theta": found or base or theta, "rope_scaling": scaling}
+        fields |= {"partial_rotary_factor": share} if partial else {}
         return {**fields, "rope_local_base_freq": narrow or local} if local else fields
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        keys = {"rope_theta": model.rope_theta, "rope_scaling": rope_keys(model.rope_scaling)}
+        keys: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": rope_keys(model.rope_scaling)}
+        keys |= {"partial_rotary_factor": model.partial_rotary_factor} if partial else {}
         return {**keys, "rope_local_base_freq": model.rope_local_base_freq or model.rope_theta} if local else keys
 
     return Row(keys, read, write)

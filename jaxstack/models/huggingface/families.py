@@ -11,7 +11,7 @@ from jaxstack.models.huggingface.family import Family, differences
 from jaxstack.models.huggingface.files import CONFIG, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3
 from jaxstack.models.huggingface.gpt2 import GPT2
-from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, SMOLLM3
+from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, PHI3, SMOLLM3
 from jaxstack.models.huggingface.mixture import GPT_OSS, MIXTRAL, QWEN3_MOE
 from jaxstack.models.huggingface.olmo import OLMO2, OLMO3
 from jaxstack.models.huggingface.quantization_config import KEY, read_quantization
@@ -31,6 +31,7 @@ FAMILIES = {
         GEMMA3,
         SMOLLM3,  # layers without rotary positions
         GRANITE,  # factors of embeddings, scores, sublayers and logits
+        PHI3,  # rotary positions of a part of each head, joined projections
         OLMO2,  # norms after the sublayers only
         GPT_OSS,  # attention sinks, biases of experts
         DEEPSEEK_V2,  # latent attention

@@ -33,13 +33,10 @@ GPT2 = Family(
         Tensor("layers/attention_norm/scale", _LAYER + "ln_1.weight", ((0,),)),
         Tensor("layers/attention_norm/bias", _LAYER + "ln_1.bias", ((0,),)),
         *(
-            Tensor(f"layers/attention/{name}/kernel", _LAYER + "attn.c_attn.weight", ((0,), (1, 2)), (part, 3))
-            for part, name in enumerate(_FUSED)
+            Tensor(f"layers/attention/{name}/kernel", _LAYER + "attn.c_attn.weight", ((0,), (1, 2)), joined=1)
+            for name in _FUSED
         ),
-        *(
-            Tensor(f"layers/attention/{name}/bias", _LAYER + "attn.c_attn.bias", ((0, 1),), (part, 3))
-            for part, name in enumerate(_FUSED)
-        ),
+        *(Tensor(f"layers/attention/{name}/bias", _LAYER + "attn.c_attn.bias", ((0, 1),), joined=0) for name in _FUSED),
         Tensor("layers/attention/o_proj/kernel", _LAYER + "attn.c_proj.weight", ((0, 1), (2,))),
         Tensor("layers/attention/o_proj/bias", _LAYER + "attn.c_proj.bias", ((0,),)),
         Tensor("layers/mlp_norm/scale", _LAYER + "ln_2.weight", ((0,),)),

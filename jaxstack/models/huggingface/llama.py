@@ -1,5 +1,5 @@
 """Hugging Face formats of Llama 2 and 3 (Touvron et al. 2023, Llama Team 2024) and of models that differ in a few keys:
-Mistral (Jiang et al. 2023), SmolLM3 (Bakouch et al. 2025) and Granite 3 (Granite Team 2024).
+Mistral (Jiang et al. 2023), SmolLM3 (Bakouch et al. 2025), Granite 3 (Granite Team 2024), Phi-3 and 4 (Microsoft 2024).
 
 Other families reuse the tables. Queries and keys need no permutation: both sides pair the halves of a head for rotary
 positions.
@@ -203,4 +203,76 @@ GRANITE = Family(
         always(norm="rms_norm", mlp="gated"),
     ),
     tensors=TENSORS,
+)
+
+
+_PHI_ROPE = rope(partial=1.0)
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def _read_phi_rope(config: Keys) -> dict[str, Any]:
+    fields = _PHI_ROPE.read({_ORIGINAL: 4096, **config})
+    scaling = fields["rope_scaling"]
+    if scaling and scaling["rope_type"] != "longrope":
+        raise ConfigError(
+            f"config.json: rope_scaling: rope_type {scaling['rope_type']!r} is not supported; only longrope is."
+        )
+    return fields
+
+
+def _write_phi_rope(model: ModelConfig) -> dict[str, Any]:
+    keys = _PHI_ROPE.write(model)
+    scaling = keys["rope_scaling"]
+    if scaling and scaling["rope_type"] == "longrope":
+        keys[_ORIGINAL] = scaling.pop(_ORIGINAL)
+        # Phi's own code takes `type` and the two lists only.
+        scaling["type"] = scaling.pop("rope_type")
+        if scaling["factor"] == (model.max_position_embeddings or 0) / keys[_ORIGINAL]:
+            del scaling["factor"]
+    return keys
+
+
+def _within_context(config: Keys, layers: int) -> list[bool]:
+    """Return that all layers have a window, unless it spans the whole context."""
+    return [(config.get("sliding_window") or 0) < config.get("max_position_embeddings", 4096)] * layers
+
+
+def _joined(paths: tuple[str, ...], name: str) -> tuple[Tensor, ...]:
+    """Return the rows of projections whose outputs follow each other in one tensor."""
+    rows = {row.path: row for row in TENSORS}
+    found = [rows[f"layers/{path}/kernel"] for path in paths]
+    return tuple(row._replace(name=LAYER + name, joined=0) for row in found)
+
+
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    rows=(
+        *shape(norm_eps=1e-5),
+        max_positions(4096),
+        Row((*_PHI_ROPE.keys, _ORIGINAL), _read_phi_rope, _write_phi_rope),
+        windows(
+            (),
+            _within_context,
+            lambda model: {"sliding_window": min(model.windows(), key=bool)},
+            default=None,
+        ),
+        # The default of transformers is an id of Phi-3's own tokenizer.
+        Row((), lambda config: {}, lambda model: {"pad_token_id": None}),
+        fixed("attention_bias", False),
+        fixed("mlp_bias", False),
+        fixed("lm_head_bias", False),
+        fixed("full_attn_mod", 1),
+        fixed("interpolate_factor", 1),
+        activation("hidden_act", "silu"),
+        always(norm="rms_norm", mlp="gated"),
+    ),
+    tensors=(
+        *ENDS,
+        *_joined(tuple(f"attention/{name}" for name in _PROJECTIONS), "self_attn.qkv_proj.weight"),
+        *(row for row in ATTENTION if row.path == "layers/attention/o_proj/kernel"),
+        *NORMS,
+        *_joined(("mlp/gate_proj", "mlp/up_proj"), "mlp.gate_up_proj.weight"),
+        *(row for row in MLP if row.path == "layers/mlp/down_proj/kernel"),
+    ),
 )

@@ -161,7 +161,7 @@ def check_files(
     Raises:
       ConfigError: tensors are missing, not known or of another shape.
     """
-    wanted = {name: leaf.row.shape(leaf.piece) for leaf in leaves for name in leaf.names}
+    wanted = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
     files.rename(family.prefix, _HEAD)
     quantized = {} if quantization is None else open_quantized(files, quantization)
     tied = config.tie_word_embeddings
@@ -217,7 +217,7 @@ def _read_onto_device(
         source = files.on_device(name, device, read)
         if source is None:
             return None
-        piece = leaf.row.read(source, leaf.piece, index[leaf.leading_dims :], on_device=True)
+        piece = leaf.read(source, index, on_device=True)
         pieces.append(piece.astype(jnp.float32))
     shape = [cut.stop - cut.start for cut in index]
     return jax.device_put(jnp.stack(pieces).reshape(shape), device)
@@ -232,7 +232,7 @@ def read_chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Itera
         first = slice(start, min(start + step, index[0].stop))
         chunk = np.empty((first.stop - first.start, *shape[1:]), np.float32)
         for at, name in leaf.pieces((first, *index[1:])):
-            chunk[at] = leaf.row.read(files.slices(name), leaf.piece, index[leaf.leading_dims :])
+            chunk[at] = leaf.read(files.slices(name), index)
         yield chunk
 
 

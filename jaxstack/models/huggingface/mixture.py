@@ -137,13 +137,17 @@ QWEN3_MOE = Family(
 )
 
 
-def _joined_experts(name: str, part: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the rows of the kernel [E, in, out] and the bias of a projection that shares a tensor with another."""
-    theirs = LAYER + ("mlp.experts.down_proj" if part[1] == 1 else "mlp.experts.gate_up_proj")
-    shared = part, part[1] > 1, True
+def _joined_experts(name: str, theirs: str) -> tuple[Tensor, Tensor]:
+    """Return the rows of the kernel [E, in, out] and the bias of a projection of all experts.
+
+    Args:
+      theirs: name of the tensor within the experts; gates and values take turns along the last dim of gate_up_proj.
+    """
+    theirs = LAYER + f"mlp.experts.{theirs}"
+    shared = "gate_up" in theirs
     return (
-        Tensor(f"layers/mlp/{name}/kernel", theirs, ((0,), (1,), (2,)), *shared),
-        Tensor(f"layers/mlp/{name}/bias", f"{theirs}_bias", ((0,), (1,)), *shared),
+        Tensor(f"layers/mlp/{name}/kernel", theirs, ((0,), (1,), (2,)), 2 if shared else None, shared, True),
+        Tensor(f"layers/mlp/{name}/bias", f"{theirs}_bias", ((0,), (1,)), 1 if shared else None, shared, True),
     )
 
 
@@ -180,9 +184,9 @@ GPT_OSS = Family(
         Tensor("layers/attention/sinks", LAYER + "self_attn.sinks", ((0,),)),
         Tensor("layers/mlp/router/kernel", LAYER + "mlp.router.weight", ((1,), (0,))),
         Tensor("layers/mlp/router/bias", LAYER + "mlp.router.bias", ((0,),)),
-        *_joined_experts("gate_proj", (0, 2)),
-        *_joined_experts("up_proj", (1, 2)),
-        *_joined_experts("down_proj", (0, 1)),
+        *_joined_experts("gate_proj", "gate_up_proj"),
+        *_joined_experts("up_proj", "gate_up_proj"),
+        *_joined_experts("down_proj", "down_proj"),
     ),
     ignored=TRAINING_KEYS | {"initial_context_length"},  # that of YaRN, which rope_scaling has too
 )

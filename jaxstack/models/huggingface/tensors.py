@@ -29,10 +29,12 @@ class Tensor(NamedTuple):
     """Name of the checkpoint's tensor, with {layer} and {expert}."""
     order: tuple[tuple[int, ...], ...]
     """Dims of our piece that each dim of the tensor merges: ((1, 2), (0,)) is [N x H, D] for our [D, N, H]."""
-    part: tuple[int, int] = (0, 1)
-    """(i, n): our piece is part i of n along the last dim of the tensor."""
+    joined: int | None = None
+    """Dim of the tensor along which the pieces of all rows of this name follow each other, in the table's order; None:
+    the piece is the whole tensor."""
     interleaved: bool = False
-    """True if the parts take turns along that dim: ours are the elements i, i + n, i + 2 n and so on."""
+    """True if n joined pieces, which are then equally large, take turns along the last dim: the first piece is the
+    elements 0, n, 2 n and so on."""
     of_experts: bool = False
     """True if the tensor has all experts of a layer, in its first dim."""
 
@@ -41,59 +43,24 @@ class Tensor(NamedTuple):
         """Number of leading dims of the parameter that index separate tensors: 1 if there is one per expert, else 0."""
         return int("{expert}" in self.name)
 
-    def shape(self, piece: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the checkpoint's tensor, given the parameter's shape for one layer and expert."""
-        dims = [math.prod(piece[d] for d in group) for group in self.order]
-        return (*dims[:-1], dims[-1] * self.part[1])
+    @property
+    def dims(self) -> list[int]:
+        """Dims of our piece in the order of the tensor."""
+        return [d for group in self.order for d in group]
 
-    def read(self, source: Any, piece: Sequence[int], index: Sequence[slice], on_device: bool = False) -> Any:
-        """Read a slice of a parameter from its checkpoint tensor, reading little more than needed.
-
-        Args:
-          source: object that reads slices of the tensor, e.g. `safe_open(...).get_slice(name)`.
-          piece: shape of the piece.
-          index: the part, as slices with start and stop.
-          on_device: whether `source` returns arrays of JAX, as the result is then, instead of NumPy's.
-        """
-        cuts = []
-        sizes = []
-        left = list(index)
-        for group in self.order:
-            first = group[0]
-            inner = math.prod(piece[d] for d in group[1:])
-            if all(index[d] == slice(0, piece[d]) for d in group[1:]):
-                start = index[first].start
-                stop = index[first].stop
-                left[first] = slice(None)
-            else:
-                start = 0
-                stop = piece[first]
-            cuts.append(slice(start * inner, stop * inner))
-            sizes += [stop - start, *(piece[d] for d in group[1:])]
-        last = cuts[-1]
-        whole = math.prod(piece[d] for d in self.order[-1])
-        number, parts = self.part
-        if self.interleaved:
-            cuts[-1] = slice(last.start * parts, last.stop * parts)
-        else:
-            cuts[-1] = slice(last.start + number * whole, last.stop + number * whole)
-        dims = [d for group in self.order for d in group]
-        found = source[tuple(cuts)] if on_device else np.asarray(source[tuple(cuts)])
-        if self.interleaved:
-            found = found[..., number::parts]
-        found = found.reshape(sizes).transpose(np.argsort(dims))
-        return found[tuple(left)]
+    def shape(self, piece: Sequence[int]) -> list[int]:
+        """Return the shape of the piece in the checkpoint, given the parameter's shape for one layer and expert."""
+        return [math.prod(piece[d] for d in group) for group in self.order]
 
     def write(self, piece: np.ndarray) -> np.ndarray:
         """Reorder the dims of a parameter (of one layer and expert) to those of its checkpoint tensor."""
-        dims = [d for group in self.order for d in group]
-        return piece.transpose(dims).reshape([math.prod(piece.shape[d] for d in group) for group in self.order])
+        return piece.transpose(self.dims).reshape(self.shape(piece.shape))
 
-    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Join all parts of a checkpoint tensor, each as `write` returns it."""
+    def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
+        """Join all pieces of a checkpoint tensor, each as `write` returns it."""
         if self.interleaved:
-            return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+            return np.stack(pieces, axis=-1).reshape(*pieces[0].shape[:-1], -1)
+        return pieces[0] if self.joined is None else np.concatenate(pieces, axis=self.joined)
 
 
 def whole(shape: Sequence[int]) -> tuple[slice, ...]:
@@ -117,6 +84,8 @@ class Leaf:
       names: names of those tensors, in order.
       row: row of the family's table.
       variable: abstract variable of the model.
+      start: where the parameter's pieces begin along the dim `row.joined` of their tensors.
+      joined_size: size of that dim.
     """
 
     path: str
@@ -125,11 +94,21 @@ class Leaf:
     names: tuple[str, ...]
     row: Tensor
     variable: nnx.Variable
+    start: int = 0
+    joined_size: int = 0
 
     @property
     def piece(self) -> tuple[int, ...]:
         """Shape of the part of the parameter that one tensor of the checkpoint stores."""
         return self.shape[self.leading_dims :]
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of each of the checkpoint's tensors."""
+        shape = self.row.shape(self.piece)
+        if self.row.joined is not None:
+            shape[self.row.joined] = self.joined_size
+        return tuple(shape)
 
     @property
     def is_table(self) -> bool:
@@ -145,8 +124,46 @@ class Leaf:
     def is_matrix(self) -> bool:
         """True if one whole [out, in] tensor stores the parameter, so that it may be loaded as a packed weight."""
         order = [dim for dims in reversed(self.row.order) for dim in dims]
-        whole = self.leading_dims == 0 and self.row.part == (0, 1) and len(self.row.order) == 2
+        whole = self.leading_dims == 0 and self.row.joined is None and len(self.row.order) == 2
         return whole and (self.is_table or order == sorted(order))
+
+    def read(self, source: Any, index: Sequence[slice], on_device: bool = False) -> Any:
+        """Read a slice of one piece from its tensor, reading little more than needed.
+
+        Args:
+          source: object that reads slices of the tensor, e.g. `safe_open(...).get_slice(name)`.
+          index: the part of the parameter, as slices with start and stop; those of the leading dims are ignored.
+          on_device: whether `source` returns arrays of JAX, as the result is then, instead of NumPy's.
+        """
+        piece = self.piece
+        cuts = []
+        sizes = []
+        left = list(index[self.leading_dims :])
+        for group in self.row.order:
+            first = group[0]
+            inner = math.prod(piece[d] for d in group[1:])
+            if all(left[d] == slice(0, piece[d]) for d in group[1:]):
+                start = left[first].start
+                stop = left[first].stop
+                left[first] = slice(None)
+            else:
+                start = 0
+                stop = piece[first]
+            cuts.append(slice(start * inner, stop * inner))
+            sizes += [stop - start, *(piece[d] for d in group[1:])]
+        step = 1
+        if self.row.joined is not None:
+            cut = cuts[self.row.joined]
+            if self.row.interleaved:
+                step = self.joined_size // self.row.shape(piece)[-1]
+                cuts[-1] = slice(cut.start * step, cut.stop * step)
+            else:
+                cuts[self.row.joined] = slice(cut.start + self.start, cut.stop + self.start)
+        found = source[tuple(cuts)] if on_device else np.asarray(source[tuple(cuts)])
+        if step > 1:
+            found = found[..., self.start * step // self.joined_size :: step]
+        found = found.reshape(sizes).transpose(np.argsort(self.row.dims))
+        return found[tuple(left)]
 
     def pieces(self, index: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield (index along the leading dims, tensor name) of each tensor needed to read a slice of the parameter.
@@ -188,4 +205,16 @@ def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
         names = tuple(row.name.format(layer=n, expert=e) for n in numbers for e in experts)
         order = (int(path[2]) if inner else -1, at)
         found.append((order, Leaf("/".join(path), tuple(variable.shape), leading_dims, names, row, variable)))
-    return [leaf for _, leaf in sorted(found, key=lambda pair: pair[0])]
+    return _place_joined([leaf for _, leaf in sorted(found, key=lambda pair: pair[0])])
+
+
+def _place_joined(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Return the leaves with the place of those that share tensors, which follow each other in the given order."""
+    sizes: dict[tuple[str, ...], int] = {}
+    placed = []
+    for leaf in leaves:
+        start = sizes.get(leaf.names, 0)
+        if (dim := leaf.row.joined) is not None:
+            sizes[leaf.names] = start + leaf.row.shape(leaf.piece)[dim]
+        placed.append(dataclasses.replace(leaf, start=start))
+    return [dataclasses.replace(leaf, joined_size=sizes.get(leaf.names, 0)) for leaf in placed]

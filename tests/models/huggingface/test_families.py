@@ -64,6 +64,24 @@ RELEASED = {
             "original_max_position_embeddings": 8192, "rope_type": "yarn",
         },
     },
+    "phi4-mini": {
+        "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "full_attn_mod": 1, "hidden_act": "silu",
+        "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1,
+        "lm_head_bias": False, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 24,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+        "pad_token_id": 199999, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [
+                1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
+                2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533,
+                5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651,
+                14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1,
+                32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+            ],
+            "short_factor": [1.0] * 48, "type": "longrope",
+        },
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
+    },
     "gpt-oss-20b": {
         "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
         "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
@@ -202,6 +220,16 @@ def test_what_is_not_supported_is_refused_by_name(change, named):
     assert named in str(error.value)
 
 
+def test_phi_writes_its_scaling_as_its_own_code_reads_it():
+    written = choose_family(preset_config("phi4-mini"))[1]
+    assert written["model_type"] == "phi3" and written["original_max_position_embeddings"] == 4096
+    assert sorted(written["rope_scaling"]) == ["long_factor", "short_factor", "type"]
+    released = RELEASED["phi4-mini"]
+    nested = {**released["rope_scaling"], "original_max_position_embeddings": 8192, "type": "su"}
+    assert read({**released, "rope_scaling": nested}) == read(released)  # as transformers: the outer length wins
+    assert read({**released, "sliding_window": 2047}).windows() == (2047,) * 32
+
+
 def test_a_key_can_be_ignored_on_purpose():
     assert FAMILIES["llama"].read({**LLAMA, "some_new_feature": 1}, ["some_new_feature"]) == read(LLAMA)
 
@@ -235,6 +263,8 @@ def test_values_of_a_wrong_kind_are_named(family, change):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gemma2", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
         ("gemma2", {"layer_types": ["full_attention"]}, "1 entries for 4 layers"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "only longrope"),
+        ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "sliding"),
     ],
@@ -274,6 +304,7 @@ def test_what_is_written_reads_as_the_same_model_and_family(folder):
         "qwen3-8b",
         "smollm3-3b",
         "granite3-8b",
+        "phi4-mini",
         "olmo2-7b",
         "olmo3-7b",
         *MIXTURES,

@@ -46,6 +46,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
 
 WRONG = {
     "olmo3, YaRN in windows too": ("olmo3", {"rope_local_base_freq": None}),
+    "phi3, short factors": ("phi3", {"rope_scaling": {"long_factor": [1.0, 1.0, 1.0]}}),
     "olmo3, no attention factor": ("olmo3", {"rope_scaling": {"attention_factor": 1.0}}),
 }
 
@@ -69,6 +70,7 @@ def test_a_slightly_different_model_has_other_logits(name):
         ("gpt2", {"fsdp": 2, "tensor": 2, "data": 2}),
         ("gemma2", {"fsdp": 2, "tensor": 2, "data": 2}),
         ("qwen2", {"fsdp": 4, "tensor": 2}),
+        ("phi3", {"fsdp": 4, "tensor": 2}),
         ("qwen3-moe", {"expert": 4, "fsdp": 2}),
     ],
     ids=str,
