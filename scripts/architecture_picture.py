@@ -2,6 +2,7 @@
 
 import html
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,19 +10,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.picture import document
 
-LAYERS = (
-    ("on top of runs", ("plan", "tune", "compress")),
-    ("commands", ("train", "evaluate", "generate", "convert", "prepare", "launch", "serve", "export")),
-    ("runs", ("run",)),
-    ("training", ("trainer", "loop", "training", "evaluation", "step")),
-    ("gradients and state", ("gradients", "state", "decoding")),
-    ("configuration", ("run_config", "stored", "module_arrays")),
-    ("around a step", ("resilience", "distill", "compress.formats")),
-    ("parts", ("models", "data", "optim", "loss", "checkpoint")),
-    ("foundations", ("parallel", "precision", "observe", "distributed")),
-    ("basics", ("config", "parameter_paths", "cli", "files", "jax_compat", "errors")),
-)
-"""Layers from top to bottom, with the modules and packages of `jaxstack` on each. Imports point down."""
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = {
+    "on top of runs": "__main__",
+    "commands": "train",
+    "runs": "run",
+    "training": "trainer",
+    "a step": "step",
+    "generation of text": "decoding",
+    "configuration of a run": "run_config",
+    "models on disk, as arrays": "stored",
+    "around a step": "local_sgd",
+    "compression": "compress.config",
+    "parts": "loss",
+    "foundations": "observe",
+    "basics": "config",
+}
+"""Name of each row of the drawing, from top to bottom -> its first module in the layers of `pyproject.toml`."""
 WAY = (
     ("data", "rows of token ids", "in the order of the seed"),
     ("data.device_batches", "global batch", "sharded, ahead of use"),
@@ -33,6 +38,8 @@ WAY = (
     ("state", "next state", "donated, sharded"),
 )
 """Package -> what a batch is there, and one more line, in the order of a step."""
+LETTER = 5.6
+"""Width of a letter of a module's name, in pixels."""
 BOX = '<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="7" fill="{fill}" stroke="var(--rule)"/>'
 
 
@@ -42,41 +49,47 @@ def text(x: float, y: float, words: str, **attributes: str) -> str:
     return f'<text x="{x:g}" y="{y:g}"{extra}>{html.escape(words)}</text>'
 
 
+def read_rows() -> dict[str, list[str]]:
+    """Return the modules of `jaxstack` on each row of the drawing: those of successive layers of `pyproject.toml`."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = next(one["layers"] for one in contracts if one["containers"] == ["jaxstack"])
+    modules = [module for layer in layers for module in layer.split(" : ")]
+    starts = [*(modules.index(first) for first in ROWS.values()), len(modules)]
+    assert starts == sorted(starts) and starts[0] == 0
+    return {name: modules[start:end] for name, start, end in zip(ROWS, starts, starts[1:], strict=False)}
+
+
 def draw_layers() -> str:
     """Return the SVG of the layers, with the kernels beside them."""
-    width = 860
-    left = 170
-    right = 690
-    row = 44
+    width = 900
+    left = 180
+    right = 730
+    row = 40
+    rows = read_rows()
     parts = []
-    for index, (name, modules) in enumerate(LAYERS):
+    for index, (name, modules) in enumerate(rows.items()):
         y = 20 + index * row
-        parts.append(text(left - 14, y + 23, name, text_anchor="end", class_="soft").replace("class-", "class"))
-        step = (right - left) / len(modules)
-        for place, module in enumerate(modules):
-            x = left + place * step
+        parts.append(text(left - 14, y + 21, name, text_anchor="end", class_="soft").replace("class-", "class"))
+        letters = sum(map(len, modules))
+        margin = (right - left) / len(modules) - LETTER * letters / len(modules)
+        x: float = left
+        for module in modules:
+            step = LETTER * len(module) + margin
             parts.append(BOX.format(x=f"{x:g}", y=y, w=f"{step - 6:g}", h=row - 9, fill="var(--code)"))
-            parts.append(text(x + (step - 6) / 2, y + 23, module, text_anchor="middle", font_size="12"))
-    top = 20 + 3 * row
-    bottom = 20 + len(LAYERS) * row - 9
-    parts.append(BOX.format(x=right + 24, y=top, w=126, h=bottom - top, fill="var(--code)"))
-    middle = right + 24 + 63
-    lines = (
-        "pallas_kernels",
-        "",
-        "attention",
-        "cross_entropy",
-        "fp8",
-        "fused_mlp",
-        "grouped_gemm",
-        "collective_matmul",
-    )
+            parts.append(text(x + (step - 6) / 2, y + 20, module, text_anchor="middle", font_size="12"))
+            x += step
+    bottom = 20 + len(rows) * row - 9
+    operations = sorted(path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py"))
+    lines = ("pallas_kernels", "", *operations)
+    top = bottom - 22 * len(lines) - 18
+    parts.append(BOX.format(x=right + 18, y=top, w=144, h=bottom - top, fill="var(--code)"))
     for index, line in enumerate(lines):
         soft = {"class_": "soft"} if index else {"font_weight": "600"}
-        drawn = text(middle, top + 26 + 22 * index, line, text_anchor="middle", font_size="12", **soft)
+        drawn = text(right + 90, top + 26 + 22 * index, line, text_anchor="middle", font_size="12", **soft)
         parts.append(drawn.replace("class-", "class"))
-    parts.append(text(left, bottom + 30, "Imports point down. Kernels import nothing of jaxstack.", font_size="12"))
-    return document(width, bottom + 48, "\n".join(parts), "The packages of jaxstack from top to bottom")
+    caption = "A module imports those below it, and those to the right of it. Kernels import nothing of jaxstack."
+    parts.append(text(left, bottom + 28, caption, font_size="12"))
+    return document(width, bottom + 46, "\n".join(parts), "The packages of jaxstack from top to bottom")
 
 
 def draw_way(way: Sequence[tuple[str, str, str]] = WAY) -> str:
