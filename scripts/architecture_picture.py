@@ -19,7 +19,7 @@ ROWS = {
     "a step": "step",
     "generation of text": "decoding",
     "configuration of a run": "run_config",
-    "models on disk, as arrays": "stored",
+    "models as arrays": "stored",
     "around a step": "local_sgd",
     "compression": "compress.config",
     "parts": "loss",
@@ -51,7 +51,9 @@ def text(x: float, y: float, words: str, **attributes: str) -> str:
 
 def read_rows() -> dict[str, list[str]]:
     """Return the modules of `jaxstack` on each row of the drawing: those of successive layers of `pyproject.toml`."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
     layers = next(one["layers"] for one in contracts if one["containers"] == ["jaxstack"])
     modules = [module for layer in layers for module in layer.split(" : ")]
     starts = [*(modules.index(first) for first in ROWS.values()), len(modules)]
@@ -87,7 +89,7 @@ def draw_layers() -> str:
         soft = {"class_": "soft"} if index else {"font_weight": "600"}
         drawn = text(right + 90, top + 26 + 22 * index, line, text_anchor="middle", font_size="12", **soft)
         parts.append(drawn.replace("class-", "class"))
-    caption = "A module imports those below it, and those to the right of it. Kernels import nothing of jaxstack."
+    caption = "Modules import from rows below, and from the right in their row. Kernels import nothing of jaxstack."
     parts.append(text(left, bottom + 28, caption, font_size="12"))
     return document(width, bottom + 46, "\n".join(parts), "The packages of jaxstack from top to bottom")
 

@@ -11,7 +11,7 @@ from typing import Any
 CHECKED = (
     "jaxstack.models.activations",
     "jaxstack.models.attention",
-    "jaxstack.models.attention_layer",
+    "jaxstack.models.mixers",
     "jaxstack.models.dropout",
     "jaxstack.models.mlp",
     "jaxstack.models.moe",

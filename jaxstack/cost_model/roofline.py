@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import count_parameters
-from jaxstack.models.block import mixer_module
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.mixers import mixer_module
 from jaxstack.observe.throughput import dense_bf16_peak
 from jaxstack.run_config import RunConfig
 

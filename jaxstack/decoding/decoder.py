@@ -13,7 +13,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.step import Programs, cache_bytes, check_memory
 from jaxstack.decoding.step_shapes import ChunkShape, StepShapes
 from jaxstack.errors import ConfigError
-from jaxstack.models.mixer import CacheRoom
+from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels.target import current_target

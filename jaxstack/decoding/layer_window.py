@@ -20,7 +20,7 @@ from jaxstack.decoding.decode import Params, cast_matrices
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.rows import Column, Pages, RowTokens, pack_rows, sampled_states, split_packed
 from jaxstack.decoding.step import Programs, make_cache
-from jaxstack.models.mixer import CacheRoom, Context, LayerCache
+from jaxstack.models.layer import CacheRoom, Context, LayerCache
 from jaxstack.models.transformer import Transformer
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules

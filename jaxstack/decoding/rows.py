@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxstack.models.attention.paged_cache import PagedKeys
-from jaxstack.models.mixer import PageGroup, PageSlots
+from jaxstack.models.layer import PageGroup, PageSlots
 from jaxstack.models.transformer import Transformer
 
 Pages: TypeAlias = PyTree

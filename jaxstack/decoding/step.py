@@ -27,7 +27,7 @@ from jaxstack.distributed.device_setup import memory_per_device
 from jaxstack.distributed.xla_options import OptionValue, half_batch_options
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.paged_cache import PagedKeys
-from jaxstack.models.mixer import CacheRoom
+from jaxstack.models.layer import CacheRoom
 from jaxstack.observe.number_format import byte_size
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels.target import current_target

@@ -1,22 +1,19 @@
 """A layer of a model: a token mixer and a feed-forward sublayer, each added to the residual stream; or one of them."""
 
 from collections.abc import Callable
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from jaxstack.models.attention.base import AttentionKind
-from jaxstack.models.attention.latent import LatentAttention
-from jaxstack.models.attention_layer import Attention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.feed_forward_chunks import apply_in_chunks, count_chunks
-from jaxstack.models.latent_attention import MultiHeadLatentAttention
+from jaxstack.models.layer import Context, Layer, LayerCache
 from jaxstack.models.linear import add
-from jaxstack.models.mixer import CacheRoom, Context, Layer, LayerCache, Mixer, ParameterCount
+from jaxstack.models.mixers import TokenMixer, mixer_module
 from jaxstack.models.mlp import MLPS, PlainMLP
 from jaxstack.models.moe_layer import MoE
 from jaxstack.models.norm import LayerInput, Norm, make_norm
@@ -53,65 +50,6 @@ def normalize(norm: Norm | None, x: Float[Array, "B T D"]) -> tuple[LayerInput, 
 def add_to_residual(x: Float[Array, "B T D"], update: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Add a sublayer's output to the residual stream, which is sharded and saved for the backward pass."""
     return save_for_backward(shard_residual(add(update, x)))
-
-
-@runtime_checkable
-class TokenMixer(Protocol):
-    """Interface of the modules of token mixers, in which tokens exchange information. Made with (config, layer, rngs).
-
-    Its parameters name logical axes, as those of `Attention` do, and its output projection is made with
-    `make_initializer(config, residual=True)`.
-    """
-
-    def __call__(
-        self, x: LayerInput, context: Context, cache: LayerCache | None = None
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Return the mixer's output for its normalized input x [B, T, D], and the cache with these tokens added.
-
-        With `context.slots.pages` the tokens of many sequences are packed in one row, see `PageSlots.split`.
-        """
-        ...
-
-    def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """Create an empty cache, all zeros, with room for `length` tokens in each of `batch` rows."""
-        ...
-
-    def make_shared_cache(self, room: CacheRoom, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """Create an empty cache for the sequences of an engine, in pages or with one row for each of `room.slots`."""
-        ...
-
-    def complete_cache(self, cache: LayerCache) -> LayerCache:
-        """Return an empty cache, which may be that of a stack of layers, with what depends on weights filled in."""
-        ...
-
-    @staticmethod
-    def count(config: ModelConfig, layer: Layer) -> ParameterCount:
-        """Count the parameters of one such layer's mixer."""
-        ...
-
-    @staticmethod
-    def flops_per_token(config: ModelConfig, layer: Layer, length: int) -> float:
-        """Return forward and backward FLOPs per token, without its matrices, in sequences of `length` tokens."""
-        ...
-
-
-MIXERS: dict[type[Mixer], type[TokenMixer]] = {
-    AttentionKind: Attention,
-    LatentAttention: MultiHeadLatentAttention,
-}
-"""The module of each token mixer, by the class (or a base class) of its configuration."""
-
-
-def mixer_module(mixer: Mixer) -> type[TokenMixer]:
-    """Return the class of the module that computes a token mixer, from the table `MIXERS`.
-
-    Raises:
-      KeyError: the table has none for it.
-    """
-    found = next((module for kind, module in MIXERS.items() if isinstance(mixer, kind)), None)
-    if found is None:
-        raise KeyError(f"no module computes {type(mixer).__name__}; add a row to jaxstack.models.block.MIXERS.")
-    return found
 
 
 class Block(nnx.Module):

@@ -14,7 +14,7 @@ from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
-from jaxstack.models.mixer import Layer, Mixer
+from jaxstack.models.layer import Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
 from jaxstack.models.rope import RopeScaling, Rotation

@@ -9,9 +9,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxstack.models.block import mixer_module
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.mixer import Layer, ParameterCount
+from jaxstack.models.layer import Layer, ParameterCount
+from jaxstack.models.mixers import mixer_module
 from jaxstack.models.norm import count_norm_parameters
 
 

@@ -8,8 +8,8 @@ from flax import nnx
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
-from jaxstack.models.attention_layer import Attention
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.mixers.attention import Attention
 from jaxstack.models.moe_layer import Experts
 from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer

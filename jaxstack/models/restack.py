@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxstack.models.attention_layer import Attention
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.mixers.attention import Attention
 from jaxstack.models.mlp import GatedMLP
 from jaxstack.models.transformer import Transformer
 

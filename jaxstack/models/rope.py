@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
-from jaxstack.models.mixer import Angles
+from jaxstack.models.layer import Angles
 
 _POSITIONS_PER_RUN = 1024
 

@@ -17,6 +17,7 @@ from jaxstack.models.adapters import set_adapter_dropout_keys
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key
+from jaxstack.models.layer import Context, Layer, LayerCache
 from jaxstack.models.layer_weights import (
     Weights,
     add_layers_logical_axis,
@@ -25,7 +26,6 @@ from jaxstack.models.layer_weights import (
     remove_layers_logical_axis,
     run_prefetched,
 )
-from jaxstack.models.mixer import Context, Layer, LayerCache
 from jaxstack.models.remat import OFFLOADED, name_layer_input, rematerialise
 from jaxstack.parallel import gathers_ahead
 

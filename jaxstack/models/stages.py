@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxstack.models.layer import Context
 from jaxstack.models.layer_weights import Weights, gather_layers
-from jaxstack.models.mixer import Context
 from jaxstack.models.remat import rematerialise
 from jaxstack.models.stack import Caches, RouterLoss, Stack, add_losses
 from jaxstack.models.transformer import Transformer

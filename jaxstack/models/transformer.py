@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxstack.models.adapters import adapted_layers
-from jaxstack.models.block import TokenMixer, shard_residual
+from jaxstack.models.block import shard_residual
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.initialization import (
@@ -19,7 +19,8 @@ from jaxstack.models.initialization import (
     mup_width,
     scale_initial_weights,
 )
-from jaxstack.models.mixer import Angles, CacheRoom, CacheSlots, Context, LayerCache, PageSlots, SegmentIds
+from jaxstack.models.layer import Angles, CacheRoom, CacheSlots, Context, LayerCache, PageSlots, SegmentIds
+from jaxstack.models.mixers import TokenMixer
 from jaxstack.models.norm import make_norm
 from jaxstack.models.rope import rope_cos_sin
 from jaxstack.models.stack import Caches, RouterLoss, Stack

@@ -14,7 +14,7 @@ from jaxstack.parallel.pipeline.plan import StageLayout, plan_pipeline
 
 
 class MixerLimits(Protocol):
-    """Limits that a token mixer sets to context parallelism; see `jaxstack.models.mixer`."""
+    """Limits that a token mixer sets to context parallelism; see `jaxstack.models.layer`."""
 
     @property
     def title(self) -> str: ...

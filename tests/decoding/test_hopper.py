@@ -15,7 +15,7 @@ from jaxstack.decoding.rows import Column
 from jaxstack.decoding.step import Programs
 from jaxstack.distributed.xla_options import is_supported
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.models.mixer import CacheRoom
+from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules, make_rules
 from pallas_kernels import lowering_platform

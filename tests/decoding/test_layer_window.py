@@ -13,7 +13,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.models import ModelConfig, Transformer, to_huggingface
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import ModelParts, read_parameters
-from jaxstack.models.mixer import CacheRoom
+from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 

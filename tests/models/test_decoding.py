@@ -22,7 +22,7 @@ from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
-from jaxstack.models.mixer import CacheSlots
+from jaxstack.models.layer import CacheSlots
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.module_arrays.module import ModuleArrays
 

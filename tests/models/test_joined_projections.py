@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS
-from jaxstack.models.mixer import CacheRoom, PageGroup, PageSlots
+from jaxstack.models.layer import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.restack import join_projections
 from pallas_kernels import Grid, PackedWeight, record_choices
 from pallas_kernels.weight_only.packed import concatenate_outputs, pack_lookup, pack_low_rank, pack_nearest

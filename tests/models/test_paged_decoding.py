@@ -14,7 +14,7 @@ from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
-from jaxstack.models.mixer import CacheRoom, PageGroup, PageSlots
+from jaxstack.models.layer import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.moe.router import MoEConfig
 
 BASE = {

@@ -13,7 +13,7 @@ from jaxstack.decoding.rows import Column, decode_rows
 from jaxstack.decoding.step import Programs
 from jaxstack.distributed.xla_options import half_batch_options
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.models.mixer import CacheRoom
+from jaxstack.models.layer import CacheRoom
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.observe.hlo import Instruction, Module, parse_module
 from jaxstack.parallel import make_rules

@@ -14,7 +14,7 @@ from jaxstack.decoding.rows import Column, run_rows
 from jaxstack.decoding.step import make_cache
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.paged_cache import PagedKeys
-from jaxstack.models.mixer import CacheRoom
+from jaxstack.models.layer import CacheRoom
 from jaxstack.serve.config import EngineConfig
 from tests.compilation import run_jitted
 from tests.decoding.test_decode import CONFIG, open_decoder

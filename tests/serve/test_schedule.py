@@ -19,7 +19,7 @@ from jaxstack.decoding.ngram_draft import accept
 from jaxstack.decoding.rows import Column
 from jaxstack.decoding.step import Programs
 from jaxstack.decoding.step_shapes import ChunkShape, StepSeconds, chunk_shapes, decode_batch_sizes
-from jaxstack.models.mixer import CacheRoom
+from jaxstack.models.layer import CacheRoom
 from jaxstack.serve.config import EngineConfig
 
 V = 3

@@ -24,9 +24,9 @@ from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.errors import ConfigError
 from jaxstack.models.block import Block
+from jaxstack.models.layer import Context
 from jaxstack.models.layer_weights import Weights, gather_weights
 from jaxstack.models.linear import Linear
-from jaxstack.models.mixer import Context
 from jaxstack.models.stack import Stack, unstack_block
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, logical_axis_rules

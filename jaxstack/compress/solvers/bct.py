@@ -22,9 +22,9 @@ from jaxstack.compress.solvers.column_sweep import ColumnSweepMethod
 from jaxstack.compress.solvers.gptq import round_to_scales
 from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.softmax import SoftmaxAttention
-from jaxstack.models.attention_layer import Attention
+from jaxstack.models.layer import CacheRoom, LayerCache, SegmentIds
 from jaxstack.models.linear import Linear
-from jaxstack.models.mixer import CacheRoom, LayerCache, SegmentIds
+from jaxstack.models.mixers.attention import Attention
 from jaxstack.models.transformer import Transformer
 from pallas_kernels.low_bits.block_float import block_exponents, round_to_steps
 from pallas_kernels.weight_only.formats import TileFloatFormat, powers_of_two

@@ -11,7 +11,7 @@ from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.attention.softmax import SoftmaxAttention
-from jaxstack.models.mixer import Mixer
+from jaxstack.models.layer import Mixer
 
 AnyAttention = Annotated[
     SoftmaxAttention

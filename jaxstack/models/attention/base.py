@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxstack.models.attention.cache_formats import CacheFormat
-from jaxstack.models.mixer import Angles, CacheRoom, CacheSlots, LayerCache, Mixer, SegmentIds
+from jaxstack.models.layer import Angles, CacheRoom, CacheSlots, LayerCache, Mixer, SegmentIds
 from jaxstack.parallel import current_context
 from pallas_kernels import apply_rotary, with_whole_sequences
 

@@ -15,7 +15,7 @@ from jaxstack.config.base import Component
 from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from jaxstack.models.attention.paged_cache import PagedKeys, empty_pages
-from jaxstack.models.mixer import CacheRoom, SegmentIds
+from jaxstack.models.layer import CacheRoom, SegmentIds
 from pallas_kernels import block_sparse_attention
 from pallas_kernels.attention import patterns
 from pallas_kernels.attention.masks import Layout, Mask

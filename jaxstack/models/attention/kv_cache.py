@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.cache_formats import empty_keys_and_values
-from jaxstack.models.mixer import Angles, CacheSlots
+from jaxstack.models.layer import Angles, CacheSlots
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
 from pallas_kernels.low_bits.encoded import (
     Stored,

@@ -1,11 +1,11 @@
-"""Configuration of multi-head latent attention; `jaxstack.models.latent_attention` computes it."""
+"""Configuration of multi-head latent attention; `jaxstack.models.mixers.latent_attention` computes it."""
 
 from typing import Literal
 
 from pydantic import Field
 
 from jaxstack.models.attention.base import ScoreOptions
-from jaxstack.models.mixer import Mixer
+from jaxstack.models.layer import Mixer
 
 
 class LatentAttention(Mixer):

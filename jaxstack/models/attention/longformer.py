@@ -8,7 +8,7 @@ from pydantic import Field
 
 from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
-from jaxstack.models.mixer import SegmentIds
+from jaxstack.models.layer import SegmentIds
 from pallas_kernels import longformer_attention
 from pallas_kernels.attention.masks import Mask
 

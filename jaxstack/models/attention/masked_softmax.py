@@ -19,7 +19,7 @@ from jaxstack.models.attention.kv_cache import (
     store,
 )
 from jaxstack.models.attention.paged_cache import PagedKeys, copy_pages, put_in_pages, put_joined_in_pages
-from jaxstack.models.mixer import Angles, CacheSlots, LayerCache, pack_groups
+from jaxstack.models.layer import Angles, CacheSlots, LayerCache, pack_groups
 from pallas_kernels.attention.masks import Mask
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.cache_formats import empty_keys_and_values
-from jaxstack.models.mixer import Angles, CacheRoom, PageGroup, PageSlots, pack_groups
+from jaxstack.models.layer import Angles, CacheRoom, PageGroup, PageSlots, pack_groups
 from jaxstack.parallel import current_rules, with_local_heads
 from jaxstack.parallel.rules import AxisRules
 from pallas_kernels import flash_attention

@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr
 
 from jaxstack.models.attention.base import AttentionKind, AttentionSpec, ScoreOptions
 from jaxstack.models.attention.kv_cache import KeyCache, attend_to, empty_cache, extend, store
-from jaxstack.models.mixer import CacheSlots, SegmentIds
+from jaxstack.models.layer import CacheSlots, SegmentIds
 from jaxstack.parallel import shard
 from pallas_kernels import flash_attention, sequence_order
 from pallas_kernels.attention.scores import merge

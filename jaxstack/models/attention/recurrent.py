@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxstack.models.attention.base import AttentionKind, AttentionSpec
-from jaxstack.models.mixer import CacheSlots, SegmentIds
+from jaxstack.models.layer import CacheSlots, SegmentIds
 from jaxstack.parallel import shard
 from pallas_kernels import LinearState, empty_linear_state
 

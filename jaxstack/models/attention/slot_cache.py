@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxstack.models.mixer import CacheSlots, LayerCache, PageGroup, pack_groups
+from jaxstack.models.layer import CacheSlots, LayerCache, PageGroup, pack_groups
 from pallas_kernels.low_bits.encoded import Encoded, Stored, map_stored
 
 

@@ -16,7 +16,7 @@ from jaxstack.models.attention.paged_cache import (
     attend_pages,
     empty_pages,
 )
-from jaxstack.models.mixer import CacheRoom, CacheSlots, SegmentIds
+from jaxstack.models.layer import CacheRoom, CacheSlots, SegmentIds
 from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask
 

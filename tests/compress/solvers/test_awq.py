@@ -10,7 +10,7 @@ from jaxstack.compress.after_training.calibrate import replace_weights, weights_
 from jaxstack.compress.solvers.awq import apply_fold, candidate_scales, find_folds
 from jaxstack.models import ModelConfig
 from jaxstack.models.block import Block
-from jaxstack.models.mixer import Context
+from jaxstack.models.layer import Context
 from jaxstack.models.rope import rope_cos_sin, rope_frequencies
 
 GATED = {"mlp/gate_proj/kernel": None}

@@ -14,7 +14,7 @@ from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.models.attention.cache_formats import CACHE_FORMATS, as_stored, magnitude_order
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
-from jaxstack.models.mixer import CacheRoom, PageGroup, PageSlots
+from jaxstack.models.layer import CacheRoom, PageGroup, PageSlots
 from jaxstack.models.rope import apply_rope, rope_cos_sin, rope_frequencies
 from jaxstack.precision import PrecisionConfig
 from jaxstack.run.build import make_trainer

@@ -13,7 +13,7 @@ from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.attention.base import AttentionKind, AttentionSpec
-from jaxstack.models.mixer import CacheSlots
+from jaxstack.models.layer import CacheSlots
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from tests.serve.test_engine import expected, prompts

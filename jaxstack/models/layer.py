@@ -106,7 +106,7 @@ class Context(NamedTuple):
 class Mixer(Component):
     """Base class of the configurations of token mixers, the sublayers in which tokens exchange information.
 
-    Each has a `name`. `jaxstack.models.block.MIXERS` has the module that computes it.
+    Each has a `name`. `jaxstack.models.mixers.MIXERS` has the module that computes it.
     """
 
     @property

@@ -19,8 +19,7 @@ from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.attention.slot_cache import decode_slots
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers
-from jaxstack.models.mixer import (
+from jaxstack.models.layer import (
     Angles,
     CacheRoom,
     CacheSlots,
@@ -29,6 +28,7 @@ from jaxstack.models.mixer import (
     LayerCache,
     ParameterCount,
 )
+from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers
 from jaxstack.models.norm import HeadsNorm, LayerInput, Norm, count_norm_parameters, head_norm_name, make_norm
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads

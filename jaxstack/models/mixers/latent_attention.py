@@ -22,8 +22,8 @@ from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.attention.paged_cache import PagedKeys, put_in_pages
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
+from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, pack_groups
 from jaxstack.models.linear import Linear, apply_scattered, apply_together
-from jaxstack.models.mixer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, pack_groups
 from jaxstack.models.norm import LayerInput, Norm, make_norm
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, current_rules, save_for_backward, shard, with_local_heads
