@@ -17,7 +17,7 @@ import numpy as np
 from jaxstack.data.chat_format import ChatFormat
 from jaxstack.data.chat_template import ChatError, ChatTemplate, Span, choose_template
 from jaxstack.data.config import ChatConfig, SourceConfig
-from jaxstack.data.documents import Piece, Split, read_records, split_score
+from jaxstack.data.read_documents import Piece, Split, read_records, split_score
 from jaxstack.data.source_files import find_files
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxstack.data.config import SourceConfig
-from jaxstack.data.documents import (
+from jaxstack.data.read_documents import (
     HEAD_BYTES,
     Kind,
     Piece,

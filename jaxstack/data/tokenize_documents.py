@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstack.data.documents import Split, read_documents, split_document
 from jaxstack.data.load_tokenizer import load_tokenizer
+from jaxstack.data.read_documents import Split, read_documents, split_document
 from jaxstack.data.shards import file_sha256
 from jaxstack.data.tokenization_plan import WorkUnit
 from jaxstack.data.tokenizer import Tokenizer

@@ -17,8 +17,8 @@ import jax
 
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
-from jaxstack.data.documents import Piece, read_records
 from jaxstack.data.loader import Data, open_data
+from jaxstack.data.read_documents import Piece, read_records
 from jaxstack.data.streams import is_prepared_source
 from jaxstack.data.tokenization_plan import KIND_OF_SUFFIX, source_files
 from jaxstack.data.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.mosaic_config import KernelConfig, Tail
-from pallas_kernels.attention.tiles import visible_tiles
+from pallas_kernels.attention.visible_tiles import visible_tiles
 from pallas_kernels.hopper.wgmma import ROWS
 
 _START_TILES = 3

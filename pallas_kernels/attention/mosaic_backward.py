@@ -25,7 +25,7 @@ from pallas_kernels.attention import mosaic_scores as scoring
 from pallas_kernels.attention.mosaic_config import KernelConfig, read_visits
 from pallas_kernels.attention.mosaic_residuals import Inputs, Place, Residuals, Weighed
 from pallas_kernels.attention.request import Segments
-from pallas_kernels.attention.tiles import query_runs
+from pallas_kernels.attention.visible_tiles import query_runs
 from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.wgmma import ROWS, Accumulator
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu

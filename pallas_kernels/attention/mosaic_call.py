@@ -20,8 +20,8 @@ from pallas_kernels.attention.mosaic_wide_backward import all_gradients
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta, sink_gradient
-from pallas_kernels.attention.tiles import key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
+from pallas_kernels.attention.visible_tiles import key_schedule, query_schedule
 from pallas_kernels.hopper.wgmma import ROWS, TILE_ROWS
 from pallas_kernels.target import multiprocessors
 

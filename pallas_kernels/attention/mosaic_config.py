@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.attention.request import Options
-from pallas_kernels.attention.tiles import Blocks, Runs, visit_bounds
+from pallas_kernels.attention.visible_tiles import Blocks, Runs, visit_bounds
 from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.pipeline import Ring
 from pallas_kernels.mosaic_api import Index, Ref, ScratchType, plgpu

@@ -24,7 +24,7 @@ from pallas_kernels.attention import mosaic_scores as scoring
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.mosaic_config import KernelConfig, Visits, read_visits
 from pallas_kernels.attention.request import Segments
-from pallas_kernels.attention.tiles import key_runs
+from pallas_kernels.attention.visible_tiles import key_runs
 from pallas_kernels.hopper import pipeline, scheduler, wgmma
 from pallas_kernels.hopper.pipeline import Ring
 from pallas_kernels.hopper.wgmma import ROWS, Accumulator

@@ -27,7 +27,7 @@ from pallas_kernels.attention import mosaic_scores as scoring
 from pallas_kernels.attention.mosaic_config import KernelConfig, read_visits
 from pallas_kernels.attention.mosaic_residuals import Inputs, Place, Residuals
 from pallas_kernels.attention.request import Segments
-from pallas_kernels.attention.tiles import query_runs
+from pallas_kernels.attention.visible_tiles import query_runs
 from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.pipeline import Ring
 from pallas_kernels.hopper.wgmma import ROWS, Accumulator

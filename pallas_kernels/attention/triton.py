@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
 from pallas_kernels.attention.scores import row_delta, sink_gradient
-from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
+from pallas_kernels.attention.visible_tiles import Blocks, key_ranges, query_ranges
 from pallas_kernels.triton_support import triton_call
 
 _LOG2E = math.log2(math.e)

@@ -19,7 +19,7 @@ from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
 from pallas_kernels.attention.scores import SoftmaxState
-from pallas_kernels.attention.tiles import Blocks, possible_tiles, visible_block_pairs, visible_tiles
+from pallas_kernels.attention.visible_tiles import Blocks, possible_tiles, visible_block_pairs, visible_tiles
 
 _LARGEST_BLOCK = 1024
 _SMALLEST_BLOCK = 128

@@ -16,7 +16,7 @@ from pallas_kernels.attention import scores as pieces
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
-from pallas_kernels.attention.tiles import Blocks, possible_tiles
+from pallas_kernels.attention.visible_tiles import Blocks, possible_tiles
 
 LONGEST = 1024
 _SMALLEST_BLOCK = 32

@@ -7,7 +7,7 @@ from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.mosaic_config import KernelConfig, Tail, Visits
 from pallas_kernels.attention.mosaic_forward import _hides_tiles
 from pallas_kernels.attention.request import Options
-from pallas_kernels.attention.tiles import Runs
+from pallas_kernels.attention.visible_tiles import Runs
 
 
 def config(length, queries=128, keys=128, causal=True, warpgroups=2, key_length=None):

@@ -22,8 +22,8 @@ from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.mosaic_config import KernelConfig, Tail
 from pallas_kernels.attention.mosaic_scores import fill, late_factor
 from pallas_kernels.attention.request import Options, Segments
-from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
 from pallas_kernels.attention.tilings import Tiling
+from pallas_kernels.attention.visible_tiles import Blocks, key_ranges, query_ranges
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.attention.test_sparse import Windowed, plain_longformer

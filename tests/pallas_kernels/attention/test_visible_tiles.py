@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.attention.masks import Layout, Mask
 from pallas_kernels.attention.request import Segments
-from pallas_kernels.attention.tiles import (
+from pallas_kernels.attention.visible_tiles import (
     Blocks,
     key_lists,
     key_runs,
