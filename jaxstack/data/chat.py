@@ -1,11 +1,14 @@
 """Tokenizes chats and prompt-completion pairs, and marks the tokens of answers, the only ones to be trained on.
 
-Each is tokenized once, as one text, and cached: its ids, and for each id whether it is part of an answer.
+Each is tokenized once, as one text, and cached: its ids, and for each id whether it is part of an answer. A preference
+is two chats, one after the other: the prompt with the chosen answer, and with the rejected one.
 """
 
+import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +26,13 @@ from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import exclusive, write_file, write_json, writing_to
 
-_VERSION = 2
+_VERSION = 3
 _INDEX = "index.json"
+_SIDES = ("chosen", "rejected")
 _BATCH = 512
 """Number of chats that are tokenized together, on all cores."""
-_ARRAYS = ("ids", "answers", "ends")
+_ARRAYS = ("ids", "answers", "ends", "margins")
+_DTYPES = (np.int32, np.bool_, np.int64, np.float32)
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,12 @@ class Examples:
     """[N] bool: True for tokens of answers, which are trained on."""
     ends: np.ndarray
     """[E] int64: position after the last id of each example."""
+    margins: np.ndarray
+    """[E / 2] float32: `margin` of each preference, 0 without one; [0] for chats."""
     hashes: list[str]
     """SHA-256 of each array."""
+    pairs: bool = False
+    """True for preferences: examples 2i and 2i + 1 have the chosen and the rejected answer of one prompt."""
 
     @property
     def tokens(self) -> int:
@@ -108,7 +117,7 @@ def open_examples(
     """Return the tokenized chats of a source for each split, from the cache in `folder` or tokenized now.
 
     Args:
-      source: chats, or prompts with completions, in jsonl files.
+      source: chats, prompts with completions, or preferences, in jsonl files.
       chats: template and tokenizer.
       held_out_fraction: share of the examples that is held out, chosen by a hash of their content.
       folder: the cache directory.
@@ -119,7 +128,8 @@ def open_examples(
       JaxstackError: the template refuses a chat, or the cache is damaged.
     """
     files = find_files(source.path)
-    identity = [chats.identity, held_out_fraction, *(file.identity() for file in files)]
+    pairs = source.format == "preference"
+    identity = [chats.identity, pairs, held_out_fraction, *(file.identity() for file in files)]
     place = folder / "chats" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
     if not (place / _INDEX).is_file():
         waiting = "waiting for another process that prepares the chats"
@@ -128,41 +138,41 @@ def open_examples(
                 report(f"tokenizing the chats of {source.path}")
                 place.mkdir(exist_ok=True)
                 records = (r for file in files for r in read_records(Piece("jsonl", file)))
-                _write(place, _tokenized(records, chats), held_out_fraction, source.path)
-    return _read(place)
+                _write(place, _tokenized(records, _Reader(chats, pairs)), held_out_fraction, source)
+    return _read(place, pairs)
 
 
-def _write(place: Path, examples: Iterator[tuple[float, np.ndarray, np.ndarray]], fraction: float, path: str) -> None:
-    parts: dict[Split, list[tuple[np.ndarray, np.ndarray]]] = {"train": [], "held_out": []}
-    for score, ids, answers in examples:
-        parts["held_out" if score < fraction else "train"].append((ids, answers))
+def _write(place: Path, examples: Iterator["_Example"], fraction: float, source: SourceConfig) -> None:
+    parts: dict[Split, list[_Example]] = {"train": [], "held_out": []}
+    for example in examples:
+        parts["held_out" if example.text.score < fraction else "train"].append(example)
     if not any(parts.values()):
-        raise ConfigError(f"{path} contains no chat")
+        raise ConfigError(f"{source.path} contains no {source.format}")
     index = {}
     for split, found in parts.items():
-        ids, answers = (np.concatenate([[], *column]) for column in zip(*found, strict=True)) if found else ([], [])
-        ends = np.cumsum([len(x) for x, _ in found])
-        arrays = np.asarray(ids, np.int32), np.asarray(answers, np.bool_), np.asarray(ends, np.int64)
+        ids = np.concatenate([[], *(example.ids for example in found)])
+        answers = np.concatenate([[], *(example.answers for example in found)])
+        ends = np.cumsum([len(example.ids) for example in found])
+        margins = [example.text.margin for example in found if example.text.margin is not None]
         index[split] = {}
-        for name, array in zip(_ARRAYS, arrays, strict=True):
-            content = array.tobytes()
+        for name, dtype, values in zip(_ARRAYS, _DTYPES, (ids, answers, ends, margins), strict=True):
+            content = np.asarray(values, dtype).tobytes()
             write_file(place / f"{split}.{name}", content)
             index[split][name] = hashlib.sha256(content).hexdigest()
     write_json(place / _INDEX, index)
 
 
-def _read(place: Path) -> dict[Split, Examples]:
+def _read(place: Path, pairs: bool) -> dict[Split, Examples]:
     index = json.loads((place / _INDEX).read_bytes())
-    dtypes = (np.int32, np.bool_, np.int64)
     found = {}
     for split, hashes in index.items():
         arrays = []
-        for name, dtype in zip(_ARRAYS, dtypes, strict=True):
+        for name, dtype in zip(_ARRAYS, _DTYPES, strict=True):
             content = (place / f"{split}.{name}").read_bytes()
             if hashlib.sha256(content).hexdigest() != hashes[name]:
                 raise JaxstackError(f"{place}/{split}.{name} is damaged: delete {place}; it is made again")
             arrays.append(np.frombuffer(content, dtype))
-        found[split] = Examples(*arrays, hashes=list(hashes.values()))
+        found[split] = Examples(*arrays, hashes=list(hashes.values()), pairs=pairs)
     return found
 
 
@@ -174,23 +184,31 @@ class _Text:
     spans: Sequence[Span]
     where: str
     score: float
+    margin: float | None = None
+    """Margin of a preference, at its chosen answer; None elsewhere."""
 
 
-def _tokenized(
-    records: Iterator[tuple[dict, int, str]], chats: Chats
-) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
-    """Tokenize records of chats; yield (score for the held-out split, ids [n], answer mask [n]) of each."""
+@dataclass(frozen=True)
+class _Example:
+    """A tokenized chat: its text, ids [n] and answer mask [n]."""
+
+    text: _Text
+    ids: np.ndarray
+    answers: np.ndarray
+
+
+def _tokenized(records: Iterator[tuple[dict, int, str]], reader: "_Reader") -> Iterator[_Example]:
+    """Tokenize records of chats or preferences, a batch at a time."""
     batch: list[_Text] = []
-    reader = _Reader(chats)
     for record, _, where in records:
-        batch.append(reader.read(record, where))
-        if len(batch) == _BATCH:
-            yield from _encoded(batch, chats)
+        batch += reader.read(record, where)
+        if len(batch) >= _BATCH:
+            yield from _encoded(batch, reader.chats)
             batch = []
-    yield from _encoded(batch, chats)
+    yield from _encoded(batch, reader.chats)
 
 
-def _encoded(batch: list[_Text], chats: Chats) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+def _encoded(batch: list[_Text], chats: Chats) -> Iterator[_Example]:
     tokenizer = chats.tokenizer
     found = tokenizer.encode_marked([example.text for example in batch])
     for example, (ids, places) in zip(batch, found, strict=True):
@@ -199,7 +217,7 @@ def _encoded(batch: list[_Text], chats: Chats) -> Iterator[tuple[float, np.ndarr
             start = np.array([tokenizer.document_start], np.int32)
             ids = np.concatenate([start, ids, start])
             answers = np.concatenate([[False], answers, [True]])
-        yield example.score, ids, answers
+        yield _Example(example, ids, answers)
 
 
 def _answer_mask(example: _Text, places: np.ndarray) -> np.ndarray:
@@ -230,24 +248,34 @@ def _answer_mask(example: _Text, places: np.ndarray) -> np.ndarray:
 
 
 class _Reader:
-    """Turns records of chats or prompts into text, with the spans of their answers."""
+    """Turns records of chats, prompts or preferences (`pairs`) into texts, with the spans of their answers."""
 
-    def __init__(self, chats: Chats):
-        self._chats = chats
+    def __init__(self, chats: Chats, pairs: bool = False):
+        self.chats = chats
+        self._pairs = pairs
         special = chats.tokenizer.special_tokens
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
         self._ending = _answer_ending(chats)
         """Special token that ends an answer; "" if there is none."""
 
-    def read(self, record: dict, where: str) -> _Text:
-        """Return the text of a chat, or of a prompt with its completion, and the spans of the answers in it.
+    def read(self, record: dict, where: str) -> list[_Text]:
+        """Return the text of a chat, or the two texts of a preference, with the spans of the answers in them.
 
         Raises:
-          ConfigError: it is neither a chat nor a prompt with its completion, or its text contains special tokens.
+          ConfigError: it is no chat, prompt with its completion, or preference; or its text contains special tokens.
           JaxstackError: the template refuses it.
         """
         score = split_score(json.dumps(record, sort_keys=True).encode())
-        template = self._chats.template
+        if not self._pairs:
+            return [self._text(record, where, score, last=self.chats.config.answers == "last")]
+        margin = _margin(record, where)
+        chosen, rejected = _sides(record, where, plain=self.chats.template is None)
+        text = self._text(chosen, f"{where}, chosen", score, last=True)
+        return [dataclasses.replace(text, margin=margin), self._text(rejected, f"{where}, rejected", score, last=True)]
+
+    def _text(self, record: dict, where: str, score: float, *, last: bool) -> _Text:
+        """Return the text of a chat, or of a prompt with its completion, and the spans of the answers in it."""
+        template = self.chats.template
         if template is None:
             prompt, completion = _pair(record, where)
             self._check(f"{prompt}\n{completion}", where)
@@ -256,7 +284,7 @@ class _Reader:
         messages = _messages(record, where)
         self._check(json.dumps([messages, record.get("tools")], ensure_ascii=False), where)
         try:
-            text, spans = template.split(messages, record.get("tools"), last=self._chats.config.answers == "last")
+            text, spans = template.split(messages, record.get("tools"), last=last)
         except ChatError as error:
             raise ConfigError(f"{where}: {error}") from None
         return _Text(text, [(first, self._end(text, last)) for first, last in spans], where, score)
@@ -275,7 +303,7 @@ class _Reader:
         Generation stops at this token, so that it is part of the answer even if the template's marks leave it out.
         """
         bare = text[:end].rstrip()
-        if any(bare.endswith(token) for token in self._chats.tokenizer.special_tokens):
+        if any(bare.endswith(token) for token in self.chats.tokenizer.special_tokens):
             return len(bare)
         after = text[end:].lstrip()
         follows = bool(self._ending) and after.startswith(self._ending)
@@ -302,6 +330,54 @@ def _pair(record: dict, where: str) -> tuple[str, str]:
     if not completion:
         raise ConfigError(f"{where}: the completion is empty, so that there is nothing to learn")
     return prompt, completion
+
+
+def _sides(record: dict, where: str, *, plain: bool) -> tuple[dict, dict]:
+    """Return a preference as two records: the prompt with the chosen answer, and with the rejected one.
+
+    Args:
+      record: the preference.
+      where: its file and line.
+      plain: there is no chat template, so that all of it must be texts.
+
+    Raises:
+      ConfigError: it is no preference, or an answer is empty.
+    """
+    prompt = record.get("messages", record.get("prompt"))
+    answers = [record.get(side) for side in _SIDES]
+    if prompt is None or None in answers:
+        raise ConfigError(
+            f"{where}: a preference has a prompt or messages, a chosen and a rejected answer; its keys: {_keys(record)}"
+        )
+    if plain and not all(isinstance(part, str) for part in (prompt, *answers)):
+        raise ConfigError(
+            f"{where}: without a chat template prompt, chosen and rejected are texts; for messages set "
+            "data.chat.template"
+        )
+    for side, answer in zip(_SIDES, answers, strict=True):
+        turns = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+        if (
+            not turns
+            or not isinstance(turns[-1], dict)
+            or not (turns[-1].get("content") or turns[-1].get("tool_calls"))
+        ):
+            raise ConfigError(f"{where}: the {side} answer is empty, so that there is nothing to compare")
+        if not isinstance(turns[0], dict) or turns[0].get("role") != "assistant":
+            raise ConfigError(
+                f"{where}: {side} is the answer, a text or messages that begin with the role assistant; found "
+                f"{_shown(turns[0])}; put the messages before it into prompt"
+            )
+    one, other = ({"prompt": prompt, "completion": answer, "tools": record.get("tools")} for answer in answers)
+    return one, other
+
+
+def _margin(record: dict, where: str) -> float:
+    margin = record.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ConfigError(f"{where}: margin is a number; found {_shown(margin)}")
+    return float(margin)
 
 
 def _messages(record: dict, where: str) -> list[dict[str, Any]]:

@@ -40,23 +40,25 @@ class SourceConfig(Component):
     which may also be a URL."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of the rows that comes from this source, relative to the other sources' weights."""
-    format: Literal["auto", "text", "jsonl", "parquet", "tokens", "chat"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "tokens", "chat", "preference"] = "auto"
     """auto decides by the name: .jsonl(.gz|.zst), .parquet, a directory with index.json is tokens, anything else
-    text. chat: jsonl with `messages`, or `prompt` and `completion`, of which only the answers are trained on."""
+    text. chat: jsonl with `messages`, or `prompt` and `completion`, of which only the answers are trained on.
+    preference: jsonl with `prompt` or `messages`, `chosen` and `rejected`, for `preference.loss`."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """The key (jsonl) or column (parquet) of the text."""
 
 
 class ChatConfig(Component):
-    """Configuration of sources of format chat: the chat template, and which answers are trained on."""
+    """Configuration of sources of format chat and preference: the chat template, and which answers are trained on."""
 
     template: str = "auto"
     """auto: the tokenizer's own; chatml, llama3, gemma; a file with a Jinja template; none: plain prompt and
     completion, between document-start ids."""
     answers: Literal["all", "last"] = "all"
-    """Answers of a chat that are trained on."""
+    """Answers of a chat that are trained on; of a preference it is always the last."""
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
-    """Treatment of a chat of more than sequence_length tokens: cut its end, leave it out, or an error."""
+    """Treatment of a chat of more than sequence_length tokens: cut its end, leave it out, or an error. Preferences are
+    never cut: only drop leaves them out."""
     date: str = "2024-07-26"
     """The date of "today" in templates that write it; fixed, so that a run can be repeated."""
 
@@ -84,7 +86,7 @@ class DataConfig(Component):
     tokenizer: TokenizerConfig = TokenizerConfig()
     """`byte`, `bpe`, `file`, or `auto`."""
     chat: ChatConfig = ChatConfig()
-    """Settings for sources of `format: chat`, see [Fine-tuning](finetuning.md#data)."""
+    """Settings for sources of `format: chat` and `preference`, see [Fine-tuning](finetuning.md#data)."""
     packing: bool = True
     """true: segment ids and positions restart at every document. false: one stream, with attention across documents.
     For chats: several in a row, or one."""
@@ -106,3 +108,19 @@ class DataConfig(Component):
     busy for longer than a step. Each starts for several seconds."""
     read_ahead: Annotated[int, Field(ge=1, le=4096)] = 32
     """Batches that are read before they are needed; a file that stalls for fewer steps than that stops nothing."""
+
+    @model_validator(mode="after")
+    def _preferences_are_not_mixed(self):
+        formats = {source.format for source in (*self.sources, *self.held_out)}
+        if "preference" in formats and len(formats) > 1:
+            others = ", ".join(sorted(formats - {"preference"}))
+            raise ValueError(
+                f"sources of format preference are not mixed with others; found also {others}. Give all of "
+                "data.sources and data.held_out the format preference, or none."
+            )
+        return self
+
+    @property
+    def pairs(self) -> bool:
+        """True if the sources are of format preference."""
+        return self.sources[0].format == "preference"

@@ -13,7 +13,15 @@ from jaxstack.data.fingerprint import list_sources
 from jaxstack.data.mixture import order_hash, row_order
 from jaxstack.data.read_batches import Batch, HeldOutBatches, TrainingBatches, WorkerOptions, read_batches
 from jaxstack.data.streams import Streams, open_streams
-from jaxstack.data.token_rows import ExampleRows, ExampleSet, Rows, Stream, TextRows, describe_row_filling
+from jaxstack.data.token_rows import (
+    ExampleRows,
+    ExampleSet,
+    PairRows,
+    Rows,
+    Stream,
+    TextRows,
+    describe_row_filling,
+)
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
 
@@ -46,7 +54,7 @@ def open_data(
     streams = open_streams(config, seed, BuildOptions(config.shard_tokens, workers, say))
     data = Data(config, streams, sequence_length, seed)
     data.describe_chats(say)
-    if 0 < data.held_out_tokens < sequence_length:
+    if 0 < data.held_out_tokens < sequence_length and not data.pairs:
         say(f"held out are only {data.held_out_tokens} tokens, less than a row of {sequence_length}: padded")
     return data
 
@@ -79,6 +87,8 @@ class Data:
 
     def _augmenter(self) -> Augmenter:
         """Return the `Augmenter` of the configured augmentations; raise an error if one does not suit the data."""
+        if self._config.augmentations and self.pairs:
+            raise ConfigError("data.augmentations change rows of text; leave them out for sources of format preference")
         chats = any(isinstance(rows, ExampleRows) for rows in self._rows)
         ids = Vocabulary(self.tokenizer.document_start, self.tokenizer.vocab_size)
         chosen = self._config.augmentations
@@ -107,22 +117,32 @@ class Data:
         packing = self._config.packing
         cut = self._config.chat.too_long == "truncate"
         if isinstance(stream, ExampleSet):
+            if stream.pairs:
+                return PairRows(stream, self.sequence_length)
             return ExampleRows(stream, self.sequence_length, truncate=cut, packing=packing)
         return TextRows(stream, self.sequence_length, packing)
 
     def _check_chats(self, path: str, rows: ExampleRows) -> None:
         fitted = rows.fitted
         length = self.sequence_length
-        if fitted.too_long and self._config.chat.too_long == "refuse":
+        too_long = self._config.chat.too_long
+        pairs = isinstance(rows, PairRows)
+        word, way = ("pairs", "drop, as answers are not cut") if pairs else ("chats", "truncate or drop")
+        if fitted.too_long and (too_long == "refuse" or (pairs and too_long == "truncate")):
             raise ConfigError(
-                f"{fitted.too_long:,} of {fitted.total:,} chats of {path!r} have more than sequence_length ({length}) "
-                f"tokens, the longest {fitted.longest:,}: raise it, or set data.chat.too_long to truncate or drop"
+                f"{fitted.too_long:,} of {fitted.total:,} {word} of {path!r} have more than sequence_length ({length}) "
+                f"tokens, the longest {fitted.longest:,}: raise it, or set data.chat.too_long to {way}"
             )
         if not rows.count:
             raise ConfigError(
-                f"no chat of {path!r} has an answer within sequence_length ({length}) tokens: raise it, or see "
-                "data.chat.too_long"
+                f"none of the {word} of {path!r} has an answer within sequence_length ({length}) tokens: raise it, or "
+                "see data.chat.too_long"
             )
+
+    @property
+    def pairs(self) -> bool:
+        """True if the rows are pairs of answers, from sources of format preference."""
+        return any(isinstance(rows, PairRows) for rows in self._rows)
 
     @property
     def vocab_size(self) -> int:
@@ -174,7 +194,8 @@ class Data:
           start: number of the first global batch.
 
         Yields:
-          tokens, labels [len(rows), T] int32, and with packing segment_ids, positions [len(rows), T] int32.
+          tokens, labels [len(rows), T] int32, and with packing segment_ids, positions [len(rows), T] int32. Of
+          preferences tokens, labels [len(rows), 2, T] int32 and margin [len(rows)] float32.
         """
         return read_batches(self._batches(global_batch_size, rows, start), self._workers)
 
@@ -197,7 +218,7 @@ class Data:
         Args:
           batch_size: number of rows of a batch over all processes.
           rows: rows of each batch that this process reads.
-          max_tokens: limit on the predicted tokens; default: all.
+          max_tokens: limit on the predicted tokens, up to which pairs of answers count whole; default: all.
 
         Yields:
           Batches as `batches` does; labels of rows and positions after the end are -100. Nothing without held-out text.

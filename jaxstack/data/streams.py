@@ -114,8 +114,8 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
 
 
 def is_chat(source: SourceConfig) -> bool:
-    """Return True if a data source consists of chats."""
-    return source.format == "chat"
+    """Return True if a data source consists of chats, or of preferences, which are pairs of chats."""
+    return source.format in ("chat", "preference")
 
 
 def import_chat():

@@ -1,4 +1,4 @@
-"""Training rows of T tokens: cut from a stream of text, or packed from whole examples such as chats.
+"""Training rows of T tokens: cut from a stream of text, packed from whole examples such as chats, or pairs of answers.
 
 Dimensions: T sequence length.
 """
@@ -114,7 +114,7 @@ Row = dict[str, np.ndarray]
 
 @runtime_checkable
 class ExampleSet(Protocol):
-    """Interface of concatenated, tokenized chats; see `jaxstack.data.chat.Examples`."""
+    """Interface of concatenated, tokenized chats or preferences; see `jaxstack.data.chat.Examples`."""
 
     @property
     def ids(self) -> np.ndarray: ...
@@ -124,6 +124,12 @@ class ExampleSet(Protocol):
 
     @property
     def ends(self) -> np.ndarray: ...
+
+    @property
+    def margins(self) -> np.ndarray: ...
+
+    @property
+    def pairs(self) -> bool: ...
 
     @property
     def tokens(self) -> int: ...
@@ -142,7 +148,7 @@ class Rows(Protocol):
     """Number of ids that are predicted, in all rows together."""
 
     def read(self, row: int, limit: int | None = None) -> Row:
-        """Return a row as int32 arrays [T]; all labels after the first `limit` of the whole source become -100."""
+        """Return a row as int32 arrays [T], or [2, T]; all labels after the source's first `limit` become -100."""
         ...
 
     def count_for(self, limit: int) -> int:
@@ -207,12 +213,7 @@ class ExampleRows:
     def __init__(self, examples: ExampleSet, sequence_length: int, *, truncate: bool, packing: bool):
         self._examples = examples
         self._length = sequence_length
-        begins = np.concatenate([[0], examples.ends[:-1]]).astype(np.int64)[: len(examples.ends)]
-        lengths = examples.ends - begins
-        kept = np.minimum(lengths, sequence_length + 1)
-        answers_before = np.concatenate([[0], np.cumsum(examples.answers)])
-        # The first id of an example is never a label.
-        labels = answers_before[begins + kept] - answers_before[np.minimum(begins + 1, examples.ends)]
+        begins, lengths, kept, labels = _measure(examples, sequence_length)
         long = lengths > sequence_length + 1
         chosen = np.flatnonzero((labels > 0) & (truncate | ~long))
         self.fitted = LengthStatistics(
@@ -262,9 +263,68 @@ class ExampleRows:
         return labels[labels != IGNORE]
 
 
+class PairRows(ExampleRows):
+    """Pairs of a chosen and a rejected answer, each after its prompt in a row of T tokens; a pair is never divided.
+
+    Pairs of which a row is too long are left out: a cut would take the end of one answer only, and so teach a length.
+
+    Args:
+      examples: preferences.
+      sequence_length: T.
+    """
+
+    def __init__(self, examples: ExampleSet, sequence_length: int):
+        self._examples = examples
+        self._length = sequence_length
+        begins, lengths, _, labels = (x.reshape(-1, 2) for x in _measure(examples, sequence_length))
+        self._begins = begins
+        self._ends = begins + lengths
+        long = (lengths > sequence_length + 1).any(axis=1)
+        chosen = np.flatnonzero(~long & (labels > 0).all(axis=1))
+        self.fitted = LengthStatistics(
+            len(lengths), int(long.sum()), int(lengths.max(initial=0)), len(lengths) - len(chosen)
+        )
+        self._pairs = chosen
+        self._before = np.concatenate([[0], np.cumsum(labels[chosen].sum(axis=1), dtype=np.int64)])
+        self.count = len(chosen)
+        self.labels = int(self._before[-1])
+        self.used = float(np.sum(lengths[chosen] - 1) / max(2 * self.count * sequence_length, 1))
+
+    def read(self, row: int, limit: int | None = None) -> Row:
+        """Return a pair: tokens, labels [2, T] int32, of the chosen answer first, and its margin [] float32."""
+        tokens = np.zeros((2, self._length), np.int32)
+        labels = np.full((2, self._length), IGNORE, np.int32)
+        if limit is not None and limit <= self._before[row]:
+            return {"tokens": tokens, "labels": labels, "margin": np.zeros((), np.float32)}
+        pair = self._pairs[row]
+        for side in (0, 1):
+            part = slice(self._begins[pair, side], self._ends[pair, side])
+            ids = self._examples.ids[part]
+            tokens[side, : len(ids) - 1] = ids[:-1]
+            labels[side, : len(ids) - 1] = np.where(self._examples.answers[part][1:], ids[1:], IGNORE)
+        return {"tokens": tokens, "labels": labels, "margin": np.asarray(self._examples.margins[pair])}
+
+
+def _measure(examples: ExampleSet, sequence_length: int) -> tuple[np.ndarray, ...]:
+    """Return first position, length, length within a row, and number of labels within a row of each example, [E]."""
+    begins = np.concatenate([[0], examples.ends[:-1]]).astype(np.int64)[: len(examples.ends)]
+    lengths = examples.ends - begins
+    kept = np.minimum(lengths, sequence_length + 1)
+    answers_before = np.concatenate([[0], np.cumsum(examples.answers)])
+    # The first id of an example is never a label.
+    labels = answers_before[begins + kept] - answers_before[np.minimum(begins + 1, examples.ends)]
+    return begins, lengths, kept, labels
+
+
 def describe_row_filling(path: str, rows: ExampleRows, sequence_length: int) -> str:
-    """Return a line on how full the rows packed from a source's chats are, and how many chats do not fit."""
+    """Return a line on how full the rows of a source's chats or pairs are, and how many of these do not fit."""
     fitted = rows.fitted
+    if isinstance(rows, PairRows):
+        left_out = f"; {fitted.left_out:,} are left out as too long (the longest: {fitted.longest:,} tokens)"
+        return (
+            f"{path}: {rows.count:,} pairs of answers in rows of {sequence_length}, of which {rows.used:.0%} is filled"
+            f"; {rows.labels:,} tokens of answers{left_out if fitted.left_out else ''}"
+        )
     line = (
         f"{path}: {fitted.total - fitted.left_out:,} chats in {rows.count:,} rows of {sequence_length}, of which "
         f"{rows.used:.0%} is filled; {rows.labels:,} tokens of answers"

@@ -62,11 +62,13 @@ def folder(tmp_path_factory) -> Path:
 def opened(folder, tmp_path, cache):
     """Opens records, written to a file, as data."""
 
-    def open_records(records, length=64, template="chatml", lines=None, held_out=0.0, packing=True, **chat):
+    def open_records(
+        records, length=64, template="chatml", lines=None, held_out=0.0, packing=True, format="chat", **chat
+    ):
         path = tmp_path / "chats.jsonl"
         path.write_text("\n".join(lines or [json.dumps(record) for record in records]) + "\n")
         config = DataConfig(
-            sources=(SourceConfig(path=str(path), format="chat"),),
+            sources=(SourceConfig(path=str(path), format=format),),
             tokenizer=TokenizerConfig(name="file", path=str(folder)),
             chat=ChatConfig(template=template, **chat),
             held_out_fraction=held_out,
@@ -339,3 +341,78 @@ def test_tokens_of_a_template_that_the_tokenizer_lacks_are_said(opened):
     opened([{"messages": TALK[1:]}], template="gemma")
     (line,) = (line for line in opened.said if "no special tokens" in line)
     assert line.startswith("the chat template writes <end_of_turn>, <start_of_turn>, no special tokens")
+
+
+PREFERENCE = {"prompt": "2 + 3 =", "chosen": " 5", "rejected": " 6 is open", "margin": 0.5}
+
+
+def test_a_preference_is_a_pair_of_rows_of_which_the_answers_are_compared(opened):
+    turns = [{"role": role, "content": text} for role, text in (("user", "a?"), ("assistant", "b"), ("user", "c?"))]
+    answer = [{"role": "assistant", "content": " 5"}]
+    records = [PREFERENCE, {"messages": turns, "chosen": answer, "rejected": "no"}]
+    data = opened(records, format="preference")
+    row, talk = sorted(rows_of(data), key=lambda row: -float(row["margin"]))
+    assert [learnt(data, {"labels": x}) for x in row["labels"]] == [[" 5<|im_end|>"], [" 6 is open<|im_end|>"]]
+    assert [learnt(data, {"labels": x}) for x in talk["labels"]] == [[" 5<|im_end|>"], ["no<|im_end|>"]]
+    assert (row["margin"], talk["margin"]) == (0.5, 0)
+    asked = data.tokenizer.encode_marked(["<|im_start|>user\n2 + 3 =<|im_end|>\n<|im_start|>assistant\n"])[0][0]
+    for tokens, labels in zip(row["tokens"], row["labels"], strict=True):
+        np.testing.assert_array_equal(tokens[: len(asked)], asked)
+        assert (labels[: len(asked) - 1] == -100).all() and labels[len(asked) - 1] == tokens[len(asked)]
+    plain = opened([PREFERENCE], format="preference", template="none")
+    assert [learnt(plain, {"labels": x})[0][:2] for x in rows_of(plain)[0]["labels"]] == [" 5", " 6"]
+    assert rows_of(plain)[0]["tokens"][0, 0] == data.tokenizer.document_start
+    assert "1 pairs of answers in rows of 64" in opened.said[-1]
+
+
+def test_pairs_stay_whole_in_batches_and_on_one_side_of_the_split(opened):
+    records = [{"prompt": f"{i}", "chosen": f" {i} yes", "rejected": f" {i} no"} for i in range(60)]
+    data = opened(records, format="preference", held_out=0.3)
+    batch = next(data.batches(global_batch_size=4, rows=[1, 3], start=0))
+    assert {name: x.shape for name, x in batch.items()} == {"tokens": (2, 2, 64), "labels": (2, 2, 64), "margin": (2,)}
+    rows = [*data._rows, *data._held_out_rows]
+    assert sum(r.count for r in rows) == 60 and data.held_out_tokens == rows[1].labels > 0
+    for one in rows:
+        for row in (one.read(i) for i in range(one.count)):
+            yes, no = (learnt(data, {"labels": x})[0] for x in row["labels"])
+            assert yes.split(" yes")[0] == no.split(" no")[0] and yes.startswith(" ")
+    limit = rows[1].read(0)["labels"]
+    limit = int((limit != -100).sum()) + 1
+    found = list(data.held_out_batches(batch_size=4, rows=range(4), max_tokens=limit))
+    assert len(found) == 1 and [(x != -100).any() for x in found[0]["labels"]] == [True, True, False, False]
+
+
+def test_pairs_that_are_too_long_are_refused_or_left_out_but_never_cut(opened):
+    records = [PREFERENCE, {"prompt": "p", "chosen": "a", "rejected": "b " * 100}]
+    with pytest.raises(ConfigError, match=r"1 of 2 pairs .* set data.chat.too_long to drop, as answers are not cut"):
+        opened(records, format="preference")
+    assert opened(records, format="preference", too_long="drop")._rows[0].count == 1
+    assert "1 are left out as too long" in opened.said[-1]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"prompt": "a", "chosen": "b"},
+            "has a prompt or messages, a chosen and a rejected answer; its keys: 'prompt',",
+        ),
+        ({"chosen": "a", "rejected": "b"}, "a preference has a prompt or messages"),
+        ({**PREFERENCE, "rejected": ""}, "the rejected answer is empty"),
+        ({**PREFERENCE, "chosen": []}, "the chosen answer is empty"),
+        ({**PREFERENCE, "margin": "large"}, 'margin is a number; found "large"'),
+        ({**PREFERENCE, "chosen": TALK[1:3]}, "messages that begin with the role assistant; found .*role.*user"),
+        ({**PREFERENCE, "chosen": "a<|im_end|>"}, "chosen: its text contains '<|im_end|>'"),
+        ({**PREFERENCE, "prompt": 3}, "chosen: the content of message 1 must be a text; found 3"),
+    ],
+)
+def test_a_line_that_is_no_preference_is_named(record, message, opened):
+    with pytest.raises(ConfigError, match=f"line 1.*{message.replace('|', '[|]')}"):
+        opened([record], format="preference")
+
+
+def test_preferences_are_not_mixed_with_texts(opened):
+    with pytest.raises(ConfigError, match="format preference are not mixed with others; found also auto"):
+        DataConfig(sources=(SourceConfig(path="a", format="preference"), SourceConfig()))
+    with pytest.raises(ConfigError, match="without a chat template prompt, chosen and rejected are texts"):
+        opened([{**PREFERENCE, "prompt": TALK}], format="preference", template="none")
