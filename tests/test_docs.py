@@ -210,6 +210,17 @@ def test_scripts_and_modules_that_commands_run_exist(path):
         assert "".join(extra) in project["optional-dependencies"], f"{path.name}: {extra}"
 
 
+def test_files_that_the_architecture_names_exist():
+    """Each is the end of a path of the package, however short the page names it."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w/]+\.(?:py|json|yaml))`", text) if not re.search("[A-Z]{4}", name)}
+    paths = [
+        f"/{path}" for folder in ("jaxstack", "pallas_kernels", "configs") for path in (ROOT / folder).rglob("*.*")
+    ]
+    assert len(named) > 100
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
+
+
 def test_notebook_commands_parse():
     notebook = json.loads((ROOT / "docs" / "first_hour.ipynb").read_text(encoding="utf-8"))
     lines = "".join("".join(cell["source"]) + "\n" for cell in notebook["cells"]).replace("\\\n", "")
