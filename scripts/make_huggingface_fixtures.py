@@ -104,6 +104,17 @@ MODELS = {
         {**SMALL, **LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4,
          "topk_group": 2, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {**SMALL, "num_hidden_layers": 3, "head_dim": 8, "attention_bias": True, "use_qk_norm": True,
+         "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {**SMALL, **LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "n_routed_experts": 8,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    ),
     "gpt-oss": (
         "GptOss",
         {**SMALL, "num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4,
@@ -141,8 +152,9 @@ def make(name: str) -> None:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, ARCHITECTURES.get(kind, f"{kind}ForCausalLM"))(config).eval()
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases too; bfloat16 keeps the files small
+        for parameter in [*model.parameters(), *biases]:  # norms too; bfloat16 keeps the files small
             spread = 0.3 if parameter.ndim == 1 else 0.25
             parameter.add_(torch.randn_like(parameter) * spread)
             parameter.copy_(parameter.bfloat16().float())

@@ -1,4 +1,5 @@
-"""Hugging Face formats of DeepSeek V2, V3, R1 and V3.1 (2024, 2025) and Kimi K2 (2025): latent attention and mixtures.
+"""Hugging Face formats of DeepSeek V2, V3, R1 and V3.1 (2024, 2025) and Kimi K2 (2025), with latent attention and
+mixtures, and of GLM-4.5 to 4.7 (Zeng et al. 2025, arXiv:2508.06471), with the same mixtures.
 
 Layers for multi-token prediction, which follow the last layer in the files, are not read and not written.
 """
@@ -6,11 +7,12 @@ Layers for multi-token prediction, which follow the last layer in the files, are
 import dataclasses
 from typing import Any
 
+from jaxstack.errors import ConfigError
 from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.config_fields import Keys, Row, activation, always, find, fixed, rope, same
 from jaxstack.models.huggingface.family import Family
-from jaxstack.models.huggingface.llama import LAYER, TENSORS, max_positions
+from jaxstack.models.huggingface.llama import LAYER, TENSORS, max_positions, shape
 from jaxstack.models.huggingface.mixture import TRAINING_KEYS, expert_keys, expert_tensors
 from jaxstack.models.huggingface.tensors import Tensor
 
@@ -68,9 +70,7 @@ _ATTENTION = (
     Tensor("layers/attention/kv_b_proj/kernel", LAYER + "self_attn.kv_b_proj.weight", ((1, 2), (0,))),
 )
 _NAMES = ("gate_proj", "up_proj", "down_proj")
-_TENSORS = (
-    *TENSORS,
-    *_ATTENTION,
+_MIXTURE = (
     *expert_tensors("mlp.gate.weight", "mlp.experts", {name: name for name in _NAMES}),
     Tensor("layers/mlp/router/balance_bias", LAYER + "mlp.gate.e_score_correction_bias", ((0,),)),
     *(
@@ -78,6 +78,7 @@ _TENSORS = (
         for name in _NAMES
     ),
 )
+_TENSORS = (*TENSORS, *_ATTENTION, *_MIXTURE)
 _TRAINING = TRAINING_KEYS | {"aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "pretraining_tp"}
 _PREDICTION = r".*rotary_emb\.inv_freq|model\.layers\.{num_layers}\..*"
 """Tensors that are not read: those of the layer for multi-token prediction."""
@@ -126,3 +127,78 @@ DEEPSEEK_V3 = Family(
 )
 
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
+
+
+def _glm_chosen(config: Keys) -> dict[str, Any]:
+    return {
+        **_chosen(config),
+        "n_shared_experts": config.get("n_shared_experts", 1),
+        "first_k_dense_replace": config.get("first_k_dense_replace", 1),
+    }
+
+
+_GLM_TRAINING = _TRAINING | {"num_mtp_layers"}
+_NO_PREDICTION = Row((), lambda config: {}, lambda model: {"num_nextn_predict_layers": 0})
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    rows=(
+        *shape(kv_heads=8, norm_eps=1e-5),
+        max_positions(131072),
+        rope(partial=0.5),
+        same("attention_bias", "qkv_bias", False),
+        same("use_qk_norm", "qk_norm", False, lambda model: model.qk_norm is True),
+        expert_keys(_EXPERTS, _glm_chosen, scoring_func="sigmoid", balance_bias=True),
+        _NO_PREDICTION,
+        fixed("scoring_func", "sigmoid"),
+        fixed("topk_method", "noaux_tc"),
+        activation("hidden_act", "silu"),
+        always(norm="rms_norm", mlp="gated"),
+    ),
+    tensors=(*TENSORS, *_MIXTURE),
+    ignored=_GLM_TRAINING,
+    buffers=_PREDICTION,
+)
+
+
+def _read_dense_layers(config: Keys) -> dict[str, Any]:
+    """Return the fields of `MoEConfig`, with the number of dense layers from either of two keys."""
+    fields = _glm_chosen(config)
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return fields
+    dense = list(types).count("dense")
+    if list(types) != ["dense"] * dense + ["sparse"] * (find(config, "num_hidden_layers") - dense):
+        raise ConfigError("config.json: mlp_layer_types must have one entry a layer, first all dense, then all sparse.")
+    if config.get("first_k_dense_replace", dense) != dense:
+        raise ConfigError(
+            f"config.json: first_k_dense_replace ({config['first_k_dense_replace']}) is not the number of dense layers "
+            f"in mlp_layer_types ({dense}); correct one of them."
+        )
+    return {**fields, "first_k_dense_replace": dense}
+
+
+def _write_dense_layers(model: ModelConfig) -> dict[str, Any]:
+    kinds = {"dense": "dense", "experts": "sparse"}
+    return {"mlp_layer_types": [kinds.get(layer.feed_forward or "", "none") for layer in model.layers()]}
+
+
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    rows=(
+        *_shape(norm_eps=1e-5),
+        max_positions(202752),
+        rope(),
+        fixed("partial_rotary_factor", 1.0),
+        expert_keys(_EXPERTS, _read_dense_layers, scoring_func="sigmoid", balance_bias=True),
+        Row(("mlp_layer_types",), lambda config: {}, _write_dense_layers),
+        _NO_PREDICTION,
+        fixed("scoring_func", "sigmoid"),
+        fixed("topk_method", "noaux_tc"),
+    ),
+    tensors=_TENSORS,
+    ignored=_GLM_TRAINING,
+    buffers=_PREDICTION,
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
+from jaxstack.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2
 from jaxstack.models.huggingface.family import Family, differences
 from jaxstack.models.huggingface.files import CONFIG, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3
@@ -37,6 +37,8 @@ FAMILIES = {
         DEEPSEEK_V2,  # latent attention
         DEEPSEEK_V3,  # groups of experts, chosen with a bias
         KIMI_K2,  # DeepSeek V3 under another name
+        GLM4_MOE,  # DeepSeek V3's experts without latent attention
+        GLM4_MOE_LITE,  # DeepSeek V3 with other defaults
         OLMO3,  # OLMo 2 with windows, and rotary positions that are scaled in the other layers
     )
 }
