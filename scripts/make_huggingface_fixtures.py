@@ -65,6 +65,17 @@ MODELS = {
             },
         },
     ),
+    "gemma3-multimodal": (
+        "Gemma3",
+        {
+            "text_config": {**SMALL, **GEMMA, "sliding_window": 4, "num_hidden_layers": 2, "sliding_window_pattern": 2},
+            "vision_config": {
+                "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "image_size": 8, "patch_size": 4,
+            },
+            "mm_tokens_per_image": 4,
+        },
+    ),
     "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "smollm3": ("SmolLM3", {**SMALL, "num_hidden_layers": 4, "no_rope_layer_interval": 4, "pad_token_id": 1}),
     "granite": (
@@ -142,7 +153,9 @@ MODELS = {
          "norm_topk_prob": True},
     ),
 }  # fmt: skip
-ARCHITECTURES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+ARCHITECTURES = {
+    "GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma3": "Gemma3ForConditionalGeneration",
+}  # fmt: skip
 
 
 def make(name: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2
-from jaxstack.models.huggingface.family import Family, differences
+from jaxstack.models.huggingface.family import Family, Multimodal, differences
 from jaxstack.models.huggingface.files import CONFIG, read_json
-from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3
+from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, PHI3, SMOLLM3
 from jaxstack.models.huggingface.mixture import GPT_OSS, MIXTRAL, QWEN3_MOE
@@ -44,6 +44,9 @@ FAMILIES = {
 }
 """Families by model_type. An export takes the first that can express the model, so plainer ones come first."""
 
+MULTIMODAL: dict[str, Multimodal] = {"gemma3": GEMMA3_MULTIMODAL}
+"""Multimodal models by model_type, of which only the text model is read."""
+
 
 def read_model_config(directory: str | Path, ignore: Collection[str] = ()) -> ModelConfig:
     """Read the model configuration from the config.json in a directory.
@@ -67,8 +70,12 @@ def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Famil
     read_quantization(said)  # refuses what cannot be read
     said.pop(KEY, None)
     kind = said.get("model_type")
+    if isinstance(kind, str) and kind in MULTIMODAL:
+        said = MULTIMODAL[kind].text_config(said)
+        kind = said["model_type"]
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f"{directory}: model_type {kind!r} is not supported; {nearest(str(kind), FAMILIES)}")
+        known = [*FAMILIES, *MULTIMODAL]
+        raise ConfigError(f"{directory}: model_type {kind!r} is not supported; {nearest(str(kind), known)}")
     return FAMILIES[kind], FAMILIES[kind].read(said, ignore)
 
 
@@ -90,11 +97,13 @@ def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family,
     """Choose a Hugging Face family that can express the model; return it and the model's config.json.
 
     Args:
-      name: model_type of the family; None: the first that can.
+      name: model_type of the family, or of a multimodal one with its text model; None: the first that can.
 
     Raises:
       ConfigError: no such family, or it cannot express the model; with the reasons.
     """
+    if name in MULTIMODAL:
+        name = MULTIMODAL[name].text.model_type
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"there is no model_type {name!r}; {nearest(name, FAMILIES)}")
     reasons = []

@@ -44,6 +44,7 @@ class Family:
       rows: conversion between config.json and `ModelConfig`.
       tensors: conversion between parameters and tensors of the files.
       prefix: prefix of all tensor names except the head's; files of the bare model leave it out.
+      nested: prefixes of tensor names in files of a multimodal model -> those in files of the text model.
       ignored: keys of config.json that do not change what this family computes.
       buffers: regular expression of tensors that are not read, such as those in old files that are not parameters;
         {num_layers} stands for the number of layers.
@@ -54,6 +55,7 @@ class Family:
     rows: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     prefix: str = "model."
+    nested: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     buffers: str = r".*rotary_emb\.inv_freq"
 
@@ -103,6 +105,37 @@ class Family:
         if different:
             raise ConfigError(f"{self.model_type} cannot express this model: {'; '.join(different)}.")
         return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Multimodal:
+    """A multimodal `model_type`, of which only the text model is read. A model is written as the text model alone.
+
+    Attributes:
+      text: family of the text model, which `text_config` in config.json describes.
+      defaults: keys that `text_config` may leave out, with the values that transformers assumes.
+      ignored: keys of config.json about other inputs than text.
+    """
+
+    text: Family
+    defaults: Mapping[str, Any]
+    ignored: frozenset[str]
+
+    def text_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config.json of the text model.
+
+        Raises:
+          ConfigError: there is no `text_config`, or it is of another family.
+        """
+        said = config.get("text_config")
+        kind = said.get("model_type", self.text.model_type) if isinstance(said, Mapping) else None
+        if not isinstance(said, Mapping) or kind != self.text.model_type:
+            raise ConfigError(
+                f"config.json of a {config['model_type']} must have a text_config with model_type "
+                f"{self.text.model_type}; found {kind!r}."
+            )
+        around = {key: value for key, value in config.items() if key not in self.ignored | {"text_config"}}
+        return {**self.defaults, **around, **said, "model_type": kind}
 
 
 def differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:

@@ -113,12 +113,21 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
                 raise ConfigError(f"{path} is a pointer of Git LFS in place of the file: git lfs pull") from None
             raise ConfigError(f"{path} is damaged or not a safetensors file ({error}); fetch it again.") from None
 
-    def rename(self, prefix: str, unprefixed: str) -> None:
-        """Add `prefix` to all tensor names except `unprefixed`, if no tensor name in the files starts with it."""
-        if not any(name.startswith(prefix) for name in self.shapes):
-            new = {name: name if name == unprefixed else prefix + name for name in self.shapes}
-            self._places = {new[name]: place for name, place in self._places.items()}
-            self.shapes = {new[name]: shape for name, shape in self.shapes.items()}
+    def rename(self, prefix: str, unprefixed: str, nested: Mapping[str, str]) -> None:
+        """Replace prefixes of tensor names.
+
+        Args:
+          prefix: added to all names except `unprefixed`, if then no name starts with it.
+          nested: prefixes -> what replaces them, before that.
+        """
+        new = dict.fromkeys(self.shapes, "")
+        for name in new:
+            inner = next((inner for inner in nested if name.startswith(inner)), "")
+            new[name] = nested.get(inner, "") + name.removeprefix(inner)
+        if not any(name.startswith(prefix) for name in new.values()):
+            new = {old: name if name == unprefixed else prefix + name for old, name in new.items()}
+        self._places = {new[name]: place for name, place in self._places.items()}
+        self.shapes = {new[name]: shape for name, shape in self.shapes.items()}
 
     def slices(self, name: str) -> Any:
         """Return a reader of slices of a floating-point tensor, used as `slices(name)[0:2, 1:3]`.

@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team 2024) and 3 (2025, text only): norms before and after sublayers, windows in some layers."""
+"""Gemma 2 (Gemma Team 2024) and the text model of 3 (2025): norms before and after sublayers, windows in some layers."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from jaxstack.models.huggingface.config_fields import (
     same,
     windows,
 )
-from jaxstack.models.huggingface.family import Family
+from jaxstack.models.huggingface.family import Family, Multimodal
 from jaxstack.models.huggingface.llama import ATTENTION, ENDS, LAYER, MLP, attention_bias, max_positions, shape
 from jaxstack.models.huggingface.tensors import Tensor
 
@@ -82,4 +82,24 @@ GEMMA3 = Family(
         always(qk_norm=True),
     ),
     tensors=(*ENDS, *ATTENTION, *_NORMS, *MLP),
+    nested={
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+        "model.language_model.": "model.",
+    },
+    buffers=r".*rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*",
+)
+
+GEMMA3_MULTIMODAL = Multimodal(
+    GEMMA3,
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
+    ignored=frozenset(
+        ["vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index"]
+    ),
 )

@@ -162,7 +162,7 @@ def check_files(
       ConfigError: tensors are missing, not known or of another shape.
     """
     wanted = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
-    files.rename(family.prefix, _HEAD)
+    files.rename(family.prefix, _HEAD, family.nested)
     quantized = {} if quantization is None else open_quantized(files, quantization)
     tied = config.tie_word_embeddings
     others = family.buffers.replace("{num_layers}", str(config.num_layers))

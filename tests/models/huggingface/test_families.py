@@ -7,7 +7,7 @@ import pytest
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, preset_config
-from jaxstack.models.huggingface.families import FAMILIES, choose_family, read_model_config
+from jaxstack.models.huggingface.families import FAMILIES, MULTIMODAL, choose_family, read_model_config
 from jaxstack.models.huggingface.family import differences
 
 FIXTURES = sorted(path.parent for path in Path(__file__).parent.glob("*/config.json"))
@@ -52,6 +52,16 @@ RELEASED = {
         "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
         "vocab_size": 256000,
+    },
+    "gemma3-4b": {
+        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+        "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
+        "mm_tokens_per_image": 256, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
     },
     "olmo3-7b": {
         "model_type": "olmo3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
@@ -158,6 +168,8 @@ MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b")
 
 
 def read(config: dict) -> ModelConfig:
+    if config["model_type"] in MULTIMODAL:
+        config = MULTIMODAL[config["model_type"]].text_config(config)
     return FAMILIES[config["model_type"]].read(config)
 
 
@@ -290,6 +302,9 @@ def test_values_of_a_wrong_kind_are_named(family, change):
         ("glm4-moe-lite", {"first_k_dense_replace": 2}, "first_k_dense_replace (2)"),
         ("glm4-moe-lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
+        ("gemma3-multimodal", {"text_config": {"model_type": "gemma3n_text"}}, "'gemma3n_text'"),
+        ("gemma3-multimodal", {"text_config": None}, "text_config"),
+        ("gemma3-multimodal", {"audio_config": {}}, "audio_config"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "sliding"),
     ],
@@ -302,7 +317,7 @@ def test_other_families_refuse_too(family, change, named):
 
 
 def test_an_unknown_family_names_the_nearest(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_txt"}')
     with pytest.raises(ConfigError, match="gemma3_text"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
@@ -316,7 +331,7 @@ def test_what_is_written_reads_as_the_same_model_and_family(folder):
     family, written = choose_family(model)
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     # GLM's small model is one of DeepSeek V3 with other names and defaults of keys.
-    assert family.model_type == {"glm4_moe_lite": "deepseek_v3"}.get(kind, kind)
+    assert family.model_type == {"glm4_moe_lite": "deepseek_v3", "gemma3": "gemma3_text"}.get(kind, kind)
     assert differences(model, family.read(json.loads(json.dumps(written)))) == []
 
 
@@ -327,6 +342,7 @@ def test_what_is_written_reads_as_the_same_model_and_family(folder):
         "llama3-1b",
         "qwen2.5-7b",
         "gemma2-2b",
+        "gemma3-4b",
         "mistral-7b",
         "qwen3-8b",
         "smollm3-3b",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxstack.config.loader import build_component, merge_trees
 from jaxstack.decoding.decoder import Decoder
@@ -123,3 +123,16 @@ def test_layers_may_be_unrolled_but_the_function_must_stay():
             np.testing.assert_array_equal(leaf, scanned[path.replace("layers/1", "layers/0")][1])
     with pytest.raises(ConfigError, match=r"another model: rope_theta 500.0, not 10000.0"):
         from_huggingface(HERE / "qwen3", config=config.model_copy(update={"rope_theta": 500.0}))
+
+
+def test_a_text_model_is_found_under_the_other_prefix_of_multimodal_files(tmp_path):
+    folder = HERE / "gemma3-multimodal"
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    tensors = {
+        "model." + name.replace("language_model.model.", "language_model."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    others = dict(leaves(from_huggingface(tmp_path)))
+    for path, leaf in leaves(from_huggingface(folder)):
+        np.testing.assert_array_equal(leaf, others[path], err_msg=path)
