@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team 2024) and the text model of 3 (2025): norms before and after sublayers, windows in some layers."""
+"""Gemma 2 (Gemma Team 2024) and 3 (2025, its text model): norms before and after sublayers, windows in some layers."""
 
 from collections.abc import Sequence
 
