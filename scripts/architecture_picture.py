@@ -81,8 +81,8 @@ def draw_layers() -> str:
             parts.append(text(x + (step - 6) / 2, y + 20, module, text_anchor="middle", font_size="12"))
             x += step
     bottom = 20 + len(rows) * row - 9
-    operations = sorted(path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py"))
-    lines = ("pallas_kernels", "", *operations)
+    folders = sorted(path.parent.name for path in (ROOT / "pallas_kernels").glob("*/__init__.py"))
+    lines = ("pallas_kernels", "", *folders)
     top = bottom - 22 * len(lines) - 18
     parts.append(BOX.format(x=right + 18, y=top, w=144, h=bottom - top, fill="var(--code)"))
     for index, line in enumerate(lines):
