@@ -22,18 +22,18 @@ class Trainer(Training):
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
         object with `batches(...)` such as `jaxstack.data.loader.open_data` returns.
       optimizer: an optax transformation, which is used as it is; or one of `jaxstack.optim`, without clipping unless
-        its `clip_norm` is given; default: AdamW with gradients clipped to a global norm of 1.
+        its `clip_norm` is given; or a `StepWrapper` of either, such as `jaxstack.worker_steps.Workers`, which averages
+        over groups of devices now and then; default: AdamW with gradients clipped to a global norm of 1.
       schedule: of the learning rate, for an optimizer of `jaxstack.optim`; default: a constant rate, or a cosine decay
         to 0 for the default optimizer.
       mesh: any mesh whose axes are some of `pipeline, data, fsdp, expert, context, tensor`; default: all devices on
         `data`.
-      rules: the rules that map logical axes onto the mesh (`make_rules`), in place of `mesh`.
-      layout: the other choices of parallelism, such as the ZeRO stage; default: `StepLayout()`. A pipeline is for
-        `jaxstack.models.Transformer` only; its default is 1F1B if the mesh has stages.
+      layout: the other choices of parallelism, such as the ZeRO stage and rules for logical axes; default:
+        `StepLayout()`. A pipeline is for `jaxstack.models.Transformer` only, and is 1F1B by default if the mesh has
+        stages.
       train: number of steps, batch size, accumulation.
       eval_data: held-out batches, an iterable of dicts; default: those of `data`, if it has any.
       seed: of the initial weights and of the loss function's keys.
-      wrapper: wraps the train step, for example with exchanges between groups of devices (`jaxstack.local_sgd`).
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.

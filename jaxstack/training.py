@@ -25,7 +25,7 @@ from jaxstack.optim.base import Optimizer, StepOptimizer
 from jaxstack.optim.build import build_optimizer, make_frozen_predicate
 from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Constant, Cosine, Schedule
-from jaxstack.parallel import AxisRules, ParallelConfig, StepLayout, make_mesh, make_rules
+from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh
 from jaxstack.parallel.mesh import with_all_axes
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.parameter_paths import flatten
@@ -51,12 +51,18 @@ Data = BatchSource | Callable[[int], HostBatch] | Iterable[HostBatch]
 class StepWrapper:
     """Runs the train step of a trainer; by default, one copy of the model takes one step on each batch.
 
-    A subclass wraps the step as `optax.MultiSteps` wraps an optimizer: it extends the train state, changes the compiled
-    step, and may run further programs between steps. See `jaxstack.local_sgd`.
+    A subclass wraps an optimizer as `optax.MultiSteps` does, and is given to `Trainer` in its place: it extends the
+    train state, changes the compiled step, and may run further programs between steps. See `jaxstack.local_sgd`.
+
+    Args:
+      optimizer: what `Trainer` takes as `optimizer`.
     """
 
     make_steps: Callable[..., StepFunctions] = StepFunctions
     """Makes the step functions from the arguments of `StepFunctions`."""
+
+    def __init__(self, optimizer: Optimizer | optax.GradientTransformation | None = None):
+        self.optimizer = optimizer
 
     def check(self, trainer: "Training") -> None:
         """Check that the wrapper supports what the trainer trains.
@@ -133,35 +139,35 @@ class Training:
     Its arguments and errors are those of `Trainer`.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         module: nnx.Module | NNXFactory | ModuleArrays,
         loss_fn: LossFunction | Loss,
         data: Data,
         *,
-        optimizer: Optimizer | optax.GradientTransformation | None = None,
+        optimizer: Optimizer | optax.GradientTransformation | StepWrapper | None = None,
         schedule: Schedule | None = None,
         mesh: Mesh | AbstractMesh | None = None,
-        rules: AxisRules | None = None,
         layout: StepLayout | None = None,
         train: TrainConfig | None = None,
         eval_data: HeldOutData | Iterable[HostBatch] | None = None,
         seed: int = 0,
-        wrapper: StepWrapper | None = None,
     ):
-        _check_arguments(train, schedule, mesh, rules, layout)
+        _check_arguments(train, schedule, mesh, layout)
         self.train = train or TrainConfig()
         self.seed = seed
         self.data = as_source(data)
         self.batch_sizes = BatchSizes(self.train)
-        self.rules = rules or make_rules(cast(Mesh, make_mesh() if mesh is None else with_all_axes(mesh)))
-        self.placement = BatchPlacement(self.rules)
         layout = layout or StepLayout()
+        self.rules = layout.rules_on(cast(Mesh, make_mesh() if mesh is None else with_all_axes(mesh)))
+        self.placement = BatchPlacement(self.rules)
         self.pipeline = layout.pipeline or self._default_pipeline()
         self.module: ModuleArrays = make_arrays(module)
         if self.pipeline is not None:
             self.module = with_views(self.module, [PipelineOrder(self.pipeline.stages, self.pipeline.chunks)])
         self.learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None = None
+        self.wrapper = optimizer if isinstance(optimizer, StepWrapper) else StepWrapper(optimizer)
+        optimizer = self.wrapper.optimizer
         if not isinstance(optimizer, optax.GradientTransformation):
             if not isinstance(optimizer, Optimizer | None):
                 raise TypeError(
@@ -177,7 +183,6 @@ class Training:
         self.module.check_dtypes()
         self.optimizer = optimizer
         layout = dataclasses.replace(layout, pipeline=self.pipeline)
-        self.wrapper = wrapper or StepWrapper()
         self.steps = self.wrapper.make_steps(
             self.module, loss_fn, optimizer, self.learning_rate, self.rules, layout, self.train.gradient_accumulation
         )
@@ -454,7 +459,7 @@ class Training:
         return None if values is None else {**values, **{name: float(x) for name, x in more.items()}}
 
 
-def _check_arguments(train: object, schedule: object, mesh: object, rules: object, layout: object) -> None:
+def _check_arguments(train: object, schedule: object, mesh: object, layout: object) -> None:
     """Raise TypeError if an argument of `Trainer` does not have the documented type."""
     wanted = (
         ("train", train, TrainConfig, "a TrainConfig, such as TrainConfig(steps=100)"),
@@ -466,11 +471,8 @@ def _check_arguments(train: object, schedule: object, mesh: object, rules: objec
             "optimizer of optax: optimizer=optax.adamw(schedule)",
         ),
         ("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh, such as one of jaxstack.parallel.make_mesh"),
-        ("rules", rules, AxisRules, "AxisRules of jaxstack.parallel.make_rules"),
         ("layout", layout, StepLayout, "a jaxstack.parallel.StepLayout"),
     )
     for name, value, kind, text in wanted:
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be {text}; found {value!r}.")
-    if mesh is not None and rules is not None:
-        raise TypeError("give a mesh or the rules on one, not both.")

@@ -18,6 +18,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack.distributed.xla_options import OptionValue, overlap_options
@@ -29,6 +30,7 @@ from jaxstack.local_sgd.folder import FolderDiLoCo, FolderExchange, local_arrays
 from jaxstack.loss import Batch, LossSum
 from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.observe.collectives import bytes_over_axis
+from jaxstack.optim.base import Optimizer
 from jaxstack.parallel.config import WORKERS
 from jaxstack.parallel.rules import AxisRules, state_spec
 from jaxstack.parameter_paths import flatten, nest
@@ -151,11 +153,13 @@ class Workers(StepWrapper):
 
     Args:
       method: the method that keeps the workers together.
+      optimizer: of each worker, as `Trainer` takes it.
     """
 
     make_steps = WorkerSteps
 
-    def __init__(self, method: WorkerMethod):
+    def __init__(self, method: WorkerMethod, optimizer: Optimizer | optax.GradientTransformation | None = None):
+        super().__init__(optimizer)
         self._method = method
         self._beside: dict[int, jax.stages.Compiled] = {}
         self._between: dict[int, jax.stages.Compiled] = {}
@@ -419,11 +423,13 @@ class FolderWorker(StepWrapper):
 
     Args:
       method: folder and outer optimizer.
+      optimizer: of this worker, as `Trainer` takes it.
     """
 
     make_steps = FolderSteps
 
-    def __init__(self, method: FolderDiLoCo):
+    def __init__(self, method: FolderDiLoCo, optimizer: Optimizer | optax.GradientTransformation | None = None):
+        super().__init__(optimizer)
         self._method = method
         self._taken: int | None = None
         self.exchange: FolderExchange = method.build(method.count, {})

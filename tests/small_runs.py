@@ -70,7 +70,7 @@ def make_trainer(
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer.model_copy(update={"clip_norm": config.optimizer.clip_norm}),
         schedule=config.schedule,
-        rules=setting.rules,
+        mesh=setting.mesh,
         layout=setting.layout,
         train=config.train,
         eval_data=eval_data,

@@ -22,7 +22,7 @@ from jaxstack.module_arrays.linen import from_linen
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.optim.optimizers import SGD, AdamW
 from jaxstack.optim.schedules import Constant
-from jaxstack.parallel import ParallelConfig, make_mesh
+from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.run_config import TrainConfig
 from jaxstack.state import LATER_FIELDS
@@ -323,6 +323,12 @@ def test_an_explicit_optimizer_has_no_hidden_schedule_and_no_hidden_clipping():
 def test_any_mesh_whose_axes_are_a_subset_of_ours_is_taken(shape, names):
     losses = run_steps(own_trainer(mesh=jax.make_mesh(shape, names)), 3)
     assert losses == pytest.approx(run_steps(own_trainer(), 3), rel=1e-5)
+
+
+def test_a_layout_has_rules_for_logical_axes():
+    layout = StepLayout(sequence=True, axis_rules={"mlp": ("tensor", "data")})
+    rules = own_trainer(mesh=jax.make_mesh((8,), ("data",)), layout=layout).rules
+    assert rules.table["mlp"] == ("tensor", "data") and rules.table["residual_length"] == ("context", "tensor")
 
 
 def test_a_batch_of_another_shape_or_with_other_keys_is_named():

@@ -122,7 +122,7 @@ class Measurement:
             language_model_loss,
             self.data,
             optimizer=self.config.optimizer,
-            rules=self.trainer.rules,
+            mesh=self.trainer.rules.mesh,
             train=self.config.train,
         )
         params = self.params if params is None else params

@@ -156,7 +156,7 @@ class Study:
             self.base.data,
             optimizer=config.optimizer,
             schedule=config.schedule,
-            rules=self.base.trainer.rules,
+            mesh=self.base.trainer.rules.mesh,
             train=config.train,
             seed=config.run.seed,
         )

@@ -122,7 +122,7 @@ def measure(variant: str, overrides: list[str], in_turn: bool = False) -> dict[s
     if "fused loss" not in reached:
         trainer = Trainer(
             trainer.module.make, full_logits_loss, data, optimizer=config.optimizer, schedule=config.schedule,
-            rules=trainer.rules, train=config.train, seed=config.run.seed,
+            mesh=trainer.rules.mesh, train=config.train, seed=config.run.seed,
         )  # fmt: skip
     if in_turn:
         print(READY, flush=True)

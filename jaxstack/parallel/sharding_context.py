@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Literal
 
@@ -15,7 +15,7 @@ from jaxstack.parallel.rules import AxisRules, Names, make_rules, restrict
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """Parallelism settings of a train step besides its sharding rules: ZeRO stage, communication overlap, pipeline.
+    """Parallelism settings of a train step in addition to its mesh: ZeRO stage, communication overlap, pipeline.
 
     The defaults suit every mesh.
     """
@@ -34,6 +34,14 @@ class StepLayout:
     """True moves weights and gradients by peer-to-peer copies in place of collectives, see `parallel.collectives`."""
     pipeline: PipelinePlan | None = None
     """Schedule and microbatches of the `pipeline` axis; None: no pipeline, or 1F1B if the mesh has stages."""
+    sequence: bool = False
+    """True splits the residual stream along the length over `tensor` (Megatron's sequence parallelism)."""
+    axis_rules: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, hash=False)
+    """Logical axis -> mesh axes, for axes that are sharded in another way than by the standard rules."""
+
+    def rules_on(self, mesh: Mesh) -> AxisRules:
+        """Return the rules that map logical axes onto a mesh in this layout; see `make_rules`."""
+        return make_rules(mesh, sequence=self.sequence, overrides=self.axis_rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +93,12 @@ def logical_axis_rules(rules: AxisRules | Mesh, layout: StepLayout | None = None
     """Shard activations and weights by these rules in a `with` block, which must be inside the traced function.
 
     Args:
-      rules: as `make_rules` returns; a mesh means the standard rules on it.
+      rules: as `make_rules` returns; a mesh means the rules of the layout on it.
       layout: the other choices of parallelism; None: `StepLayout()`.
     """
-    rules = rules if isinstance(rules, AxisRules) else make_rules(rules)
-    with ShardingContext(rules, layout or StepLayout()).entered():
+    layout = layout or StepLayout()
+    rules = rules if isinstance(rules, AxisRules) else layout.rules_on(rules)
+    with ShardingContext(rules, layout).entered():
         yield rules
 
 

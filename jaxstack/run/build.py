@@ -22,6 +22,7 @@ from jaxstack.models import (
     in_fp8,
     with_kv_cache,
 )
+from jaxstack.optim.base import Optimizer
 from jaxstack.parallel import make_mesh
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
@@ -113,21 +114,20 @@ def make_trainer(
     if config.distill.teacher is not None:
         make = _with_teacher(make, config.distill.teacher, dtype)
         loss = functools.partial(distillation_loss, z_loss=config.train.z_loss, settings=config.distill)
-    wrapper: StepWrapper | None = None
+    # A configuration's clipping holds even where it is the default: an optimizer in Python has it only if given.
+    optimizer: Optimizer | StepWrapper = config.optimizer.model_copy(update={"clip_norm": config.optimizer.clip_norm})
     if isinstance(config.local_sgd, FolderDiLoCo):
-        wrapper = FolderWorker(config.local_sgd)
+        optimizer = FolderWorker(config.local_sgd, optimizer)
     elif config.parallel.workers > 1:
-        wrapper = Workers(config.local_sgd)
+        optimizer = Workers(config.local_sgd, optimizer)
     return Trainer(
         compress_in_training(make, config.compression.rules),
         loss,
         data,
-        # A configuration's clipping holds even where it is the default: an optimizer in Python has it only if given.
-        optimizer=config.optimizer.model_copy(update={"clip_norm": config.optimizer.clip_norm}),
+        optimizer=optimizer,
         schedule=config.schedule,
-        rules=setting.rules,
+        mesh=setting.mesh,
         layout=setting.layout,
         train=setting.train,
         seed=config.run.seed,
-        wrapper=wrapper,
     )

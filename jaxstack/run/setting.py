@@ -80,7 +80,7 @@ class Setting:
 
     @property
     def layout(self) -> StepLayout:
-        """Parallelization of the train step besides its rules: ZeRO stage, overlap, pipeline, ..."""
+        """Parallelization of the train step in addition to its mesh: ZeRO stage, overlap, pipeline, ..."""
         config = self.config
         parallel = config.parallel
         return StepLayout(
@@ -91,6 +91,7 @@ class Setting:
             prefetch=parallel.prefetch,
             peer_copies=_uses_peer_copies(config, cast(Mesh, self.mesh)),
             pipeline=config.pipeline_plan(),
+            sequence=parallel.sequence,
         )
 
     @property

@@ -46,16 +46,16 @@ def data(step):
 def network_trainer(workers, method=None, optimizer=None, steps=8):
     devices = jax.devices()[: max(workers, 4)]
     parallel = ParallelConfig(workers=workers, data=len(devices) // workers)
+    optimizer = optimizer or SGD(learning_rate=0.1, momentum=0.0, clip_norm=None)
     return Trainer(
         Network,
         squares,
         data,
-        optimizer=optimizer or SGD(learning_rate=0.1, momentum=0.0, clip_norm=None),
+        optimizer=optimizer if method is None else Workers(method, optimizer),
         schedule=Constant(),
         mesh=make_mesh(parallel, devices),
         train=TrainConfig(steps=steps, global_batch_size=16),
         eval_data=[data(1000)],
-        wrapper=None if method is None else Workers(method),
     )
 
 
@@ -68,7 +68,7 @@ def test_a_trainer_with_workers_refuses_what_their_feature_excludes():
             data,
             mesh=make_mesh(ParallelConfig(workers=2, data=1), jax.devices()[:2]),
             train=TrainConfig(steps=8, global_batch_size=16, batch_ramp=ramp),
-            wrapper=Workers(LocalSGD()),
+            optimizer=Workers(LocalSGD()),
         )
 
 
