@@ -326,8 +326,7 @@ class StepProgram:
         # A pipeline's matmuls are inside conditionals: the program does not tell how many of them run.
         counted = self._on_gpu and steps.layout.pipeline is None
         expected = steps.module.fp8_matmuls * steps.accumulation if counted else 0
-        experts = steps.module.experts_without_fp8 * steps.accumulation
-        ran = describe_program(self.compiled, self.choices, dict(steps.rules.mesh.shape), expected, experts)
+        ran = describe_program(self.compiled, self.choices, dict(steps.rules.mesh.shape), expected)
         ran["compiler_options"] = self.compiler_options
         if self.compiler_notes:
             ran["compiler_notes"] = self.compiler_notes

@@ -23,6 +23,7 @@ from .fp8.state import updated_fp8_state as updated_fp8_state
 from .fused_mlp.api import activated_matmul as activated_matmul
 from .fused_mlp.remat import save_activated_product as save_activated_product
 from .fused_mlp.request import BiasedProduct as BiasedProduct
+from .grouped_gemm.api import fp8_grouped_matmul as fp8_grouped_matmul
 from .grouped_gemm.api import grouped_matmul as grouped_matmul
 from .grouped_gemm.api import grouped_matmul_alignment as grouped_matmul_alignment
 from .host_table.api import host_gather as host_gather

@@ -1,11 +1,12 @@
-"""The grouped matmul, forward and with gradients: ours, one dense matmul of the same FLOPs, and `lax.ragged_dot`.
+"""The grouped matmul, forward and with gradients: ours in bfloat16 and FP8, one dense matmul, and `lax.ragged_dot`.
 
     python benchmarks/kernels/grouped_matmul.py                 # errors, then all rows: about two minutes on an H200
     python benchmarks/kernels/grouped_matmul.py --only mixtral  # works whose name contains the word
     python benchmarks/kernels/grouped_matmul.py --variants      # our kernels with other constants
 
 Rows are tokens times experts a token. Their groups are uneven: the fullest of 128 has about twice an even share.
-FLOPs: 2 x rows x D x F forward, three times that with both gradients; padding is not counted.
+FLOPs: 2 x rows x D x F forward, three times that with both gradients; padding is not counted. FP8 quantizes rows,
+weights and the incoming gradient within the measured time; "products alone" are of rows and weights in FP8 already.
 Rows are appended to benchmarks/results/grouped_matmul.jsonl.
 """
 
@@ -25,8 +26,13 @@ import numpy as np
 
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
-from pallas_kernels import grouped_matmul, grouped_matmul_alignment
+from pallas_kernels import fp8_grouped_matmul, grouped_matmul, grouped_matmul_alignment
+from pallas_kernels.fp8 import triton
+from pallas_kernels.fp8.formats import Quantized
+from pallas_kernels.fp8.sources import IDENTITY
 from pallas_kernels.grouped_gemm.groups import aligned_rows, realign
+from pallas_kernels.grouped_gemm.mosaic_fp8 import Fp8Kernels
+from pallas_kernels.target import multiprocessors
 
 WORKS = {
     "grouped matmul mixtral 16384 tokens up": (32768, 8, 4096, 14336),
@@ -35,6 +41,8 @@ WORKS = {
     "grouped matmul qwen3 8192 tokens up": (65536, 128, 2048, 768),
     "grouped matmul qwen3 8192 tokens down": (65536, 128, 768, 2048),
     "grouped matmul qwen3 expert8 65536 tokens up": (65536, 16, 2048, 768),
+    "grouped matmul qwen3 16384 tokens up": (131072, 128, 2048, 768),
+    "grouped matmul gpt-oss 16384 tokens up": (65536, 32, 2880, 2880),
 }
 """Rows, groups, D, F."""
 SMALL = (2048, 8, 512, 768)
@@ -81,8 +89,12 @@ def implementations() -> dict[str, tuple[int, Callable[[jax.Array, jax.Array, ja
     def dense(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         return x @ weights[0]
 
+    def fp8(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        return fp8_grouped_matmul(x, (weights,), sizes, alignment=grouped_matmul_alignment(1, 1, fp8=True))[0]
+
     return {
         "jaxstack": (tile, ours),
+        "jaxstack, FP8": (grouped_matmul_alignment(1, 1, fp8=True), fp8),
         "jaxstack, groups not aligned": (1, grouped_matmul),
         "one dense matmul": (1, dense),
         "lax.ragged_dot": (1, jax.lax.ragged_dot),
@@ -112,6 +124,41 @@ def time_one(name: str, shape: tuple[int, int, int, int]) -> dict[str, Any]:
         "milliseconds": 1e3 * both_seconds,
         "tflops_per_device": 3 * flops / both_seconds / 1e12,
         "extra_bytes": getattr(gradients.memory_analysis(), "temp_size_in_bytes", 0),
+    }
+
+
+def time_products(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    """One row of the FP8 products of the forward pass and the gradients, of operands that are in FP8 already."""
+    x, weights, sizes, cotangent = make_arrays(shape, grouped_matmul_alignment(1, 1, fp8=True))
+    pad = [-size % 128 for size in weights.shape[1:]]
+    x, cotangent = (jnp.pad(a, ((0, 0), (0, n))) for a, n in zip((x, cotangent), pad, strict=True))
+    matrices = jnp.pad(weights, ((0, 0), (0, pad[0]), (0, pad[1]))).reshape(-1, weights.shape[2] + pad[1])
+
+    @jax.jit
+    def quantize(x: jax.Array, weights: jax.Array, cotangent: jax.Array) -> tuple:
+        ((rows, across),) = triton.quantize_both(IDENTITY, (x,), True)
+        ((d_rows, d_across),) = triton.quantize_both(IDENTITY, (cotangent,), False)
+        weight, transposed = triton.quantize_weight(weights)
+        there = rows, Quantized(transposed, weight.inverse_scale)
+        back = d_rows, Quantized(weight.values, weight.inverse_scale.T)
+        return there, back, across, d_across
+
+    there, back, across, d_across = jax.block_until_ready(quantize(x, matrices, cotangent))
+    kernels = Fp8Kernels("bfloat16", multiprocessors())
+    block = jax.block_until_ready
+    forward = median_seconds(lambda: kernels.rows(sizes, there), block)
+    backward = median_seconds(lambda: kernels.rows(sizes, back), block)
+    gradient = median_seconds(lambda: kernels.matrices(sizes, across, d_across), block)
+    print(f"forward {1e3 * forward:.3f}, d_x {1e3 * backward:.3f}, d_weights {1e3 * gradient:.3f} ms", flush=True)
+    seconds = forward + backward + gradient
+    flops = 2 * shape[0] * shape[2] * shape[3]
+    return {
+        "device": jax.devices()[0].device_kind,
+        "devices": 1,
+        "forward_milliseconds": 1e3 * forward,
+        "forward_tflops_per_device": flops / forward / 1e12,
+        "milliseconds": 1e3 * seconds,
+        "tflops_per_device": 3 * flops / seconds / 1e12,
     }
 
 
@@ -189,6 +236,7 @@ def main() -> int:
             continue
         for name in implementations():
             rows += attempt(work, name, lambda name=name, shape=shape: time_one(name, shape))
+        rows += attempt(work, "jaxstack, FP8, products alone", lambda shape=shape: time_products(shape))
     append_rows("grouped_matmul", rows)
     columns = ["work", "implementation", "forward_milliseconds", "forward_tflops_per_device", "milliseconds"]
     print_table(rows, [*columns, "tflops_per_device", "extra_bytes"])

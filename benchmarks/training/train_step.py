@@ -70,6 +70,10 @@ WORKS = dict([tensor_work(4), context_work(4)]) | {
         "model.preset=qwen3-30b-a3b", "model.num_layers=6", "parallel.expert=2", "train.global_batch_size=8",
         "train.sequence_length=4096",
     ],
+    "qwen3-30b-a3b of 6 layers fp8": [
+        "model.preset=qwen3-30b-a3b", "model.num_layers=6", "train.global_batch_size=4", "train.sequence_length=4096",
+        "precision.fp8=current",
+    ],
     "gpt-oss-20b of 4 layers bf16": [
         "model.preset=gpt-oss-20b", "model.num_layers=4", "train.global_batch_size=4", "train.sequence_length=4096",
     ],

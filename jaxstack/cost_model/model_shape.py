@@ -99,12 +99,6 @@ class ModelShape:
         feed_forward = self.dense_layers * self.dense_parameters + self.mixtures * mixture
         return self.attention_parameters + feed_forward / self.layers
 
-    @property
-    def active_expert_share(self) -> float:
-        """Share of the experts, routed and shared, in the matrix parameters that are active for one token."""
-        mixture = self.active_expert_parameters + self.router_and_shared_parameters
-        return self.mixtures * mixture / self.layers / self.active_layer_parameters
-
 
 def model_shape(model: ModelConfig) -> ModelShape:
     """Return the widths and parameter counts of a model from its configuration, whose `vocab_size` must be set."""

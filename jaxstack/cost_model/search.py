@@ -189,5 +189,5 @@ def describe_degrees(config: RunConfig) -> str:
         parts += [f"{config.train.gradient_accumulation} microbatches"]
     parts += [f"remat {config.model.remat}"] if config.model.remat != "none" else []
     if config.precision.fp8 != "none":
-        parts += [f"FP8 {config.precision.fp8}" + (" without the experts" if config.model.moe is not None else "")]
+        parts += [f"FP8 {config.precision.fp8}"]
     return ", ".join(parts)

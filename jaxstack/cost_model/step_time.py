@@ -144,13 +144,13 @@ class StepModel:
     def _rate(self, layouts: LayoutTable, narrow: Floats) -> Floats:
         """Return, for each parallel layout, the FLOP/s reached by layers' matmuls whose smallest dim is `narrow`.
 
-        FP8 computes neither experts nor the first and the last layer.
+        FP8 leaves out the first and the last layer.
         """
         peaks = self.cluster.peak_tflops
         efficiency = self.efficiency
         wide = peaks.bfloat16 * efficiency.matmul
         fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
-        narrowed = (1 - self.shape.active_expert_share) * (1 - self._wide_share(layouts))
+        narrowed = 1 - self._wide_share(layouts)
         mixed = 1 / ((1 - narrowed) / wide + narrowed / fast)
         return 1e12 * np.where(layouts["fp8"] > 0, mixed, wide) * narrow / (narrow + SMALL_DIM)
 

@@ -42,7 +42,7 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     for path, experts in _routed_experts(model):
         names = weight_paths(model, path)
         seen.update(dict.fromkeys(names, 0))
-        experts.wants_fp8 = match_common_value(names, rules, "precision.fp8_rules", "run in FP8")
+        experts.fp8 = match_common_value(names, rules, "precision.fp8_rules", "run in FP8")
     check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")
     return model
 
@@ -93,7 +93,7 @@ def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: boo
         layers = "all layers (model.unscanned_end_layers=1 leaves out the first and the last, as without a pipeline)"
     else:
         layers = "all layers"
-    experts = ", experts in the compute dtype" if config.moe is not None else ""
+    experts = ", experts with a scale for every 128 values" if config.moe and precision.fp8 != "blockwise" else ""
     return f"FP8 ({precision.fp8}) in {layers}{experts}"
 
 
@@ -102,33 +102,24 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
 
     A dense layer has three: its output, the gradient of its kernel, and that of its input. With blockwise scales,
     layers that share an input, such as the query, key and value projections, compute its gradient in one matmul. Layers
-    of one module whose inputs have the same shape count as sharing their input.
+    of one module whose inputs have the same shape count as sharing their input. The projections of the routed experts
+    of a layer count as one layer each, with blockwise scales.
     """
     count = 0
     inputs = dict[tuple[Any, ...], int]()
     for path, node in nnx.iter_modules(model):
         layer: Any = node
         matmul = getattr(layer, "dot_general", None)
-        if isinstance(matmul, Fp8Matmul):
-            stacked = layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
-            layers = layer.kernel.shape[0] if stacked else 1
-            count += 2 * layers
-            contracted = layer.kernel.shape[int(stacked) :][: getattr(layer, "contracted", 1)]
-            shared = (path[:-1], contracted) if matmul.recipe == "blockwise" else path
-            inputs[shared] = layers
+        experts = isinstance(layer, Experts) and layer.fp8
+        if not (experts or isinstance(matmul, Fp8Matmul)):
+            continue
+        stacked = layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
+        layers = layer.kernel.shape[0] if stacked else 1
+        count += 2 * layers
+        contracted = layer.kernel.shape[int(stacked) + experts :][: getattr(layer, "contracted", 1)]
+        blockwise = experts or (isinstance(matmul, Fp8Matmul) and matmul.recipe == "blockwise")
+        inputs[(path[:-1], contracted) if blockwise else path] = layers
     return count + sum(inputs.values())
-
-
-def count_experts_without_fp8(model: nnx.Module) -> int:
-    """Return the number of matmuls of experts, forward and backward, that the FP8 rules choose and FP8 does not run.
-
-    The projections of the routed experts of one layer count as one matmul each, as the grouped matmul is.
-    """
-    count = 0
-    for _, experts in _routed_experts(model):
-        stacked = experts.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
-        count += 3 * (experts.kernel.shape[0] if stacked else 1) * experts.wants_fp8
-    return count
 
 
 def _routed_experts(model: nnx.Module) -> list[tuple[tuple[Any, ...], Experts]]:

@@ -25,7 +25,7 @@ from jaxstack.models.moe.exchange import (
 from jaxstack.models.moe.router import MoEConfig, capacity, route
 from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import TokenSplit, with_local_tokens
-from pallas_kernels import grouped_matmul
+from pallas_kernels import fp8_grouped_matmul, grouped_matmul
 
 ROUTER_AXES = ("embed", "router")
 
@@ -59,8 +59,8 @@ class Experts(nnx.Module):
         self.kernel = nnx.Param(initialize(rngs.params(), shape, shape[1]), logical_axes=axes)
         zeros = jnp.zeros((shape[0], shape[2]), self.kernel.dtype)
         self.bias = nnx.Param(zeros, logical_axes=(axes[0], axes[2])) if bias else None
-        self.wants_fp8 = False
-        """True if the FP8 rules choose this weight, although its grouped matmuls stay in the compute dtype."""
+        self.fp8 = False
+        """True if the grouped matmuls run in FP8 with a scale for every 128 values, see `fp8_grouped_matmul`."""
 
 
 class MoE(nnx.Module):
@@ -91,9 +91,9 @@ class MoE(nnx.Module):
           decoding: no token is dropped, whatever the capacity of the experts.
         """
         x = gradient_carrier(x)
-        modules = {"router": self.router, "up": self.up_proj, "gate": self.gate_proj, "down": self.down_proj}
-        found = {name: module.kernel for name, module in modules.items() if module is not None}
-        biases = {f"{name}_bias": module.bias for name, module in modules.items() if module is not None}
+        modules = {"router": self.router, **self._projections}
+        found = {name: module.kernel for name, module in modules.items()}
+        biases = {f"{name}_bias": module.bias for name, module in modules.items()}
         found |= {name: bias for name, bias in biases.items() if bias is not None}
         if self.router.balance_bias is not None:
             found["balance_bias"] = self.router.balance_bias
@@ -103,7 +103,8 @@ class MoE(nnx.Module):
             return self._local(x, parameters, split, decoding)
 
         with jax.named_scope("experts"):
-            y, loss = with_local_tokens(local, x, parameters, x.dtype)
+            # Quantized from what is stored: a copy in the compute dtype would be written for nothing.
+            y, loss = with_local_tokens(local, x, parameters, x.dtype, self._in_fp8)
         if self.shared_experts is not None:
             with jax.named_scope("shared_experts"):
                 y = y + self.shared_experts(x)
@@ -131,13 +132,14 @@ class MoE(nnx.Module):
             kernels,
         )
         devices = moe.num_experts // kernels["up"].shape[0]
+        fp8 = bool(self._in_fp8)
         if devices == 1:
-            y = compute_on_this_device(self._compute, *arrays)
+            y = compute_on_this_device(self._compute, *arrays, fp8=fp8)
         else:
             limited = moe.capacity_factor is not None and not decoding
             max_rows = shape[0] * capacity(moe, shape[1]) * kernels["up"].shape[0] if limited else None
             y = compute_on_expert_devices(
-                self._compute, *arrays, devices=devices, factor=moe.exchange_factor, max_rows=max_rows
+                self._compute, *arrays, devices=devices, factor=moe.exchange_factor, max_rows=max_rows, fp8=fp8
             )
         return y.reshape(shape), routing.loss
 
@@ -147,24 +149,41 @@ class MoE(nnx.Module):
         """Apply each expert's MLP to its group of rows by grouped matmuls; return the outputs times `weights`."""
 
         group = group_of_rows(sizes, rows.shape[0], alignment) if self.moe.expert_bias else None
+        implementation = self.moe.implementation
 
-        def multiply(x: jax.Array, name: str, weights: jax.Array | None = None) -> jax.Array:
-            y = grouped_matmul(x, kernels[name], sizes, alignment=alignment, implementation=self.moe.implementation)
+        def multiply(x: jax.Array, *names: str, weights: jax.Array | None = None) -> tuple[jax.Array, ...]:
+            matrices = tuple(kernels[name] for name in names)
+            if self._in_fp8.issuperset(names):
+                found = fp8_grouped_matmul(x, matrices, sizes, alignment=alignment)
+            elif len(names) > 1:
+                return tuple(y for name in names for y in multiply(x, name, weights=weights))
+            else:
+                found = (grouped_matmul(x, matrices[0], sizes, alignment=alignment, implementation=implementation),)
             if group is None:
-                return y
-            bias = take_group(kernels[f"{name}_bias"], group)
-            return y + (bias if weights is None else (bias * weights[:, None]).astype(y.dtype))
+                return found
+            biases = [take_group(kernels[f"{name}_bias"], group) for name in names]
+            biases = [bias if weights is None else bias * weights[:, None] for bias in biases]
+            return tuple(y + bias.astype(y.dtype) for y, bias in zip(found, biases, strict=True))
 
-        hidden = multiply(rows, "up")
         if "gate" not in kernels:
-            hidden = self.activation(hidden)
-        elif self.moe.swiglu_limit is None:
-            hidden = self.activation(multiply(rows, "gate")) * hidden
+            (up,) = multiply(rows, "up")
+            hidden = self.activation(up)
         else:
-            hidden = clamped_swiglu(multiply(rows, "gate"), hidden, self.moe.swiglu_limit)
+            gate, up = multiply(rows, "gate", "up")
+            limit = self.moe.swiglu_limit
+            hidden = self.activation(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
         # An empty row has the weight 0, by which the biases in it vanish too.
         hidden = (hidden * weights[:, None]).astype(rows.dtype)
-        return multiply(hidden, "down", weights)
+        return multiply(hidden, "down", weights=weights)[0]
+
+    @property
+    def _projections(self) -> dict[str, Experts]:
+        projections = {"up": self.up_proj, "gate": self.gate_proj, "down": self.down_proj}
+        return {name: module for name, module in projections.items() if module is not None}
+
+    @property
+    def _in_fp8(self) -> set[str]:
+        return {name for name, module in self._projections.items() if module.fp8}
 
 
 def _value_and_axes(parameter: nnx.Param) -> tuple[jax.Array, tuple[str, ...]]:

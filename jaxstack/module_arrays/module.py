@@ -16,7 +16,7 @@ from flax import nnx
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import merge_adapters, set_dora_magnitudes
 from jaxstack.models.initialization import Width
-from jaxstack.models.low_precision import count_experts_without_fp8, count_fp8_matmuls
+from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.parameter_paths import ADAPTER, flatten, nest
 from jaxstack.precision import ScalingState, update_scaling
@@ -59,7 +59,6 @@ class ModuleArrays:
         self._graphdef, params, non_params = nnx.split(abstract, nnx.Param, ...)
         self._set_non_params(nnx.to_flat_state(non_params))
         self.fp8_matmuls = count_fp8_matmuls(abstract)
-        self.experts_without_fp8 = count_experts_without_fp8(abstract)
         self._scaling = [
             tuple(map(str, path)) for path, variable in self._non_params if issubclass(variable.type, ScalingState)
         ]

@@ -300,5 +300,6 @@ def _is_fp8(execution: Execution) -> bool:
 
 
 def _is_our_fp8(instruction: Instruction) -> bool:
-    """Return True if an instruction calls our FP8 matmul kernel with blockwise scales, from `pallas_kernels.fp8`."""
-    return 'custom_call_target="mosaic_gpu' in instruction.attributes and "/fp8_block_product/" in instruction.op_name
+    """Return True if an instruction calls one of our FP8 matmul kernels, dense or grouped."""
+    ours = 'custom_call_target="mosaic_gpu' in instruction.attributes
+    return ours and re.search(r"/fp8_(block_product|grouped_product|grouped_weights)/", instruction.op_name) is not None

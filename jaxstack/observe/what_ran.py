@@ -17,7 +17,6 @@ def describe_program(
     choices: Sequence[Choice],
     mesh_axes: Mapping[str, int],
     fp8_expected: int = 0,
-    experts_without_fp8: int = 0,
 ) -> dict[str, Any]:
     """Describe kernels, collectives, matmuls and memory of a compiled train step, as plain JSON.
 
@@ -26,7 +25,6 @@ def describe_program(
       choices: the choices of kernels that `pallas_kernels.record_choices` collected during tracing.
       mesh_axes: axis name -> size.
       fp8_expected: smallest number of FP8 matmuls that the step should have.
-      experts_without_fp8: number of the experts' matmuls that FP8 was chosen for and that run in the compute dtype.
     """
     sections: dict[str, Any] = {"mesh": {axis: size for axis, size in mesh_axes.items() if size > 1}}
     sections["kernels"] = [
@@ -43,8 +41,6 @@ def describe_program(
         module = parse_module(compiled.as_text() or "")
         sections["collectives"] = summarise(collectives(module, mesh_axes))
         sections["matmuls"] = {"all": matmuls(module), "fp8": fp8_matmuls(module), "fp8_expected": fp8_expected}
-        if experts_without_fp8:
-            sections["matmuls"]["experts_without_fp8"] = experts_without_fp8
     except (ValueError, AssertionError) as error:  # HLO text of an unknown form must not stop a run
         sections["collectives"] = f"not readable from this compiler's output: {error}"
     sections["memory"] = compiler_memory_estimate(compiled)
@@ -75,6 +71,7 @@ _WAY_OUT = {
     "longformer_attention": _ATTENTION,
     "block_sparse_attention": _ATTENTION,
     "fp8_dot_general": _FP8,
+    "fp8_grouped_matmul": _FP8,
     "grouped_matmul": "name a backend in model.moe.implementation",
     "packed_matmul": "leave the weights in bfloat16",
     "tensor_parallel_input": _OVERLAP,
@@ -101,7 +98,7 @@ def refuse_fallbacks(choices: Sequence[Choice]) -> None:
 
 
 def refuse_missing_fp8(ran: Mapping[str, Any]) -> None:
-    """Check that the compiled step has at least the expected number of FP8 matmuls, those of experts included.
+    """Check that the compiled step has at least the expected number of FP8 matmuls.
 
     Args:
       ran: the result of `describe_program`.
@@ -110,13 +107,6 @@ def refuse_missing_fp8(ran: Mapping[str, Any]) -> None:
       ConfigError: it has fewer.
     """
     counted = ran.get("matmuls")
-    if counted and counted.get("experts_without_fp8"):
-        raise ConfigError(
-            f"observe.fail_on_fallback: precision.fp8 is set, but FP8 does not compute the experts of a mixture: "
-            f"{counted['experts_without_fp8']} of their matmuls run in the compute dtype. Leave them out in "
-            'precision.fp8_rules, {path: "mlp/(gate|up|down)_proj", fp8: false}, or set observe.fail_on_fallback to '
-            "false."
-        )
     if counted and counted["fp8"] < counted["fp8_expected"]:
         raise ConfigError(
             f"observe.fail_on_fallback: the compiled step has {counted['fp8']} FP8 matmuls and should have "
@@ -137,8 +127,6 @@ def summarise_program(ran: Mapping[str, Any]) -> str:
     products = ran.get("matmuls")
     if products and (products["fp8"] or products["fp8_expected"]):
         parts.append(f"{products['fp8']} of {products['all']} matmuls in FP8")
-    if products and products.get("experts_without_fp8"):
-        parts.append(f"{products['experts_without_fp8']} matmuls of experts not in FP8")
     predicted = ran.get("memory", {}).get("predicted_bytes")
     if predicted:
         host = ran["memory"].get("host_bytes")

@@ -5,7 +5,7 @@ XLA alone would sort, gather and scatter the tokens of all devices on each of th
 Dims: B batch, T sequence, D model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -32,7 +32,11 @@ LocalFunction = Callable[[jax.Array, dict[str, jax.Array], TokenSplit], tuple[ja
 
 
 def with_local_tokens(
-    function: LocalFunction, x: jax.Array, parameters: Parameters, dtype: jax.typing.DTypeLike
+    function: LocalFunction,
+    x: jax.Array,
+    parameters: Parameters,
+    dtype: jax.typing.DTypeLike,
+    as_stored: Collection[str] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Apply a mixture of experts inside a `shard_map`, on each device's tokens with the experts that it stores.
 
@@ -45,22 +49,24 @@ def with_local_tokens(
       x: [B, T, D].
       parameters: name -> (stored array, its logical axes).
       dtype: the compute dtype.
+      as_stored: names of parameters that stay in their stored dtype if they need not be gathered.
 
     Returns:
       The results [B, T, D] of all tokens, and the sum of the scalars.
     """
     context = current_context()
     if context is None:
-        return function(x, {name: _cast(p, names, dtype) for name, (p, names) in parameters.items()}, TokenSplit())
+        whole = {name: p if name in as_stored else _cast(p, names, dtype) for name, (p, names) in parameters.items()}
+        return function(x, whole, TokenSplit())
     rules = context.rules
     layout = _Layout.of(context, x, parameters)
     if not layout.free:
-        return _local(function, layout, dtype, x, {name: p for name, (p, _) in parameters.items()})
+        return _local(function, layout, dtype, as_stored, x, {name: p for name, (p, _) in parameters.items()})
     inner = context.within(tuple(layout.free))
 
     def local(x: jax.Array, stored: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         with inner.entered():
-            out, share = _local(function, layout, dtype, x, stored)
+            out, share = _local(function, layout, dtype, as_stored, x, stored)
             return out, share[None]
 
     out, shares = jax.shard_map(
@@ -125,12 +131,19 @@ class _Layout(NamedTuple):
 
 
 def _local(
-    function: LocalFunction, layout: _Layout, dtype: jax.typing.DTypeLike, x: jax.Array, stored: dict[str, jax.Array]
+    function: LocalFunction,
+    layout: _Layout,
+    dtype: jax.typing.DTypeLike,
+    as_stored: Collection[str],
+    x: jax.Array,
+    stored: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     parameters = {}
     for name, value in stored.items():
-        value = _cast(value, layout.names[name], dtype)
-        for axes, dim in dims_of(layout.specs[name], layout.weight_axes):
+        gathers = dims_of(layout.specs[name], layout.weight_axes)
+        if gathers or name not in as_stored:
+            value = _cast(value, layout.names[name], dtype)
+        for axes, dim in gathers:
             value = jax.lax.all_gather(value, axes, axis=dim, tiled=True)
         parameters[name] = value
     if layout.gathered:

@@ -36,6 +36,10 @@ from pallas_kernels.target import automatic_axes
 BLOCK = 128
 
 
+Groups = jax.Array | None
+"""Numbers of rows of the groups [G], which each have a matrix and start at multiples of 128 rows; None: one matrix."""
+
+
 class Operations(NamedTuple):
     """Quantization and matmul functions of one backend of blockwise FP8; every array is two-dimensional."""
 
@@ -46,8 +50,16 @@ class Operations(NamedTuple):
     """
     quantize_weight: Callable[[jax.Array], tuple[Quantized, jax.Array]]
     """Return weight [K, N] as `quantize_weight` does, and the transpose of its FP8 values."""
-    product: Callable[[Sequence[tuple[Quantized, Quantized]], Any], jax.Array]
-    """Return the sum of a @ b.T [M, N] over pairs (a [M, K], b [N, K]), in the dtype given."""
+    rows: Callable[[Sequence[tuple[Quantized, Quantized]], Any, Groups], jax.Array]
+    """Return the sum of a @ b.T [M, N] over pairs (a [M, K], b [N, K]), in the dtype given.
+
+    With groups each row of a meets the matrix of its group: b is [N, G K] or [G N, K].
+    """
+    weights: Callable[[Quantized, Quantized, Any, Groups], jax.Array]
+    """Return a @ b.T of a [D, M] and b [F, M], in the dtype given; with groups, each group's part of M apart [G D, F].
+
+    a has a scale per 128 x 128 values.
+    """
 
 
 def quantize_rows(x: jax.Array) -> Quantized:
@@ -103,14 +115,13 @@ def multiply_dequantized(pairs: Sequence[tuple[Quantized, Quantized]], dtype: DT
     """Dequantize blockwise FP8 operands, and sum their products a [M, K] @ b [N, K].T in float32."""
     contracted = (((1,), (1,)), ((), ()))
     wide = dtype if len(pairs) == 1 else jnp.float32
-    products = [
-        lax.dot_general(_dequantize(a, dtype), _dequantize(b, dtype), contracted, preferred_element_type=wide)
-        for a, b in pairs
-    ]
+    plain = [(dequantize_blocks(a, dtype), dequantize_blocks(b, dtype)) for a, b in pairs]
+    products = [lax.dot_general(a, b, contracted, preferred_element_type=wide) for a, b in plain]
     return functools.reduce(jnp.add, products).astype(dtype)
 
 
-def _dequantize(x: Quantized, dtype: DTypeLike) -> jax.Array:
+def dequantize_blocks(x: Quantized, dtype: DTypeLike) -> jax.Array:
+    """Dequantize blockwise FP8 values [M, K], whose scales are one per 128 values of a row or per 128 x 128 values."""
     values, inverse = x
     rows, width = values.shape
     if inverse.shape[1] != rows:
@@ -141,25 +152,28 @@ def multiply(
     quantized: tuple[Quantized | None, ...],
     *,
     mlp: bool = False,
+    groups: Groups = None,
 ) -> tuple[jax.Array, ...]:
     """Multiply x [rows, D] with each weight [D, outputs] in blockwise FP8, quantizing x once.
 
-    Rows, D and outputs may each be several dims, which are merged.
+    Rows, D and outputs may each be several dims, which are merged. With `groups` a weight is [G, D, outputs].
 
     With `mlp` compute swiglu(x @ gate, x @ up) @ down from three weights: SwiGLU and its gradients are stored in FP8
     only. A weight given in `quantized` was quantized as a matrix [D, outputs] by `quantize_weight`.
     """
     rows = x.shape[: x.ndim - options.contracted]
-    matrices = tuple(w.reshape(math.prod(w.shape[: options.contracted]), -1) for w in weights)
+    inner = options.contracted + (groups is not None)
+    matrices = tuple(w.reshape(math.prod(w.shape[:inner]), -1) for w in weights)
     given = tuple(
         operations.quantize_weight(lax.stop_gradient(w)) if q is None else _with_transpose(q, w)
         for w, q in zip(matrices, quantized, strict=True)
     )
     carriers = tuple(w.astype(options.dtype) for w in matrices)
     function = cast(Callable[..., tuple[jax.Array, ...]], _swiglu_mlp if mlp else _multiply)
-    flat = [array.reshape(-1, len(matrices[0])) if array.shape == x.shape else array for array in (x, *norm_inputs)]
-    results = function(operations, options, flat[0], tuple(flat[1:]), carriers, given)
-    outputs = [w.shape[options.contracted :] for w in weights[-len(results) :]]
+    width = math.prod(x.shape[len(rows) :])
+    flat = [array.reshape(-1, width) if array.shape == x.shape else array for array in (x, *norm_inputs)]
+    results = function(operations, options, flat[0], tuple(flat[1:]), carriers, given, groups)
+    outputs = [w.shape[inner:] for w in weights[-len(results) :]]
     return tuple(y.reshape(*rows, *dims) for y, dims in zip(results, outputs, strict=True))
 
 
@@ -180,8 +194,9 @@ def _multiply(
     norm_inputs: NormInputs,
     weights: tuple[jax.Array, ...],
     given: QuantizedWeights,
+    groups: Groups,
 ) -> tuple[jax.Array, ...]:
-    return _forward(operations, options, x, norm_inputs, weights, given)[0]
+    return _forward(operations, options, x, norm_inputs, weights, given, groups)[0]
 
 
 def _forward(
@@ -191,22 +206,24 @@ def _forward(
     norm_inputs: NormInputs,
     weights: tuple[jax.Array, ...],
     given: QuantizedWeights,
+    groups: Groups,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
     ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs), True)
-    return _products(operations, options.output, by_rows, given), (
+    return _products(operations, options.output, by_rows, given, groups), (
         name_for_remat(transposed),
         as_bytes([w for w, _ in given]),
+        groups,
     )
 
 
 def _backward(
     operations: Operations, options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
-    transposed_x, weights = from_bytes(saved)
+    transposed_x, weights, groups = from_bytes(saved)
     both = [operations.quantize_both(IDENTITY, (gradient,), False)[0] for gradient in gradients]
-    d_x, d_weights = _gradients(operations, options, transposed_x, weights, both)
-    return d_x, options.no_norm_input_gradients, d_weights, (None,) * len(weights)
+    d_x, d_weights = _gradients(operations, options, transposed_x, weights, both, groups)
+    return d_x, options.no_norm_input_gradients, d_weights, (None,) * len(weights), None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -220,8 +237,9 @@ def _swiglu_mlp(
     norm_inputs: NormInputs,
     weights: tuple[jax.Array, ...],
     given: QuantizedWeights,
+    groups: Groups,
 ) -> tuple[jax.Array, ...]:
-    return _mlp_forward(operations, options, x, norm_inputs, weights, given)[0]
+    return _mlp_forward(operations, options, x, norm_inputs, weights, given, groups)[0]
 
 
 def _mlp_forward(
@@ -231,37 +249,41 @@ def _mlp_forward(
     norm_inputs: NormInputs,
     weights: tuple[jax.Array, ...],
     given: QuantizedWeights,
+    groups: Groups,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
     ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs), True)
-    wide = _products(operations, options.dtype, by_rows, given[:2])
+    wide = _products(operations, options.dtype, by_rows, given[:2], groups)
     ((hidden, transposed_hidden),) = operations.quantize_both(SWIGLU, wide, True)
-    outs = _products(operations, options.output, hidden, given[2:])
+    outs = _products(operations, options.output, hidden, given[2:], groups)
     return outs, (
         name_for_remat(transposed),
         wide,
         name_for_remat(transposed_hidden),
         as_bytes([w for w, _ in given]),
+        groups,
     )
 
 
 def _mlp_backward(
     operations: Operations, options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
-    transposed_x, wide, transposed_hidden, weights = from_bytes(saved)
+    transposed_x, wide, transposed_hidden, weights, groups = from_bytes(saved)
     quantized_d_out = operations.quantize_both(IDENTITY, gradients, False)
-    d_hidden, d_down = _gradients(operations, options, transposed_hidden, weights[2:], quantized_d_out)
+    d_hidden, d_down = _gradients(operations, options, transposed_hidden, weights[2:], quantized_d_out, groups)
     quantized_d_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden), False)
-    d_x, d_first = _gradients(operations, options, transposed_x, weights[:2], quantized_d_wide)
-    return d_x, options.no_norm_input_gradients, (*d_first, *d_down), (None,) * len(weights)
+    d_x, d_first = _gradients(operations, options, transposed_x, weights[:2], quantized_d_wide, groups)
+    return d_x, options.no_norm_input_gradients, (*d_first, *d_down), (None,) * len(weights), None
 
 
 _swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _products(operations: Operations, dtype: str, x: Quantized, given: QuantizedWeights) -> tuple[jax.Array, ...]:
+def _products(
+    operations: Operations, dtype: str, x: Quantized, given: QuantizedWeights, groups: Groups
+) -> tuple[jax.Array, ...]:
     pairs = [(x, Quantized(transposed, weight.inverse_scale)) for weight, transposed in given]
-    return tuple(operations.product([pair], dtype) for pair in pairs)
+    return tuple(operations.rows([pair], dtype, groups) for pair in pairs)
 
 
 def _gradients(
@@ -270,14 +292,23 @@ def _gradients(
     transposed_x: Quantized,
     weights: Sequence[Quantized],
     gradients: Sequence[tuple[Quantized, Quantized]],
+    groups: Groups,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the gradients (d_x, d_weights) of a blockwise FP8 matmul, from the quantized gradients of its results."""
     pairs = [
         (by_rows, Quantized(weight.values, weight.inverse_scale.T))
         for (by_rows, _), weight in zip(gradients, weights, strict=True)
     ]
-    d_weights = tuple(operations.product([(transposed_x, d_out)], options.dtype) for _, d_out in gradients)
-    return operations.product(pairs, options.dtype), d_weights
+    d_weights = tuple(operations.weights(transposed_x, d_out, options.dtype, groups) for _, d_out in gradients)
+    return operations.rows(pairs, options.dtype, groups), d_weights
 
 
-XLA = Operations(quantize_both, quantize_weight_both, multiply_dequantized)
+def dense(product: Callable[[Sequence[tuple[Quantized, Quantized]], Any], jax.Array]) -> tuple[Callable, Callable]:
+    """Return `Operations.rows` and `Operations.weights` for one matrix, from product(pairs, dtype)."""
+    return (
+        lambda pairs, dtype, groups: product(pairs, dtype),
+        lambda a, b, dtype, groups: product([(a, b)], dtype),
+    )
+
+
+XLA = Operations(quantize_both, quantize_weight_both, *dense(multiply_dequantized))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.fp8 import mosaic_product, triton
-from pallas_kernels.fp8.blockwise import BLOCK, Operations
+from pallas_kernels.fp8.blockwise import BLOCK, Operations, dense
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.target import Target, multiprocessors
@@ -64,4 +64,4 @@ def product(pairs: Sequence[tuple[Quantized, Quantized]], dtype: DTypeLike) -> j
     return mosaic_product.product(spec, *pairs)
 
 
-MOSAIC = Operations(triton.quantize_both, triton.quantize_weight, product)
+MOSAIC = Operations(triton.quantize_both, triton.quantize_weight, *dense(product))

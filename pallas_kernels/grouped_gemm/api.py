@@ -1,10 +1,15 @@
 """`grouped_matmul`: multiply rows in groups, each group with its own matrix, as in a mixture of experts."""
 
+from collections.abc import Sequence
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.dispatch import Backend, select
+from pallas_kernels.fp8.blockwise import BLOCK
 from pallas_kernels.grouped_gemm import mosaic, reference, xla
+from pallas_kernels.grouped_gemm.fp8 import FP8_BACKENDS, Fp8GroupedRequest
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest, make_request
 
 
@@ -65,14 +70,61 @@ def grouped_matmul(
     return select("grouped_matmul", BACKENDS, implementation, request).call(request)
 
 
-def grouped_matmul_alignment(rows: int, groups: int, *, implementation: str | None = None) -> int:
+def fp8_grouped_matmul(
+    x: Float[AnyArray, "R D"],
+    weights: Sequence[Float[AnyArray, "G D _"]],
+    group_sizes: Int[AnyArray, " G"],
+    *,
+    alignment: int,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R _"], ...]:
+    """Multiply each row with its group's matrix of each weight in FP8 (E4M3), differentiably, quantizing x once.
+
+    Rows have a scale per 128 values, matrices one per 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3); sums and
+    their scaling are in float32. The gradients of x and of the weights are FP8 products too. D and F that are no
+    multiples of 128 are padded with zeros.
+
+    Args:
+        x: rows [R, D], bfloat16 or float32; those in no group must be 0.
+        weights: each one matrix per group, [G, D, F], in the dtype of x or in float32, in which they are quantized
+            without a copy.
+        group_sizes: number of rows of each group, integers [G].
+        alignment: every group starts at a multiple of this row number; it must be 128.
+        implementation: name of a backend in `FP8_BACKENDS`; None takes the first that supports the call.
+
+    Returns:
+        One result [R, F] per weight, in the dtype of x; rows outside of every group are 0.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
+    """
+    requests = [make_request(x, weight, group_sizes, alignment, quantized=True) for weight in weights]
+    if alignment != BLOCK:
+        raise ValueError(
+            f"FP8 scales blocks of {BLOCK} rows, and no block may have rows of two groups: alignment must be {BLOCK}, "
+            f"got {alignment}; take grouped_matmul_alignment(rows, groups, fp8=True)"
+        )
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"the FP8 grouped matmul takes x in bfloat16 or float32, got {x.dtype}; cast it")
+    x = jnp.pad(requests[0].x, ((0, 0), (0, -x.shape[1] % BLOCK)))
+    padded = tuple(jnp.pad(r.weights, ((0, 0), *((0, -n % BLOCK) for n in r.weights.shape[1:]))) for r in requests)
+    request = Fp8GroupedRequest(x, padded, requests[0].group_sizes)
+    found = select("fp8_grouped_matmul", FP8_BACKENDS, implementation, request).call(request)
+    return tuple(y[:, : weight.shape[2]] for y, weight in zip(found, weights, strict=True))
+
+
+def grouped_matmul_alignment(rows: int, groups: int, *, fp8: bool = False, implementation: str | None = None) -> int:
     """Return the alignment in rows at which groups should start, so that `grouped_matmul` need not copy them.
 
     Args:
         rows: total number of rows.
         groups: number of groups.
+        fp8: True if `fp8_grouped_matmul` multiplies the rows too.
         implementation: name of a backend, or None for the automatic choice.
     """
+    if fp8:
+        return BLOCK
     if implementation == "mosaic" or (implementation is None and mosaic.unsupported_target() is None):
         return mosaic.TILE_ROWS
     return xla.preferred_tile(rows, groups)

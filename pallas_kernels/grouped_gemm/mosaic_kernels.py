@@ -79,7 +79,7 @@ class Kernels:
         columns = weights.shape[1 if transposed else 2]
         width = _tile_columns(columns)
         groups, used = group_of_tiles(sizes, self.tile, tiles)
-        shape = _Shape(tiles, columns // width, width)
+        shape = TileGrid(tiles, columns // width, width)
         right = (width, SLICE) if transposed else (SLICE, width)
         return self._call(
             "grouped_matmul_transposed" if transposed else "grouped_matmul",
@@ -99,7 +99,7 @@ class Kernels:
         columns = y.shape[1]
         width = _tile_columns(columns)
         starts, ends = group_bounds(sizes, self.tile)
-        shape = _Shape(pl.cdiv(depth, self.tile), columns // width, width)
+        shape = TileGrid(pl.cdiv(depth, self.tile), columns // width, width)
         return self._call(
             "grouped_matmul_weights",
             partial(_matrices_body, self, shape),
@@ -124,7 +124,7 @@ class Kernels:
         return kernel(inputs)
 
 
-class _Shape(NamedTuple):
+class TileGrid(NamedTuple):
     """The grid of tiles of a matmul's result: how many down and across, and the width of a tile in columns."""
 
     down: int
@@ -158,14 +158,15 @@ def _scratch(left: tuple[int, int], right: tuple[int, int], width: int, dtype: D
     )
 
 
-def _run(
-    kernels: Kernels,
+def run_tiles(
+    programs: int,
+    ring: Ring,
     total: int,
-    buffers: _Buffers,
+    empty: Ref,
     load: Callable[[Index, Index], Index],
     compute: Callable[[Index, Index], Index],
 ) -> None:
-    """Loop over tiles: call load(item, before) in the loading warpgroup, compute(item, before) in the computing ones.
+    """Loop over `total` tiles: call load(item, before) in the loading warpgroup, compute(item, before) in the others.
 
     Both return how many slices the item has; `before` counts those of the items before it.
     """
@@ -174,14 +175,14 @@ def _run(
         def step(_, item, before):
             return before + visit(item, before)
 
-        return scheduler.deal(total, min(total, kernels.programs), step, jnp.int32(0))[1]
+        return scheduler.deal(total, min(total, programs), step, jnp.int32(0))[1]
 
     def consume() -> None:
         slices(compute)
         plgpu.wait_smem_to_gmem(0)
 
     def produce() -> None:
-        kernels.ring.drain(slices(load), buffers.empty)
+        ring.drain(slices(load), empty)
 
     pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
@@ -219,10 +220,13 @@ def _sum_slices(
     return kernels.ring.sum_products(before, count, (ROWS, width), barriers, of_slot)
 
 
-def _store(buffers: _Buffers, values: jax.Array, out: Ref) -> None:
-    """Store a warpgroup's result [64, width] to the same shape in global memory, some columns at a time."""
-    staging = buffers.out.at[lax.axis_index("warpgroup")]
-    columns = _stored_columns(values.shape[1])
+def store_rows(buffer: Ref, values: jax.Array, out: Ref) -> None:
+    """Store a warpgroup's result [64, width] to the same shape in global memory, some columns at a time.
+
+    `buffer` is shared memory [consumers, 64, columns], in which each warpgroup has a part.
+    """
+    staging = buffer.at[lax.axis_index("warpgroup")]
+    columns = staging.shape[1]
     values = values.astype(out.dtype)
     for first in range(0, values.shape[1], columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -232,7 +236,7 @@ def _store(buffers: _Buffers, values: jax.Array, out: Ref) -> None:
 
 
 def _rows_body(
-    kernels: Kernels, shape: _Shape, transposed: bool, inputs: tuple[Ref, ...], out: Ref, *scratch: Ref
+    kernels: Kernels, shape: TileGrid, transposed: bool, inputs: tuple[Ref, ...], out: Ref, *scratch: Ref
 ) -> None:
     x, weights, groups, used = inputs
     buffers = _Buffers(*scratch)
@@ -262,13 +266,13 @@ def _rows_body(
 
         sums = _sum_slices(kernels, buffers, before, count, shape.width, operands)
         rows = pl.ds(down * kernels.tile + lax.axis_index("warpgroup") * ROWS, ROWS)
-        _store(buffers, sums, out.at[rows, pl.ds(across * shape.width, shape.width)])
+        store_rows(buffers.out, sums, out.at[rows, pl.ds(across * shape.width, shape.width)])
         return count
 
-    _run(kernels, shape.items, buffers, load, compute)
+    run_tiles(kernels.programs, kernels.ring, shape.items, buffers.empty, load, compute)
 
 
-def _matrices_body(kernels: Kernels, shape: _Shape, inputs: tuple[Ref, ...], out: Ref, *scratch: Ref) -> None:
+def _matrices_body(kernels: Kernels, shape: TileGrid, inputs: tuple[Ref, ...], out: Ref, *scratch: Ref) -> None:
     x, y, starts, ends = inputs
     buffers = _Buffers(*scratch)
     last = x.shape[1] - ROWS
@@ -302,8 +306,9 @@ def _matrices_body(kernels: Kernels, shape: _Shape, inputs: tuple[Ref, ...], out
         @pl.when(depth <= last)
         def _():
             columns = pl.ds(across * shape.width, shape.width)
-            _store(buffers, sums, out.at[group, pl.ds(depth, ROWS), columns])
+            store_rows(buffers.out, sums, out.at[group, pl.ds(depth, ROWS), columns])
 
         return count
 
-    _run(kernels, out.shape[0] * shape.items, buffers, load, compute)
+    total = out.shape[0] * shape.items
+    run_tiles(kernels.programs, kernels.ring, total, buffers.empty, load, compute)

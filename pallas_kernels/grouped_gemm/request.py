@@ -34,8 +34,14 @@ class GroupedMatmulRequest:
         )
 
 
-def make_request(x: AnyArray, weights: AnyArray, group_sizes: AnyArray, alignment: int) -> GroupedMatmulRequest:
+def make_request(
+    x: AnyArray, weights: AnyArray, group_sizes: AnyArray, alignment: int, *, quantized: bool = False
+) -> GroupedMatmulRequest:
     """Check the arguments of a grouped matmul, and return them in one object.
+
+    Args:
+        x, weights, group_sizes, alignment: as in `grouped_matmul`.
+        quantized: True if the weights will be quantized, so that they may be float32 where x is not.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
@@ -50,7 +56,8 @@ def make_request(x: AnyArray, weights: AnyArray, group_sizes: AnyArray, alignmen
         raise ValueError(f"x [R, D] and weights [G, D, F] must have the same D; {shapes}")
     if weights.shape[0] != group_sizes.shape[0] or 0 in weights.shape:
         raise ValueError(f"weights and group_sizes must have the same G, and neither G, D nor F may be 0; {shapes}")
-    if x.dtype != weights.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize < 2:
+    matching = x.dtype == weights.dtype or (quantized and weights.dtype == jnp.float32)
+    if not matching or not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize < 2:
         raise ValueError(
             f"x and weights must both be bfloat16, float16, float32 or float64, got {x.dtype} and {weights.dtype}; "
             f"cast one of them"

@@ -107,7 +107,7 @@ MIXTURE = {"moe": {"num_experts": 4, "num_experts_per_tok": 2, "n_shared_experts
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_experts_that_stay_in_the_compute_dtype_are_told_and_counted(scan):
+def test_experts_are_counted(scan):
     config = ModelConfig(
         vocab_size=64, hidden_size=32, num_layers=4, scan_layers=scan, unscanned_end_layers=1, **MIXTURE
     )
@@ -116,24 +116,35 @@ def test_experts_that_stay_in_the_compute_dtype_are_told_and_counted(scan):
         precision = PrecisionConfig(fp8=fp8, fp8_rules=rules)
         return ModuleArrays(lambda rngs: in_fp8(Transformer(config, rngs), precision))
 
-    assert module().experts_without_fp8 == 3 * 3 * 2
-    assert module(*EVERY).experts_without_fp8 == 3 * 3 * 4
-    assert module(fp8="none").experts_without_fp8 == 0
-    without = module({"path": "mlp/(gate|up|down)_proj", "fp8": False})
-    assert without.experts_without_fp8 == 0 and without.fp8_matmuls == module().fp8_matmuls
+    # Gate and up share their input's gradient.
+    without = module({"path": "mlp/(gate|up|down)_proj", "fp8": False}).fp8_matmuls
+    assert without == 3 * 4 * 2
+    assert module().fp8_matmuls == without + 8 * 2
+    assert module(*EVERY).fp8_matmuls > 2 * module().fp8_matmuls
+    assert module(fp8="none").fp8_matmuls == 0
     said = describe_fp8(config, PrecisionConfig(fp8="current"), staged=False)
-    assert said == "FP8 (current) in all layers but the first and the last, experts in the compute dtype"
+    assert said == "FP8 (current) in all layers but the first and the last, experts with a scale for every 128 values"
 
 
-def test_experts_in_the_compute_dtype_are_a_fallback():
-    few = ("model.num_layers=2", "model.moe={num_experts: 4, num_experts_per_tok: 2}", "precision.fp8=current")
-    trainer = make_trainer(small_config(*few))
+EXPERTS = ("model.num_layers=2", "model.moe={num_experts: 4, num_experts_per_tok: 2}")
+
+
+def test_experts_compute_in_fp8():
+    trainer = make_trainer(small_config(*EXPERTS, "precision.fp8=current"))
     trainer.compile(trainer.peek_batch(), create_state=True)
     ran = trainer.describe()
-    assert "18 matmuls of experts not in FP8" in summarise_program(ran)
-    with pytest.raises(ConfigError, match=r"FP8 does not compute the experts.*: 18 of their matmuls.*fp8_rules"):
-        refuse_missing_fp8(ran)
-    refuse_missing_fp8({"matmuls": {"all": 9, "fp8": 3, "fp8_expected": 3}})
+    operations = {kernel["operation"] for kernel in ran["kernels"]}
+    assert "fp8_grouped_matmul" in operations and "grouped_matmul" not in operations
+    assert "fp8_grouped_matmul: xla" in summarise_program(ran)
+
+
+def test_experts_in_fp8_train_as_in_the_compute_dtype():
+    only_experts = 'precision.fp8_rules=[{path: "attention", fp8: false}]'
+    plain, fp8 = losses(*EXPERTS), losses(*EXPERTS, "precision.fp8=blockwise", only_experts)
+    assert fp8 != plain
+    np.testing.assert_allclose(fp8, plain, rtol=2e-3)
+    sharded = losses(*EXPERTS, "precision.fp8=blockwise", only_experts, "parallel.expert=2", "parallel.data=2")
+    np.testing.assert_allclose(sharded, fp8, rtol=1e-4)
 
 
 def test_rules_leave_layers_out():

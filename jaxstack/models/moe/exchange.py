@@ -174,14 +174,17 @@ def compute_on_this_device(
     experts: Int[Array, "t k"],
     weights: Float[Array, "t k"],
     kernels: Kernels,
+    *,
+    fp8: bool = False,
 ) -> Float[Array, "t D"]:
     """Compute each token's weighted sum of experts, all of which are on this device.
 
     Args:
       experts: experts of each token; ids beyond the last expert are dropped.
+      fp8: True if `compute` multiplies in FP8.
     """
     count = jax.tree.leaves(kernels)[0].shape[0]
-    alignment = grouped_matmul_alignment(experts.size, count)
+    alignment = grouped_matmul_alignment(experts.size, count, fp8=fp8)
     rows, sizes = arrange(experts, count, alignment)
     return sum_rows(compute(take_rows(x, rows), take_weights(weights, rows), kernels, sizes, alignment), rows)
 
@@ -203,11 +206,12 @@ class ExchangePlan(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """Compile-time constants of the all-to-all of tokens: expert function, number of devices, buffer rows."""
+    """Compile-time constants of the all-to-all of tokens: expert function, devices, buffer rows, whether in FP8."""
 
     compute: Compute
     devices: int
     slots: int
+    fp8: bool
 
 
 Operands = tuple[jax.Array, jax.Array, Kernels]
@@ -224,6 +228,7 @@ def compute_on_expert_devices(
     devices: int,
     factor: float,
     max_rows: int | None = None,
+    fp8: bool = False,
 ) -> Float[Array, "t D"]:
     """Compute each token's weighted sum of experts, which are sharded over the mesh axis `expert`.
 
@@ -233,6 +238,7 @@ def compute_on_expert_devices(
       factor: rows of a round as a multiple of an even load.
       max_rows: largest number of rows that one device sends to another, if the caller knows it; None: no bound but all
         of its assignments.
+      fp8: True if `compute` multiplies in FP8.
     """
     local = jax.tree.leaves(kernels)[0].shape[0]
     flat = experts.reshape(-1)
@@ -241,7 +247,7 @@ def compute_on_expert_devices(
     order = sort_by_group(flat, devices * local)
     counts = (order.first[1:] - order.first[:-1]).reshape(devices, local)
     plan = ExchangePlan(experts, order, jax.lax.all_to_all(counts, AXIS, 0, 0, tiled=True))
-    static = _Static(compute, devices, slots)
+    static = _Static(compute, devices, slots, fp8)
     operands = (x, weights, kernels)
     if slots >= max_rows:
         return _run_round(static, operands, plan, 0)
@@ -261,7 +267,7 @@ def _run_round(static: _Static, operands: Operands, plan: ExchangePlan, number: 
     slot = jnp.arange(slots, dtype=jnp.int32) + number * slots
     ends = jnp.cumsum(plan.arriving, axis=1)
     groups = (slot[None, :, None] >= ends[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1, 1)
-    alignment = grouped_matmul_alignment(devices * slots, local)
+    alignment = grouped_matmul_alignment(devices * slots, local, fp8=static.fp8)
     local_rows, sizes = arrange(groups, local, alignment)
     results = static.compute(
         take_rows(received, local_rows), take_weights(weights, local_rows), kernels, sizes, alignment

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import NotSupported, grouped_matmul, grouped_matmul_alignment, lowering_platform, record_choices
 from pallas_kernels.grouped_gemm import mosaic
-from pallas_kernels.grouped_gemm.mosaic_kernels import _Shape
+from pallas_kernels.grouped_gemm.mosaic_kernels import TileGrid
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.grouped_gemm.cases import Case, check
 
@@ -34,7 +34,7 @@ def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, ca
 
 @pytest.mark.parametrize("panels", [(5, 3), (16, 2), (40, 7), (1, 1)])
 def test_every_tile_has_one_turn(panels):
-    shape = _Shape(*panels, 64)
+    shape = TileGrid(*panels, 64)
     down, across = jax.vmap(shape.place)(jnp.arange(shape.items))
     found = sorted(zip(down.tolist(), across.tolist(), strict=True))
     assert found == [(i, j) for i in range(panels[0]) for j in range(panels[1])]
