@@ -66,6 +66,13 @@ WORKS = dict([tensor_work(4), context_work(4)]) | {
     "qwen3-30b-a3b of 6 layers bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=6", "train.global_batch_size=4", "train.sequence_length=4096",
     ],
+    "qwen3-30b-a3b of 4 layers bf16": [
+        "model.preset=qwen3-30b-a3b", "model.num_layers=4", "train.global_batch_size=4", "train.sequence_length=4096",
+    ],
+    "qwen3-30b-a3b of 4 layers fp8": [
+        "model.preset=qwen3-30b-a3b", "model.num_layers=4", "train.global_batch_size=4", "train.sequence_length=4096",
+        "precision.fp8=current",
+    ],
     "qwen3-30b-a3b of 6 layers expert2 bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=6", "parallel.expert=2", "train.global_batch_size=8",
         "train.sequence_length=4096",
@@ -80,6 +87,14 @@ WORKS = dict([tensor_work(4), context_work(4)]) | {
     "deepseek-v2-lite of 4 layers bf16": [
         "model.preset=deepseek-v2-lite", "model.num_layers=4", "train.global_batch_size=4",
         "train.sequence_length=4096",
+    ],
+    "gpt-oss-20b of 4 layers fp8": [
+        "model.preset=gpt-oss-20b", "model.num_layers=4", "train.global_batch_size=4", "train.sequence_length=4096",
+        "precision.fp8=current",
+    ],
+    "deepseek-v2-lite of 4 layers fp8": [
+        "model.preset=deepseek-v2-lite", "model.num_layers=4", "train.global_batch_size=4",
+        "train.sequence_length=4096", "precision.fp8=current",
     ],
     "qwen3-30b-a3b of 24 layers expert4 bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=24", "parallel.expert=4", "train.global_batch_size=16",
