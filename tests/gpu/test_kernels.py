@@ -35,6 +35,7 @@ from tests.gpu.conftest import on_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.cross_entropy import cases as loss_cases
 from tests.pallas_kernels.grouped_gemm import cases as grouped_cases
+from tests.pallas_kernels.grouped_gemm import test_fp8 as fp8_cases
 from tests.pallas_kernels.kv_cache_update import cases as cache_cases
 
 pytestmark = pytest.mark.gpu
@@ -194,6 +195,17 @@ def test_a_norm_is_the_same_where_it_is_rounded(recipe):
 def test_grouped_matmul(sizes):
     alignment = grouped_matmul_alignment(sum(sizes), len(sizes))
     grouped_cases.check(grouped_cases.Case(sizes, depth=384, columns=256, alignment=alignment), None)
+
+
+@pytest.mark.parametrize("shape", [(384, 256), (1408, 384), (2880, 192)])
+@pytest.mark.parametrize("sizes", [(100, 0, 150, 774), (513, 1, 0, 510)])
+def test_grouped_matmul_in_fp8(sizes, shape):
+    """Against the same quantized numbers multiplied in bfloat16; 2880 and 192 are padded."""
+    arrays = fp8_cases.arrays(*shape, sizes=sizes)
+    found, wanted = (
+        fp8_cases.outputs_and_gradients(fp8_cases.in_fp8(name), *arrays, sizes=sizes) for name in (None, "xla")
+    )
+    assert max(fp8_cases.relative_errors(found, wanted)) < 4e-3
 
 
 @pytest.mark.parametrize("name", cache_cases.CASES)

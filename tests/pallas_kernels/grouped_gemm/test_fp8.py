@@ -15,28 +15,28 @@ from tests.hopper import compile_for_hopper
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 SIZES = (100, 0, 150, 128)
-ROWS = aligned_rows(sum(SIZES), len(SIZES), 128)
 
 
-def arrays(depth, columns, dtype="bfloat16"):
-    """x, two weights and two cotangents; rows of no group are not 0 in the cotangents, which they do not reach."""
+def arrays(depth, columns, dtype="bfloat16", sizes=SIZES):
+    """x, two weights and two cotangents."""
     keys = jax.random.split(jax.random.key(0), 5)
-    sizes = jnp.asarray(SIZES, jnp.int32)
-    x = realign(jax.random.normal(keys[0], (sum(SIZES), depth), dtype), sizes, 1, 128, ROWS)
+    rows = aligned_rows(sum(sizes), len(sizes), 128)
+
+    def draw(key, columns):
+        drawn = jax.random.normal(key, (sum(sizes), columns), dtype)
+        return realign(drawn, jnp.asarray(sizes, jnp.int32), 1, 128, rows)
+
     # Channels of very different sizes, which one scale for the whole array would lose.
-    x = x * jnp.asarray(jnp.where(jnp.arange(depth) % 256 < 128, 1.0, 1e-3), dtype)
-    weights = tuple(jax.random.normal(key, (len(SIZES), depth, columns), dtype) for key in keys[1:3])
-    cotangents = tuple(
-        realign(jax.random.normal(key, (sum(SIZES), columns), dtype), sizes, 1, 128, ROWS) for key in keys[3:]
-    )
-    return x, weights, cotangents
+    x = draw(keys[0], depth) * jnp.asarray(jnp.where(jnp.arange(depth) % 256 < 128, 1.0, 1e-3), dtype)
+    weights = tuple(jax.random.normal(key, (len(sizes), depth, columns), dtype) for key in keys[1:3])
+    return x, weights, tuple(draw(key, columns) for key in keys[3:])
 
 
-def outputs_and_gradients(function, x, weights, cotangents):
+def outputs_and_gradients(function, x, weights, cotangents, sizes=SIZES):
     """(outputs, d_x, d_weights), as float32."""
 
     def both(x, weights, cotangents):
-        out, pullback = jax.vjp(lambda x, weights: function(x, weights, jnp.asarray(SIZES, jnp.int32)), x, weights)
+        out, pullback = jax.vjp(lambda x, weights: function(x, weights, jnp.asarray(sizes, jnp.int32)), x, weights)
         return jax.tree.leaves((out, pullback(cotangents)))
 
     return [np.asarray(a.astype(jnp.float32)) for a in run_jitted(both, x, weights, cotangents)]
