@@ -23,9 +23,9 @@ from jaxstack.config.loader import (
     build_component,
     drop_keys_of_replaced,
     load_yaml,
+    merge_overrides,
     merge_trees,
 )
-from jaxstack.config.overrides import merge_overrides
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
 from jaxstack.distill import DistillConfig

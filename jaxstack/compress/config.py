@@ -27,8 +27,7 @@ from jaxstack.compress.solvers.sparsegpt import SparseGpt
 from jaxstack.compress.solvers.wanda import Wanda
 from jaxstack.config.base import Component, PathRule
 from jaxstack.config.features import Feature
-from jaxstack.config.loader import build_component, load_yaml
-from jaxstack.config.overrides import merge_overrides
+from jaxstack.config.loader import build_component, load_yaml, merge_overrides
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.parameter_paths import check_patterns, match, match_common_value
 

@@ -14,8 +14,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from jaxstack.decoding.decode import Scorer
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.score import Scorer
 from jaxstack.decoding.text_stream import TextGenerator
 from jaxstack.errors import ConfigError, JaxstackError, nearest
 

@@ -14,11 +14,11 @@ from .sbp import sbp_einsum as sbp_einsum
 from .sbp import sbp_of as sbp_of
 from .sbp import sbp_sharding as sbp_sharding
 from .sbp import split as split
-from .shard_map_experts import TokenSplit as TokenSplit
-from .shard_map_experts import with_local_tokens as with_local_tokens
+from .shard_map_layers import TokenSplit as TokenSplit
 from .shard_map_layers import context_axis as context_axis
 from .shard_map_layers import with_local_batch as with_local_batch
 from .shard_map_layers import with_local_heads as with_local_heads
+from .shard_map_layers import with_local_tokens as with_local_tokens
 from .sharding_context import ShardingContext as ShardingContext
 from .sharding_context import StepLayout as StepLayout
 from .sharding_context import batch_shards as batch_shards

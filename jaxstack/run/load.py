@@ -16,8 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from jaxstack.config.base import Component
-from jaxstack.config.loader import build_component, merge_trees
-from jaxstack.config.overrides import merge_overrides
+from jaxstack.config.loader import build_component, merge_overrides, merge_trees
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Params, cast_shapes
 from jaxstack.decoding.decoder import Decoder

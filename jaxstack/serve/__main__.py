@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxstack.cli import CommandParser, add_examples, run_command
-from jaxstack.config.loader import build_component
-from jaxstack.config.overrides import merge_overrides
+from jaxstack.config.loader import build_component, merge_overrides
 from jaxstack.errors import ConfigError
 from jaxstack.heartbeat import doing
 from jaxstack.serve.config import ServeConfig

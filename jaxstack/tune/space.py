@@ -11,8 +11,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, Field, JsonValue, field_validator
 
 from jaxstack.config.base import Component
-from jaxstack.config.loader import Tree, build_component, drop_keys_of_replaced, load_yaml
-from jaxstack.config.overrides import merge_overrides
+from jaxstack.config.loader import Tree, build_component, drop_keys_of_replaced, load_yaml, merge_overrides
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.run_config import RunConfig, config_from_tree, load_tree
 

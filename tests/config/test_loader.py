@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxstack.config.base import Component
-from jaxstack.config.loader import build_component, dump_yaml, load_yaml, merge_trees
-from jaxstack.config.overrides import merge_overrides
+from jaxstack.config.loader import build_component, dump_yaml, load_yaml, merge_overrides, merge_trees
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.run_config import RunConfig, config_from_tree, load_config

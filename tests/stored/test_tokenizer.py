@@ -4,7 +4,7 @@ import pytest
 
 from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer
 from jaxstack.errors import JaxstackError
-from jaxstack.stored.training_run import check_tokenizer
+from jaxstack.stored.run_directory import check_tokenizer
 
 
 def test_another_tokenizer_than_the_checkpoints_is_refused(tmp_path):
