@@ -25,6 +25,7 @@ from jaxstack.loss import (
     IGNORE,
     Batch,
     LossSum,
+    add_mtp_loss,
     language_model_loss,
     sampled_label_loss,
     samples_labels,
@@ -91,12 +92,13 @@ def distillation_loss(
     train: bool = False,
     z_loss: float = 0.0,
     settings: DistillConfig | None = None,
+    mtp_weight: float = 0.3,
 ) -> LossSum:
     """Return a student's distillation loss, or in evaluation its cross-entropy, summed over labels other than -100.
 
     Args:
       model: the student, from `with_teacher`.
-      batch, key, train, z_loss: as in `language_model_loss`.
+      batch, key, train, z_loss, mtp_weight: as in `language_model_loss`.
       settings: alpha and temperature; default: `DistillConfig()`.
 
     Raises:
@@ -120,7 +122,8 @@ def distillation_loss(
             total += (1 - settings.alpha) * vocabulary_loss(model, hidden, batch["labels"], z_loss)
     if router_loss is not None:
         total += router_loss
-    return LossSum(total, jnp.sum(counts, dtype=jnp.float32))
+    loss = LossSum(total, jnp.sum(counts, dtype=jnp.float32))
+    return add_mtp_loss(loss, model, hidden, batch, key=key, weight=mtp_weight)
 
 
 def _divergence(

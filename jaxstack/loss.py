@@ -190,7 +190,7 @@ def sampled_label_loss(model: Transformer, batch: Batch, *, key: jax.Array | Non
     labels = jnp.where(batch["labels"] == IGNORE, IGNORE, _sample_labels(model, hidden, uniform))
     with jax.named_scope("loss"):
         total = vocabulary_loss(model, hidden, labels, 0.0)
-    return LossSum(total, jnp.sum(labels != IGNORE, dtype=jnp.float32))
+    return LossSum(total, _count_labels(labels))
 
 
 def _sample_labels(model: Transformer, hidden: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -225,6 +225,7 @@ def language_model_loss(
     key: jax.Array | None = None,
     train: bool = False,
     z_loss: float = 0.0,
+    mtp_weight: float = 0.3,
 ) -> LossSum:
     """Return the next-token cross-entropy in nats, summed over the tokens whose label is not -100.
 
@@ -233,8 +234,9 @@ def language_model_loss(
       batch: `tokens`, `labels` int32 [B, T]; optionally `segment_ids`, `positions` int32 [B, T].
       key: key of the dropout masks, unless the batch has `dropout_keys` [B, T], which a train step adds so that masks
         do not depend on the layout; None: no dropout.
-      train: True adds the losses of routers and the z-loss.
+      train: True adds the losses of routers, of multi-token prediction, and the z-loss.
       z_loss: weight of log(Z)^2, which keeps the softmax normaliser near 1 (Chowdhery et al. 2022).
+      mtp_weight: weight of multi-token prediction, see `add_mtp_loss`.
     """
     hidden, router_loss = model.hidden_and_router_loss(
         batch["tokens"],
@@ -248,7 +250,43 @@ def language_model_loss(
         total = vocabulary_loss(model, hidden, batch["labels"], z_loss)
     if router_loss is not None and train:
         total += router_loss
-    return LossSum(total, jnp.sum(batch["labels"] != IGNORE, dtype=jnp.float32))
+    loss = LossSum(total, _count_labels(batch["labels"]))
+    return add_mtp_loss(loss, model, hidden, batch, key=key, weight=mtp_weight) if train else loss
+
+
+def add_mtp_loss(
+    loss: LossSum, model: Transformer, hidden: jax.Array, batch: Batch, *, key: jax.Array | None, weight: float
+) -> LossSum:
+    """Add the loss of the model's multi-token prediction, if it has one, to that of the next tokens.
+
+    As in the report of DeepSeek-V3 each prediction layer's cross-entropies are summed, and divided by the number of
+    next tokens; `mtp_loss` among the further values is the mean per predicted token, over all layers.
+
+    Args:
+      loss: of the next tokens.
+      model, batch, key: as in `language_model_loss`.
+      hidden: final hidden states [B, T, D].
+      weight: factor of the mean over the layers; 0 leaves the loss as it is.
+    """
+    if model.mtp is None or not weight:
+        return loss
+    inputs = {name: batch.get(name) for name in ("positions", "segment_ids")}
+    embed = functools.partial(model.inputs_of_layers, **inputs)
+    key = None if key is None else batch.get(TOKEN_KEYS, key)
+    total = loss.total
+    sums = LossSum(jnp.zeros(()), jnp.zeros(()))
+    with jax.named_scope("mtp"):
+        for prediction in model.mtp(hidden, batch, embed, key, IGNORE):
+            entropy = vocabulary_loss(model, prediction.hidden, prediction.labels, 0.0)
+            sums = LossSum(sums.total + entropy, sums.count + _count_labels(prediction.labels))
+            if prediction.router_loss is not None:
+                total += prediction.router_loss
+    total += weight / len(model.mtp.layers) * sums.total
+    return LossSum(total, loss.count, {**loss.further, "mtp_loss": jax.lax.stop_gradient(sums)})
+
+
+def _count_labels(labels: jax.Array) -> jax.Array:
+    return jnp.sum(labels != IGNORE, dtype=jnp.float32)
 
 
 def as_loss_sum(value: object) -> LossSum:

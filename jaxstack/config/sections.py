@@ -92,6 +92,9 @@ class TrainConfig(Component):
     then follows tokens: its steps have the run's mean batch size. Default: no ramp."""
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of log(Z)^2 in the loss."""
+    mtp_loss_weight: float = Field(default=0.3, ge=0)
+    """Weight of the mean loss of the model's `num_nextn_predict_layers` (DeepSeek-V3: 0.3, for the last third of the
+    tokens 0.1); 0 freezes these layers."""
     eval_every_steps: int | None = Field(default=None, ge=1)
     """Steps between two evaluations on held-out data. Default: only one at the end."""
     eval_batch_size: int | None = Field(default=None, ge=1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.count import count_mixers, count_parameters
+from jaxstack.models.count import count_mixers, count_parameters, layers_in_training
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer
 from jaxstack.parameter_paths import match
@@ -20,7 +20,7 @@ class ModelShape:
     """Widths and parameter counts of a model, for the planner's formulas.
 
     Attributes:
-      layers: number of layers.
+      layers: number of layers, those for multi-token prediction included.
       dense_layers: number of layers with a dense feed-forward sublayer.
       mixtures: number of layers with a mixture of experts.
       hidden: width of the residual stream.
@@ -108,14 +108,18 @@ def model_shape(model: ModelConfig) -> ModelShape:
     query, key = (count * model.width_per_head for count in (model.num_heads, model.kv_heads))
     count = count_parameters(model)
     moe = model.moe
+    kinds = [layer.feed_forward for layer in layers_in_training(model)]
+    layers = len(kinds)
+    dense_layers = kinds.count("dense")
+    mixtures = kinds.count("experts")
     expert = d * model.expert_size * inner if moe else 0
     shared = moe.n_shared_experts * model.expert_size if moe else 0
     dense = d * model.feed_forward_size
     active = (moe.num_experts_per_tok * model.expert_size + shared) * d if moe else 0
     return ModelShape(
-        layers=model.num_layers,
-        dense_layers=model.dense_layers,
-        mixtures=model.mixture_layers,
+        layers=layers,
+        dense_layers=dense_layers,
+        mixtures=mixtures,
         hidden=d,
         query=query,
         key=key,
@@ -129,12 +133,12 @@ def model_shape(model: ModelConfig) -> ModelShape:
         exchange_factor=moe.exchange_factor if moe else 0.0,
         vocabulary=model.vocab_size,
         tied=model.tie_word_embeddings,
-        attention_parameters=count_mixers(model).matmul / model.num_layers,
+        attention_parameters=count_mixers(model).matmul / layers,
         dense_parameters=dense * inner,
         expert_parameters=moe.num_experts * expert if moe else 0,
         router_and_shared_parameters=d * moe.num_experts + shared * d * inner if moe else 0,
         active_expert_parameters=moe.num_experts_per_tok * expert if moe else 0,
-        down_parameters=(model.dense_layers * dense + model.mixture_layers * active) / model.num_layers,
+        down_parameters=(dense_layers * dense + mixtures * active) / layers,
         total=count.total,
         matmul=count.matmul,
     )

@@ -96,14 +96,15 @@ class PipelinedGradients:
         def local(params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
             axes = self._rules.batch_axes
             key = jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
-            (gradients, maxima), loss, count = self._run(schedule, params, non_params, batch, key)
+            (gradients, maxima), loss = self._run(schedule, params, non_params, batch, key)
             gradients = jax.tree.map(self._sum, module.split_frozen(gradients)[0], specs)
             maxima = jax.tree.map(self._largest, maxima, self._scale_specs)
-            sums = GradientSums(gradients, *jax.lax.psum((loss, count), self._split))
+            loss = jax.lax.psum(loss, self._split)
+            sums = GradientSums(gradients, loss.total, loss.count, further=loss.further)
             return sums, module.renew_scaling(non_params, maxima)
 
         whole: Any = PartitionSpec()  # a spec in the place of an array
-        out_specs = (GradientSums(specs, whole, whole), self._scale_specs)
+        out_specs = (GradientSums(specs, whole, whole, further=whole), self._scale_specs)
         return self._on_own_parts(local, out_specs, params, non_params, batch, key)
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
@@ -114,8 +115,7 @@ class PipelinedGradients:
         schedule = forward_only(self._plan.stages, count, self._plan.chunks)
 
         def local(params: Dict, non_params: Dict, batch: Batch) -> LossSum:
-            _, loss, count = self._run(schedule, params, non_params, batch, None)
-            return LossSum(*jax.lax.psum((loss, count), self._split))
+            return jax.lax.psum(self._run(schedule, params, non_params, batch, None)[1], self._split)
 
         return self._on_own_parts(local, PartitionSpec(), params, non_params, batch)
 
@@ -141,12 +141,12 @@ class PipelinedGradients:
 
     def _run(
         self, schedule: Schedule, params: Dict, non_params: Dict, batch: Batch, key: jax.Array | None
-    ) -> tuple[Any, jax.Array, jax.Array]:
-        """Run a pipeline schedule on this device's part of the batch; return gradients, the loss sum and item count.
+    ) -> tuple[Any, LossSum]:
+        """Run a pipeline schedule on this device's part of the batch; return gradients and loss.
 
         Returns:
-          (gradients of this device's shards, FP8 amax values), or None without a key, in evaluation; the loss sum and
-          the item count of this device alone.
+          (gradients of this device's shards, FP8 amax values), or None without a key, in evaluation; the loss of this
+          device alone.
         """
         context = self._context.within(self._manual)
         model = self._module.merge_stage(params, non_params)
@@ -158,15 +158,16 @@ class PipelinedGradients:
         parts = (graph, (layers, ends), others)
         functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, context)
         totals = execute(schedule, self._module.layout, functions.stages(), layers, ends, unroll=self._module.unrolled)
+        loss = LossSum(totals.loss, *totals.others)
         if totals.layers is None:
-            return None, totals.loss, totals.count
+            return None, loss
         with context.entered():
             layers = totals.layers
             if context.layout.zero < 2:  # with ZeRO 2 `_sum_layer` has scattered them
                 layers = _map_parameters(lambda p: _scattered(p, context, ("data",)), layers)
             ends = _map_parameters(lambda p: _scattered(p, context, self._end_axes), totals.ends)
         found = self._module.split_stage(nnx.merge(graph, layers, ends, others))
-        return found, totals.loss, totals.count
+        return found, loss
 
     def _sum(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Sum a gradient over the mesh axes that replicate its parameter; over sharded axes it is summed already."""
@@ -231,10 +232,10 @@ class _Functions:
             return gradients
         return _map_parameters(lambda p: _scattered(p, context, ("data",), row=True), gradients)
 
-    def _last(self, ends: Any, x: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _last(self, ends: Any, x: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, Any]:
         with self._end_context.entered():
             found = loss_of_outputs(self._merge(ends), self._loss_of(microbatch), x)
-        return found.total.astype(jnp.float32), found.count.astype(jnp.float32)
+        return found.total, (found.count, found.further)
 
     def _shared(self, microbatch: jax.Array) -> list[jax.Array]:
         with self._end_context.entered():
@@ -264,18 +265,12 @@ class _Functions:
 
         def loss(model: Transformer) -> LossSum:
             try:
-                found = self._loss(model, piece, key=key, train=self._train, part=True)
+                return self._loss(model, piece, key=key, train=self._train, part=True)
             except MeanLoss:
                 raise TypeError(
                     "in a pipeline the loss function must return a jaxstack.loss.LossSum, which adds up over "
                     "microbatches; it returned a mean."
                 ) from None
-            if found.further:
-                raise TypeError(
-                    "in a pipeline a loss function cannot return further values for the metrics; found "
-                    f"{', '.join(found.further)}. Set parallel.pipeline=1, or leave them out."
-                )
-            return found
 
         return loss
 

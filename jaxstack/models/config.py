@@ -131,6 +131,10 @@ class ModelConfig(Component):
     moe: MoEConfig | None = None
     """Mixture of experts in place of the feed-forward sublayers; left out: all of them are dense."""
 
+    num_nextn_predict_layers: int = Field(default=0, ge=0, le=16)
+    """Number of layers for multi-token prediction after the last layer: each predicts one token further, in training
+    with the weight `train.mtp_loss_weight` (DeepSeek-V3 and GLM-4.5 have 1)."""
+
     tie_word_embeddings: bool = False
     """Use the embedding's table as the output head."""
     scale_embeddings: bool | Annotated[float, Field(gt=0)] = False
@@ -430,6 +434,12 @@ FEATURES = (
                 "parallel.context ({parallel.context}) splits sequences; remove one of the two.",
             ),
         ),
+    ),
+    Feature(
+        "multi-token prediction",
+        "model",
+        lambda model: model.num_nextn_predict_layers > 0,
+        ("model.num_nextn_predict_layers=1",),
     ),
     Feature("tied embeddings", "model", lambda model: model.tie_word_embeddings, ("model.tie_word_embeddings=true",)),
     Feature("dropout", "model", lambda model: model.dropout > 0, ("model.dropout=0.1",)),

@@ -22,7 +22,8 @@ class ModelSize:
     Attributes:
       total: all parameters.
       embedding: token and position tables.
-      matmul: matrices that multiply a token's activations: the head, tied or not, and the experts of one token.
+      matmul: matrices that multiply a token's activations: the head, tied or not, and the experts of one token. Layers
+        for multi-token prediction, which training computes, count, and each of them multiplies by the head once more.
       active: parameters that take part in the computation of one token; less than `total` with experts.
     """
 
@@ -46,16 +47,24 @@ def count_parameters(config: ModelConfig) -> ModelSize:
     rows = (config.max_position_embeddings or 0) if config.positions == "learned" else 0
     outside = embedding + rows * d + norm + (0 if config.tie_word_embeddings else head)
     sizes = {layer: _layer(config, layer) for layer in set(config.layers())}
-    layers = [sizes[layer] for layer in config.layers()]
-    idle = [config.mixture_layers * count for count in _idle_experts(config)]
-    matmul = sum(layer.matmul for layer in layers) - idle[0]
-    total = outside + sum(map(sum, layers))
-    return ModelSize(total, embedding + rows * d, matmul + head, total - sum(idle))
+    layers = [sizes[layer] for layer in layers_in_training(config)]
+    predicted = config.num_nextn_predict_layers
+    mixtures = [layer.feed_forward for layer in layers_in_training(config)].count("experts")
+    idle = [mixtures * count for count in _idle_experts(config)]
+    matmul = sum(layer.matmul for layer in layers) + predicted * 2 * d * d - idle[0]
+    total = outside + sum(map(sum, layers)) + predicted * (2 * d * d + 3 * norm)
+    return ModelSize(total, embedding + rows * d, matmul + (1 + predicted) * head, total - sum(idle))
+
+
+def layers_in_training(config: ModelConfig) -> tuple[Layer, ...]:
+    """Return the layers of a model, followed by those for multi-token prediction."""
+    layers = config.layers()
+    return (*layers, *(layers[-1],) * config.num_nextn_predict_layers)
 
 
 def count_mixers(config: ModelConfig) -> ParameterCount:
     """Count the parameters of all layers' token mixers."""
-    sizes = [mixer_module(layer.mixer).count(config, layer) for layer in config.layers() if layer.mixer is not None]
+    sizes = [mixer_module(layer.mixer).count(config, layer) for layer in layers_in_training(config) if layer.mixer is not None]
     return ParameterCount(sum(size.matmul for size in sizes), sum(size.other for size in sizes))
 
 
@@ -63,7 +72,7 @@ def mixer_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Return the forward and backward FLOPs per token of all layers' token mixers, without those of their matrices."""
     return sum(
         mixer_module(layer.mixer).flops_per_token(config, layer, sequence_length)
-        for layer in config.layers()
+        for layer in layers_in_training(config)
         if layer.mixer is not None
     )
 

@@ -16,6 +16,7 @@ scores is part of the router's matrix.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -80,7 +81,7 @@ class Width:
 
     def role(self, path: str) -> Role:
         """Return the role of a parameter in muP: input, hidden, output or final_gain."""
-        if self.tied and path.startswith("final_norm/"):
+        if self.tied and re.search(r"(^|/)final_norm/", path):
             return "final_gain"
         return match(path, _ROLES)
 
@@ -115,7 +116,7 @@ def scale_initial_weights(model: nnx.Module, config: ModelConfig) -> None:
         name = "/".join(map(str, path))
         factor = initial_factor(config, width, name)
         # Gemma's gain is 1 + scale.
-        offset = 1.0 if config.norm == "rms_norm_unit_offset" and name == "final_norm/scale" else 0.0
+        offset = 1.0 if config.norm == "rms_norm_unit_offset" and width.role(name) == "final_gain" else 0.0
         return variable.replace((variable[...] + offset) * factor - offset)
 
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))

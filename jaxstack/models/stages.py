@@ -107,8 +107,9 @@ def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
 
 def loss_of_outputs(model: Transformer, run: RunLoss, x: Float[Array, "B T D"]) -> Any:
     """Compute the loss from x, the output of the layer scan, by running only the rest of the model."""
-    _replace(model, decoder=_ContinueAfterScan(model.decoder, x), embedding=_zero_embedding(model))
-    _replace(model, position_embedding=None)
+    _replace(model, decoder=_ContinueAfterScan(model.decoder, x))
+    if model.mtp is None:  # it embeds tokens too
+        _replace(model, embedding=_zero_embedding(model), position_embedding=None)
     return run(model)
 
 

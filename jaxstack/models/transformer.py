@@ -21,6 +21,7 @@ from jaxstack.models.initialization import (
 )
 from jaxstack.models.layer import Angles, CacheRoom, CacheSlots, Context, LayerCache, PageSlots, SegmentIds
 from jaxstack.models.mixers import TokenMixer
+from jaxstack.models.multi_token_prediction import MultiTokenPrediction
 from jaxstack.models.norm import make_norm
 from jaxstack.models.rope import rope_cos_sin
 from jaxstack.models.stack import Caches, RouterLoss, Stack
@@ -132,6 +133,8 @@ class Transformer(nnx.Module):
         self.final_norm = make_norm(config.norm, d, config.norm_eps)
         head = None if config.tie_word_embeddings else make_initializer(config)(rngs.params(), (d, vocab), d)
         self.head = None if head is None else nnx.Param(head, logical_axes=HEAD_AXES)
+        self.mtp = MultiTokenPrediction(config, rngs) if config.num_nextn_predict_layers else None
+        """The layers that predict tokens after the next, which `jaxstack.loss` trains."""
         self.config = config
         self.dtype = dtype
         scale_initial_weights(self, config)

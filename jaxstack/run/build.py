@@ -22,7 +22,7 @@ from jaxstack.models import (
     in_fp8,
     with_kv_cache,
 )
-from jaxstack.optim.base import Optimizer
+from jaxstack.optim.base import GroupRule, Optimizer
 from jaxstack.parallel import make_mesh
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
@@ -85,6 +85,15 @@ def _with_teacher(
     return lambda rngs: with_teacher(make(rngs), empty_model(teacher, dtype))
 
 
+def _optimizer(config: RunConfig) -> Optimizer:
+    """Return the optimizer of a run, which leaves out the layers for multi-token prediction if nothing trains them."""
+    groups = config.optimizer.groups
+    if config.model.num_nextn_predict_layers and not config.train.mtp_loss_weight:
+        groups = (GroupRule(path="^mtp/", frozen=True), *groups)
+    # A configuration's clipping holds even where it is the default: an optimizer in Python has it only if given.
+    return config.optimizer.model_copy(update={"clip_norm": config.optimizer.clip_norm, "groups": groups})
+
+
 def make_trainer(
     config: RunConfig,
     data: BatchSource,
@@ -110,12 +119,12 @@ def make_trainer(
         return in_fp8(build_model(config, dtype)(rngs), config.precision)
 
     make: Callable[[nnx.Rngs], Transformer] = student
-    loss = functools.partial(language_model_loss, z_loss=config.train.z_loss)
+    terms = {"z_loss": config.train.z_loss, "mtp_weight": config.train.mtp_loss_weight}
+    loss = functools.partial(language_model_loss, **terms)
     if config.distill.teacher is not None:
         make = _with_teacher(make, config.distill.teacher, dtype)
-        loss = functools.partial(distillation_loss, z_loss=config.train.z_loss, settings=config.distill)
-    # A configuration's clipping holds even where it is the default: an optimizer in Python has it only if given.
-    optimizer: Optimizer | StepWrapper = config.optimizer.model_copy(update={"clip_norm": config.optimizer.clip_norm})
+        loss = functools.partial(distillation_loss, **terms, settings=config.distill)
+    optimizer: Optimizer | StepWrapper = _optimizer(config)
     if isinstance(config.local_sgd, FolderDiLoCo):
         optimizer = FolderWorker(config.local_sgd, optimizer)
     elif config.parallel.workers > 1:

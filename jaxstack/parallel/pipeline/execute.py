@@ -36,8 +36,9 @@ class StageFunctions:
     """microbatch -> the inputs that all its layers share (positions, masks, random keys)."""
     layer: Layer
     """(weights of one row, x, context, index of the layer group) -> (x, its own loss or None)."""
-    last: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-    """(weights of the ends, x, microbatch) -> (loss sum, item count), float32 scalars."""
+    last: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+    """(weights of the ends, x, microbatch) -> (loss sum, a tree of other sums, such as the item count), all float32
+    scalars."""
     is_lookup: bool = True
     """True if `first` costs almost nothing, so that all stages may run it."""
     sum_layer: Callable[[Any], Any] = lambda gradients: gradients
@@ -49,12 +50,12 @@ class StageFunctions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """A device's share of a step's loss, item count and gradients (float32 trees, None in evaluation)."""
+    """A device's share of a step's loss, other sums and gradients (float32 trees, None in evaluation)."""
 
     layers: Any
     ends: Any
     loss: jax.Array
-    count: jax.Array
+    others: Any
 
 
 class _State(NamedTuple):
@@ -134,7 +135,7 @@ class _Executor:
                 self.late = split_backward(self.split, row, self.x, context, zero, self.maxima[0])
 
     def run(self) -> Totals:
-        """Loop over the ticks of the schedule, and return this device's share of loss, item count and gradients."""
+        """Loop over the ticks of the schedule, and return this device's share of the loss, other sums and gradients."""
         table = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
         state, _ = lax.scan(lambda state, row: (self._tick(state, row), None), self._start(), table)
         totals = state.totals
@@ -162,7 +163,8 @@ class _Executor:
         def sums(tree):
             return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)
 
-        totals = Totals(*((self._zero_sums(), sums(self.ends)) if self.trains else (None, None)), zero, zero)
+        others = sums(jax.eval_shape(self.functions.last, self.ends, self.x, jnp.zeros((), jnp.int32))[1])
+        totals = Totals(*((self._zero_sums(), sums(self.ends)) if self.trains else (None, None)), zero, others)
         return _State(
             buffer(program.activations + 1, *like.shape),
             buffer(program.gradients + 1, *like.shape),
@@ -274,26 +276,26 @@ class _Executor:
             return jax.tree.map(_combined, total, gradients, self.maxima[1])
 
         def nothing(arrived: Any, total: Any) -> Any:
-            return arrived, total, totals.loss, totals.count
+            return arrived, total, totals.loss, totals.others
 
         def head(arrived: Any, total: Any) -> Any:
             if not self.trains:
-                loss, count = functions.last(self.ends, y, microbatch)
+                loss, others = functions.last(self.ends, y, microbatch)
             else:
                 objective = jax.value_and_grad(lambda ends, y: functions.last(ends, y, microbatch), (0, 1), True)
-                (loss, count), (gradients, dy) = objective(self.ends, y)
+                (loss, others), (gradients, dy) = objective(self.ends, y)
                 arrived = _put(arrived, dy.astype(y.dtype), row["ends_gradient"])
                 total = add(total, gradients)
-            return arrived, total, totals.loss + loss, totals.count + count
+            return arrived, total, totals.loss + loss, jax.tree.map(jnp.add, totals.others, others)
 
         def embedding(arrived: Any, total: Any) -> Any:
             (_, own), pullback = jax.vjp(lambda ends: functions.first(ends, microbatch), self.ends)
             (gradients,) = pullback((state.dx, None if own is None else jnp.ones_like(own)))
-            return arrived, add(total, gradients), totals.loss, totals.count
+            return arrived, add(total, gradients), totals.loss, totals.others
 
         branches = [nothing, head, *([embedding] if self.trains else [])]
-        arrived, total, loss, count = lax.switch(row["ends"], branches, state.gradients, totals.ends)
-        return state._replace(gradients=arrived, totals=dataclasses.replace(totals, ends=total, loss=loss, count=count))
+        arrived, total, loss, others = lax.switch(row["ends"], branches, state.gradients, totals.ends)
+        return state._replace(gradients=arrived, totals=dataclasses.replace(totals, ends=total, loss=loss, others=others))
 
     def _backward_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
         entry = row["residual1"]
