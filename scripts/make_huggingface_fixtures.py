@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 from safetensors.numpy import save_file
@@ -178,10 +179,42 @@ def make(name: str) -> None:
         logits = model(tokens).logits
         model.generation_config.eos_token_id = None
         greedy = model.generate(tokens[:1, :6], max_new_tokens=12, do_sample=False)[0, 6:]
+    folder.mkdir()
+    if kind == "DeepseekV3":
+        make_prediction_layer(model, tokens, folder)
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     arrays = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy().astype(np.float32)}
     save_file({**arrays, "greedy": greedy.numpy().astype(np.int32)}, str(folder / "expected.safetensors"))
+
+
+def make_prediction_layer(model: torch.nn.Module, tokens: torch.Tensor, folder: Path) -> None:
+    """Writes the tensors of a layer for multi-token prediction, by the names of the release, and its logits."""
+    from transformers.modeling_layers import MtpModel
+
+    module = MtpModel(model, 1).float().eval()
+    with torch.no_grad():
+        for name, parameter in module.layers.named_parameters():
+            parameter.normal_(1 if "norm" in name else 0, 0.3 if parameter.ndim == 1 else 0.25)
+            parameter.copy_(parameter.bfloat16().float())
+        hidden = model.model(tokens).last_hidden_state[:, :-1]
+        following = tokens[:, 1:]
+        positions = torch.arange(following.shape[1])[None]
+        logits = module._project_to_logits(module.forward_layer(0, hidden, positions, None, input_ids=following))
+    at = f"model.layers.{model.config.num_hidden_layers}."
+    found = {"logits": logits}
+    for name, weight in module.layers[0].state_dict().items():
+        inner = name.removeprefix("mtp_block.")
+        parts = {at + inner.replace("post_norm.", "shared_head.norm."): weight}
+        if inner.startswith("mlp.experts."):
+            split = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[inner.split(".")[2]]
+            parts = {
+                f"{at}mlp.experts.{expert}.{theirs}.weight": part
+                for expert, joined in enumerate(weight)
+                for theirs, part in zip(split, joined.chunk(len(split)), strict=True)
+            }
+        found |= {key: part.bfloat16().contiguous() for key, part in parts.items()}
+    safetensors.torch.save_file(found, str(folder / "prediction.safetensors"))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from jaxstack.models.norm import NORMS
 from jaxstack.models.rope import RopeScaling, Rotation
 from jaxstack.parallel.config import MIXTURE
 
+MOST_PREDICTION_LAYERS = 16
+"""Largest `ModelConfig.num_nextn_predict_layers`."""
 _SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")
 
 
@@ -131,7 +133,7 @@ class ModelConfig(Component):
     moe: MoEConfig | None = None
     """Mixture of experts in place of the feed-forward sublayers; left out: all of them are dense."""
 
-    num_nextn_predict_layers: int = Field(default=0, ge=0, le=16)
+    num_nextn_predict_layers: int = Field(default=0, ge=0, le=MOST_PREDICTION_LAYERS)
     """Number of layers for multi-token prediction after the last layer: each predicts one token further, in training
     with the weight `train.mtp_loss_weight` (DeepSeek-V3 and GLM-4.5 have 1)."""
 

@@ -64,7 +64,8 @@ def layers_in_training(config: ModelConfig) -> tuple[Layer, ...]:
 
 def count_mixers(config: ModelConfig) -> ParameterCount:
     """Count the parameters of all layers' token mixers."""
-    sizes = [mixer_module(layer.mixer).count(config, layer) for layer in layers_in_training(config) if layer.mixer is not None]
+    layers = layers_in_training(config)
+    sizes = [mixer_module(layer.mixer).count(config, layer) for layer in layers if layer.mixer is not None]
     return ParameterCount(sum(size.matmul for size in sizes), sum(size.other for size in sizes))
 
 

@@ -54,7 +54,7 @@ class PredictionLayer(Block):
         d = config.hidden_size
         self.embedding_norm = make_norm(config.norm, d, config.norm_eps)
         self.hidden_norm = make_norm(config.norm, d, config.norm_eps)
-        self.projection = Linear((2 * d,), (d,), ("mlp", "embed"), rngs=rngs, initialize=make_initializer(config))
+        self.projection = Linear((2 * d,), (d,), ("embed", "norm"), rngs=rngs, initialize=make_initializer(config))
         self.final_norm = make_norm(config.norm, d, config.norm_eps)
         self.hidden_scale = 1 / config.logits_scaling
 

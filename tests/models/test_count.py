@@ -49,6 +49,7 @@ def configs(draw) -> ModelConfig:
         layer_types=tuple(kinds),
         sliding_window=3,
         moe=moe,
+        num_nextn_predict_layers=draw(st.integers(0, 2)),
         **{flag: draw(st.booleans()) and not (flag == "mlp_bias" and moe) for flag in flags},
     )
 

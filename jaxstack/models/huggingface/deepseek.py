@@ -1,7 +1,7 @@
 """Hugging Face formats of DeepSeek V2, V3, R1 and V3.1 (2024, 2025) and Kimi K2 (2025), with latent attention and
 mixtures, and of GLM-4.5 to 4.7 (Zeng et al. 2025, arXiv:2508.06471), with the same mixtures.
 
-Layers for multi-token prediction, which follow the last layer in the files, are not read and not written.
+Layers for multi-token prediction follow the last layer in the files, each with copies of the embedding and the head.
 """
 
 import dataclasses
@@ -79,9 +79,19 @@ _MIXTURE = (
     ),
 )
 _TENSORS = (*TENSORS, *_ATTENTION, *_MIXTURE)
-_TRAINING = TRAINING_KEYS | {"aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "pretraining_tp"}
-_PREDICTION = r".*rotary_emb\.inv_freq|model\.layers\.{num_layers}\..*"
-"""Tensors that are not read: those of the layer for multi-token prediction."""
+_TRAINING = TRAINING_KEYS | {"aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp"}
+
+_PREDICTION_LAYERS = same("num_nextn_predict_layers", "num_nextn_predict_layers", 0)
+_PREDICTION = (
+    Tensor("layers/embedding_norm/scale", LAYER + "enorm.weight", ((0,),)),
+    Tensor("layers/hidden_norm/scale", LAYER + "hnorm.weight", ((0,),)),
+    Tensor("layers/projection/kernel", LAYER + "eh_proj.weight", ((1,), (0,))),
+    Tensor("layers/final_norm/scale", LAYER + "shared_head.norm.weight", ((0,),)),
+)
+_COPIES = (
+    Tensor("embedding/table", LAYER + "embed_tokens.weight", ((0,), (1,))),
+    Tensor("head", LAYER + "shared_head.head.weight", ((1,), (0,))),
+)
 
 
 def _chosen(config: Keys) -> dict[str, Any]:
@@ -107,7 +117,7 @@ DEEPSEEK_V2 = Family(
         fixed("mlp_bias", False),
     ),
     tensors=_TENSORS,
-    ignored=_TRAINING,
+    ignored=_TRAINING | {"num_nextn_predict_layers"},
 )
 
 DEEPSEEK_V3 = Family(
@@ -118,12 +128,13 @@ DEEPSEEK_V3 = Family(
         max_positions(4096),
         rope(),
         expert_keys(_EXPERTS, _chosen, scoring_func="sigmoid", balance_bias=True),
+        _PREDICTION_LAYERS,
         fixed("scoring_func", "sigmoid"),
         fixed("topk_method", "noaux_tc"),
     ),
-    tensors=_TENSORS,
+    tensors=(*_TENSORS, *_PREDICTION),
+    copies=_COPIES,
     ignored=_TRAINING,
-    buffers=_PREDICTION,
 )
 
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
@@ -138,7 +149,6 @@ def _glm_chosen(config: Keys) -> dict[str, Any]:
 
 
 _GLM_TRAINING = _TRAINING | {"num_mtp_layers"}
-_NO_PREDICTION = Row((), lambda config: {}, lambda model: {"num_nextn_predict_layers": 0})
 
 GLM4_MOE = Family(
     "glm4_moe",
@@ -150,15 +160,15 @@ GLM4_MOE = Family(
         same("attention_bias", "qkv_bias", False),
         same("use_qk_norm", "qk_norm", False, lambda model: model.qk_norm is True),
         expert_keys(_EXPERTS, _glm_chosen, scoring_func="sigmoid", balance_bias=True),
-        _NO_PREDICTION,
+        _PREDICTION_LAYERS,
         fixed("scoring_func", "sigmoid"),
         fixed("topk_method", "noaux_tc"),
         activation("hidden_act", "silu"),
         always(norm="rms_norm", mlp="gated"),
     ),
-    tensors=(*TENSORS, *_MIXTURE),
+    tensors=(*TENSORS, *_MIXTURE, *_PREDICTION),
+    copies=_COPIES,
     ignored=_GLM_TRAINING,
-    buffers=_PREDICTION,
 )
 
 
@@ -194,11 +204,11 @@ GLM4_MOE_LITE = Family(
         fixed("partial_rotary_factor", 1.0),
         expert_keys(_EXPERTS, _read_dense_layers, scoring_func="sigmoid", balance_bias=True),
         Row(("mlp_layer_types",), lambda config: {}, _write_dense_layers),
-        _NO_PREDICTION,
+        _PREDICTION_LAYERS,
         fixed("scoring_func", "sigmoid"),
         fixed("topk_method", "noaux_tc"),
     ),
-    tensors=_TENSORS,
+    tensors=(*_TENSORS, *_PREDICTION),
+    copies=_COPIES,
     ignored=_GLM_TRAINING,
-    buffers=_PREDICTION,
 )

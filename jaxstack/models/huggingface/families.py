@@ -1,5 +1,6 @@
 """The table of supported Hugging Face model families. A new family is a file and a row of `FAMILIES`."""
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2
 from jaxstack.models.huggingface.family import Family, Multimodal, differences
-from jaxstack.models.huggingface.files import CONFIG, read_json
+from jaxstack.models.huggingface.files import CONFIG, list_tensors, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, PHI3, SMOLLM3
@@ -76,7 +77,14 @@ def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Famil
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = [*FAMILIES, *MULTIMODAL]
         raise ConfigError(f"{directory}: model_type {kind!r} is not supported; {nearest(str(kind), known)}")
-    return FAMILIES[kind], FAMILIES[kind].read(said, ignore)
+    family = FAMILIES[kind]
+    model = family.read(said, ignore)
+    if model.num_nextn_predict_layers:
+        # transformers keeps the key when it leaves these layers out.
+        first = re.compile(rf"({family.prefix})?layers\.{model.num_layers}\.")
+        if not any(first.match(name) for name in list_tensors(Path(directory))):
+            model = model.model_copy(update={"num_nextn_predict_layers": 0})
+    return family, model
 
 
 def check_model(config: ModelConfig, described: ModelConfig, source: str) -> None:
@@ -85,6 +93,8 @@ def check_model(config: ModelConfig, described: ModelConfig, source: str) -> Non
     Raises:
       ConfigError: it does not; the message lists the fields that differ.
     """
+    # Layers for multi-token prediction may be left out.
+    described = described.model_copy(update={"num_nextn_predict_layers": config.num_nextn_predict_layers})
     different = differences(config, described)
     if different:
         raise ConfigError(

@@ -43,17 +43,18 @@ class Family:
       model_type, architecture: names in config.json.
       rows: conversion between config.json and `ModelConfig`.
       tensors: conversion between parameters and tensors of the files.
+      copies: tensors that each layer for multi-token prediction has in the files, and that are written but not read.
       prefix: prefix of all tensor names except the head's; files of the bare model leave it out.
       nested: prefixes of tensor names in files of a multimodal model -> those in files of the text model.
       ignored: keys of config.json that do not change what this family computes.
-      buffers: regular expression of tensors that are not read, such as those in old files that are not parameters;
-        {num_layers} stands for the number of layers.
+      buffers: regular expression of tensors in old files that are not parameters.
     """
 
     model_type: str
     architecture: str
     rows: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
+    copies: tuple[Tensor, ...] = ()
     prefix: str = "model."
     nested: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: frozenset[str] = frozenset()

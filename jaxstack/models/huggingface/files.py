@@ -41,6 +41,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def list_tensors(directory: Path) -> list[str]:
+    """List the names of a checkpoint's tensors; [] if its files cannot be read, which `WeightFiles` explains."""
+    try:
+        if (directory / WEIGHTS).is_file():
+            with safe_open(str(directory / WEIGHTS), framework="numpy") as file:
+                return list(file.keys())
+        return list(read_json(directory / INDEX).get("weight_map") or ())
+    except (SafetensorError, OSError, ValueError, ConfigError):
+        return []
+
+
 class _Place(NamedTuple):
     """Location of a tensor: its open file, its name there, and the file's path."""
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from jaxstack.errors import ConfigError
-from jaxstack.models.config import ModelConfig
+from jaxstack.models.config import MOST_PREDICTION_LAYERS, ModelConfig
 from jaxstack.models.huggingface.direct_storage import ByteReader, Device, read_by_kvikio, why_unavailable
 from jaxstack.models.huggingface.families import check_model, describe
 from jaxstack.models.huggingface.family import Family
@@ -165,7 +165,10 @@ def check_files(
     files.rename(family.prefix, _HEAD, family.nested)
     quantized = {} if quantization is None else open_quantized(files, quantization)
     tied = config.tie_word_embeddings
-    others = family.buffers.replace("{num_layers}", str(config.num_layers))
+    others = family.buffers
+    if family.copies:  # and layers for multi-token prediction that the model is to do without
+        numbers = "|".join(str(config.num_layers + index) for index in range(MOST_PREDICTION_LAYERS))
+        others += rf"|{family.prefix}layers\.({numbers})\..*"
     files.check(wanted, f"{others}|{_HEAD}" if tied else others)
     if tied and _HEAD in files.shapes:
         _check_tied(files, next(leaf for leaf in leaves if leaf.path == "embedding/table").names[0])

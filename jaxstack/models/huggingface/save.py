@@ -17,7 +17,7 @@ from jaxstack.models.huggingface.families import choose_family
 from jaxstack.models.huggingface.files import CONFIG, claim_directory, write_json, write_weights
 from jaxstack.models.huggingface.quantization_config import KEY, Scheme, make_quantization_config
 from jaxstack.models.huggingface.quantized_weights import store
-from jaxstack.models.huggingface.tensors import Leaf, find_leaves
+from jaxstack.models.huggingface.tensors import Leaf, find_copies, find_leaves
 from jaxstack.models.transformer import Transformer
 from pallas_kernels import PackedWeight
 
@@ -85,6 +85,7 @@ def write_checkpoint(
         raise ConfigError(f"dtype: there is no {dtype!r}; {nearest(dtype, DTYPES)}")
     chosen, said = choose_family(config, family)
     leaves = find_leaves(config, chosen.tensors)
+    leaves += find_copies(config, leaves, chosen.copies)
     claim_directory(directory)
     schemes: dict[str, Scheme] = {}
 

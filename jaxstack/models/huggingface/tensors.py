@@ -192,18 +192,22 @@ def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
     found: list[tuple[Any, Leaf]] = []
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))
-        inner = path[:2] == ("decoder", "layers")
+        inner = path[:2] in (("decoder", "layers"), ("mtp", "layers"))
         axes = variable.get_metadata().get("logical_axes") or ()
         known = "layers/" + "/".join(path[3:]) if inner else "/".join(path), int("expert" in axes)
         if known not in table:
             raise ConfigError(f"this family has no place for the parameter {'/'.join(path)}.")
         at, row = table[known]
-        numbers = list(model.decoder.layer_numbers(int(path[2]))) if inner else [0]
+        numbers = [0]
+        if inner:  # in the files layers for multi-token prediction follow the model's
+            index = int(path[2])
+            predicts = path[0] == "mtp"
+            numbers = [config.num_layers + index] if predicts else list(model.decoder.layer_numbers(index))
         stacked = "layers" in axes
         leading_dims = int(stacked) + row.leading
         experts = range(variable.shape[int(stacked)]) if row.leading else range(1)
         names = tuple(row.name.format(layer=n, expert=e) for n in numbers for e in experts)
-        order = (int(path[2]) if inner else -1, at)
+        order = (numbers[0] if inner else -1, at)
         found.append((order, Leaf("/".join(path), tuple(variable.shape), leading_dims, names, row, variable)))
     return _place_joined([leaf for _, leaf in sorted(found, key=lambda pair: pair[0])])
 
@@ -218,3 +222,20 @@ def _place_joined(leaves: Sequence[Leaf]) -> list[Leaf]:
             sizes[leaf.names] = start + leaf.row.shape(leaf.piece)[dim]
         placed.append(dataclasses.replace(leaf, start=start))
     return [dataclasses.replace(leaf, joined_size=sizes.get(leaf.names, 0)) for leaf in placed]
+
+
+def find_copies(config: ModelConfig, leaves: Sequence[Leaf], rows: Sequence[Tensor]) -> list[Leaf]:
+    """List the further tensors, of the layers for multi-token prediction, in which a file stores some parameters again.
+
+    Args:
+      leaves: from `find_leaves`.
+      rows: `Family.copies`.
+    """
+    known = {leaf.path: leaf for leaf in leaves}
+    layers = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
+    return [
+        dataclasses.replace(known[row.path], row=row, names=(row.name.format(layer=layer),))
+        for layer in layers
+        for row in rows
+        if row.path in known
+    ]

@@ -295,7 +295,8 @@ class _Executor:
 
         branches = [nothing, head, *([embedding] if self.trains else [])]
         arrived, total, loss, others = lax.switch(row["ends"], branches, state.gradients, totals.ends)
-        return state._replace(gradients=arrived, totals=dataclasses.replace(totals, ends=total, loss=loss, others=others))
+        totals = dataclasses.replace(totals, ends=total, loss=loss, others=others)
+        return state._replace(gradients=arrived, totals=totals)
 
     def _backward_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
         entry = row["residual1"]

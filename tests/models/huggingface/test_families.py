@@ -181,7 +181,7 @@ def test_released_configurations_are_the_presets(name):
         preset = preset.model_copy(update={"vocab_size": found.vocab_size})
     if name in ("llama3-8b", "mistral-7b"):  # Llama 3.0 has no scaling; versions of Mistral differ in the base.
         preset = preset.model_copy(update={"rope_scaling": found.rope_scaling, "rope_theta": found.rope_theta})
-    assert differences(found, preset) == []
+    assert differences(found.model_copy(update={"num_nextn_predict_layers": 0}), preset) == []
 
 
 def test_gemma3_of_transformers_4_has_windows_in_a_pattern_and_a_base_of_their_own():
