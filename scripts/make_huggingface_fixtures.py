@@ -127,6 +127,12 @@ MODELS = {
         {**SMALL, **LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "n_routed_experts": 8,
          "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
     ),
+    "llama4": (
+        "Llama4Text",
+        {**SMALL, "num_hidden_layers": 4, "intermediate_size": 16, "intermediate_size_mlp": 48, "head_dim": 8,
+         "num_local_experts": 4, "interleave_moe_layer_step": 2, "attention_chunk_size": 8, "floor_scale": 4,
+         "rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 1.0}},
+    ),
     "gpt-oss": (
         "GptOss",
         {**SMALL, "num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4,
@@ -156,6 +162,7 @@ MODELS = {
 }  # fmt: skip
 ARCHITECTURES = {
     "GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma3": "Gemma3ForConditionalGeneration",
+    "Llama4Text": "Llama4ForCausalLM",
 }  # fmt: skip
 
 

@@ -27,7 +27,8 @@ PUBLISHED = {
     "qwen3-8b": 8.19e9, "mistral-7b": 7.24e9, "gemma2-2b": 2.61e9, "llama3-1b": 1.236e9 + 128256 * 2048,
     "mixtral-8x7b": 46.7e9, "qwen3-30b-a3b": 30.5e9, "smollm3-3b": 3.08e9, "granite3-8b": 8.17e9, "olmo2-7b": 7.3e9,
     "olmo3-7b": 7.3e9, "gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9, "deepseek-v2-lite": 15.7e9, "deepseek-v3": 671e9,
-    "kimi-k2": 1.03e12, "phi4-mini": 3.84e9, "gemma3-4b": 3.88e9, "glm-4.5-air": 106.85e9, "glm-4.7-flash": 29.9e9,
+    "kimi-k2": 1.03e12, "phi4-mini": 3.84e9, "llama4-scout": 107.8e9, "gemma3-4b": 3.88e9, "glm-4.5-air": 106.85e9,
+    "glm-4.7-flash": 29.9e9,
 }  # fmt: skip
 
 
@@ -112,6 +113,7 @@ def test_schema_tells_what_keys_mean():
         (["model.head_dim=7"], 1, ["head_dim (7)", "even"]),
         (["model.positions=learned"], 1, ["max_position_embeddings"]),
         (["model.layer_types=[sliding_attention]"], 1, ["sliding_window"]),
+        (["model.layer_types=[chunked_attention]"], 1, ["attention_chunk_size"]),
         (["train.sequence_length=2048", "model.preset=gpt2-124m"], 1, ["2048", "1024"]),
         (["train.gradient_accumulation=3"], 1, ["(8)", "(3)", "6 or 9"]),
         (["schedule.warmup_steps=20", "train.steps=10"], 1, ["warmup_steps (20)", "train.steps (10)"]),

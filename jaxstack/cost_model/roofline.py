@@ -172,12 +172,13 @@ def _attention_operators(model: ModelConfig, work: Workload) -> list[OperatorCos
         _matmul("query, key, value projection", work, d, (heads + 2 * kv) * h, layers),
         _matmul("output projection", work, heads * h, d, layers),
     ]
-    for layer in sorted(set(attending), key=lambda layer: layer.window or math.inf):
+    for layer in sorted(set(attending), key=lambda layer: layer.window or layer.chunk or math.inf):
         assert layer.mixer is not None
         flops = mixer_module(layer.mixer).flops_per_token(model, layer, work.length) / parts
         # Queries, keys, values and outputs; in the backward pass these and the gradients of all four.
         traffic = _PASSES * work.itemsize * work.tokens * 2 * (heads + kv) * h
         name = "attention" + (f", window {layer.window}" if layer.window else "")
+        name += f", chunks of {layer.chunk}" if layer.chunk else ""
         calls = attending.count(layer) * work.microbatches
         found.append(OperatorCost(name, "attention", flops * work.tokens, traffic, calls))
     return found

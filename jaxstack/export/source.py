@@ -110,7 +110,8 @@ def dense_softmax_problem(model: ModelConfig) -> str | None:
     given = {
         "pre_norms: false": not model.pre_norms,
         "attention.sinks": getattr(model.attention, "sinks", False),
-        "qk_norm: all_heads": model.qk_norm == "all_heads",
+        "layer_types: chunked_attention": any(layer.chunk for layer in model.layers()),
+        f"qk_norm: {model.qk_norm}": model.qk_norm in ("all_heads", "without_gain"),
         "residual_multiplier": model.residual_multiplier != 1,
         "logits_scaling": model.logits_scaling != 1,
     }

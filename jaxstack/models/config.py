@@ -32,12 +32,14 @@ class LayerType:
     Attributes:
       mixer: name of the key of `ModelConfig` that configures its token mixer; None: it has none.
       windowed: True if a token sees the last `ModelConfig.sliding_window` tokens only.
+      chunked: True if a token sees its own chunk of `ModelConfig.attention_chunk_size` positions only.
       rotates: False leaves queries and keys without rotary positions.
       feed_forward: True if it has a feed-forward sublayer.
     """
 
     mixer: str | None = "attention"
     windowed: bool = False
+    chunked: bool = False
     rotates: bool = True
     feed_forward: bool = True
 
@@ -45,6 +47,7 @@ class LayerType:
 LAYER_TYPES = {
     "full_attention": LayerType(),
     "sliding_attention": LayerType(windowed=True),
+    "chunked_attention": LayerType(chunked=True),
     "full_attention_no_rope": LayerType(rotates=False),
     "attention_only": LayerType(feed_forward=False),
     "feed_forward_only": LayerType(mixer=None),
@@ -90,9 +93,10 @@ class ModelConfig(Component):
     """Normalize the input of each sublayer; false needs `post_norms` (OLMo 2)."""
     post_norms: bool = False
     """Also normalize the output of each sublayer, before it is added to the residual stream (Gemma 2)."""
-    qk_norm: bool | Literal["all_heads"] = False
+    qk_norm: bool | Literal["all_heads", "without_gain"] = False
     """Normalize query and key heads by RMSNorm (Qwen 3), or by `norm` if that is rms_norm_unit_offset (Gemma 3).
-    all_heads: the heads of a token together, by one RMSNorm over all their channels (OLMo 2)."""
+    all_heads: the heads of a token together, by one RMSNorm over all their channels (OLMo 2). without_gain: by an
+    RMSNorm without parameters, in layers with rotary positions (Llama 4)."""
 
     positions: Literal["rope", "learned", "none"] = "rope"
     """Position encoding: `rope` (rotary), `learned` (a table), or `none`."""
@@ -110,11 +114,19 @@ class ModelConfig(Component):
     attention: AnyAttention = SoftmaxAttention()
     """Attention kind of all layers, chosen by `name`."""
     layer_types: tuple[Annotated[str, NameIn(LAYER_TYPES)], ...] = ("full_attention",)
-    """Type of each layer, repeated over the depth; sliding_attention, a causal window, needs softmax attention.
+    """Type of each layer, repeated over the depth; sliding_attention, a causal window, and chunked_attention, in which
+    a query sees the earlier keys of its own chunk of positions (Llama 4), need softmax attention.
     full_attention_no_rope is attention without rotary positions (SmolLM3); attention_only and feed_forward_only are
     layers with one sublayer in place of two."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Number of keys that a query of a sliding_attention layer sees, itself included."""
+    attention_chunk_size: int | None = Field(default=None, ge=1)
+    """Number of positions of a chunk in chunked_attention layers; chunks count from the start of a document."""
+    floor_scale: int | None = Field(default=None, ge=1)
+    """Queries of layers without rotary positions are multiplied by 1 + attn_scale ln(1 + floor((position + 1) /
+    floor_scale)), as the softmax over more keys is flatter (Llama 4); left out: they are not."""
+    attn_scale: float = Field(default=0.1, gt=0)
+    """See `floor_scale`."""
     qkv_bias: bool = False
     """Add biases to queries, keys and values."""
     output_bias: bool = False
@@ -199,6 +211,10 @@ class ModelConfig(Component):
             raise ValueError("positions: learned needs max_position_embeddings (rows of the position table).")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, which needs sliding_window (keys that a query sees).")
+        if "chunked_attention" in self.layer_types and self.attention_chunk_size is None:
+            raise ValueError(
+                "layer_types has chunked_attention, which needs attention_chunk_size (positions of a chunk)."
+            )
         if not self.layer_types or len(self.layer_types) > self.num_layers:
             raise ValueError(
                 f"layer_types must have between 1 and num_layers ({self.num_layers}) entries; found "
@@ -311,15 +327,16 @@ class ModelConfig(Component):
         """Factor that attention scores (query-key products) are multiplied by before the softmax."""
         return self.score_divisor**-0.5
 
-    def heads(self, window: int | None) -> AttentionSpec:
-        """Return the attention settings of a layer with the given window: heads, scale and soft cap."""
+    def heads(self, layer: Layer) -> AttentionSpec:
+        """Return the attention settings of a layer: heads, scale, soft cap, window and chunks."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.width_per_head,
             scale=self.attention_scale,
             soft_cap=self.attn_logit_softcapping,
-            window=window,
+            window=layer.window,
+            chunk=layer.chunk,
             implementation=self.attention_implementation,
         )
 
@@ -343,6 +360,7 @@ class ModelConfig(Component):
         return Layer(
             mixer=None if kind.mixer is None else getattr(self, kind.mixer),
             window=self.sliding_window if kind.windowed else None,
+            chunk=self.attention_chunk_size if kind.chunked else None,
             rotation=("local" if local else "global") if rotates else None,
             feed_forward=("experts" if mixture else "dense") if kind.feed_forward else None,
         )

@@ -146,8 +146,12 @@ class MoE(nnx.Module):
     def _compute(
         self, rows: jax.Array, weights: jax.Array, kernels: Kernels, sizes: jax.Array, alignment: int
     ) -> jax.Array:
-        """Apply each expert's MLP to its group of rows by grouped matmuls; return the outputs times `weights`."""
+        """Apply each expert's MLP to its group of rows by grouped matmuls; return the outputs times `weights`.
 
+        With `MoEConfig.weight_inputs` the rows are multiplied by `weights`, and the outputs are not.
+        """
+        if self.moe.weight_inputs:
+            rows = (rows * weights[:, None]).astype(rows.dtype)
         group = group_of_rows(sizes, rows.shape[0], alignment) if self.moe.expert_bias else None
         implementation = self.moe.implementation
 
@@ -173,7 +177,8 @@ class MoE(nnx.Module):
             limit = self.moe.swiglu_limit
             hidden = self.activation(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
         # An empty row has the weight 0, by which the biases in it vanish too.
-        hidden = (hidden * weights[:, None]).astype(rows.dtype)
+        if not self.moe.weight_inputs:
+            hidden = (hidden * weights[:, None]).astype(rows.dtype)
         return multiply(hidden, "down", weights=weights)[0]
 
     @property

@@ -81,6 +81,17 @@ class HeadsNorm(nnx.Module):
         return (wide * jax.lax.rsqrt(mean + self.eps) * self.scale[...]).astype(x.dtype)
 
 
+class RMSNormWithoutGain(nnx.Module):
+    """RMS normalization without parameters, x / rms(x)."""
+
+    def __init__(self, eps: float):
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Layer normalization, (x - mean) / std * scale + bias (Ba et al. 2016, arXiv:1607.06450)."""
 

@@ -112,8 +112,8 @@ class RopeScaling(Component):
             raise ValueError(f"rope_type {self.rope_type} needs {', '.join(missing)}.")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             least, most = getattr(self, low), getattr(self, high)
-            if least is not None and (least > most or (least == most and self.rope_type == "llama3")):
-                raise ValueError(f"{low} ({least}) must be below {high} ({most}).")
+            if least is not None and least > most:
+                raise ValueError(f"{low} ({least}) must be at most {high} ({most}).")
         return self
 
     @property
@@ -185,8 +185,9 @@ def rope_frequencies(
     # Llama 3.1: long wavelengths are stretched by `factor`, short ones are unchanged, with a linear ramp in between.
     assert scaling.low_freq_factor is not None and scaling.high_freq_factor is not None
     turns = original * frequencies / (2 * math.pi)
-    unscaled = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    unscaled = np.clip(unscaled, 0.0, 1.0)
+    # Llama 4 Scout has the same number for both, and no ramp.
+    ramp = max(scaling.high_freq_factor - scaling.low_freq_factor, 1e-9)
+    unscaled = np.clip((turns - scaling.low_freq_factor) / ramp, 0.0, 1.0)
     return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 

@@ -41,6 +41,10 @@ MODELS = {
         "positions": "learned", "max_position_embeddings": 40, "layer_types": ("sliding_attention",),
         "sliding_window": 4, "norm": "layer_norm", "tie_word_embeddings": True, "num_kv_heads": None,
     },
+    "chunks, scaled queries": {
+        "layer_types": ("chunked_attention", "full_attention_no_rope"), "attention_chunk_size": 5, "floor_scale": 4,
+        "attn_scale": 0.5, "qk_norm": "without_gain",
+    },
     "experts, unrolled": {
         **WINDOWS, "scan_layers": False, "moe": MoEConfig(num_experts=4, num_experts_per_tok=2, capacity_factor=None),
     },
@@ -83,6 +87,7 @@ def test_prefill_and_steps_give_the_logits_of_the_whole_forward(name):
         (WINDOWS, [5, 512]),
         ({"layer_types": ("sliding_attention",), "sliding_window": 5}, [5, 5]),
         ({"layer_types": ("sliding_attention",), "sliding_window": 1000}, [512, 512]),
+        ({"layer_types": ("chunked_attention", "full_attention"), "attention_chunk_size": 6}, [6, 512]),
         ({"attention": LongformerAttention(window=4, global_tokens=3)}, [7, 7]),
     ],
 )

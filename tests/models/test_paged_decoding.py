@@ -25,6 +25,10 @@ WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_wind
 MODELS = {
     "every key, half of each head rotates": {"partial_rotary_factor": 0.5},
     "windows, soft caps": {**WINDOWS, "attn_logit_softcapping": 5.0, "rope_local_base_freq": 100.0},
+    "chunks of two pages, scaled queries": {
+        "layer_types": ("chunked_attention", "full_attention_no_rope"), "attention_chunk_size": 8, "floor_scale": 4,
+        "attn_scale": 0.5, "qk_norm": "without_gain",
+    },
     "learned positions, stacked layers": {
         "positions": "learned", "max_position_embeddings": 40, "scan_layers": True, "num_kv_heads": None,
     },

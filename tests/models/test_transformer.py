@@ -29,6 +29,10 @@ FAMILIES = {
         "tie_word_embeddings": True, "scale_embeddings": True, "num_layers": 3, "hidden_act": "gelu_tanh",
     },
     "mistral": {"layer_types": ("sliding_attention",), "sliding_window": 4},
+    "llama4": {
+        "layer_types": ("chunked_attention", "full_attention_no_rope"), "attention_chunk_size": 4, "floor_scale": 2,
+        "attn_scale": 0.5, "qk_norm": "without_gain",
+    },
     "no positions": {"positions": "none", "hidden_act": "relu_squared"},
 }  # fmt: skip
 B = 3
@@ -91,6 +95,16 @@ def test_a_window_hides_what_lies_behind_it(tokens):
     second = forward(model, other)
     assert np.abs(first[:, 3:7] - second[:, 3:7]).max(axis=(0, 2)).min() > 1e-4
     close(first[:, 7:], second[:, 7:])
+
+
+def test_a_chunk_hides_the_others(tokens):
+    model = build(layer_types=("chunked_attention",), attention_chunk_size=4, num_layers=1)
+    other = tokens.copy()
+    other[:, 5] = (other[:, 5] + 1) % 61
+    first = forward(model, tokens)
+    second = forward(model, other)
+    assert np.abs(first[:, 5:8] - second[:, 5:8]).max(axis=(0, 2)).min() > 1e-4
+    close(first[:, 8:], second[:, 8:])
 
 
 def test_grouped_queries_equal_repeated_key_heads(tokens):

@@ -32,6 +32,15 @@ GPT_OSS = (
     "model.sliding_window=5",
     "train.global_batch_size=8",
 )
+LLAMA4 = (
+    "model.moe={num_experts: 4, num_experts_per_tok: 1, moe_intermediate_size: 16, n_shared_experts: 1, "
+    "scoring_func: sigmoid, norm_topk_prob: false, weight_inputs: true, decoder_sparse_step: 2}",
+    "model.layer_types=[chunked_attention,full_attention_no_rope]",
+    "model.attention_chunk_size=6",
+    "model.floor_scale=4",
+    "model.qk_norm=without_gain",
+    "train.global_batch_size=8",
+)
 LATENT = (
     "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 16, n_shared_experts: 1, n_group: 4, "
     "topk_group: 2, scoring_func: sigmoid, balance_bias: true, first_k_dense_replace: 1}",
@@ -127,6 +136,11 @@ def test_attention_sinks_and_biases_of_experts_too(overrides):
 )
 def test_latent_attention_and_groups_of_experts_too(overrides):
     assert_trains_as_one_device(*overrides, shape=(*LATENT, *(o for o in overrides if o.startswith("model."))))
+
+
+@pytest.mark.exhaustive
+def test_weighted_inputs_and_chunks_too():
+    assert_trains_as_one_device(*layout(expert=2, tensor=2, context=2), shape=LLAMA4)
 
 
 @pytest.mark.exhaustive

@@ -258,6 +258,12 @@ def test_context_degrees_of_three_and_six(overrides):
             "model.max_position_embeddings=64",
         ),
         ("model.attention={name: linear}",),
+        (
+            "model.layer_types=[chunked_attention,full_attention_no_rope]",
+            "model.attention_chunk_size=6",
+            "model.floor_scale=4",
+            "model.qk_norm=without_gain",
+        ),
         ("model.attention={name: longformer, window: 4, global_tokens: 2}",),
     ],
     ids=" ".join,

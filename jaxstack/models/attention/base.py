@@ -27,6 +27,8 @@ class AttentionSpec:
       scale: factor of the scores.
       soft_cap: cap c of the scores, c tanh(score / c).
       window: keys that a query sees, itself included, where the model gives this layer a window.
+      chunk: a query sees only keys of its own chunk of this many positions, which count from the start of the document.
+        `AttentionKind.attend` gets the chunks as segments; only decoding has to apply this.
       implementation: backend by name; None: the first that supports the call.
       cache_format: how the cache stores keys and values; None: in the compute dtype.
     """
@@ -37,6 +39,7 @@ class AttentionSpec:
     scale: float
     soft_cap: float | None = None
     window: int | None = None
+    chunk: int | None = None
     implementation: str | None = None
     cache_format: CacheFormat | None = None
 
@@ -201,11 +204,11 @@ class AttentionKind(Mixer):
         Raises:
           ValueError: the kind does not support one of them.
         """
-        if "sliding_attention" in options.layer_types:
-            raise ValueError(
-                f"layer_types: sliding_attention needs attention.name softmax; found {self.title}; leave layer_types "
-                "out."
-            )
+        for name in ("sliding_attention", "chunked_attention"):
+            if name in options.layer_types:
+                raise ValueError(
+                    f"layer_types: {name} needs attention.name softmax; found {self.title}; leave layer_types out."
+                )
         if options.attn_logit_softcapping is not None:
             raise ValueError(
                 f"attn_logit_softcapping ({options.attn_logit_softcapping}) needs attention.name softmax; leave it out."

@@ -64,6 +64,7 @@ class LatentAttention(Mixer):
             )
         given = {
             "layer_types: sliding_attention": "sliding_attention" in options.layer_types,
+            "layer_types: chunked_attention": "chunked_attention" in options.layer_types,
             f"attn_logit_softcapping ({options.attn_logit_softcapping})": options.attn_logit_softcapping is not None,
             f"num_kv_heads ({options.num_kv_heads}) other than num_heads": options.num_kv_heads != options.num_heads,
             f"qk_norm ({options.qk_norm})": options.qk_norm,

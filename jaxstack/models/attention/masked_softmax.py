@@ -108,6 +108,8 @@ class MaskedSoftmax(AttentionKind):
     ) -> Float[Array, "B T N H"]:
         """Compute attention to keys at `positions`, -1 for an empty slot, for a document of up to `length` tokens."""
         visible = (positions >= 0)[:, None]
+        if heads.chunk is not None:
+            visible &= (positions // heads.chunk)[:, None] == (slots.queries // heads.chunk)[..., None]
         masked = self.mask(heads, length).visible(slots.queries, positions)
         return attend_to(q, seen, visible if masked is None else visible & masked, heads, self.sink_scores)
 

@@ -4,6 +4,7 @@ The tokens of one step, of any number of sequences, are packed in one row [1, T]
 EnergonAI, Du et al. 2022, arXiv:2209.02341).
 """
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -86,12 +87,36 @@ def attend_pages(
     """
     outputs = []
     for group, (part,) in slots.split(q):
+        if heads.chunk is not None:
+            outputs.append(_attend_chunk(part, cache, group, heads, sinks))
+            continue
         in_place = group.width <= _FEW or current_target().platform == "cpu"
         attend = _attend_in_place if in_place else _attend_chunks
         outputs.append(attend(part, cache, group, heads, sinks))
     # The barrier orders these reads before the next write to the pages in the same program. Without it XLA copies all
     # pages to be safe.
     return jax.lax.optimization_barrier((pack_groups(outputs), cache))
+
+
+def _attend_chunk(
+    q: Float[Array, "R T N H"],
+    cache: PagedKeys,
+    group: PageGroup,
+    heads: AttentionSpec,
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "R T N H"]:
+    """Compute attention of each query to its own chunk of positions; pages before the first query's are not read."""
+    assert heads.chunk is not None
+    size = jax.tree.leaves(cache.key)[0].shape[1]
+    width = min(group.table.shape[1], -(-(heads.chunk + group.width) // size) + 1)
+    first = jnp.maximum(group.lengths - group.width, 0) // heads.chunk * heads.chunk // size
+    index = jnp.minimum(first[:, None] + jnp.arange(width, dtype=jnp.int32), group.table.shape[1] - 1)
+    table = jnp.take_along_axis(group.table, index, axis=1)
+    lengths = group.lengths - first * size
+    if group.width == 1 and heads.chunk % size == 0:
+        whole = dataclasses.replace(heads, chunk=None)
+        return _attend_in_place(q, cache, group._replace(table=table, lengths=lengths), whole, sinks)
+    return _attend_copies(q, cache, table, lengths, sinks, first * size, width=width, heads=heads)
 
 
 def _attend_in_place(
@@ -177,17 +202,26 @@ def _attend_copies(
     table: Int[Array, "R pages"],
     lengths: Int[Array, " R"],
     sinks: Float[Array, " N"] | None,
+    start: Int[Array, " R"] | None = None,
     *,
     width: int,
     heads: AttentionSpec,
 ) -> Float[Array, "R T N H"]:
-    """Compute attention of chunks of prompts to contiguous copies of each sequence's first `width` pages."""
+    """Compute attention of chunks of prompts to contiguous copies of each sequence's first `width` pages.
+
+    With `heads.chunk` a sequence's first page starts at the position `start`.
+    """
     size = jax.tree.leaves(cache.key)[0].shape[1]
     positions = jnp.arange(width * size, dtype=jnp.int32) - width * size + lengths[:, None]
     page = jnp.take_along_axis(table[:, :width], jnp.maximum(positions, 0) // size, axis=1)
     index = page * size + jnp.maximum(positions, 0) % size
     k, v = (decode(map_stored(lambda x: x.reshape(-1, *x.shape[2:])[index], stored), q.dtype) for stored in cache)
     key_segments = jnp.where(positions >= 0, 0, -1)
+    own_segments = jnp.zeros(q.shape[:2], jnp.int32)
+    if heads.chunk is not None and start is not None:
+        key_segments = jnp.where(positions >= 0, (start[:, None] + positions) // heads.chunk, -1)
+        newest = start + lengths
+        own_segments = (newest[:, None] - jnp.arange(q.shape[1], 0, -1, dtype=jnp.int32)) // heads.chunk
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, other: jax.Array, sinks: jax.Array | None
@@ -210,7 +244,7 @@ def _attend_copies(
         permute_query_channels(q, cache.key),
         k,
         v,
-        jnp.zeros(q.shape[:2], jnp.int32),
+        own_segments,
         key_segments,
         per_head=(sinks,),
     )

@@ -4,6 +4,7 @@ Dims: B batch, T query length, S keys, N heads, K kv heads, H head_dim, M blocks
 group.
 """
 
+import dataclasses
 from typing import Literal, NamedTuple, cast
 
 import jax
@@ -132,8 +133,7 @@ class ProjectedAttention(AttentionKind):
         return f"attention.block_size ({self.block_size}) must divide the chunk of a device ({chunk})"
 
     def check(self, options: ScoreOptions) -> None:
-        if "sliding_attention" in options.layer_types:
-            super().check(options)
+        super().check(dataclasses.replace(options, attn_logit_softcapping=None))
 
     def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: jax.typing.DTypeLike) -> ProjectedCache:
         shape = (batch, heads.num_kv_heads, -(-length // self.block_size), self.summaries, heads.head_dim)

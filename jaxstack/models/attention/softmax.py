@@ -111,7 +111,7 @@ class SoftmaxAttention(MaskedSoftmax):
     def attend_to_cache(
         self, q: Float[Array, "B 1 N H"], cache: KeyCache, slots: CacheSlots, heads: AttentionSpec
     ) -> Float[Array, "B 1 N H"]:
-        whole = heads.window is None and self._sinks is None
+        whole = heads.window is None and heads.chunk is None and self._sinks is None
         out = attend_newest(q, cache, slots.lengths_after, heads) if whole else None
         return super().attend_to_cache(q, cache, slots, heads) if out is None else out
 
@@ -119,11 +119,14 @@ class SoftmaxAttention(MaskedSoftmax):
         return Mask(window=heads.window)
 
     def keys_kept(self, heads: AttentionSpec) -> tuple[int, int | None]:
-        return 0, heads.window
+        return 0, heads.window or heads.chunk
 
     def keys_seen(self, heads: AttentionSpec, length: int) -> float:
+        if heads.chunk is not None:
+            whole, rest = divmod(length, heads.chunk)
+            return (whole * heads.chunk**2 + rest**2) / (2 * length)
         seen = min(heads.window or length, length)
         return seen - seen * seen / (2 * length)
 
     def check(self, options: ScoreOptions) -> None:
-        """Accept all model settings: softmax attention supports windows and soft caps."""
+        """Accept all model settings: softmax attention supports windows, chunks and soft caps."""

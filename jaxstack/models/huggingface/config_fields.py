@@ -177,9 +177,14 @@ def rope(theta: float = 10000.0, local: float | None = None, partial: float | No
 
 def repeated_types(special: Sequence[bool], name: str) -> tuple[str, ...]:
     """Return the shortest `layer_types` for layers of which those that are True are of type `name`, the others full."""
-    count = len(special)  # 0 is refused where the model's configuration is made
-    period = next((p for p in range(1, count + 1) if all(kind == special[i % p] for i, kind in enumerate(special))), 1)
-    return tuple(name if kind else "full_attention" for kind in special[:period])
+    return repeated_part([name if kind else "full_attention" for kind in special])
+
+
+def repeated_part(types: Sequence[str]) -> tuple[str, ...]:
+    """Return the shortest beginning of `types` of which all of it is a repetition."""
+    count = len(types)  # 0 is refused where the model's configuration is made
+    period = next((p for p in range(1, count + 1) if all(kind == types[i % p] for i, kind in enumerate(types))), 1)
+    return tuple(types[:period])
 
 
 def windows(

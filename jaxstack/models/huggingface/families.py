@@ -13,7 +13,7 @@ from jaxstack.models.huggingface.files import CONFIG, list_tensors, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, PHI3, SMOLLM3
-from jaxstack.models.huggingface.mixture import GPT_OSS, MIXTRAL, QWEN3_MOE
+from jaxstack.models.huggingface.mixture import GPT_OSS, LLAMA4, LLAMA4_MULTIMODAL, MIXTRAL, QWEN3_MOE
 from jaxstack.models.huggingface.olmo import OLMO2, OLMO3
 from jaxstack.models.huggingface.quantization_config import KEY, read_quantization
 from jaxstack.models.huggingface.qwen import QWEN2, QWEN3
@@ -40,12 +40,13 @@ FAMILIES = {
         KIMI_K2,  # DeepSeek V3 under another name
         GLM4_MOE,  # DeepSeek V3's experts without latent attention
         GLM4_MOE_LITE,  # DeepSeek V3 with other defaults
+        LLAMA4,  # attention within chunks, weighted inputs of experts
         OLMO3,  # OLMo 2 with windows, and rotary positions that are scaled in the other layers
     )
 }
 """Families by model_type. An export takes the first that can express the model, so plainer ones come first."""
 
-MULTIMODAL: dict[str, Multimodal] = {"gemma3": GEMMA3_MULTIMODAL}
+MULTIMODAL: dict[str, Multimodal] = {"gemma3": GEMMA3_MULTIMODAL, "llama4": LLAMA4_MULTIMODAL}
 """Multimodal models by model_type, of which only the text model is read."""
 
 

@@ -23,11 +23,19 @@ HARMLESS = frozenset(
 )
 """Keys of config.json that do not change what the model computes."""
 
+NESTED = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""Prefixes of a text model's tensors in multimodal files, old and new -> those in its own files."""
+
 # Fields that do not change what the model computes, or that the comparison below has under another name.
 _NOT_COMPARED = frozenset(
     ["preset", "initialization", "initializer_range", "dropout", "attention_implementation", "remat"]
     + ["scan_layers", "unscanned_end_layers", "parametrization", "base_width", "base_head_dim"]
     + ["num_kv_heads", "head_dim", "intermediate_size", "query_pre_attn_scalar", "layer_types", "sliding_window"]
+    + ["attention_chunk_size", "floor_scale", "attn_scale"]
 )
 _NOT_COMPARED_OF_EXPERTS = frozenset(
     ["moe_intermediate_size", "capacity_factor", "router_aux_loss_coef", "router_z_loss_coef", "exchange_factor"]
@@ -169,6 +177,8 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": float(f"{model.score_divisor:.10g}"),  # some files have a power of it
         "scale_embeddings": model.embedding_factor,
         "windows a layer": list(model.windows()),
+        "chunks a layer": [layer.chunk for layer in model.layers()],
+        "floor_scale and attn_scale": (model.floor_scale, model.attn_scale if model.floor_scale else None),
         "layers with scaled rotary positions": [
             i for i, layer in enumerate(model.layers()) if layer.rotation and rotations[layer.rotation].scaling
         ],

@@ -15,7 +15,7 @@ from jaxstack.models.huggingface.config_fields import (
     same,
     windows,
 )
-from jaxstack.models.huggingface.family import Family, Multimodal
+from jaxstack.models.huggingface.family import NESTED, Family, Multimodal
 from jaxstack.models.huggingface.llama import ATTENTION, ENDS, LAYER, MLP, attention_bias, max_positions, shape
 from jaxstack.models.huggingface.tensors import Tensor
 
@@ -82,11 +82,7 @@ GEMMA3 = Family(
         always(qk_norm=True),
     ),
     tensors=(*ENDS, *ATTENTION, *_NORMS, *MLP),
-    nested={
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-        "model.language_model.": "model.",
-    },
+    nested=NESTED,
     buffers=r".*rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*",
 )
 

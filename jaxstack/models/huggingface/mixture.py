@@ -1,11 +1,14 @@
-"""Hugging Face formats of mixture-of-experts families: Mixtral (Jiang et al. 2024), Qwen 3 MoE and gpt-oss (2025).
+"""Hugging Face formats of mixture-of-experts families: Mixtral (Jiang et al. 2024), Qwen 3 MoE, gpt-oss and the text
+model of Llama 4 (2025).
 
-Mixtral and Qwen store one tensor per expert; gpt-oss one of all experts, with gates and values in turn.
+Mixtral and Qwen store one tensor per expert; gpt-oss one of all experts, with gates and values in turn; Llama 4 one of
+all experts, with the gates before the values.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.config_fields import (
     Keys,
@@ -15,12 +18,22 @@ from jaxstack.models.huggingface.config_fields import (
     find,
     fixed,
     layer_types,
+    repeated_part,
     rope,
     same,
     windows,
 )
-from jaxstack.models.huggingface.family import Family
-from jaxstack.models.huggingface.llama import LAYER, TENSORS, attention_bias, max_positions, shape
+from jaxstack.models.huggingface.family import NESTED, Family, Multimodal
+from jaxstack.models.huggingface.llama import (
+    ATTENTION,
+    ENDS,
+    LAYER,
+    NORMS,
+    TENSORS,
+    attention_bias,
+    max_positions,
+    shape,
+)
 from jaxstack.models.huggingface.tensors import Tensor
 from jaxstack.models.moe.router import MoEConfig
 
@@ -189,4 +202,155 @@ GPT_OSS = Family(
         *_joined_experts("down_proj", "down_proj"),
     ),
     ignored=TRAINING_KEYS | {"initial_context_length"},  # that of YaRN, which rope_scaling has too
+)
+
+
+_LLAMA4_TYPES = {
+    (True, "chunked_attention"): "chunked_attention",
+    (True, "full_attention"): "full_attention",
+    (False, "full_attention"): "full_attention_no_rope",
+}
+"""(Whether a layer has rotary positions, its type in config.json) -> our type."""
+
+
+def _read_llama4_layers(config: Keys) -> dict[str, Any]:
+    count = find(config, "num_hidden_layers")
+    interval = config.get("no_rope_layer_interval", 4)
+    rotates = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
+    named = config.get("layer_types") or ["chunked_attention" if kind else "full_attention" for kind in rotates]
+    size = config.get("attention_chunk_size", 8192)
+    kinds = [(bool(kind), name if size else "full_attention") for kind, name in zip(rotates, named, strict=False)]
+    strange = [name for kind, name in kinds[:count] if (kind, name) not in _LLAMA4_TYPES]
+    if strange or len(kinds) < count:
+        raise ConfigError(
+            f"config.json: no_rope_layers and layer_types must have an entry for each of {count} layers, and a layer "
+            f"with 0 must be full_attention; found {strange[0] if strange else f'{len(kinds)} entries'}."
+        )
+    types = repeated_part([_LLAMA4_TYPES[kind] for kind in kinds[:count]])
+    return {"layer_types": types, "attention_chunk_size": size if "chunked_attention" in types else None}
+
+
+def _write_llama4_layers(model: ModelConfig) -> dict[str, Any]:
+    layers = model.layers()
+    return {
+        "no_rope_layers": [int(layer.rotation is not None) for layer in layers],
+        "layer_types": ["chunked_attention" if layer.chunk else "full_attention" for layer in layers],
+        "attention_chunk_size": model.attention_chunk_size or 8192,
+    }
+
+
+def _read_llama4_scale(config: Keys) -> dict[str, Any]:
+    tuned = config.get("attn_temperature_tuning", True)
+    return {
+        "floor_scale": int(config.get("floor_scale", 8192)) if tuned else None,
+        "attn_scale": config.get("attn_scale", 0.1),
+    }
+
+
+def _write_llama4_scale(model: ModelConfig) -> dict[str, Any]:
+    tuned = model.floor_scale is not None
+    return {
+        "attn_temperature_tuning": tuned,
+        "floor_scale": model.floor_scale if tuned else 8192,
+        "attn_scale": model.attn_scale,
+    }
+
+
+def _read_llama4_experts(config: Keys) -> dict[str, Any]:
+    step = config.get("interleave_moe_layer_step", 1)
+    layers = list(range(step - 1, find(config, "num_hidden_layers"), step))
+    if config.get("moe_layers", layers) not in (layers, None):
+        raise ConfigError(
+            f"config.json: moe_layers: {config['moe_layers']} is not supported; only every n-th layer, with n "
+            f"interleave_moe_layer_step ({step})."
+        )
+    return {**_count(config, 1), "moe_intermediate_size": find(config, "intermediate_size", 8192)}
+
+
+def _llama4_experts(name: str, theirs: str, joined: int | None = None) -> Tensor:
+    """Return the row of the kernel [E, in, out] of a projection of all experts."""
+    theirs = LAYER + f"feed_forward.experts.{theirs}"
+    return Tensor(f"layers/mlp/{name}/kernel", theirs, ((0,), (1,), (2,)), joined, of_experts=True)
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_ROTATED = tuple(f"layers/attention/{name}" for name in ("q_proj", "k_proj"))
+
+LLAMA4 = Family(
+    "llama4_text",
+    "Llama4ForCausalLM",
+    rows=(
+        *(row for row in shape(kv_heads=8, head_dim=128, norm_eps=1e-5) if "intermediate_size" not in row.keys),
+        same("intermediate_size_mlp", "intermediate_size", 16384, lambda model: model.feed_forward_size),
+        max_positions(131072),
+        rope(500_000.0),
+        Row(
+            ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size"),
+            _read_llama4_layers,
+            _write_llama4_layers,
+        ),
+        Row(("attn_temperature_tuning", "floor_scale", "attn_scale"), _read_llama4_scale, _write_llama4_scale),
+        attention_bias(),
+        Row(
+            ("use_qk_norm",),
+            lambda config: {"qk_norm": "without_gain" if config.get("use_qk_norm", True) else False},
+            lambda model: {"use_qk_norm": model.qk_norm == "without_gain"},
+        ),
+        expert_keys(
+            {
+                "num_local_experts": "num_experts",
+                "router_aux_loss_coef": "router_aux_loss_coef",
+                "interleave_moe_layer_step": "decoder_sparse_step",
+            },
+            _read_llama4_experts,
+            scoring_func="sigmoid",
+            norm_topk_prob=False,
+            weight_inputs=True,
+            n_shared_experts=1,
+        ),
+        Row(
+            ("intermediate_size", "moe_layers"),
+            lambda config: {},
+            lambda model: {"intermediate_size": model.expert_size},
+        ),
+        fixed("for_llm_compressor", False),
+        activation("hidden_act", "silu"),
+        always(norm="rms_norm", mlp="gated"),
+    ),
+    tensors=(
+        *ENDS,
+        *(row._replace(pairs=row.path.startswith(_ROTATED)) for row in ATTENTION),
+        *NORMS,
+        *(
+            Tensor(f"layers/mlp/{name}/kernel", LAYER + f"feed_forward.{name}.weight", ((1,), (0,)))
+            for name in _PROJECTIONS
+        ),
+        Tensor("layers/mlp/router/kernel", LAYER + "feed_forward.router.weight", ((1,), (0,))),
+        _llama4_experts("gate_proj", "gate_up_proj", joined=2),
+        _llama4_experts("up_proj", "gate_up_proj", joined=2),
+        _llama4_experts("down_proj", "down_proj"),
+        *(
+            Tensor(
+                f"layers/mlp/shared_experts/{name}/kernel",
+                LAYER + f"feed_forward.shared_expert.{name}.weight",
+                ((1,), (0,)),
+            )
+            for name in _PROJECTIONS
+        ),
+    ),
+    nested=NESTED,
+    ignored=TRAINING_KEYS,
+    buffers=r".*rotary_emb\.inv_freq|(model\.)?(vision_model|multi_modal_projector)\..*",
+)
+
+LLAMA4_MULTIMODAL = Multimodal(
+    LLAMA4,
+    defaults={
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_local_experts": 16,
+    },
+    ignored=frozenset(["vision_config", "image_token_index", "boi_token_index", "eoi_token_index"]),
 )

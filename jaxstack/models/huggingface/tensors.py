@@ -37,6 +37,9 @@ class Tensor(NamedTuple):
     elements 0, n, 2 n and so on."""
     of_experts: bool = False
     """True if the tensor has all experts of a layer, in its first dim."""
+    pairs: bool = False
+    """True if the channels 2 i and 2 i + 1 of a head, the last dim of our piece, rotate together; ours are i and i +
+    half."""
 
     @property
     def leading(self) -> int:
@@ -54,6 +57,8 @@ class Tensor(NamedTuple):
 
     def write(self, piece: np.ndarray) -> np.ndarray:
         """Reorder the dims of a parameter (of one layer and expert) to those of its checkpoint tensor."""
+        if self.pairs:
+            piece = piece[..., np.argsort(even_then_odd(piece.shape[-1]))]
         return piece.transpose(self.dims).reshape(self.shape(piece.shape))
 
     def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
@@ -61,6 +66,11 @@ class Tensor(NamedTuple):
         if self.interleaved:
             return np.stack(pieces, axis=-1).reshape(*pieces[0].shape[:-1], -1)
         return pieces[0] if self.joined is None else np.concatenate(pieces, axis=self.joined)
+
+
+def even_then_odd(size: int) -> np.ndarray:
+    """Return the order 0, 2, 4 ..., 1, 3, 5 ... of the channels of a head, which joins those that rotate together."""
+    return np.arange(size).reshape(-1, 2).T.reshape(-1)
 
 
 def whole(shape: Sequence[int]) -> tuple[slice, ...]:
@@ -124,7 +134,7 @@ class Leaf:
     def is_matrix(self) -> bool:
         """True if one whole [out, in] tensor stores the parameter, so that it may be loaded as a packed weight."""
         order = [dim for dims in reversed(self.row.order) for dim in dims]
-        whole = self.leading_dims == 0 and self.row.joined is None and len(self.row.order) == 2
+        whole = self.leading_dims == 0 and self.row.joined is None and not self.row.pairs and len(self.row.order) == 2
         return whole and (self.is_table or order == sorted(order))
 
     def read(self, source: Any, index: Sequence[slice], on_device: bool = False) -> Any:
@@ -163,6 +173,8 @@ class Leaf:
         if step > 1:
             found = found[..., self.start * step // self.joined_size :: step]
         found = found.reshape(sizes).transpose(np.argsort(self.row.dims))
+        if self.row.pairs:
+            found = found[..., even_then_odd(piece[-1])]
         return found[tuple(left)]
 
     def pieces(self, index: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], str]]:

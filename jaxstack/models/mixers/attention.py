@@ -27,9 +27,18 @@ from jaxstack.models.layer import (
     Layer,
     LayerCache,
     ParameterCount,
+    SegmentIds,
 )
 from jaxstack.models.linear import Linear, apply_gathered, apply_scattered, join_layers
-from jaxstack.models.norm import HeadsNorm, LayerInput, Norm, count_norm_parameters, head_norm_name, make_norm
+from jaxstack.models.norm import (
+    HeadsNorm,
+    LayerInput,
+    Norm,
+    RMSNormWithoutGain,
+    count_norm_parameters,
+    head_norm_name,
+    make_norm,
+)
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
 from jaxstack.parallel.sharding_context import is_sharded
@@ -41,7 +50,7 @@ class Attention(nnx.Module):
     """The attention sublayer: projections of queries, keys, values and output around an attention kind.
 
     Args:
-      layer: its window, and which rotations it applies; its mixer is an attention kind.
+      layer: its window or chunks, and which rotations it applies; its mixer is an attention kind.
     """
 
     def __init__(self, config: ModelConfig, layer: Layer, rngs: nnx.Rngs):
@@ -66,14 +75,16 @@ class Attention(nnx.Module):
         self.o_proj = Linear(
             (n, h), (d,), ("heads", "head_dim", "embed"), rngs=rngs, initialize=outer, bias=config.output_bias
         )
-        self.q_norm = _make_head_norm(config, n, "heads")
-        self.k_norm = _make_head_norm(config, k, "kv_heads")
+        self.q_norm = _make_head_norm(config, layer, n, "heads")
+        self.k_norm = _make_head_norm(config, layer, k, "kv_heads")
         self.kind = layer.mixer
-        self.heads = config.heads(layer.window)
+        self.heads = config.heads(layer)
         if (weight := self.kind.make_weight(self.heads, rngs)) is not None:
             setattr(self, self.kind.weight_name, weight)
         self.rotation = layer.rotation
         self.rotary_channels = config.rotary_channels if layer.rotation is not None else 0
+        self.floor_scale = config.floor_scale if layer.rotation is None else None
+        self.attn_scale = config.attn_scale
 
     def __call__(
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
@@ -87,7 +98,8 @@ class Attention(nnx.Module):
             q, k, v = self._queries_keys_values(x, context)
             seen = as_stored(k, v, self.heads.cache_format, self.channel_order())
             own = {"per_head" if kind.weight_per_head else "whole": weight}
-            out = with_local_heads(self._attend, q, *seen, context.segment_ids, **own)
+            segment_ids = _chunk_segments(context, self.heads.chunk, q)
+            out = with_local_heads(self._attend, q, *seen, segment_ids, **own)
             cache = cache if cache is None or slots is None else kind.store(k, v, cache, slots, self.heads)
         else:
             out, cache = self._decode(kind, x, context, cache, slots)
@@ -182,6 +194,9 @@ class Attention(nnx.Module):
         if angles is not None:
             q = apply_rope(q, angles)
             k = apply_rope(k, angles)
+        if self.floor_scale is not None:
+            steps = jnp.floor((context.positions + 1) / self.floor_scale)
+            q = (q * (1 + self.attn_scale * jnp.log1p(steps))[..., None, None]).astype(q.dtype)
         return save_for_backward(q), save_for_backward(k), v
 
     def _attend(
@@ -206,18 +221,32 @@ class Attention(nnx.Module):
             head_norms = 2 * count_norm_parameters(head_norm_name(config.norm), h)
         biases = (n + 2 * k) * h * config.qkv_bias + d * config.output_bias
         return ParameterCount(
-            2 * d * n * h + 2 * d * k * h, biases + head_norms + layer.mixer.count_weight(config.heads(layer.window))
+            2 * d * n * h + 2 * d * k * h, biases + head_norms + layer.mixer.count_weight(config.heads(layer))
         )
 
     @staticmethod
     def flops_per_token(config: ModelConfig, layer: Layer, length: int) -> float:
         """Return forward and backward FLOPs per token of the attention over `length` tokens, without projections."""
         assert isinstance(layer.mixer, AttentionKind)
-        return layer.mixer.flops_per_token(config.heads(layer.window), length)
+        return layer.mixer.flops_per_token(config.heads(layer), length)
 
 
-def _make_head_norm(config: ModelConfig, heads: int, axis: str) -> Norm | None:
+def _chunk_segments(context: Context, chunk: int | None, q: Float[Array, "B T N H"]) -> SegmentIds:
+    """Return the segments of the tokens of q: the chunks of documents, or whole documents if `chunk` is None."""
+    batch, length = q.shape[:2]
+    if chunk is None or (context.counted and length <= chunk):
+        return context.segment_ids
+    axis = context_axis()
+    most = (length * (1 if axis is None else jax.lax.axis_size(axis)) - 1) // chunk + 1
+    documents = 0 if context.segment_ids is None else context.segment_ids * most
+    return jnp.broadcast_to(documents + context.positions // chunk, (batch, length))
+
+
+def _make_head_norm(config: ModelConfig, layer: Layer, heads: int, axis: str) -> Norm | None:
     """Return the norm of query or key heads; None without `config.qk_norm`."""
+    if config.qk_norm == "without_gain":
+        # A rotation does not change the norm, so that it makes no difference which of the two is first.
+        return None if layer.rotation is None else RMSNormWithoutGain(config.norm_eps)
     if config.qk_norm == "all_heads":
         return HeadsNorm(heads, config.width_per_head, config.norm_eps, axis)
     return make_norm(head_norm_name(config.norm), config.width_per_head, config.norm_eps) if config.qk_norm else None

@@ -38,6 +38,8 @@ class MoEConfig(Component):
     """Scores from router logits: `softmax` over all experts, or `sigmoid` of each (DeepSeek-V3)."""
     norm_topk_prob: bool = True
     """Scale a token's chosen scores to sum to 1. With softmax that is the softmax over the chosen logits (Mixtral)."""
+    weight_inputs: bool = False
+    """Multiply a routed expert's input by its weight, in place of its output (Llama 4)."""
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     """Factor of the routed experts' sum."""
     n_group: int = Field(default=1, ge=1)
@@ -74,6 +76,8 @@ class MoEConfig(Component):
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) must be at most num_experts ({self.num_experts})."
             )
+        if self.weight_inputs and self.expert_bias:
+            raise ValueError("weight_inputs must be false with expert_bias, which applies to weighted outputs.")
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
             raise ValueError(
                 f"n_group ({self.n_group}) must divide num_experts ({self.num_experts}), and topk_group "

@@ -63,6 +63,25 @@ RELEASED = {
         },
         "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
     },
+    "llama4-scout": {
+        "model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080,
+        "eoi_token_index": 200081, "image_token_index": 200092, "torch_dtype": "bfloat16",
+        "text_config": {
+            "_attn_implementation_autoset": True, "attention_bias": False, "attention_chunk_size": 8192,
+            "attention_dropout": 0.0, "for_llm_compressor": False, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 5120, "initializer_range": 0.02, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760, "model_type": "llama4_text",
+            "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48,
+            "num_key_value_heads": 8, "num_local_experts": 16, "output_router_logits": False, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_cache": True,
+            "use_qk_norm": True, "vocab_size": 202048,
+        },
+        "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model", "num_hidden_layers": 34},
+    },
     "olmo3-7b": {
         "model_type": "olmo3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
         "intermediate_size": 11008, "max_position_embeddings": 65536, "num_attention_heads": 32,
@@ -301,6 +320,9 @@ def test_values_of_a_wrong_kind_are_named(family, change):
         ("glm4-moe-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
         ("glm4-moe-lite", {"first_k_dense_replace": 2}, "first_k_dense_replace (2)"),
         ("glm4-moe-lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama4", {"moe_layers": [0, 3]}, "moe_layers"),
+        ("llama4", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ("llama4", {"no_rope_layers": [1, 1]}, "no_rope_layers"),
         ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
         ("gemma3-multimodal", {"text_config": {"model_type": "gemma3n_text"}}, "'gemma3n_text'"),
         ("gemma3-multimodal", {"text_config": None}, "text_config"),
@@ -351,6 +373,7 @@ def test_what_is_written_reads_as_the_same_model_and_family(folder):
         "olmo2-7b",
         "olmo3-7b",
         "glm-4.5-air",
+        "llama4-scout",
         *MIXTURES,
     ],
 )
