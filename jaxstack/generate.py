@@ -142,7 +142,7 @@ def _print_texts(args: argparse.Namespace, run: "Run", prompts: Sequence[str], s
         try:
             for piece in pieces:
                 print(piece, end="", flush=True)
-        finally:  # after Ctrl-C too, so that the message has a line of its own
+        finally:  # after Ctrl-C too, so that the message is on a separate line
             print(flush=True)
         return
     texts = generate(

@@ -56,7 +56,7 @@ class LoopSettings:
     flops_per_token: float | None = None
     """Model FLOPs per item; None: 6 x parameters."""
     forecast: Mapping[str, Any] | None = None
-    """The planner's forecast as plain data, which the report shows beside what was measured; None: there is none."""
+    """The planner's forecast as plain data, which the report compares with what was measured; None: there is none."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
     describe_evaluation: Callable[[dict[str, float], int | None], dict[str, float]] | None = None

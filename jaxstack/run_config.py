@@ -62,7 +62,7 @@ FEATURES: tuple[Feature, ...] = (
     *observe_config.FEATURES,
     *optimizers.FEATURES,
 )
-"""Features of a run, each declared beside its configuration, and what they exclude; docs/combinations.md shows them."""
+"""Features of a run and what they exclude, declared next to their configurations; docs/combinations.md shows them."""
 
 
 class RunConfig(Component):

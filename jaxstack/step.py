@@ -371,4 +371,4 @@ def _where(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
         data = jnp.where(condition, jax.random.key_data(new), jax.random.key_data(old))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
-    return jax.lax.select(condition, new, old)  # each call of jnp.where would be a function of its own to lower
+    return jax.lax.select(condition, new, old)  # each call of jnp.where would be lowered to a separate function

@@ -418,8 +418,8 @@ class FolderWorker(StepWrapper):
     """Wraps the train step of one worker: a run that exchanges parameter changes with others through a shared folder.
 
     `train.global_batch_size` is that of this worker. A pipeline, `train.batch_ramp` and modules with compressed weights
-    or companions are not supported. The state's `outer.shared` has parameters and outer momentum as of the last
-    averaging over runs; checkpoints hold the train state as it is.
+    or companions are not supported. The state's `outer.shared` has the parameters and outer momentum after the
+    last averaging over runs; checkpoints hold the train state as it is.
 
     Args:
       method: folder and outer optimizer.

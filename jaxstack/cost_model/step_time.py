@@ -90,7 +90,7 @@ class StepModel:
         each = self._exposed_per_microbatch(layouts, layer["matmul"] + layer["attention"] + layer["elementwise"])
         work = matmul + attention + elementwise + count * each
         once = self._update_seconds(layouts)
-        # Embedding and head run in time slots of their own, once for each microbatch, while all stages wait. They
+        # Embedding and head run in separate time slots, once for each microbatch, while all stages wait. They
         # do not lengthen the bubble.
         ends = count * (head["matmul"] + head["elementwise"])
         bubble = (work - ends) * bubble_of_work(layouts) + self._ticks(layouts) * self.efficiency.tick_seconds

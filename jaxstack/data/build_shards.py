@@ -1,6 +1,6 @@
 """Tokenizes data sources into a directory of token shards, for `jaxstack.prepare` and for the data cache.
 
-The sources are cut into work units that depend on the input alone. Each unit is tokenized into files of its own under
+The sources are cut into work units that depend on the input alone. Each unit is tokenized into separate files under
 `.work/`, by any process and in any order; the units' order then makes the token stream. The result therefore does not
 depend on the number of workers, and after a kill the finished shards and units are verified and kept.
 """

@@ -194,7 +194,7 @@ def _find_remote(path: str) -> list[SourceFile]:
         else:
             names = [inner] if system.exists(inner) else []
         infos = [(n, system.info(n)) for n in names]
-    except Exception as e:  # every store raises errors of its own: missing library, no network, no credentials
+    except Exception as e:  # every store raises its own errors: missing library, no network, no credentials
         raise ConfigError(f"cannot list the data source {path!r}: {type(e).__name__}: {e}") from None
     found = []
     for name, info in infos:

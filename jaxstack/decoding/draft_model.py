@@ -1,7 +1,7 @@
 """Speculative decoding with a draft model: a small model proposes tokens, which the served model verifies in one step.
 
 Sampled tokens have the distribution of the model alone (Leviathan et al. 2022, arXiv:2211.17192), greedy ones are the
-same tokens. The draft model keeps its keys and values in pages of its own, under the page numbers of the model.
+same tokens. The draft model keeps its keys and values in separate pages, under the page numbers of the model.
 
 Drafts may be guessed by layers that run together (EasySpec, Wu et al. 2025, arXiv:2502.02493): a few attention
 sublayers of the draft model read the same input. Their keys and values are approximations, so that the next step first
@@ -39,7 +39,7 @@ class RecentTokens(NamedTuple):
 
 _GUESS = 1 << 29
 _ACCEPT = 1 << 30
-"""Added to a token's number, so that drafting and accepting it use random numbers of their own."""
+"""Added to a token's number, so that drafting and accepting it use different random numbers."""
 
 
 Guesses = tuple[Int[Array, "R D"], Float[Array, "R D V"], Pages]

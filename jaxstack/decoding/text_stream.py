@@ -33,7 +33,7 @@ class _TokenText(Protocol):
 
 
 class _ByteText:
-    """Decodes tokens that stand for bytes; the bytes of a character are held back until it is complete."""
+    """Decodes tokens to the bytes that they represent; the bytes of a character are held back until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

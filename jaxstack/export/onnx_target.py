@@ -30,7 +30,7 @@ OPSET = 17
 """Version of the operators: all of them are older, so that every current runtime has them."""
 _IR_VERSION = 8
 _EXTERNAL_BYTES = 15 * 10**8
-"""Weights above this size, near the 2 GB that a protobuf message can have, are written to a file beside the graph."""
+"""Size of weights from which they are written to a separate file; a protobuf message can have 2 GB."""
 
 
 def onnx_installed() -> bool:
@@ -94,7 +94,7 @@ class Graph:
         return self.constant(values, np.int64)
 
     def save(self, path: Path) -> None:
-        """Check the graph and write it to a file, with large weights in a separate file beside it."""
+        """Check the graph and write it to a file, with large weights in a separate file next to it."""
         import onnx
         from onnx import helper, numpy_helper
 

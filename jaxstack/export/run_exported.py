@@ -1,6 +1,6 @@
 """Generates text with a model exported to StableHLO or ONNX by jaxstack, which copies this script into the export.
 
-This file is copied beside the model and needs nothing of jaxstack: jax (or for ONNX onnxruntime), numpy, and for text
+This file is copied next to the model and needs nothing of jaxstack: jax (or for ONNX onnxruntime), numpy, and for text
 of a subword tokenizer the package tokenizers.
 """
 

@@ -95,7 +95,7 @@ def _sentencepiece(tokenizer: Tokenizer, said: dict[str, Any], added: dict[str, 
             tokens[token["id"]] = b""
     prefix, split = _spaces(said.get("normalizer"), said.get("pre_tokenizer"))
     if prefix and added:
-        raise _cannot(f"its token {next(iter(added))!r} beside a space that begins a text")
+        raise _cannot(f"its token {next(iter(added))!r} in addition to a space that begins a text")
     return {
         "tokens": [token.hex() for token in tokens],
         "characters": {token: i for token, i in vocabulary.items() if len(token) == 1},

@@ -2,8 +2,8 @@
 
 A gradient g over b items has E|g|² = |G|² + S / b, with the true gradient G and the trace S of the covariance of one
 item's gradient. Two batch sizes therefore determine both: the small batch is a microbatch, including any devices over
-which its gradient is already summed, and the large one is the whole batch. With sharded weights no replica has a
-gradient of its own, so replicas cannot be the small batches. Parameters that are summed over different devices have
+which its gradient is already summed, and the large one is the whole batch. With sharded weights no replica has
+its own gradient, so replicas cannot be the small batches. Parameters that are summed over different devices have
 small batches of different sizes; as all terms are sums over parameters, each group is estimated separately.
 """
 

@@ -31,7 +31,7 @@ class Exchange(Protocol):
     """Interface of a parameter exchange between workers: when and how it runs.
 
     A method may have several kinds of exchange, called phases, such as one for each part of the model. Each phase is
-    compiled to a program of its own.
+    compiled to a separate program.
     """
 
     phases: int

@@ -67,7 +67,7 @@ class GossipExchange:
         return None if step % self._every else (step // self._every - 1) % self.phases
 
     def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
-        """Replace a worker's parameters by the weighted mean of its own and its neighbours' ones."""
+        """Replace a worker's parameters by the weighted mean of its own and those of its neighbours."""
 
         def mix(x: jax.Array) -> jax.Array:
             return sum(

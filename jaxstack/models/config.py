@@ -105,8 +105,8 @@ class ModelConfig(Component):
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for longer contexts, such as `{rope_type: linear, factor: 4.0}`."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
-    """Share of the channels of a head that rotate: the first ones, as a small head of their own; the others are left as
-    they are (GLM-4.5, Phi-4-mini)."""
+    """Share of the channels of a head that rotate: the first ones, as if they were a smaller head; the others are not
+    changed (GLM-4.5, Phi-4-mini)."""
     rope_local_base_freq: float | None = Field(default=None, gt=0)
     """`rope_theta` of the sliding_attention layers, which `rope_scaling` then does not apply to (Gemma 3); left out:
     `rope_theta`."""

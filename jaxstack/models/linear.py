@@ -302,7 +302,7 @@ def _unpacked_kernels(layers: tuple[Linear, ...]) -> list[jax.Array | QuantizedW
 
 def _apply_packed(x: LayerInput, layer: Linear) -> jax.Array:
     if layer.dot_general is not jax.lax.dot_general:
-        raise ValueError(f"packed weights have a matmul of their own; {layer.dot_general} needs plain weights.")
+        raise ValueError(f"packed weights have their own matmul; {layer.dot_general} needs plain weights.")
     whole = save_for_backward(gradient_carrier(x))
     return layer.finish(whole, packed_matmul(whole, cast(PackedWeight, layer.kernel.get_value())))
 

@@ -50,7 +50,7 @@ class StagedArrays(ModuleArrays):
         config = model.config
         dtype = model.dtype
         self.unrolled = not config.scan_layers
-        """True if the layers of a stage are unrolled: every layer of the plain module then has leaves of its own."""
+        """True if the layers of a stage are unrolled: every layer of the plain module then has its own leaves."""
         scanned = config.model_copy(update={"scan_layers": True})
         precision = model.precision
 

@@ -136,7 +136,7 @@ def gather_project_scatter(
     Args:
       x: [B, T, D], sharded along T over `tensor`.
       firsts: kernels [D, F] with their biases [F] or None.
-      between: an elementwise function of arrays [rows, F], whose rows are in an order of their own.
+      between: an elementwise function of arrays [rows, F], whose rows may be in any order.
       last: [F, D].
       unsuitable: the reason, if any, why the caller cannot use the kernels.
 

@@ -263,7 +263,7 @@ KEEP_FLOAT32 = "uncast"
 
 
 def is_cast(names: Names | None, shape: Sequence[int], metadata: Mapping[str, object]) -> bool:
-    """Return True if a parameter is cast to the compute dtype for use: all matrices but those that need float32.
+    """Return True if a parameter is cast to the compute dtype for use: all matrices except those that need float32.
 
     These are routers, and parameters whose metadata has `KEEP_FLOAT32`.
     """

@@ -92,7 +92,7 @@ def open_engine(
 
 
 def split_replicas(model: ModelOnMesh) -> list[ModelOnMesh]:
-    """Split a model into its data-parallel replicas, each on a mesh of its own, without copying arrays."""
+    """Split a model into its data-parallel replicas, each on its own mesh, without copying arrays."""
     mesh = model.rules.mesh
     axis = mesh.axis_names.index("data")
     if mesh.devices.shape[axis] == 1:

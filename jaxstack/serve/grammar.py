@@ -33,7 +33,7 @@ class Grammars:
     Compiled grammars are kept, so that requests with the same grammar compile it once. Thread-safe.
 
     Args:
-      tokenizer: the model's tokenizer, whose ids must stand for fixed bytes.
+      tokenizer: the model's tokenizer, each of whose ids must decode to fixed bytes.
       stop_tokens: ids that end an answer.
       seconds: time limit for compiling a grammar.
     """

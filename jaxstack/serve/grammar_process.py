@@ -1,4 +1,4 @@
-"""Compiles grammars on trial in a process of its own, which a time limit or a crash of the library may end.
+"""Compiles grammars on trial in a separate process, which a time limit or a crash of the library may end.
 
 llguidance can neither be interrupted nor does it limit its recursion: terminals that refer to each other 3,000 times
 compile for minutes, and a chain of 2,000 references in a JSON schema overflows the stack and ends the process. What has
@@ -101,7 +101,7 @@ class GrammarProcess:
             process = self._idle.pop()
             if process.poll() is None:
                 return process
-        # Without -P, modules beside this file would hide those of the standard library; in a session of its own, Ctrl-C
+        # Without -P, modules next to this file would hide the standard library; in a separate session, Ctrl-C
         # reaches the server only. The process ends at the end of its input, when the server does.
         command = [sys.executable, "-P", __file__, str(self._seconds)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

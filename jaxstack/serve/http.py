@@ -75,7 +75,7 @@ class Server:
         self._answers = weakref.WeakSet[Answers]()
         seconds = min(_GRAMMAR_SECONDS, self.config.timeout / 2)
         self._grammars = Grammars(tokenizer, engine.stop_tokens or {tokenizer.document_start}, seconds)
-        # Few threads of their own, so that others are left for the requests of others.
+        # A few separate threads, so that others are left for the requests of other clients.
         self._compilers = ThreadPoolExecutor(_MOST_COMPILING, thread_name_prefix="jaxstack grammars")
         self._chat: ChatFormatter | None = None
         with contextlib.suppress(ConfigError):

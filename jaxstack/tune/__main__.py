@@ -29,14 +29,14 @@ def make_parser(arguments: Sequence[str] = ()) -> CommandParser:
     """Return the parser of the command line.
 
     Args:
-      arguments: the arguments to parse; the first of them may name a subcommand, which has a parser of its own.
+      arguments: the arguments to parse; the first of them may name a subcommand, which has its own parser.
     """
     if arguments and arguments[0] in SUBCOMMANDS:
         return SUBCOMMANDS[arguments[0]].make_parser()
     parser = CommandParser(
         prog="jaxstack tune",
         description="Search the values of a configuration by Bayesian optimization (pip install 'jaxstack[tune]'). "
-        "Each trial is a training run of its own process; the held-out loss decides. A study that was stopped goes "
+        "Each trial is a training run in a separate process; the held-out loss decides. A study that was stopped goes "
         "on with the same command, which several hosts may run at once.",
         epilog="Subcommands: " + "; ".join(f"`jaxstack tune {name} --help`" for name in SUBCOMMANDS) + ".",
     )

@@ -40,7 +40,7 @@ class StudyConfig(Component):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the proposals. One worker repeats a study exactly; several finish in an order that varies."""
     workers: int = Field(default=1, ge=1, le=1024)
-    """Trials that run at once on this host, each a process of its own; the host's GPUs are dealt out evenly."""
+    """Trials that run at once on this host, each in a separate process; the host's GPUs are dealt out evenly."""
     storage: str | None = None
     """Journal file or database URL (`postgresql://...`) that the hosts of a study share. Default: a journal file in
     the study's directory."""

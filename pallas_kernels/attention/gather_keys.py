@@ -1,7 +1,7 @@
 """Attention over a sharded sequence: each device first fetches keys from the others, all or those in the window.
 
 Each of this device's chunks of queries gets keys that end with its own chunk, so that its mask is a plain causal one.
-If the sequence has fewer chunks before it, the missing keys carry a segment id of their own, and their tiles are
+If the sequence has fewer chunks before it, the missing keys have a segment id that no query has, and their tiles are
 skipped.
 
 Gathered keys are not saved for the backward, but gathered again. Gradients return to their owners in float32.

@@ -9,7 +9,7 @@ tile's dQ for all 128 keys (as FlashAttention-3 does, Shah et al., arXiv:2407.08
 timing, so the last bit of dQ may differ from run to run. Otherwise dQ has its own kernel (`mosaic_query_gradient`), all
 sums stay in registers, and every bit is the same in each run.
 
-A consumer has loops of its own, and not `Ring.sum_products`: softmax and its gradient stand between its products.
+A consumer has its own loops instead of `Ring.sum_products`: softmax and its gradient are between its products.
 """
 
 import functools

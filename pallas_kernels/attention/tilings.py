@@ -41,7 +41,8 @@ class Tiling:
         query_stages: Its tiles in flight.
         key_queries: Queries of a tile of the dK and dV kernel, which has two computing warpgroups.
         key_stages: Its tiles in flight.
-        key_value_together: True if one kernel computes both dK and dV, False if two do, for want of registers.
+        key_value_together: True if one kernel computes both dK and dV, False if two do, which need
+            fewer registers.
     """
 
     forward_warpgroups: int = _block(2, 3)

@@ -1,7 +1,7 @@
 """Attention in chunks of keys with the online softmax, in plain XLA: any device, memory linear in the length.
 
 The tiles that the mask leaves are listed while tracing, and one scan visits them; tiles that the mask leaves whole are
-visited by a scan of their own that computes no mask. With segments, tiles without a common document are skipped at run
+visited by a separate scan that computes no mask. With segments, tiles without a common document are skipped at run
 time. The backward recomputes the scores tile by tile from q, k, v, out and the log-sum-exp. (FlashAttention's
 algorithm, Dao et al., arXiv:2205.14135 and arXiv:2307.08691.)
 """

@@ -44,7 +44,7 @@ class OverlappedMultiplier:
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """Multiply the rows of x with each weight, as the rows arrive from the other devices."""
         columns = tuple(w.shape[0 if transposed else 1] for w in weights)
-        # The warp that sends needs shared memory of its own.
+        # The warp that sends needs separate shared memory.
         tiling = _tiling(columns, {"store_columns": 32, **dict(self.gather)})
         product = _product(x.shape[0], (x.shape[1],), columns, axis_name, transposed, tiling)
         return mosaic_gather.gather_multiply(product, x, weights)

@@ -4,8 +4,8 @@
 gradients. `per_token_loss` learns the cotangents of the losses only in the backward, where it recomputes the logits:
 four matmuls.
 
-Tokens are [B, P, S] here: B sequences of P pieces of S positions, and a chunk is C positions of every piece. XLA's
-sharding is thereby preserved: that of the batch always, that of the sequence because it is split into pieces if XLA
+Tokens are [B, P, S] here: B sequences of P pieces of S positions, and a chunk is C positions of every piece. This
+preserves XLA's sharding: that of the batch always, that of the sequence because it is split into pieces if XLA
 partitions it. Further dims: D model, V vocabulary.
 """
 

@@ -1,8 +1,8 @@
 """State of delayed FP8 scaling: recent maxima of input, weight and gradient (Micikevicius et al., arXiv:2209.05433).
 
 The state is a differentiable argument whose gradient is defined as this step's amax, in the newest place, followed by
-zeros. It thereby leaves `jax.grad` through scans, rematerialisation and accumulation. Combine the gradients of several
-microbatches or devices by their maximum; `updated_fp8_state` then computes the next step's state.
+zeros. In this way it leaves `jax.grad` through scans, rematerialisation and accumulation. Combine the gradients of
+several microbatches or devices by their maximum; `updated_fp8_state` then computes the next step's state.
 """
 
 from collections.abc import Sequence

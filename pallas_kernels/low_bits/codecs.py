@@ -12,7 +12,7 @@ from pallas_kernels.weight_only.formats import powers_of_two
 from pallas_kernels.weight_only.rounding_grid import Grid
 
 Parts = tuple[jax.Array, ...]
-"""The arrays that store one array: each has its leading dims, and a last dim of its own."""
+"""The arrays that store one array: each has its leading dims, and a last dim that may differ."""
 _SCALE_BITS = 16
 """Bits of a scale, which is a bfloat16."""
 

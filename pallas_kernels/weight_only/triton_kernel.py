@@ -144,7 +144,7 @@ def product_kernel(x, q, constants, out, plan: tl.constexpr):
 def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
     """Multiply x with a block of rows of the packed matrix; a program's warps divide the inputs and add their sums.
 
-    Of neighbouring blocks of inputs each belongs to warps of its own, which do not wait for the others before the end.
+    Neighbouring blocks of inputs belong to different warps, which do not wait for each other before the end.
     A step thus reads long pieces of each row, which memory serves faster than short ones that are far apart.
     """
     width: tl.constexpr = plan.block_in // plan.halves

@@ -66,7 +66,7 @@ def overlap_table(rows: Iterable[Row]) -> str:
     text = (
         f"Of the {before['communication']:.1f} ms of communication, {added:.1f} ms still add to the kernels' time, so "
         f"that {percent(after['hidden'])} are hidden: {longer:.1f} ms because kernels that send while they multiply "
-        f"take longer than the same computation alone, {alone:.1f} ms of collectives beside which nothing computes. "
+        f"take longer than the same computation alone, {alone:.1f} ms of collectives while nothing computes. "
         f"`{after['work']}`, {measured_at([before, after])}"
     )
     return f"{drawn}\n\n{text}"

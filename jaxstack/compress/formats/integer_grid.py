@@ -197,7 +197,7 @@ class QatRule(RoundingMethod, TrainedIntegers):
         if not weight.path.endswith("kernel") or not hasattr(dense, "dot_general"):
             raise ConfigError(
                 f"compression.rules: {self.path!r} with activations int8 matches {weight.names[0]}, which is no dense "
-                "layer; give embedding, head and experts a rule of their own, without activations, before it."
+                "layer; give embedding, head and experts a separate rule, without activations, before it."
             )
         if dense.dot_general is not jax.lax.dot_general:
             raise ConfigError(

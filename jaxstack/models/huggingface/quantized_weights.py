@@ -73,7 +73,7 @@ def unpack_words(packed: Int32[np.ndarray, "rows words"], bits: int, count: int)
     """Unpack the first `count` integers of each row of words packed by `pack_words`."""
     stream = np.ascontiguousarray(packed).view(np.uint8)
     whole = 8 * stream.shape[1] // bits
-    if stream.shape[1] * 8 % bits:  # the rest of a row is no integer: each row is a stream of its own
+    if stream.shape[1] * 8 % bits:  # the rest of a row is no integer: each row is a separate stream
         shifted = np.stack([unpack_bits(row, bits, (whole,), signed=False) for row in stream])
     else:
         shifted = unpack_bits(stream.reshape(-1), bits, (len(stream), whole), signed=False)

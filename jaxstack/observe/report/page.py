@@ -29,7 +29,7 @@ Tile = tuple[str, str, str] | None
 """Label, value and note of a tile."""
 _MAX_TEXT = 200_000  # characters of configuration shown, so that the page stays small
 _MAX_OTHER_CHARTS = 12
-# Shown in a chart or a tile of their own; every other number that a run logs gets a plain chart.
+# Shown in their own chart or tile; every other number that a run logs gets a plain chart.
 _NOT_PLAIN = {
     "loss",
     "mean_loss",

@@ -43,7 +43,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """True if weight gradients are tasks of their own, apart from the backward pass of the activations."""
+        """True if weight gradients are separate tasks, apart from the backward pass of the activations."""
         return any(task.kind == "W" for _, _, _, task in self.tasks())
 
     def tasks(self) -> Iterator[tuple[int, int, int, Task]]:
@@ -195,7 +195,7 @@ Costs = Mapping[str, float]
 COSTS: Costs = {"F": 1.0, "B": 2.0, "W": 0.0}
 """A whole backward costs two forwards."""
 SPLIT_COSTS: Costs = {"F": 1.0, "B": 1.0, "W": 1.0}
-"""Costs with weight gradients as tasks of their own: each half of the backward costs one forward."""
+"""Costs with weight gradients as separate tasks: each half of the backward costs one forward."""
 
 
 @dataclasses.dataclass(frozen=True)
