@@ -165,7 +165,7 @@ Rows: [ablation](performance-rows.md#ablation). Yours: `python benchmarks/traini
 ![Tokens per second as techniques are added](pictures/ablation.svg)
 
 {table}
-Times over TF32 are those that count: TF32 is one setting of jax away from float32. The loss is the mean over the last
+Compare with the times of TF32: TF32 is one setting of jax away from float32. The loss is the mean over the last
 quarter of the steps. Energy is that of the GPU alone; the cost follows from the price of a GPU hour in the row.
 """
 CONVERGENCE = """
