@@ -73,7 +73,7 @@ def test_a_later_token_changes_nothing_before_it(models, tokens, family):
     assert np.abs(first[:, 9:] - second[:, 9:]).max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "llama4"])
 def test_packed_documents_are_as_if_alone(models, tokens, family):
     lengths = [5, 7, 4]
     segments = np.repeat([1, 2, 3], lengths)[None].repeat(B, 0).astype(np.int32)

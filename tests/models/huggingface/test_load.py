@@ -1,6 +1,7 @@
 """Weights of transformers in our model: the same logits, the same greedy tokens, on any mesh, a slice at a time."""
 
 import functools
+import json
 import operator
 from pathlib import Path
 
@@ -127,14 +128,23 @@ def test_layers_may_be_unrolled_but_the_function_must_stay():
         from_huggingface(HERE / "qwen3", config=config.model_copy(update={"rope_theta": 500.0}))
 
 
-def test_a_text_model_is_found_under_the_other_prefix_of_multimodal_files(tmp_path):
-    folder = HERE / "gemma3-multimodal"
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    tensors = {
-        "model." + name.replace("language_model.model.", "language_model."): tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    others = dict(leaves(from_huggingface(tmp_path)))
-    for path, leaf in leaves(from_huggingface(folder)):
-        np.testing.assert_array_equal(leaf, others[path], err_msg=path)
+def test_a_text_model_is_found_under_the_prefixes_of_multimodal_files(tmp_path):
+    def same_weights(name: str, config: dict, tensors: dict[str, np.ndarray]) -> None:
+        folder = tmp_path / config["model_type"]
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
+        others = dict(leaves(from_huggingface(folder)))
+        for path, leaf in leaves(from_huggingface(HERE / name)):
+            np.testing.assert_array_equal(leaf, others[path], err_msg=path)
+
+    def stored(name: str) -> tuple[dict, dict[str, np.ndarray]]:
+        return json.loads((HERE / name / "config.json").read_text()), load_file(HERE / name / "model.safetensors")
+
+    config, tensors = stored("gemma3-multimodal")
+    newer = {"model." + n.replace("language_model.model.", "language_model."): x for n, x in tensors.items()}
+    same_weights("gemma3-multimodal", config, newer)
+    text, tensors = stored("llama4")
+    outer = {"language_model." + n: x for n, x in tensors.items()}
+    vision = {"vision_model.class_embedding": np.zeros(8, np.float32)}
+    same_weights("llama4", {"model_type": "llama4", "text_config": text, "vision_config": {}}, {**outer, **vision})
