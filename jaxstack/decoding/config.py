@@ -47,8 +47,9 @@ class EngineConfig(Component):
     half-batches, whose all-reduces can overlap with matmuls of the other half (NanoFlow); null: never. Each half reads
     all weights, so that steps of few tokens get slower."""
     draft_tokens: int = Field(default=0, ge=0, le=15)
-    """Number of next tokens that each step guesses and verifies, by a draft model (`--draft`) or else from earlier text
-    (n-gram speculation); 0: none. With a draft model the default is 4."""
+    """Number of next tokens that each step guesses and verifies, by a draft model (`--draft`), or else by the model's
+    layer for multi-token prediction, or else from earlier text (n-gram speculation); 0: none. With a draft model the
+    default is 4."""
     draft_layers_together: int = Field(default=1, ge=1)
     """Number of layers of a draft model whose attention reads the same input while it guesses, so that tensor
     parallelism sums their outputs at once (EasySpec). The text stays that of the model; 1: the draft model is run

@@ -70,8 +70,7 @@ class DraftPrograms:
         options = model.compiler_options
         jit = target.compiler.jit
         with jax.set_mesh(model.rules.mesh):
-            make = jax.jit(lambda params, non_params: make_cache(model, params, non_params, target.room))
-            self._pages = make(model.params, model.non_params)
+            self._pages = jax.jit(self._make_pages)(model.params, model.non_params)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
         self._guess = jit(
             self._guess_step, donate_argnames="pages", out_shardings=(whole, whole, layout), compiler_options=options
@@ -116,11 +115,45 @@ class DraftPrograms:
             drafted, guessed, self._pages = self._guess(
                 model.params, model.non_params, rows, newest, recent, number, pages=self._pages
             )
-            if chunks is not None:
-                self._pages = self._fill(model.params, model.non_params, chunks, tokens, pages=self._pages)
-            logits = self.target.forward(rows, chunks, tokens, drafted)
+            logits = self._forward(rows, chunks, tokens, drafted)
             settings = [None if part is None else part[:, : Column.PAGES] for part in (rows, chunks)]
             return self._verify(logits, drafted, guessed, *settings, mask, number)
+
+    @property
+    def approximate(self) -> bool:
+        """True if the cache holds approximations of accepted drafts, which the next step computes exactly."""
+        return self.together > 1
+
+    def _make_pages(self, params: PyTree, non_params: PyTree) -> Pages:
+        """Return the empty cache of the draft model."""
+        return make_cache(self.model, params, non_params, self.target.room)
+
+    def _forward(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+        drafted: Int[Array, "R D"],
+    ) -> Float[Array, "all V"]:
+        """Dispatch the served model's forward pass, and that of the draft model on prompts; return the logits."""
+        model = self.model
+        if chunks is not None:
+            self._pages = self._fill(model.params, model.non_params, chunks, tokens, pages=self._pages)
+        return self.target.forward(rows, chunks, tokens, drafted)
+
+    def _decode(
+        self,
+        params: PyTree,
+        non_params: PyTree,
+        rows: Int[Array, "R columns"],
+        tokens: Int[Array, "R C"],
+        pages: Pages,
+        *,
+        exact: bool,
+    ) -> tuple[Float[Array, "R V"], Pages]:
+        """Run the draft model on tokens, exactly or on its own approximations; return its logits and pages."""
+        model = self.model.module.merge(params, non_params)
+        return decode_rows(model, rows, tokens, pages, together=1 if exact else self.together)
 
     def _guess_step(
         self,
@@ -152,11 +185,9 @@ class DraftPrograms:
 
         def advance(step: jax.Array, carry: Guesses) -> Guesses:
             drafted, guessed, pages = carry
-            model = self.model.module.merge(params, non_params)
             column = jnp.minimum(first + step, self.width - 1)
-            logits, pages = decode_rows(
-                model, rows_at_step(rows, step), drafted[lines, column][:, None], pages, together=self.together
-            )
+            now = rows_at_step(rows, step), drafted[lines, column][:, None]
+            logits, pages = self._decode(params, non_params, *now, pages, exact=False)
             return keep(step, logits, pages, drafted, guessed)
 
         drafted = jnp.zeros((len(rows), self.width), jnp.int32).at[lines, first].set(newest, mode="drop")
@@ -166,8 +197,7 @@ class DraftPrograms:
             if recent is None:  # the last draft is run too, for its keys and values
                 return jax.lax.fori_loop(0, self.width, advance, (drafted, guessed, pages))
             again = rows.at[:, Column.START].add(1 - recent.counts).at[:, Column.COUNT].set(recent.counts)
-            model = self.model.module.merge(params, non_params)
-            logits, pages = decode_rows(model, again, jnp.asarray(recent.tokens), pages)
+            logits, pages = self._decode(params, non_params, again, jnp.asarray(recent.tokens), pages, exact=True)
             made = keep(jnp.int32(0), logits, pages, drafted, guessed)
             return jax.lax.fori_loop(1, self.width - 1, advance, made)
 

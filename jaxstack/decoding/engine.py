@@ -15,6 +15,7 @@ from functools import partial
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.draft_model import DraftPrograms
+from jaxstack.decoding.mtp_draft import PredictionPrograms, draft_cache_bytes
 from jaxstack.decoding.pages import PagePool
 from jaxstack.decoding.requests import Constraint, ConstraintFailed, FinishReason, Request
 from jaxstack.decoding.runner import DraftRunner, EngineState, EngineStats, Runner
@@ -42,7 +43,8 @@ class Engine:
       vocab_size: number of ids that may be generated, if the model has more rows than the tokenizer has ids.
       stop_tokens: ids that end an answer, and are not part of it.
       draft: a smaller model on the same mesh with the same tokenizer, which guesses `config.draft_tokens` tokens per
-        step; None: they are guessed from earlier text.
+        step; None: the model guesses them if it has layers for multi-token prediction, or else they are taken from
+        earlier text.
       shapes: shapes of its steps, whose numbers of tokens `model.batch_unit` divides; None: chosen by `config`.
       make_programs: class of its compiled programs; None: `Programs`.
       warm_up: compile all programs now; otherwise each is compiled when it is first needed.
@@ -78,7 +80,11 @@ class Engine:
             raise ConfigError(
                 "an engine supports only parallel.tensor, and `open_engine` data; set fsdp and expert to 1."
             )
-        room = choose_room(models, self.config)
+        # The engine of a window of layers has programs of its own, which keep no hidden states.
+        predicts = draft is None and make_programs is None and model.config.num_nextn_predict_layers > 0
+        predicts = predicts and self.config.draft_tokens > 0
+        further = partial(draft_cache_bytes, model) if predicts else lambda room: 0
+        room = choose_room(models, self.config, further)
         self.context = room.length
         states = not all(map(shares_pages, models))
         if states and self.config.draft_tokens:
@@ -97,8 +103,8 @@ class Engine:
             shapes.chunks,
             self.pool,
             self.config.draft_tokens,
-            draft_model=draft is not None,
-            states=states,
+            draft_model=draft is not None or predicts,
+            states=states or predicts,
         )
         self.programs = (make_programs or Programs)(
             model,
@@ -110,10 +116,14 @@ class Engine:
         self.stats = EngineStats()
         self.failure = None
         self._runner = Runner(self.programs, self.config, self.stats, shapes.decode)
+        programs = None
+        width = 1 + self.config.draft_tokens
         if draft is not None:
-            together = self.config.draft_layers_together
-            programs = DraftPrograms(self.programs, draft, 1 + self.config.draft_tokens, together)
-            self.scheduler.approximate = together > 1
+            programs = DraftPrograms(self.programs, draft, width, self.config.draft_layers_together)
+        elif predicts:
+            programs = PredictionPrograms(self.programs, width)
+        if programs is not None:
+            self.scheduler.approximate = programs.approximate
             self._runner = DraftRunner(self.programs, self.config, self.stats, shapes.decode, programs)
         self._requests = set[Request]()
         self._new: deque[Request] = deque()

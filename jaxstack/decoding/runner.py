@@ -335,7 +335,7 @@ class DraftRunner(Runner):
 
     def _recent(self, rows: Sequence[Row], count: int) -> RecentTokens | None:
         """Return each row's newest tokens, to recompute if the draft model's KV cache is approximate; else None."""
-        if self._draft.together == 1:
+        if not self._draft.approximate:
             return None
         tokens = np.zeros((count, self._width), np.int32)
         counts = np.zeros(count, np.int32)

@@ -70,6 +70,10 @@ class Programs:
         """int32 words of a row's mask of allowed tokens."""
         self.compiled = 0
         """Number of programs compiled so far."""
+        self.keeps_states = False
+        """True: `forward` sets `states`. To be set before the first step."""
+        self.states: list[Float[Array, "R C D"]] = []
+        """Final hidden states of the newest step's decoded rows and prompt chunks."""
         self.compiler = ThreadedCompiler()
         whole = model.rules.sharding(jax.P())
         self._pages: Pages = None
@@ -85,7 +89,7 @@ class Programs:
             self._forward[halves] = self.compiler.jit(
                 partial(self._forward_step, halves=halves),
                 donate_argnames="pages",
-                out_shardings=(whole, layout),
+                out_shardings=(whole, layout, whole),
                 compiler_options=options,
             )
             self._advance[halves] = self.compiler.jit(
@@ -200,7 +204,7 @@ class Programs:
         model = self.model
         count = len(rows) if drafted is None else drafted.size
         halves = self._halves(count + (0 if tokens is None else tokens.size))
-        logits, self._pages = self._forward[halves](
+        logits, self._pages, self.states = self._forward[halves](
             model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
         )
         return logits
@@ -278,8 +282,8 @@ class Programs:
         pages: Pages,
         *,
         halves: bool = False,
-    ) -> tuple[Float[Array, "all V"], Pages]:
-        """Return the logits of each decoded token and each prompt chunk's last token, and the updated KV cache."""
+    ) -> tuple[Float[Array, "all V"], Pages, list[Float[Array, "R C D"]]]:
+        """Return the logits of each decoded token and each prompt chunk's last token, the KV cache, and `states`."""
         self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
         groups = [(rows, newest)]
@@ -288,7 +292,7 @@ class Programs:
         with logical_axis_rules(self.model.rules):
             model = self.model.module.merge(params, non_params)
             hidden, pages = run_rows(model, groups, pages, halves=halves)
-            return model.logits(sampled_states(hidden)), pages
+            return model.logits(sampled_states(hidden)), pages, hidden if self.keeps_states else []
 
     def _sample_step(
         self,
@@ -433,12 +437,15 @@ _LOGITS_COPIES = 3
 """Float32 arrays of the size of the logits that sampling holds at least: the logits, sorted logits and their ids."""
 
 
-def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoom:
+def choose_room(
+    models: Sequence[ModelOnMesh], config: EngineConfig, further: Callable[[CacheRoom], int] = lambda room: 0
+) -> CacheRoom:
     """Choose the sizes of the cache: the token limit of a request and the number of pages that fit into device memory.
 
     Args:
       models: the model and, if there is one, its draft model, whose pages have the same numbers.
       config: sizes that are set.
+      further: bytes of other caches.
 
     Raises:
       ConfigError: a model cannot be served, or the weights leave no memory for the cache or for so many requests.
@@ -451,7 +458,8 @@ def choose_room(models: Sequence[ModelOnMesh], config: EngineConfig) -> CacheRoo
     pages = config.pages or config.slots * -(-context // size)
     room = CacheRoom(config.slots, context, pages, size)
     try:
-        one, two = (sum(cache_bytes(model, room._replace(pages=count)) for model in models) for count in (1, 2))
+        rooms = [room._replace(pages=count) for count in (1, 2)]
+        one, two = (sum(cache_bytes(model, small) for model in models) + further(small) for small in rooms)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     per_page = two - one

@@ -19,7 +19,7 @@ from jaxstack.models.block import Block, shard_residual
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.layer import Context
+from jaxstack.models.layer import CacheRoom, Context, LayerCache
 from jaxstack.models.layer_weights import Weights, gather_weights
 from jaxstack.models.linear import Linear
 from jaxstack.models.norm import make_norm
@@ -63,22 +63,23 @@ class PredictionLayer(Block):
         hidden: Float[Array, "B T D"],
         embedded: Float[Array, "B T D"],
         context: Context,
-        key: Key[Array, "..."] | None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, ""] | None]:
-        """Return the input of the output head, and the router's loss (None without experts).
+        cache: LayerCache | None = None,
+        key: Key[Array, "..."] | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Float[Array, ""] | None]:
+        """Return the input of the output head, the updated cache, and the router's loss (None without experts).
 
         Args:
           hidden: final hidden states of the model, or of the prediction layer before this one.
           embedded: embeddings of the tokens that these states predict.
-          context, key: as in `Block`.
+          context, cache, key: as in `Block`.
         """
         pair = shard_residual(self.embedding_norm(embedded)), shard_residual(self.hidden_norm(hidden))
         x = shard_residual(self.projection(jnp.concatenate(pair, axis=-1)))
-        x, _, router_loss = self(x, context, None, key)
+        x, cache, router_loss = self(x, context, cache, key)
         x = shard_residual(self.final_norm(x))
         if self.hidden_scale != 1:
             x = x * jnp.asarray(self.hidden_scale, x.dtype)
-        return shard(x, "batch", "length", "act_embed"), router_loss
+        return shard(x, "batch", "length", "act_embed"), cache, router_loss
 
 
 class MultiTokenPrediction(nnx.Module):
@@ -130,10 +131,28 @@ class MultiTokenPrediction(nnx.Module):
                 layer_key: jax.Array | None = layer_key,
             ) -> tuple[jax.Array, jax.Array | None]:
                 layer = set_adapter_dropout_keys(nnx.merge(graphdef, gather_weights(weights, dtype)), layer_key)
-                return layer.predict(name_layer_input(hidden), embedded, context, layer_key)
+                hidden, _, router_loss = layer.predict(name_layer_input(hidden), embedded, context, None, layer_key)
+                return hidden, router_loss
 
             hidden, router_loss = rematerialise(run, self.remat, scanned=False)(hidden, embedded, state)
             yield Prediction(hidden, labels, router_loss)
+
+    def make_shared_cache(self, room: CacheRoom, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Create the empty cache of the first layer for the sequences of an engine."""
+        return self.layers[0].make_cache(lambda mixer: mixer.make_shared_cache(room, dtype), None)
+
+    def decode(
+        self,
+        hidden: Float[Array, "B T D"],
+        embedded: Float[Array, "B T D"],
+        context: Context,
+        cache: LayerCache,
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        """Run the first layer while decoding; return the input of the output head, and the updated cache."""
+        graphdef, state = nnx.split(self.layers[0])
+        layer = nnx.merge(graphdef, gather_weights(state, hidden.dtype))
+        hidden, cache, _ = layer.predict(hidden, embedded, context, cache)
+        return hidden, cache
 
 
 def shift(x: Int[Array, "B T"], count: int, fill: int) -> Int[Array, "B T"]:

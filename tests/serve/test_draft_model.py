@@ -111,7 +111,7 @@ def test_greedy_tokens_are_the_same_with_layers_of_the_draft_model_that_run_toge
         handles = [engine.submit(prompt, 14, GREEDY) for prompt in asked]
         assert [handle.result() for handle in handles] == [expected(model, prompt, 14) for prompt in asked]
         again = engine.submit([*asked[0], *handles[0].result()], 9, GREEDY)
-        assert again.result() == expected(model, list(again.request.prompt), 9) and again.cached_tokens > 20
+        assert again.result() == expected(model, list(again.prompt), 9) and again.cached_tokens > 20
         assert 0 < engine.stats.accepted_tokens < engine.stats.draft_tokens
         assert engine.pool.used == 0
     stacked = open_tiny(config=config.model_copy(update={"scan_layers": True}))
