@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
+from jaxstack.checkpoint.directory import link_checkpoint
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.during_training import check_start, describe_compression
-from jaxstack.config.loader import dump_yaml
+from jaxstack.config.loader import dump_yaml, load_yaml
 from jaxstack.cost_model.roofline import describe_roofline, find_peak
 from jaxstack.cost_model.search import describe_degrees
 from jaxstack.data.batch_ramp import BatchSizes
@@ -20,8 +21,8 @@ from jaxstack.data.loader import Data, open_data
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.distill import check_vocabulary
 from jaxstack.distributed.cluster import find_place
-from jaxstack.distributed.coordination import connect
-from jaxstack.errors import ConfigError, cannot_write
+from jaxstack.distributed.coordination import all_true, connect, is_first
+from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.evaluation import bits_per_byte, compression_baselines
 from jaxstack.files import write_file
 from jaxstack.heartbeat import doing, silence
@@ -34,17 +35,18 @@ from jaxstack.models import (
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.number_format import plural
 from jaxstack.resilience.preflight import check_program
-from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.load import start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.setting import Setting, forecast_here
-from jaxstack.run_config import RunConfig, load_config
+from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens
 from jaxstack.trainer import Trainer
 
+_SAME_RATE = 0.01
+"""Relative difference of two learning rates below which they count as equal."""
 _MANY_LAYERS = 200
 """Number of unrolled layers above which a note says that tracing and compiling them takes long."""
 
@@ -322,3 +324,50 @@ def _load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], N
     wanted = trainer.start_shapes[1]["teacher"]
     model = StoredModel.open(directory).model
     trainer.load_companion("teacher", start_parameters(directory, model, wanted, report, verb="distilling"))
+
+
+def branch(config: RunConfig, report: Callable[[str], None]) -> None:
+    """Link the checkpoint that `run.branch_from` names as the first one of a new run; do nothing if the key is not set.
+
+    Every process of the run calls it; the first one does the work.
+
+    Args:
+      config: the run's configuration.
+      report: called with a line that names the checkpoint, and with one if the learning rate jumps there.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or it is not before the run's last step.
+      JaxstackError: it is damaged, or cannot be copied.
+    """
+    if config.run.branch_from is None:
+        return
+    failure: JaxstackError | None = None
+    if is_first():
+        try:
+            _branch(config, Path(config.run.branch_from), report)
+        except JaxstackError as error:
+            failure = error
+    if not all_true(failure is None):
+        raise failure or ConfigError("the first process cannot branch from run.branch_from; it says why.")
+
+
+def _branch(config: RunConfig, source: Path, report: Callable[[str], None]) -> None:
+    target = config.directory / "checkpoints"
+    if CheckpointManager(target).all_steps():
+        return  # the run has begun: it goes on from its own checkpoints
+    step = link_checkpoint(source / "checkpoints", config.run.branch_step, target, config.train.steps)
+    report(f"branching from {source}, step {step}")
+    before = config_from_tree(load_yaml(source / "config.yaml"), str(source / "config.yaml"))
+    old = learning_rate_at(before, step)
+    new = learning_rate_at(config, step)
+    if abs(new - old) > _SAME_RATE * old:
+        report(
+            f"warning: the learning rate jumps at step {step}, from {old:.3g} to {new:.3g}: a decay that begins there "
+            f"has schedule.decay_steps = train.steps - {step}"
+        )
+
+
+def learning_rate_at(config: RunConfig, step: int) -> float:
+    """Return the learning rate that a run's configuration schedules for a step, counted from 0."""
+    multiplier = config.schedule.make_multiplier(config.train.steps)
+    return config.optimizer.learning_rate * float(multiplier(step))

@@ -5,11 +5,10 @@ import os
 
 import pytest
 
+from jaxstack.checkpoint.directory import link_checkpoint
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.checkpoint.manifest import MANIFEST
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.run import branch
-from jaxstack.run.branch import link_checkpoint
 from tests.checkpoint.states import assert_same, make_state
 
 pytestmark = pytest.mark.quick  # links files; trains nothing
@@ -34,7 +33,7 @@ def test_the_branch_holds_the_state_when_the_source_is_gone(source, tmp_path, mo
         raise OSError(errno.EXDEV, "another file system")
 
     if not links:
-        monkeypatch.setattr(branch.os, "link", no_links)
+        monkeypatch.setattr(os, "link", no_links)
     assert link_checkpoint(source, 2, tmp_path / "b") == 2
     first = next(path for path in (source / "2").rglob("*") if path.is_file())
     assert os.path.samefile(first, tmp_path / "b" / first.relative_to(source)) == links

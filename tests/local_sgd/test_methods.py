@@ -14,8 +14,7 @@ from jaxstack.local_sgd.base import OuterState
 from jaxstack.local_sgd.diloco import DiLoCo
 from jaxstack.local_sgd.gossip import Gossip, mixing_weights
 from jaxstack.local_sgd.local_sgd import LocalSGD
-from jaxstack.local_sgd.powersgd import PowerSGD, low_rank_mean
-from jaxstack.local_sgd.reduction import Int8Mean, quantize
+from jaxstack.local_sgd.reduction import Int8Mean, PowerSGD, low_rank_mean, quantize
 from jaxstack.local_sgd.streaming import StreamingDiLoCo
 from jaxstack.observe.collectives import collectives
 from jaxstack.parallel.config import WORKERS

@@ -6,8 +6,8 @@ import pytest
 
 from jaxstack.errors import ConfigError
 from jaxstack.observe.report.series import read_metrics
-from jaxstack.run import branch
-from jaxstack.run.train import train
+from jaxstack.run import train as run_train
+from jaxstack.run.train import branch, train
 from jaxstack.run_config import load_config
 
 SMALL = (
@@ -52,11 +52,11 @@ def test_a_jump_of_the_learning_rate_is_told(tmp_path, monkeypatch):
     from jaxstack.config.loader import dump_yaml
 
     (tmp_path / "long" / "config.yaml").write_text(dump_yaml(long))
-    monkeypatch.setattr(branch, "link_checkpoint", lambda source, step, target, steps: 8)
+    monkeypatch.setattr(run_train, "link_checkpoint", lambda source, step, target, steps: 8)
     where = [f"run.branch_from={tmp_path}/long", "run.branch_step=8"]
     for steps, jumps in ((11, False), (12, False), (10, True)):
         said: list[str] = []
-        branch.branch(config(tmp_path, "run.name=new", f"train.steps={steps}", *where), said.append)
+        branch(config(tmp_path, "run.name=new", f"train.steps={steps}", *where), said.append)
         assert any("jumps" in line for line in said) == jumps, steps
 
 
@@ -67,4 +67,4 @@ def test_refusals(tmp_path):
     with pytest.raises(ConfigError, match="needs branch_from"):
         config(tmp_path, "run.branch_step=5")
     with pytest.raises(ConfigError, match="no checkpoint"):
-        branch.branch(config(tmp_path, f"run.branch_from={tmp_path}"), print)
+        branch(config(tmp_path, f"run.branch_from={tmp_path}"), print)
