@@ -102,6 +102,14 @@ def test_eight_steps_are_one_loop_whose_attention_reads_what_is_filled():
 
 @needs_triton
 @pytest.mark.exhaustive
+def test_layers_of_chunks_read_their_pages_in_place():
+    chunks = {"layer_types": ("chunked_attention", "full_attention_no_rope"), "attention_chunk_size": 128}
+    program = compiled_steps(make_rules(hopper_mesh(ONE_DEVICE)), batch=2, changes=chunks)
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 4, "as in layers that see every key"
+
+
+@needs_triton
+@pytest.mark.exhaustive
 def test_a_layer_with_joined_projections_launches_ten_kernels():
     """What several layers share, such as rotations and slots of the tokens, is computed once in a step.
 
