@@ -210,15 +210,17 @@ def test_scripts_and_modules_that_commands_run_exist(path):
         assert "".join(extra) in project["optional-dependencies"], f"{path.name}: {extra}"
 
 
-def test_files_that_the_architecture_names_exist():
-    """Each is the end of a path of the package, however short the page names it."""
+def test_files_and_tables_that_the_architecture_names_exist():
+    """A file is the end of a path of the package, however short the page names it."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/]+\.(?:py|json|yaml))`", text) if not re.search("[A-Z]{4}", name)}
-    paths = [
-        f"/{path}" for folder in ("jaxstack", "pallas_kernels", "configs") for path in (ROOT / folder).rglob("*.*")
-    ]
+    files = [path for folder in ("jaxstack", "pallas_kernels", "configs") for path in (ROOT / folder).rglob("*.*")]
     assert len(named) > 100
-    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
+    assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in files)] == []
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files if path.suffix == ".py")
+    tables = set(re.findall(r"`([A-Z][A-Z_]+)`", text))
+    assert len(tables) > 20
+    assert [name for name in tables if not re.search(rf"^{name}\b.* = ", code, re.M)] == []
 
 
 def test_notebook_commands_parse():
