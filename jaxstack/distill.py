@@ -57,22 +57,27 @@ def with_teacher(model: Model, teacher: Transformer) -> Model:
       ConfigError: their vocabularies differ.
     """
     check_vocabulary(model.config, teacher.config, "the teacher")
-    model.teacher = teacher
-    model.companions = ("teacher",)
+    model.attach("teacher", teacher)
     return model
 
 
-def check_vocabulary(model: ModelConfig, teacher: ModelConfig, name: str) -> None:
-    """Check that a student and its teacher have vocabularies of equal size.
+def check_vocabulary(model: ModelConfig, other: ModelConfig, name: str, key: str = "distill.teacher") -> None:
+    """Check that a model and one that it is compared with, such as its teacher, have vocabularies of equal size.
+
+    Args:
+      model: the model that is trained.
+      other: the teacher or reference.
+      name: what messages call it, such as its directory.
+      key: the configuration key that names it.
 
     Raises:
       ConfigError: they have not.
     """
-    if model.vocab_size != teacher.vocab_size:
+    if model.vocab_size != other.vocab_size:
         raise ConfigError(
-            f"distill.teacher: {name} has a vocabulary of {teacher.vocab_size} ids and the student one of "
-            f"{model.vocab_size}, so that their predictions cannot be compared; give the student the teacher's "
-            f"tokenizer (data.tokenizer) and model.vocab_size={teacher.vocab_size}."
+            f"{key}: {name} has a vocabulary of {other.vocab_size} ids and the trained model one of "
+            f"{model.vocab_size}, so that their predictions cannot be compared; give the trained model the other's "
+            f"tokenizer (data.tokenizer) and model.vocab_size={other.vocab_size}."
         )
 
 

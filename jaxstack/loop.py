@@ -42,7 +42,17 @@ _LONG_RUN_SECONDS = 3600
 """Length of a run from which on advice on the interval between saves is worth a line."""
 _IN_FLIGHT = 2
 """Maximum number of steps on the devices: one runs while the next is queued."""
-_DECIDING = ("model", "optimizer", "schedule", "precision", "adapters", "compression", "distill", "local_sgd")
+_DECIDING = (
+    "model",
+    "optimizer",
+    "schedule",
+    "precision",
+    "adapters",
+    "compression",
+    "distill",
+    "preference",
+    "local_sgd",
+)
 """Sections of the configuration that decide a run's result; each checkpoint has a copy of them."""
 
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxstack.models.dropout import TOKEN_KEYS
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import with_local_batch
-from pallas_kernels import linear_cross_entropy_sum
+from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum
 
 IGNORE = -100
 """Label of a position that does not count."""
@@ -215,6 +215,16 @@ def vocabulary_loss(model: Transformer, hidden: jax.Array, labels: jax.Array, z_
 
     stored = model.stored_output_weight()
     return jnp.sum(with_local_batch(loss_of_rows, stored, model.dtype, hidden, labels, as_stored=True))
+
+
+def token_losses(model: Transformer, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+    """Compute the cross-entropy of each token, [B, T] float32, 0 where the label is -100, from hidden states."""
+
+    def losses_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+        cap = model.config.final_logit_softcapping
+        return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, soft_cap=cap)
+
+    return with_local_batch(losses_of_rows, model.stored_output_weight(), model.dtype, hidden, labels, as_stored=True)
 
 
 @samples_labels(sampled_label_loss)

@@ -14,10 +14,13 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component, NameIn
-from jaxstack.loss import LossSum
+from jaxstack.config.features import MODEL_DIRECTORY, Excludes, Feature, Remark
+from jaxstack.loss import IGNORE, Batch, LossSum, token_losses
+from jaxstack.models import Transformer
+from jaxstack.models.adapters import without_adapters
 
 
 class Pairs(NamedTuple):
@@ -133,7 +136,7 @@ class PreferenceConfig(Component):
     """Configuration of training on preferences: the loss of a pair of answers, and the reference model."""
 
     loss: Annotated[str, NameIn(LOSSES)] | None = None
-    """Loss of a pair of answers; null: none, the data are not preferences."""
+    """Loss of a pair of answers: dpo, ipo, robust, hinge, simpo, orpo; null: the data are not preferences."""
     beta: float | None = Field(default=None, gt=0)
     """Scale of the rewards, for orpo weight of the odds; null: 0.1, for simpo 2.0."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -145,6 +148,19 @@ class PreferenceConfig(Component):
     without them); or the directory of a run or Hugging Face checkpoint with the same tokenizer."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's cross-entropy, a mean over its tokens, which is added to the loss."""
+
+    @model_validator(mode="after")
+    def _keys_suit_the_loss(self) -> "PreferenceConfig":
+        others = {
+            "label_smoothing": [name for name, row in LOSSES.items() if row.smooths],
+            "simpo_gamma": ["simpo"],
+            "reference": [name for name, row in LOSSES.items() if row.needs_reference],
+        }
+        for key, names in others.items():
+            value = getattr(self, key)
+            if self.loss is not None and self.loss not in names and value != type(self).model_fields[key].default:
+                raise ValueError(f"{key} ({value}) is for loss {', '.join(names)}, not {self.loss}; remove it.")
+        return self
 
     @property
     def method(self) -> PreferenceLoss:
@@ -186,3 +202,73 @@ def sum_over_pairs(
         return LossSum(jnp.sum(jnp.where(counted, x, 0), dtype=jnp.float32), count)
 
     return total(loss), {name: total(x) for name, x in values.items()}
+
+
+def preference_loss(
+    model: Transformer, batch: Batch, *, train: bool = False, settings: PreferenceConfig | None = None
+) -> tuple[LossSum, dict[str, LossSum]]:
+    """Return the loss summed over pairs of answers, and further values for the metrics, see `sum_over_pairs`.
+
+    Args:
+      model: the trained model. If the loss needs a reference, that is its companion `reference`, or without one the
+        model without its adapters.
+      batch: `tokens`, `labels` int32 [P, 2, T] of the chosen and the rejected answer of each pair. Tokens with the
+        label -100 do not count, nor do pairs of which an answer has no label.
+      train: True adds the losses of routers.
+      settings: the loss; default: `PreferenceConfig()`, which is DPO.
+    """
+    settings = settings or PreferenceConfig()
+    labels = batch["labels"]
+    length = labels.shape[-1]
+    policy, router_loss = _answer_sums(model, batch)
+    reference = jnp.zeros_like(policy)
+    if settings.method.needs_reference:
+        with jax.named_scope("reference"):
+            reference, _ = _answer_sums(model.reference or without_adapters(model), batch)
+    lengths = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.float32)
+    counted = (lengths > 0).all(axis=-1)
+    judged = Pairs(policy, jax.lax.stop_gradient(reference), jnp.maximum(lengths, 1))
+    loss, values = sum_over_pairs(judged, counted, settings)
+    if router_loss is not None and train:  # a sum over tokens
+        loss = LossSum(loss.total + router_loss / (2 * length), loss.count)
+    return loss, values
+
+
+def _answer_sums(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
+    """Return the log-probabilities of the answers, summed over their tokens, [P, 2] float32, and the routers' loss."""
+    tokens, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "labels"))
+    hidden, router_loss = model.hidden_and_router_loss(tokens)
+    with jax.named_scope("loss"):
+        losses = token_losses(model, hidden, labels)
+    return -jnp.sum(losses, axis=-1).reshape(-1, 2), router_loss
+
+
+_EXCLUDED = (
+    ("pipeline", "the loss compares whole sequences, which no stage has", "parallel.pipeline"),
+    ("context parallelism", "the two sequences of a pair are not split", "parallel.context"),
+    ("dropout", "rewards are differences to a model without dropout", "model.dropout"),
+    ("batch ramp", "it counts the tokens of single sequences", "train.batch_ramp"),
+    ("distillation", "both are losses of the whole run", "distill.teacher"),
+    ("Sophia", "labels cannot be sampled for a pair of answers", "optimizer.name={optimizer.name}"),
+)
+FEATURES = (
+    Feature(
+        "preferences",
+        "preference",
+        lambda preference: preference.loss is not None,
+        ("preference.loss=dpo", f"preference.reference={MODEL_DIRECTORY}"),
+        excludes=tuple(
+            Excludes(other, reason, f"preference.loss does not support {key}: {reason}; remove one of them.")
+            for other, reason, key in _EXCLUDED
+        ),
+        remarks=tuple(
+            Remark(
+                f"FP8 ({name})",
+                "a separate reference model computes without FP8, so that rewards do not begin at 0",
+                slower=False,
+            )
+            for name in ("current", "delayed", "blockwise")
+        ),
+    ),
+)
+"""Features of preference training, see `jaxstack.config.features`."""

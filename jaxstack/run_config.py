@@ -11,7 +11,7 @@ from typing import get_args
 
 from pydantic import model_validator
 
-from jaxstack import distill, local_sgd, precision
+from jaxstack import distill, local_sgd, precision, preference
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.compress import config as compression_config
 from jaxstack.compress.config import CompressionConfig
@@ -47,6 +47,7 @@ from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.layout_rules import layout_problems, near_multiples, suggest_layout
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.precision import PrecisionConfig
+from jaxstack.preference import PreferenceConfig
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.stored.model import fill_in_settings
 
@@ -58,6 +59,7 @@ FEATURES: tuple[Feature, ...] = (
     *adapters.FEATURES,
     *compression_config.FEATURES,
     *distill.FEATURES,
+    *preference.FEATURES,
     *precision.FEATURES,
     *observe_config.FEATURES,
     *optimizers.FEATURES,
@@ -80,6 +82,7 @@ class RunConfig(Component):
     adapters: AdapterConfig = AdapterConfig()
     compression: CompressionConfig = CompressionConfig()
     distill: DistillConfig = DistillConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()

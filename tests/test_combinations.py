@@ -5,6 +5,7 @@ import math
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from jaxstack.config.features import Feature, are_alternatives, find_exclusion, find_remark
@@ -13,7 +14,7 @@ from jaxstack.run.build import make_trainer
 from jaxstack.run_config import FEATURES, load_config
 from scripts.pages.combinations import PAGES
 from tests.combinations import BASE, VOCABULARY, combined, write_model_config
-from tests.small_runs import batch_at, run_steps
+from tests.small_runs import batch_at, run_steps, unpacked_batch_at
 
 KINDS = {name for feature in FEATURES for name in feature.also}
 TRIED = [feature for feature in FEATURES if feature.name not in KINDS]
@@ -48,8 +49,13 @@ def step(directory, *features: Feature) -> float:
         assert feature.used(getattr(config, feature.section)), feature.name
     devices = math.prod(config.parallel.degrees.values()) * config.parallel.workers
     length = config.train.sequence_length
-    trainer = make_trainer(config, lambda step: batch_at(step, 16, length, VOCABULARY), jax.devices()[:devices])
-    return run_steps(trainer, 1)[0]
+
+    def batch(step: int) -> dict[str, np.ndarray]:
+        if config.preference.loss is None:
+            return batch_at(step, 16, length, VOCABULARY)
+        return {name: x.reshape(16, 2, length) for name, x in unpacked_batch_at(step, 32, length, VOCABULARY).items()}
+
+    return run_steps(make_trainer(config, batch, jax.devices()[:devices]), 1)[0]
 
 
 @pytest.mark.parametrize("pair", [pair for pair in WORKING if title(pair) in QUICK], ids=title)

@@ -6,8 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
+from flax import nnx
 
-from jaxstack.preference import LOSSES, Pairs, PreferenceConfig, sum_over_pairs
+from jaxstack.models import ModelConfig, Transformer
+from jaxstack.preference import LOSSES, Pairs, PreferenceConfig, preference_loss, sum_over_pairs
+from jaxstack.run.build import make_trainer
+from jaxstack.run_config import load_config
+from jaxstack.trainer import Trainer
+from tests.small_runs import unpacked_batch_at
 
 CHOSEN = [[-0.5, -1.0, -0.25], [-2.0, -0.5, -0.5, -1.0]]
 REJECTED = [[-1.5, -0.75], [-0.3, -0.2, -1.0]]
@@ -110,3 +117,89 @@ def test_orpo_is_finite_where_answers_are_certain_or_impossible(mean):
 
     value, gradient = jax.value_and_grad(loss)(jnp.array([[mean, -0.7]]))
     assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
+
+
+MODEL = ("model.hidden_size=32", "model.num_layers=2", "model.num_heads=4", "model.intermediate_size=48")
+PAIR_SETTINGS = (*MODEL, "model.vocab_size=64", "train.sequence_length=16", "train.global_batch_size=8")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> str:
+    """The directory of a run that has the model and no parameters."""
+    place = tmp_path_factory.mktemp("start")
+    config = load_config(None, PAIR_SETTINGS)
+    (place / "config.yaml").write_text(yaml.safe_dump({"model": config.model.model_dump(mode="json")}))
+    return str(place)
+
+
+def pairs_at(step: int, pairs: int = 8) -> dict[str, np.ndarray]:
+    """Pairs whose answers begin and end in different places; the last two pairs only fill the batch."""
+    rows = unpacked_batch_at(step, 2 * pairs, 16, 64)
+    batch = {name: x.reshape(pairs, 2, 16).copy() for name, x in rows.items()}
+    batch["labels"][-2:] = -100
+    return {**batch, "margin": np.zeros(pairs, np.float32)}
+
+
+def take_steps(start: str, *overrides: str, count: int = 2) -> tuple[list[dict[str, float]], Trainer]:
+    """The metrics of some steps of a trainer whose reference equals the model that it begins with."""
+    config = load_config(None, [*PAIR_SETTINGS, f"run.init_from={start}", *overrides])
+    devices = math.prod(config.parallel.degrees.values())
+    trainer = make_trainer(config, pairs_at, jax.devices()[:devices])
+    for name in trainer.module.companions:
+        own = trainer.module.split_adapters(trainer.module.split_companions(trainer.state.params)[0])[0]
+        trainer.load_companion(name, jax.tree.map(jnp.copy, own))
+    batch = trainer.put(pairs_at(0))
+    return [trainer.read(trainer.train_step(batch)) for _ in range(count)], trainer
+
+
+def test_a_run_begins_at_log_2_learns_and_leaves_the_reference_as_it_is(start):
+    found, trainer = take_steps(start, "preference.loss=dpo", "optimizer.learning_rate=0.01", count=6)
+    assert found[0]["loss"] == np.float32(math.log(2)) and found[0]["margin"] == 0 and found[0]["count"] == 6
+    assert found[-1]["loss"] < 0.6 and found[-1]["accuracy"] == 1 and 0 < found[-1]["chosen_probability"] < 1
+    rewards = [found[-1][f"{side}_reward"] for side in ("chosen", "rejected")]
+    np.testing.assert_allclose(found[-1]["margin"], rewards[0] - rewards[1], rtol=1e-5)
+    assert "reference" not in trainer.stored_state.params
+    reference = trainer.state.params["reference"]["head"]
+    assert float(jnp.abs(reference - trainer.state.params["head"]).max()) > 0.01
+
+
+@pytest.mark.parametrize("layout", [["parallel.fsdp=2", "parallel.data=2", "train.gradient_accumulation=2"]], ids=str)
+def test_pairs_split_over_devices_and_microbatches_train_as_on_one_device(start, layout):
+    settings = ["preference.loss=robust", "preference.label_smoothing=0.1", "preference.sft_weight=0.1"]
+    (one, _), (several, _) = (take_steps(start, *settings, *more) for more in ([], layout))
+    for a, b in zip(one, several, strict=True):
+        np.testing.assert_allclose([b[name] for name in a], list(a.values()), rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_switched_off_are_the_reference(start):
+    """The model without its adapters is the same reference as a second model with the weights of the beginning."""
+    adapters = "adapters.rules=[{path: attention|mlp, rank: 2}]"
+    settings = ["preference.loss=dpo", "optimizer.learning_rate=0.01", adapters]
+    alone, trainer = take_steps(start, *settings)
+    assert not trainer.module.companions and alone[0]["loss"] == np.float32(math.log(2)) != alone[1]["loss"]
+    both, trainer = take_steps(start, *settings, f"preference.reference={start}")
+    assert trainer.module.companions == ("reference",)
+    np.testing.assert_allclose([m["loss"] for m in alone], [m["loss"] for m in both], rtol=1e-6)
+    _, trainer = take_steps(start, *settings, "optimizer.groups=[{path: norm, frozen: false}]", count=0)
+    assert trainer.module.companions == ("reference",)
+
+
+def test_log_probabilities_are_those_of_the_answers_alone():
+    config = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, vocab_size=64, final_logit_softcapping=2.0)
+    model, reference = (Transformer(config, nnx.Rngs(seed)) for seed in (0, 1))
+    model.attach("reference", reference)
+    batch = {name: jnp.asarray(x) for name, x in pairs_at(0).items()}
+    counted = (batch["labels"] != -100).any(-1).all(-1)
+
+    def sums(model: Transformer) -> np.ndarray:
+        log = jax.nn.log_softmax(model(batch["tokens"].reshape(-1, 16)))
+        labels = batch["labels"].reshape(-1, 16)
+        chosen = np.take_along_axis(np.asarray(log), np.maximum(labels, 0)[..., None], -1)[..., 0]
+        return np.where(labels == -100, 0, chosen).sum(-1).reshape(-1, 2)
+
+    gain = sums(model) - sums(reference)
+    margins = (0.5 * (gain[:, 0] - gain[:, 1]))[counted]
+    loss, further = preference_loss(model, batch, settings=PreferenceConfig(loss="hinge", beta=0.5))
+    np.testing.assert_allclose(loss.total, np.maximum(0, 1 - margins).sum(), rtol=1e-5)
+    np.testing.assert_allclose(further["margin"].total, margins.sum(), rtol=1e-4)
+    assert float(loss.count) == counted.sum()

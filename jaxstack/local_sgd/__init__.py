@@ -40,6 +40,7 @@ def _excludes(used: str) -> tuple[Excludes, ...]:
         ("gradient noise scale", "observe.noise_scale", "workers do not share gradients, which it compares"),
         ("compressed weights", "compression.rules", "the mean of compressed weights is not in compressed form"),
         ("distillation", "distill.teacher", "the exchange would have to leave the teacher's weights out"),
+        ("preferences", "preference.loss", "the exchange would have to leave the reference's weights out"),
         (
             "schedule-free AdamW",
             "optimizer.name={optimizer.name}",

@@ -158,6 +158,14 @@ def merge_adapters(model: Module) -> Module:
     return model
 
 
+def without_adapters(model: Module) -> Module:
+    """Return a model that shares the weights of this one and computes without its adapters."""
+    plain = nnx.merge(*nnx.split(model))
+    for layer in adapted_layers(plain).values():
+        layer.adapter = nnx.data(None)
+    return plain
+
+
 def set_dora_magnitudes(model: Module) -> Module:
     """Set the magnitudes of all DoRA adapters to the column norms of the current weights, in place."""
     for layer in adapted_layers(model).values():

@@ -120,6 +120,9 @@ class Transformer(nnx.Module):
     teacher: "Transformer | None" = None
     """A model from whose predictions this one learns; see `jaxstack.distill`."""
 
+    reference: "Transformer | None" = None
+    """A model from which the rewards of this one are measured; see `jaxstack.preference`."""
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: jax.typing.DTypeLike = jnp.float32):
         if config.vocab_size is None:
             raise ValueError("ModelConfig.vocab_size must be set to build a Transformer.")
@@ -140,6 +143,11 @@ class Transformer(nnx.Module):
         scale_initial_weights(self, config)
         self.precision = PrecisionConfig()
         """Precision of the matmuls, as set by `in_fp8`."""
+
+    def attach(self, name: str, companion: "Transformer") -> None:
+        """Add a model that is not trained with this one, and not in its checkpoints, as the submodule `name`."""
+        setattr(self, name, companion)
+        self.companions = (*self.companions, name)
 
     @property
     def width(self) -> Width | None:

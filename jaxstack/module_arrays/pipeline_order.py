@@ -45,7 +45,7 @@ class StagedArrays(ModuleArrays):
             )
         if self._plain.companions:
             raise ConfigError(
-                f"distill.{self._plain.companions[0]} does not support a pipeline; set parallel.pipeline=1."
+                f"a model with a {self._plain.companions[0]} does not support a pipeline; set parallel.pipeline=1."
             )
         config = model.config
         dtype = model.dtype

@@ -265,7 +265,7 @@ class RunLog:
 
 
 def _describe_evaluation(values: Mapping[str, float], prefix: str, tokens: str) -> str:
-    """Return an evaluation's loss, bits per byte and duration, from values named `{prefix}_loss` and so on."""
-    bits = values.get(f"{prefix}_bits_per_byte")
-    shown = "" if bits is None else f", {bits:.4f} bits per byte"
+    """Return an evaluation's loss, bits per byte or accuracy, and duration, from values named `{prefix}_loss` etc."""
+    found = {"bits per byte": values.get(f"{prefix}_bits_per_byte"), "accuracy": values.get(f"{prefix}_accuracy")}
+    shown = "".join(f", {value:.4f} {name}" for name, value in found.items() if value is not None)
     return f"{values[f'{prefix}_loss']:.4f}{tokens}{shown} ({values[f'{prefix}_seconds']:.1f} s)"

@@ -128,8 +128,10 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
     mesh = make_mesh(config.parallel, gpu_topology(math.prod(config.parallel.degrees.values()), kind).devices)
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
     rows = config.train.global_batch_size
-    names = ("tokens", "labels", *(("segment_ids", "positions") if config.data.packing else ()))
-    batch = {name: np.zeros((rows, config.train.sequence_length), np.int32) for name in names}
+    pairs = config.preference.loss is not None
+    names = ("tokens", "labels", *(("segment_ids", "positions") if config.data.packing and not pairs else ()))
+    shape = (rows, *((2,) if pairs else ()), config.train.sequence_length)
+    batch = {name: np.zeros(shape, np.int32) for name in names}
     began = time.perf_counter()
     with lowering_platform("cuda"):
         compiled = trainer.compile(abstract_batch(batch, trainer.rules, rows))

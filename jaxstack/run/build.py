@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from flax import nnx
@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 
 from jaxstack.compress.during_training import compress_in_training
 from jaxstack.data.loader import Data
-from jaxstack.distill import distillation_loss, empty_model, with_teacher
+from jaxstack.distill import check_vocabulary, distillation_loss, empty_model
 from jaxstack.errors import ConfigError
 from jaxstack.local_sgd.folder import FolderDiLoCo
-from jaxstack.loss import language_model_loss
+from jaxstack.loss import LossFunction, language_model_loss
 from jaxstack.models import (
     ModelConfig,
     Transformer,
@@ -24,6 +24,7 @@ from jaxstack.models import (
 )
 from jaxstack.optim.base import GroupRule, Optimizer
 from jaxstack.parallel import make_mesh
+from jaxstack.preference import preference_loss
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
@@ -71,24 +72,63 @@ def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Tra
     return make
 
 
-def _with_teacher(
-    make: Callable[[nnx.Rngs], Transformer], directory: str, dtype: DTypeLike
+class Companion(NamedTuple):
+    """A frozen model that a loss compares the trained one with."""
+
+    name: str
+    """Its name in the module, as in `Transformer.companions`."""
+    key: str
+    """The configuration key that asks for it."""
+    directory: str
+    """Of a run or a Hugging Face checkpoint."""
+    verb: str
+    """What the run does with its parameters, for the line that names them."""
+
+
+def companions(config: RunConfig) -> list[Companion]:
+    """Return the frozen models that a run needs beside the one that it trains."""
+    found = []
+    if config.distill.teacher is not None:
+        found.append(Companion("teacher", "distill.teacher", config.distill.teacher, "distilling"))
+    preference = config.preference
+    if preference.loss is None or not preference.method.needs_reference:
+        return found
+    directory = preference.reference
+    if directory == "init_from":
+        # With adapters alone trained, the model without them is the one that the run starts from.
+        unfrozen = any(group.frozen is False for group in config.optimizer.groups)
+        directory = config.run.init_from if unfrozen or not config.adapters.rules else None
+    if directory is not None:
+        found.append(Companion("reference", "preference.reference", directory, "measuring rewards"))
+    return found
+
+
+def _with_companion(
+    make: Callable[[nnx.Rngs], Transformer], companion: Companion, config: ModelConfig, dtype: DTypeLike
 ) -> Callable[[nnx.Rngs], Transformer]:
-    """Return a function that creates the model of `make` plus its distillation teacher, whose weights are still zeros.
+    """Return a function that creates the model of `make` plus a companion, whose weights are still zeros.
 
     Raises:
       ConfigError: the directory holds no model, or one with another vocabulary.
     """
-    teacher = StoredModel.open(directory).model
-    if teacher.vocab_size is None:  # a run's config.yaml always has it
-        raise ConfigError(f"distill.teacher: {directory} does not say how large its vocabulary is.")
-    return lambda rngs: with_teacher(make(rngs), empty_model(teacher, dtype))
+    other = StoredModel.open(companion.directory).model
+    if other.vocab_size is None:  # a run's config.yaml always has it
+        raise ConfigError(f"{companion.key}: {companion.directory} does not say how large its vocabulary is.")
+    check_vocabulary(config, other, companion.directory, companion.key)
+
+    def made(rngs: nnx.Rngs) -> Transformer:
+        model = make(rngs)
+        model.attach(companion.name, empty_model(other, dtype))
+        return model
+
+    return made
 
 
 def _optimizer(config: RunConfig) -> Optimizer:
     """Return the optimizer of a run, which leaves out the layers for multi-token prediction if nothing trains them."""
     groups = config.optimizer.groups
-    if config.model.num_nextn_predict_layers and not config.train.mtp_loss_weight:
+    untrained = not config.train.mtp_loss_weight or config.preference.loss is not None
+    if config.model.num_nextn_predict_layers and untrained:
         groups = (GroupRule(path="^mtp/", frozen=True), *groups)
     # A configuration's clipping holds even where it is the default: an optimizer in Python has it only if given.
     return config.optimizer.model_copy(update={"clip_norm": config.optimizer.clip_norm, "groups": groups})
@@ -120,10 +160,13 @@ def make_trainer(
 
     make: Callable[[nnx.Rngs], Transformer] = student
     terms = {"z_loss": config.train.z_loss, "mtp_weight": config.train.mtp_loss_weight}
-    loss = functools.partial(language_model_loss, **terms)
+    loss: LossFunction = functools.partial(language_model_loss, **terms)
+    for companion in companions(config):
+        make = _with_companion(make, companion, config.model, dtype)
     if config.distill.teacher is not None:
-        make = _with_teacher(make, config.distill.teacher, dtype)
         loss = functools.partial(distillation_loss, **terms, settings=config.distill)
+    if config.preference.loss is not None:
+        loss = functools.partial(preference_loss, settings=config.preference)
     optimizer: Optimizer | StepWrapper = _optimizer(config)
     if isinstance(config.local_sgd, FolderDiLoCo):
         optimizer = FolderWorker(config.local_sgd, optimizer)

@@ -29,6 +29,7 @@ from jaxstack.distill import DistillConfig
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.parallel import ParallelConfig
+from jaxstack.preference import PreferenceConfig
 from jaxstack.run.build import make_trainer
 from jaxstack.run.load import check_finite, load, run_config, sets_layout
 from jaxstack.run.setting import Setting
@@ -242,7 +243,7 @@ def evaluate(
     if tasks is None and text is None:
         text = TextOptions()
     if tasks is None and text is not None and not text.paths and not stored.held_out_text:
-        raise ConfigError(f"{directory} is a Hugging Face checkpoint, with no held-out text: give --data or --tasks.")
+        raise ConfigError(f"{directory} has no held-out text of its own: give --data or --tasks.")
     harness = import_harness() if tasks is not None else None
     result = None
     if text is not None:
@@ -296,7 +297,8 @@ def open_evaluation(
     Raises:
       ConfigError: the tokenizer is another model's.
     """
-    config = config.model_copy(update={"distill": DistillConfig()})  # no checkpoint holds a teacher
+    # No checkpoint holds a teacher, and the text is not pairs of answers.
+    config = config.model_copy(update={"distill": DistillConfig(), "preference": PreferenceConfig()})
     data = _open_text(config, stored, text, report)
     rows = config.model.vocab_size or 0
     if data.tokenizer.vocab_size > rows:

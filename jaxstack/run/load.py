@@ -30,12 +30,13 @@ from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig
 from jaxstack.precision import PrecisionConfig
 from jaxstack.run import generate as generation
-from jaxstack.run.build import build_model
+from jaxstack.run.build import build_model, companions
 from jaxstack.run.generate import GeneratedText
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import Form, initial_variables
+from jaxstack.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +242,21 @@ def start_parameters(
     stored.check_step()
     report(f"{verb} from {stored.describe()}")
     return stored.read(wanted, model, direct_storage=direct_storage)
+
+
+def load_companions(config: RunConfig, trainer: Trainer, report: Callable[[str], None]) -> None:
+    """Read the parameters of the frozen models that a run compares with, such as a teacher, into its trainer.
+
+    Args:
+      config: configuration of the run.
+      trainer: its trainer, before its state is used.
+      report: called with a line that names each model.
+    """
+    for companion in companions(config):
+        wanted = trainer.start_shapes[1][companion.name]
+        model = StoredModel.open(companion.directory).model
+        params = start_parameters(companion.directory, model, wanted, report, verb=companion.verb)
+        trainer.load_companion(companion.name, params)
 
 
 def load_decoder(

@@ -18,6 +18,7 @@ from jaxstack.cost_model.search import describe_degrees
 from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.loader import Data, open_data
+from jaxstack.data.streams import is_chat
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.distill import check_vocabulary
 from jaxstack.distributed.cluster import find_place
@@ -34,10 +35,11 @@ from jaxstack.models import (
 )
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.number_format import plural
+from jaxstack.preference import LOSSES
 from jaxstack.resilience.preflight import check_program
-from jaxstack.run.build import make_trainer, resolve_model
+from jaxstack.run.build import companions, make_trainer, resolve_model
 from jaxstack.run.evaluate import TrainingTasks
-from jaxstack.run.load import start_parameters
+from jaxstack.run.load import load_companions, start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.setting import Setting, forecast_here
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
@@ -113,14 +115,14 @@ def train(
     with doing("reading the data"):
         data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
-    _check_teacher(config, data.tokenizer)
+    _check_companions(config, data.tokenizer)
     with doing("tracing the model"):
         trainer = make_trainer(config, data)
     if warning := check_memory(trainer):
         say(f"warning: {warning}")
     flops = _describe(config, data, trainer, say)
-    _load_teacher(config, trainer, say)
-    predicted = forecast_here(config)
+    load_companions(config, trainer, say)
+    predicted = None if data.pairs else forecast_here(config)  # the planner does not know pairs and their reference
     baselines = _ByteBaselines(data)
     tasks = TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
@@ -133,7 +135,7 @@ def train(
             planned=_planned(config),
             forecast=predicted and predicted.describe(),
             settings=config.model_dump(mode="json", by_alias=True),
-            describe_evaluation=baselines.describe,
+            describe_evaluation=None if data.pairs else baselines.describe,
             run_tasks=tasks.run,
             on_start=lambda: _write_run_files(config, data),
             on_new_run=lambda: _start_from(config, trainer, say),
@@ -160,6 +162,7 @@ def _check_settings(config: RunConfig) -> None:
         )
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         StoredModel.open(config.run.init_from)
+    _check_preference(config)
 
 
 def _note_many_layers(config: RunConfig, say: Callable[[str], None]) -> None:
@@ -240,7 +243,8 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
     layout = f"{config.parallel.workers} workers of {layout}" if config.parallel.workers > 1 else layout
     device = jax.devices()[0]
     sizes = BatchSizes(config.train)
-    tokens = sizes.rows_before(config.train.steps) * config.train.sequence_length
+    sequences = 2 if data.pairs else 1
+    tokens = sizes.rows_before(config.train.steps) * sequences * config.train.sequence_length
     name = config.model.preset or "model"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     compute = config.precision.compute_dtype(device.platform)
@@ -250,8 +254,9 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
         f"{plural(config.model.num_layers, 'layer')}; "
         f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
-        f"{plural(config.train.steps, 'step')} of {sizes.describe()} x {config.train.sequence_length} "
-        f"tokens = {tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
+        f"{plural(config.train.steps, 'step')} of {sizes.describe()}{' pairs x 2' * data.pairs} x "
+        f"{config.train.sequence_length} tokens = {tokens:,} tokens; "
+        f"{data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
         f"{flops / 1e6:,.1f} model MFLOP per token (6 x matmul parameters + causal attention"
         f"{', without the gradients of frozen weights' * frozen})"
     )
@@ -285,45 +290,56 @@ def _summarize(
             compressors = baselines.compressors()
         others = ", ".join(f"{name}: {value:.4f}" for name, value in compressors.items())
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
-    chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
+    chats = all(is_chat(source) for source in config.data.sources) and config.data.chat.template != "none"
     prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
     say(f"next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {prompt}")
 
 
-def _check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that the teacher model of distillation, if any, has the student's vocabulary and tokenizer.
+def _check_companions(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Check that the models that the run compares with, such as a teacher, have its vocabulary and tokenizer.
 
     Raises:
-      ConfigError: the directory holds no model, or one with another vocabulary or tokenizer.
+      ConfigError: a directory holds no model, or one with another vocabulary or tokenizer.
     """
-    directory = config.distill.teacher
-    if directory is None:
+    for companion in companions(config):
+        directory = companion.directory
+        other = StoredModel.open(directory)
+        check_vocabulary(config.model, other.model, directory, companion.key)
+        folder = other.tokenizer_folder
+        # A run has the tokenizer that it was trained with; another program's may differ in what changes no ids.
+        if not other.exported and other.has_tokenizer and other.tokenizer.hash != tokenizer.hash:
+            raise ConfigError(
+                f"{companion.key}: {directory} was trained with another tokenizer, so that its ids mean other texts; "
+                f"train with it: data.tokenizer={{name: file, path: {folder}}}."
+            )
+
+
+def _check_preference(config: RunConfig) -> None:
+    """Check that data and settings are those of training on preferences, or none of them is.
+
+    Raises:
+      ConfigError: something is missing, or does not go with it.
+    """
+    preference = config.preference
+    loss = preference.loss
+    if loss is None:
+        if config.data.pairs:
+            raise ConfigError(f"data of format preference need a loss; set preference.loss to {', '.join(LOSSES)}.")
         return
-    teacher = StoredModel.open(directory)
-    check_vocabulary(config.model, teacher.model, directory)
-    folder = teacher.tokenizer_folder
-    # A run has the tokenizer that it was trained with; another program's may differ in what does not change the ids.
-    if not teacher.exported and teacher.has_tokenizer and teacher.tokenizer.hash != tokenizer.hash:
+    if not config.data.pairs:
         raise ConfigError(
-            f"distill.teacher: {directory} was trained with another tokenizer, so that its ids mean other texts; train "
-            f"the student with it: data.tokenizer={{name: file, path: {folder}}}."
+            f"preference.loss ({loss}) compares pairs of answers; give sources of them, data.sources=[{{path: FILE, "
+            "format: preference}], or remove preference.loss."
         )
-
-
-def _load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], None]) -> None:
-    """Read the parameters of the teacher model of distillation, if any, into the trainer.
-
-    Args:
-      config: configuration of the run.
-      trainer: its trainer, before its state is used.
-      report: called with a line that names the teacher.
-    """
-    directory = config.distill.teacher
-    if directory is None:
-        return
-    wanted = trainer.start_shapes[1]["teacher"]
-    model = StoredModel.open(directory).model
-    trainer.load_companion("teacher", start_parameters(directory, model, wanted, report, verb="distilling"))
+    if preference.method.needs_reference and preference.reference == "init_from" and config.run.init_from is None:
+        raise ConfigError(
+            f"preference.loss ({loss}) compares with the model that the run starts from; set run.init_from to it, or "
+            "preference.reference to another model's directory."
+        )
+    if any(rule.dropout for rule in config.adapters.rules):
+        raise ConfigError("preference.loss does not support dropout; set the dropout of all adapters.rules to 0.")
+    if config.train.z_loss:
+        raise ConfigError(f"preference.loss does not support train.z_loss ({config.train.z_loss}); remove it.")
 
 
 def branch(config: RunConfig, report: Callable[[str], None]) -> None:

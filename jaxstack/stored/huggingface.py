@@ -33,13 +33,16 @@ class HuggingFaceCheckpoint(StoredModel):
 
     marker = CONFIG
     title = "a Hugging Face checkpoint"
-    held_out_text = False
     exported = True
 
     @classmethod
     def is_in(cls, directory: Path) -> bool:
         # A run may have a config.json too, if somebody exported it into its own directory.
         return (directory / CONFIG).is_file() and not (directory / "config.yaml").is_file()
+
+    @property
+    def held_out_text(self) -> bool:
+        return False
 
     def read_model(self) -> ModelConfig:
         return read_model_config(self.directory)

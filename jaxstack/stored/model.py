@@ -46,8 +46,6 @@ class StoredModel(ABC):
     """Name of the file by which a directory of this kind is recognized, for the message about other directories."""
     title: ClassVar[str]
     """Name of the kind in messages, such as "a run directory"."""
-    held_out_text: ClassVar[bool] = True
-    """True if the directory says which text the model was trained on, so that it has held-out text to evaluate on."""
     exported: ClassVar[bool] = False
     """True for a checkpoint of another program, which `jaxstack.convert` makes a run of; False for ours."""
 
@@ -133,6 +131,11 @@ class StoredModel(ABC):
     def stop_tokens(self) -> tuple[int, ...]:
         """Ids that end a text, as far as the files say (`eos_token_id`); () if they do not."""
         return read_stop_tokens(self.directory, (GENERATION_FILE,))
+
+    @property
+    def held_out_text(self) -> bool:
+        """True if the directory says on which text the model was trained, and so has held-out text to evaluate on."""
+        return True
 
     @property
     def packed(self) -> bool:

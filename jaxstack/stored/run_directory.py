@@ -18,6 +18,7 @@ from jaxstack.compress.config import CompressionConfig
 from jaxstack.compress.during_training import Compression, compress_in_training
 from jaxstack.config.base import Component, with_new_names
 from jaxstack.config.loader import build_component, load_yaml
+from jaxstack.data.config import DataConfig
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
@@ -57,6 +58,10 @@ class RunDirectory(StoredModel, register=False):
 
     def read_model(self) -> ModelConfig:
         return self.section("model", ModelConfig)
+
+    @property
+    def held_out_text(self) -> bool:
+        return not self.section("data", DataConfig).pairs  # pairs of answers are no text
 
     def section(self, name: str, kind: type[C]) -> C:
         """Return a section of the run's configuration.

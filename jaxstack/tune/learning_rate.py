@@ -21,7 +21,7 @@ from jaxstack.observe.report.chart import Point, Scatter, render_scatter
 from jaxstack.observe.report.page import page_head, render_tiles
 from jaxstack.optim.schedules import Schedule
 from jaxstack.run.build import make_trainer, resolve_model
-from jaxstack.run.load import start_parameters
+from jaxstack.run.load import load_companions, start_parameters
 from jaxstack.run.memory_check import check_memory
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
@@ -214,6 +214,7 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
     config = config.model_copy(update=changed)
     trainer = make_trainer(config, data)
     check_memory(trainer)
+    load_companions(config, trainer, report)
     if config.run.init_from is not None:
         wanted, _ = trainer.start_shapes
         trainer.start_from(start_parameters(config.run.init_from, config.model, wanted, report))

@@ -58,7 +58,7 @@ def read_calibration(
     """
     if not calibration.data and not stored.held_out_text:
         raise ConfigError(
-            f"{stored.directory} is a Hugging Face checkpoint, with no training text to calibrate on: name files in "
+            f"{stored.directory} has no training text of its own to calibrate on: name files in "
             "calibration.data of the recipe, or at the end of the command, as 'calibration.data=[texts/*.txt]'."
         )
     length = calibration.sequence_length or _default_length(config, stored.held_out_text)

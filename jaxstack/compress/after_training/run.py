@@ -33,6 +33,7 @@ from jaxstack.files import new_directory, write_file
 from jaxstack.heartbeat import doing
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.parameter_paths import match, nest
+from jaxstack.preference import PreferenceConfig
 from jaxstack.run.convert import converted_config
 from jaxstack.run.evaluate import TextLoss, TextOptions, measure_loss, on_one_device, open_evaluation
 from jaxstack.run.load import load_decoder, run_config
@@ -347,6 +348,7 @@ def _compressed_config(config: RunConfig, stored: StoredModel, output: Path, tok
             "adapters": AdapterConfig(),
             "compression": CompressionConfig(),
             "distill": DistillConfig(),
+            "preference": PreferenceConfig(),
         }
     )
 

@@ -1,0 +1,122 @@
+"""Preference training by the command: metrics, an exact resume, adapters, and what is refused."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+import jaxstack.evaluate as evaluate
+import jaxstack.train as command
+from jaxstack.run.train import train
+from jaxstack.run_config import load_config
+
+FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
+WORDS = [*"abcdef", "what", "is", "it", "yes", "no"]
+METRICS = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_probability")
+LOG_2 = pytest.approx(math.log(2), abs=1e-6)
+"""Loss of pairs to which the model and its reference, being equal, give the same rewards."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint as on the Hub, with a tokenizer of words; preferences; a configuration."""
+    place = tmp_path_factory.mktemp("preference")
+    source = shutil.copytree(FIXTURE, place / "qwen3")
+    words = ["<unk>", "user", "assistant", *WORDS]
+    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    model.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    model.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    lines = [
+        json.dumps({"prompt": f"what is {WORDS[i % 6]}", "chosen": f"it is {WORDS[i % 5]} yes", "rejected": "no"})
+        for i in range(40)
+    ]
+    (place / "pairs.jsonl").write_text("\n".join(lines))
+    (place / "texts.jsonl").write_text('{"text": "what is it"}\n' * 40)
+    config = {
+        "run": {"dir": str(place), "name": "dpo", "init_from": str(source)},
+        "data": {
+            "sources": [{"path": str(place / "pairs.jsonl"), "format": "preference"}],
+            "chat": {"template": "chatml"},
+            "cache_dir": str(place / "cache"),
+            "held_out_fraction": 0.3,
+        },
+        "preference": {"loss": "dpo"},
+        "train": {"steps": 3, "global_batch_size": 8, "sequence_length": 16},
+        "schedule": {"name": "constant"},
+        "optimizer": {"learning_rate": 0.01},
+        "parallel": {"fsdp": 4, "data": 2},
+        "checkpoint": {"every_steps": 2},
+        "observe": {"trackers": ["jsonl"], "log_every": 1, "progress": False},
+    }
+    (place / "dpo.yaml").write_text(json.dumps(config))
+    return place
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def tuned(folder) -> dict:
+    return dict(train(load_config(folder / "dpo.yaml")).metrics)
+
+
+def test_a_run_logs_rewards_of_training_and_of_held_out_pairs(folder, tuned):
+    steps = [line for line in metrics_of(folder / "dpo") if "loss" in line]
+    assert steps[0]["loss"] == LOG_2 and abs(steps[0]["margin"]) < 1e-6
+    assert steps[-1]["loss"] < steps[0]["loss"] and steps[-1]["margin"] > 0
+    assert all(name in line for line in steps for name in METRICS) and steps[0]["tokens"] == 8 * 2 * 16
+    held_out = metrics_of(folder / "dpo")[-1]
+    assert all(f"eval_{name}" in held_out for name in METRICS) and 0 < held_out["eval_items"] < 40
+    assert "eval_perplexity" not in held_out and tuned["eval_loss"] < 0.69
+
+
+def test_a_stopped_run_goes_on_exactly(folder, tuned):
+    train(load_config(folder / "dpo.yaml", ["run.name=stopped", "train.steps=2"]))
+    resumed = train(load_config(folder / "dpo.yaml", ["run.name=stopped"])).metrics
+    assert (resumed["loss"], resumed["eval_loss"]) == (tuned["loss"], tuned["eval_loss"])
+
+
+def test_a_run_with_adapters_needs_no_second_model(folder):
+    more = ["run.name=lora", "adapters.rules=[{path: attention, rank: 2}]", "train.steps=1"]
+    found = train(load_config(folder / "dpo.yaml", more)).metrics
+    assert found["loss"] == LOG_2 and abs(found["margin"]) < 1e-6 < abs(found["eval_margin"])
+
+
+def test_its_own_pairs_are_no_text_to_evaluate_on(folder, tuned, capsys):
+    assert evaluate.main(["--run", str(folder / "dpo")]) == 2
+    assert "has no held-out text of its own: give --data or --tasks" in capsys.readouterr().err
+    assert evaluate.main(["--run", str(folder / "dpo"), "--data", str(folder / "texts.jsonl")]) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["preference.loss=null"], "data of format preference need a loss; set preference.loss to dpo, ipo"),
+        (["preference.loss=ppo"], "preference.loss"),
+        (["data.sources=[{path: texts.jsonl}]"], "preference.loss (dpo) compares pairs of answers; give sources"),
+        (["run.init_from=null"], "set run.init_from to it, or preference.reference"),
+        (["preference.reference=nowhere"], "nowhere is neither"),
+        (["preference.loss=orpo", "preference.reference=qwen3"], "reference (qwen3) is for loss dpo, ipo, robust"),
+        (["preference.label_smoothing=0.1", "preference.loss=ipo"], "label_smoothing (0.1) is for loss dpo, robust"),
+        (["preference.simpo_gamma=2.0"], "simpo_gamma (2.0) is for loss simpo"),
+        (["model.dropout=0.1"], "preference.loss does not support model.dropout"),
+        (["adapters.rules=[{path: mlp, dropout: 0.1}]"], "set the dropout of all adapters.rules to 0"),
+        (["train.z_loss=0.1"], "preference.loss does not support train.z_loss (0.1)"),
+        (["parallel={context: 2}"], "preference.loss does not support parallel.context"),
+        (["parallel={pipeline: 2}"], "preference.loss does not support parallel.pipeline"),
+        (["data.augmentations=[{name: token_dropout, rate: 0.1}]"], "data.augmentations change rows of text"),
+        (["train.sequence_length=6"], "set data.chat.too_long to drop, as answers are not cut"),
+    ],
+)
+def test_errors_are_one_message_and_exit_code_2(folder, monkeypatch, capsys, overrides, message):
+    monkeypatch.chdir(folder)
+    assert command.main(["--config", "dpo.yaml", "run.name=refused", *overrides]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
