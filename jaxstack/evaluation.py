@@ -96,7 +96,7 @@ class Evaluator:
           params: parameters on the devices.
           non_params: the module's other variables.
           max_tokens: maximum number of tokens, if the data can limit them; None: all of them.
-          stop: called after each batch, on all processes alike; True ends the evaluation, which then returns None.
+          stop: called after each batch, on all processes; True ends the evaluation, which then returns None.
 
         Returns:
           `eval_loss` (nats per item), `eval_items`, `eval_seconds`, and `eval_NAME` for each further value of the loss

@@ -41,7 +41,7 @@ XlaOptions = dict[str, bool | int | float | str]
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """Settings of the train step: when a step is skipped, and what it measures besides loss and gradient norm."""
+    """Settings of the train step: when it is skipped, and what it measures in addition to loss and gradient norm."""
 
     spike_threshold: float | None = None
     """`resilience.spike_threshold`."""

@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
     def body() -> None:
         from jaxstack.config.loader import dump_yaml, load_yaml
 
-        load_yaml(args.config)  # a missing or malformed file is told before jax is imported, which takes seconds
+        load_yaml(args.config)  # reports a missing or malformed file before jax is imported, which takes seconds
         from jaxstack.run_config import load_config
 
         config = load_config(args.config, args.overrides)

@@ -112,12 +112,12 @@ class StepWrapper:
         return state.params, state.non_params, {}
 
     def compile(self, trainer: "Training", batch: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Compile the programs that run besides the train step, after the train step is compiled."""
+        """Compile the programs that run in addition to the train step, after the train step is compiled."""
 
     def step(
         self, trainer: "Training", state: TrainState, batch: Mapping[str, jax.Array], run: RunStep
     ) -> tuple[TrainState, Metrics]:
-        """Take a step with `run(state, batch)`, which is the compiled train step, and what is due besides it."""
+        """Take a step with `run(state, batch)`, which is the compiled train step, and run what else is due."""
         return run(state, batch)
 
     def read(self, metrics: Metrics) -> dict[str, float]:

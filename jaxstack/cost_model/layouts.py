@@ -27,7 +27,7 @@ SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble")
 RECIPES = ("none", "delayed", "current", "blockwise")
 """Values of `precision.fp8`."""
 _MORE_VIRTUAL_STAGES = (4, 8)
-"""Numbers of virtual stages of a device that a search tries besides 2."""
+"""Numbers of virtual stages of a device that a search tries in addition to 2."""
 _COLUMNS = (*AXES, "sequence", "zero", "schedule", "chunks", "microbatches", "remat", "fp8")
 
 

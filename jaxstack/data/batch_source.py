@@ -42,7 +42,7 @@ class UserBatches:
 
     Args:
       source: a function of the step (0 is the first); or an iterable, of which a resumed run skips the batches that
-        were used. An iterator, such as a generator, cannot be read twice: it goes on where it stands.
+        were used. An iterator, such as a generator, cannot be read twice: reading continues at its next batch.
     """
 
     def __init__(self, source: Iterable[HostBatch] | Callable[[int], HostBatch]):

@@ -81,7 +81,7 @@ def walk(root: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
     """
     for folder, names in _folders(root, skipped):
         for path in (os.path.join(folder, n) for n in names if not n.startswith(".")):
-            if os.path.isfile(path) or not os.path.exists(path):  # a link that leads nowhere is told later
+            if os.path.isfile(path) or not os.path.exists(path):  # a broken link is reported later
                 yield path
 
 

@@ -158,7 +158,7 @@ class Programs:
             line[Column.SLOT] = request.slot
             line[Column.SEED] = np.uint32(request.seed).view(np.int32)
             line[Column.TOP_K] = min(sampling.top_k or _NO_LIMIT, _NO_LIMIT)
-            # Logits divided by a temperature outside of these bounds would overflow, or all be alike.
+            # Logits divided by a temperature outside of these bounds would overflow, or all be equal.
             temperature = min(max(sampling.temperature, 1e-6), 1e6) if sampling.temperature else 0.0
             floats[Column.TEMPERATURE] = temperature
             floats[Column.MIN_P] = sampling.min_p or 0

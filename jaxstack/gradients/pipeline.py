@@ -50,7 +50,7 @@ class PipelinedGradients:
       context: the rules, and the layout with its `pipeline`.
 
     Raises:
-      ConfigError: the model has variables besides its parameters and the scales of FP8.
+      ConfigError: the model has other variables than its parameters and the scales of FP8.
       TypeError: the loss returns a mean.
     """
 

@@ -136,7 +136,7 @@ def check_shadowing(command: Sequence[str], directory: Path | None = None) -> No
     """Check that a command `python -m jaxstack...` imports this jaxstack, not a file in the current directory.
 
     A folder `jaxstack` with an `__init__.py`, or a file `jaxstack.py`, in the current directory would be imported
-    instead; every start would fail alike.
+    instead; every start would fail in the same way.
 
     Args:
       command: program and arguments.

@@ -103,7 +103,7 @@ ModulePath = tuple[object, ...]
 def join_projections(model: nnx.Module, paths: Collection[ModulePath] | None = None) -> frozenset[ModulePath]:
     """Merge query, key and value projections, and gate and up projections, into one dense layer each, in place.
 
-    A decoding step reads each weight once, and each matmul takes a few microseconds besides, whatever its size. One
+    A decoding step reads each weight once, and each matmul takes a few microseconds more, whatever its size. One
     matmul for queries, keys and values, and one for the gate and the input of an MLP, take that time once.
 
     Args:

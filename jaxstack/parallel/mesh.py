@@ -157,7 +157,7 @@ def describe_dims(row: Mapping[str, Any]) -> str:
 
 
 def distinct_layouts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Return the largest array of each distinct sharding, with the number of other arrays that are sharded alike."""
+    """Return the largest array of each distinct sharding, with the number of other arrays that have it."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(str([axes for axes in row["mesh_axes"] if axes]), []).append(row)

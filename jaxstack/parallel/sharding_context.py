@@ -51,7 +51,7 @@ class TracedParameters:
     gathered: frozenset[str] = frozenset()
     """Mesh axes over which the parameters have been gathered already, although they are stored sharded over them."""
     summed: tuple[str, ...] = ()
-    """Mesh axes over which a gradient is summed where its parameter is used, besides the axes it is scattered over."""
+    """Mesh axes over which a gradient is summed where its parameter is used, and over which it is not scattered."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,7 +119,7 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
     recipes = tuple(dict.fromkeys((config.precision.fp8, *FP8_RECIPES))) if options.fp8 else None
     if options.fp8 and cluster.peak_tflops.float8 is None:
         raise ConfigError(
-            f"--fp8 needs FP8 tensor cores, which {cluster.name} has not (peak_tflops.float8); leave it out."
+            f"--fp8 needs FP8 tensor cores, which {cluster.name} does not have (peak_tflops.float8); leave it out."
         )
     found = search_layouts(known, cluster, top=options.top, recipes=recipes)
     if options.policy == "tensor-first":

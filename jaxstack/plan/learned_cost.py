@@ -216,7 +216,7 @@ class MeasuredProgram:
     """Measured run time of a compiled program on a device, and the features that predict it (FLOPs, bytes, ...).
 
     Attributes:
-      family: kind of program; programs of one family are alike, so it is never split between training and test.
+      family: kind of program; programs of one family are similar, so it is never split between training and test.
       features: of the compiled program.
       seconds: measured time of a run.
       peak_flops: FLOP/s of the device.

@@ -91,7 +91,7 @@ def _show(indices: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:
 def _refuse(lines: Sequence[str]) -> None:
     if lines:
         shown = "\n  ".join(lines)
-        raise ConfigError(f"the processes of the run differ:\n  {shown}\nStart all of them alike.")
+        raise ConfigError(f"the processes of the run differ:\n  {shown}\nStart all of them in the same way.")
 
 
 def _skew(facts: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -370,7 +370,7 @@ def branch(config: RunConfig, report: Callable[[str], None]) -> None:
 def _branch(config: RunConfig, source: Path, report: Callable[[str], None]) -> None:
     target = config.directory / "checkpoints"
     if CheckpointManager(target).all_steps():
-        return  # the run has begun: it goes on from its own checkpoints
+        return  # the run has begun: it continues from its own checkpoints
     step = link_checkpoint(source / "checkpoints", config.run.branch_step, target, config.train.steps)
     report(f"branching from {source}, step {step}")
     before = config_from_tree(load_yaml(source / "config.yaml"), str(source / "config.yaml"))

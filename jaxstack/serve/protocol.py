@@ -78,7 +78,7 @@ def _check_stop(stop: object) -> object:
 
 
 class StreamOptions(Component):
-    """OpenAI's `stream_options`: what a streamed response contains besides the text."""
+    """OpenAI's `stream_options`: what a streamed response contains in addition to the text."""
 
     include_usage: bool = False
     """Send the numbers of tokens after the last piece."""

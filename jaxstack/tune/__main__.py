@@ -69,7 +69,7 @@ def _study(arguments: argparse.Namespace) -> None:
     from jaxstack.config.loader import load_yaml
     from jaxstack.tune.space import load_study
 
-    load_study(arguments.study)  # a missing or wrong file is told before jax is imported, which takes seconds
+    load_study(arguments.study)  # reports a missing or wrong file before jax is imported, which takes seconds
     load_yaml(arguments.config)
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError("studies need Optuna, which is not installed: pip install 'jaxstack[tune]'.")

@@ -1,7 +1,7 @@
 """Matrix products on Hopper's tensor cores: operands in shared memory, float32 accumulators in registers.
 
 `wgmma` multiplies a [64, k] left operand in shared memory or registers with a [k, n] right operand in shared memory and
-adds the product to an accumulator in registers, asynchronously: a warpgroup goes on with other work until it loads the
+adds the product to an accumulator in registers, asynchronously: a warpgroup does other work until it loads the
 accumulator. Kernels add to an `Accumulator`, and need not know that the interpreter computes some products differently
 from the hardware: that is decided here and nowhere else.
 """

@@ -30,7 +30,7 @@ class FeatureMap(Protocol):
 
 
 class Elementwise:
-    """Feature map that applies one function, in float32, to queries and keys alike."""
+    """Feature map that applies one function, in float32, to both queries and keys."""
 
     def __init__(self, function: Callable[[jax.Array], jax.Array]):
         self.function = function

@@ -2,7 +2,7 @@
 
 The numerics of COMET's W4A4KV4 (Liu et al. 2024, arXiv:2410.12168): the channels of a layer's input are permuted once,
 so that those with the largest magnitudes fill the first blocks of 128; these are rounded to int8, all others to int4,
-each block of a token with its own scale. The weights' inputs are permuted alike, so that no product changes.
+each block of a token with its own scale. The weights' inputs are permuted in the same way, so that no product changes.
 """
 
 import dataclasses

@@ -135,7 +135,7 @@ class TrainedIntegers(IntegerMethod, DuringTraining):
 class QatRule(RoundingMethod, TrainedIntegers):
     """Trains with weights rounded to symmetric integers, with one scale for each group of inputs.
 
-    `jaxstack compress` with the method `rtn` rounds alike.
+    `jaxstack compress` with the method `rtn` rounds in the same way.
     """
 
     features: ClassVar[tuple[Feature, ...]] = (

@@ -22,7 +22,7 @@ class CacheFormat:
 
     Attributes:
       key, value: codecs of one head's vectors.
-      sorts_channels: True if the channels of keys are sorted by magnitude, so that those of a block are alike.
+      sorts_channels: True if the channels of keys are sorted by magnitude, so that those of a block are similar.
     """
 
     key: Codec

@@ -197,7 +197,7 @@ def windows(
     """Create the conversion of the keys that say which layers have sliding-window attention, and its size.
 
     Args:
-      keys: keys that the row reads besides `sliding_window`.
+      keys: keys that the row reads in addition to `sliding_window`.
       kinds: returns for each layer True if it has a window; used if config.json has no `layer_types`.
       write: returns the keys for a model.
       layers: key of the number of layers.

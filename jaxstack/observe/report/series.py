@@ -98,7 +98,7 @@ def downsample(series: Series, buckets: int = 400) -> Series:
 def smooth(series: Series, parts: int = 40) -> Series:
     """Smooth a series by a centred moving average over 1/`parts` of its points; gaps stay and are not counted.
 
-    Towards the ends the window narrows on both sides alike, so that the curve neither lags nor leads.
+    Towards the ends the window narrows equally on both sides, so that the curve neither lags nor leads.
     """
     known = np.isfinite(series.values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, series.values, 0.0))])

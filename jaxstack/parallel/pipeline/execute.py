@@ -1,12 +1,12 @@
 """Runs a pipeline schedule inside `shard_map`: loss and gradients of all microbatches, without autodiff of its loop.
 
-A `lax.scan` goes over the ticks and reads a table made on the host, so that 8 and 64 microbatches compile alike. A
-slot is a `lax.switch`, under `shard_map` a real conditional: a stage without a task does nothing. On a GPU each costs a
-wait of the host, so there are as few as the schedule has slots, one for both ends of the model, and none within
+A `lax.scan` goes over the ticks and reads a table made on the host, so that 8 and 64 microbatches compile in the same
+time. A slot is a `lax.switch`, under `shard_map` a real conditional: a stage without a task does nothing. On a GPU each
+costs a wait of the host, so there are as few as the schedule has slots, one for both ends of the model, and none within
 another. Every chunk has its own branch: where a layer lies in memory is then known except for the loop's counter, and
-XLA multiplies by the weights where they are instead of copying each layer's first. Permutes stand outside of them
-(XLA's CPU backend cannot run one in a branch that only some devices take), and are tied to what is computed meanwhile,
-so that they overlap.
+XLA multiplies by the weights where they are instead of copying each layer's first. Permutes are outside of them (XLA's
+CPU backend cannot run one in a branch that only some devices take), and are tied to what is computed meanwhile, so that
+they overlap.
 """
 
 import dataclasses
