@@ -3,7 +3,8 @@
     python benchmarks/attention/paged_attention.py                        # on a GPU: a minute
     python benchmarks/attention/paged_attention.py --only "8B, 256"       # works whose name contains the words
     python benchmarks/attention/paged_attention.py --sweep                # times of other tiles of the kernel, no rows
-    python benchmarks/attention/paged_attention.py --sweep 64/4/3 64/4/3/2  # keys of a step/warps/stages[/ranges]
+    python benchmarks/attention/paged_attention.py --sweep 64/4/3 64/4/3/2 32/8/3/0/64
+                                                     # keys of a step/warps/stages[/ranges, 0 to choose[/rows]]
     python benchmarks/attention/paged_attention.py --tiny                 # tiny sizes on a CPU; rows go to tiny/
 
 Pages are allotted to sequences in random order, as in a server that has run for a while. A program attends to the
@@ -14,6 +15,9 @@ Rows are appended to benchmarks/results/paged_attention.jsonl:
     milliseconds   of the attention of one layer, the combination of its ranges included
     bandwidth      bytes of the keys and values that are seen over the time, in GB/s
     share          of the bandwidth at which the memory was read (`READ_SPEED` in benchmarks/serving/generate.py)
+    tflops_per_device  of the products with keys and with values
+
+Latents (DeepSeek's absorbed attention) are one key head of 576 channels, of which the first 512 are the values.
 """
 
 import argparse
@@ -43,13 +47,19 @@ from pallas_kernels.paged_attention.request import make_request
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Sequences of a decoding step: N query heads, K key heads of H elements, and a range of lengths."""
+    """Sequences of a decoding step: N query heads, K key heads of H elements, and a range of lengths.
+
+    Values are the first `value_width` elements of their keys if it is not None.
+    """
 
     heads: tuple[int, int, int]
     sequences: int
     lengths: tuple[int, int]
+    value_width: int | None = None
 
 
+DEEPSEEK_V2_LITE = (16, 1, 576)
+DEEPSEEK_V3 = (128, 1, 576)
 LLAMA_1B = (32, 8, 64)
 LLAMA_8B = (32, 8, 128)
 WORKS: Mapping[str, Work] = {
@@ -60,14 +70,21 @@ WORKS: Mapping[str, Work] = {
     "Llama 8B, 16 x 8,192 tokens": Work(LLAMA_8B, 16, (8192, 8192)),
     "Llama 8B, 64 x 64 to 4,096 tokens": Work(LLAMA_8B, 64, (64, 4096)),
     "Llama 8B, 256 x 1,000 to 2,000 tokens": Work(LLAMA_8B, 256, (1000, 2000)),
+    "latents, 16 heads, 1 x 32,768 tokens": Work(DEEPSEEK_V2_LITE, 1, (32768, 32768), 512),
+    "latents, 16 heads, 64 x 4,096 tokens": Work(DEEPSEEK_V2_LITE, 64, (4096, 4096), 512),
+    "latents, 128 heads, 64 x 4,096 tokens": Work(DEEPSEEK_V3, 64, (4096, 4096), 512),
+    "latents, 128 heads, 128 x 8,192 tokens": Work(DEEPSEEK_V3, 128, (8192, 8192), 512),
 }
-TINY: Mapping[str, Work] = {"tiny, 4 x 10 to 50 tokens": Work((4, 2, 32), 4, (10, 50))}
-COLUMNS = ("work", "variant", "implementation", "milliseconds", "bandwidth", "share", "device")
+TINY: Mapping[str, Work] = {
+    "tiny, 4 x 10 to 50 tokens": Work((4, 2, 32), 4, (10, 50)),
+    "tiny latents, 4 x 10 to 50 tokens": Work((4, 1, 80), 4, (10, 50), 64),
+}
+COLUMNS = ("work", "variant", "implementation", "milliseconds", "bandwidth", "share", "tflops_per_device", "device")
 _BYTES = 2**28
 """Of all layers' keys and values at least, several times the cache of an H200."""
 
 Row = dict[str, Any]
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array | int, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +96,32 @@ class Arrays:
         caches: (keys, values) of each layer, [P, page, K, H].
         table: int32 [B, pages].
         lengths: int32 [B].
+        value_width: as of the `Work`.
     """
 
     q: jax.Array
     caches: Sequence[tuple[jax.Array, jax.Array]]
     table: jax.Array
     lengths: jax.Array
+    value_width: int | None
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a layer's products of queries with keys, and of weights with values."""
+        heads, width = self.q.shape[2:]
+        return 2 * int(self.lengths.sum()) * heads * (width + (self.value_width or width))
 
     @property
     def bytes_seen(self) -> int:
         """Bytes of a layer's keys and values that the queries see."""
         keys = self.caches[0][0]
-        return 2 * int(self.lengths.sum()) * keys.shape[2] * keys.shape[3] * keys.dtype.itemsize
+        return (
+            (2 if self.value_width is None else 1)
+            * int(self.lengths.sum())
+            * keys.shape[2]
+            * keys.shape[3]
+            * keys.dtype.itemsize
+        )
 
 
 def make_arrays(work: Work, page: int, least_bytes: int) -> Arrays:
@@ -109,7 +140,9 @@ def make_arrays(work: Work, page: int, least_bytes: int) -> Arrays:
     keys = jax.random.split(jax.random.key(0), 2 * layers)
     q = jax.random.normal(jax.random.key(1), (work.sequences, 1, heads, width), jnp.bfloat16)
     caches = [(make(keys[2 * n]), make(keys[2 * n + 1])) for n in range(layers)]
-    return Arrays(q, caches, jnp.asarray(table), jnp.asarray(lengths, jnp.int32))
+    if work.value_width is not None:
+        caches = [(keys, keys) for keys, _ in caches]
+    return Arrays(q, caches, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), work.value_width)
 
 
 def seconds_of(attend: Attend, arrays: Arrays, passes: int) -> float:
@@ -119,7 +152,8 @@ def seconds_of(attend: Attend, arrays: Arrays, passes: int) -> float:
         def one_pass(_: jax.Array | int, q: jax.Array) -> jax.Array:
             for keys, values in caches:
                 # Each layer's queries depend on the output of the layer before, as in a model.
-                q = q + attend(q, keys, values, arrays.table, arrays.lengths)
+                out = attend(q, keys, arrays.value_width or values, arrays.table, arrays.lengths)
+                q = q.at[..., : out.shape[-1]].add(out)
             return q * 0.5
 
         return jax.lax.fori_loop(0, passes, one_pass, q)
@@ -135,13 +169,17 @@ def variants(sweep: Sequence[str] | None) -> Mapping[str, Attend]:
         return {"as chosen": paged_attention}
 
     def with_tile(tile: triton.Tile) -> Attend:
-        return lambda q, keys, values, table, lengths: triton.attend(
-            make_request(q, keys, values, table, lengths, scale=None, soft_cap=None, window=None), tile
-        )
+        options = {"scale": None, "soft_cap": None, "window": None}
+        return lambda *arrays: triton.attend(make_request(*arrays, **options), tile)
 
     tiles = [tuple(map(int, sizes.split("/"))) for sizes in sweep]
     tiles = tiles or itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4))
-    return {"/".join(map(str, sizes)): with_tile(triton.Tile(*sizes)) for sizes in tiles}
+    return {"/".join(map(str, sizes)): with_tile(make_tile(*sizes)) for sizes in tiles}
+
+
+def make_tile(key_block: int, warps: int, stages: int, ranges: int = 0, rows: int = 64) -> triton.Tile:
+    """Return a tile; 0 ranges are as many as can be computed at a time."""
+    return triton.Tile(key_block, warps, stages, ranges or None, rows)
 
 
 def measure(name: str, work: Work, arguments: argparse.Namespace) -> list[Row]:
@@ -163,7 +201,8 @@ def measure(name: str, work: Work, arguments: argparse.Namespace) -> list[Row]:
         share = {"share": speed / READ_SPEED[device]} if device in READ_SPEED else {}
         rows.append({
             "work": f"paged attention {name}", "variant": f"pages of {arguments.page}, {variant}",
-            "implementation": "jaxstack", "milliseconds": 1e3 * seconds, "bandwidth": speed, **share, "device": device,
+            "implementation": "jaxstack", "milliseconds": 1e3 * seconds, "bandwidth": speed, **share,
+            "tflops_per_device": arrays.flops / seconds / 1e12, "device": device,
         })  # fmt: skip
     return rows
 

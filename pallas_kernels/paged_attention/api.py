@@ -23,7 +23,7 @@ BACKENDS = (
 def paged_attention(
     q: Float[Array, "B T N H"],
     k_pages: Float[Array, "P page K H"] | Encoded,
-    v_pages: Float[Array, "P page K H"] | Encoded,
+    v_pages: Float[Array, "P page K H"] | Encoded | int,
     page_table: Int[AnyArray, "B pages"],
     lengths: Int[AnyArray, " B"],
     *,
@@ -32,14 +32,15 @@ def paged_attention(
     window: int | None = None,
     sinks: Float[AnyArray, " N"] | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Compute causal attention of each sequence's last T tokens over its keys and values, stored in pages.
 
     Args:
         q: queries of the tokens at the positions lengths - T .. lengths - 1. Those before position 0 are padding, whose
             outputs have no meaning.
         k_pages, v_pages: the pages of all sequences, which hold the keys and values of the queries' tokens too; plain
-            arrays, or `Encoded` in few bits.
+            arrays, or `Encoded` in few bits. A number V as `v_pages`: values are the first V channels of their keys, as
+            in absorbed latent attention (DeepSeek-V2, arXiv:2405.04434).
         page_table: int32 pages of each sequence in order; entries after the last page are ignored but must be valid.
         lengths: int32 tokens of each sequence, the T new ones included.
         scale: factor of the scores; default 1 / sqrt(H).
@@ -49,14 +50,22 @@ def paged_attention(
         implementation: name of a backend in `BACKENDS`; None takes the first that supports the call.
 
     Returns:
-        out [B, T, N, H] in the dtype of q.
+        out [B, T, N, V] in the dtype of q.
 
     Raises:
         ValueError: an argument breaks a rule.
         NotSupported: the named backend cannot compute the call (a ValueError).
     """
     request = make_request(
-        q, k_pages, v_pages, page_table, lengths, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        lengths,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        sinks=sinks,
     )
     return select("paged_attention", BACKENDS, implementation, request).call(request)
 

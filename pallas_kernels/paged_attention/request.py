@@ -27,6 +27,7 @@ class PagedAttentionRequest:
         window: keys that a query sees, or None.
         target: the device that the call is lowered for.
         sinks: float32 [N], one more score of each query of a head, without a value; None: there are none.
+        value_width: V, if values are the first V channels of their keys, so that `v_pages` are `k_pages`; else None.
     """
 
     q: jax.Array
@@ -41,18 +42,20 @@ class PagedAttentionRequest:
     window: int | None
     target: Target
     sinks: jax.Array | None = None
+    value_width: int | None = None
 
     def __str__(self) -> str:
         q = self.q
         pages = jax.tree.leaves(self.k_pages)[0]
         stored = self.k_pages.codec if isinstance(self.k_pages, Encoded) else pages.dtype.name
-        return f"q {list(q.shape)} {q.dtype.name} pages {list(pages.shape)} {stored} on {self.target}"
+        values = "" if self.value_width is None else f" values in the first {self.value_width} channels"
+        return f"q {list(q.shape)} {q.dtype.name} pages {list(pages.shape)} {stored}{values} on {self.target}"
 
 
 def make_request(
     q: AnyArray,
     k_pages: AnyArray | Encoded,
-    v_pages: AnyArray | Encoded,
+    v_pages: AnyArray | Encoded | int,
     page_table: AnyArray,
     lengths: AnyArray,
     *,
@@ -69,11 +72,17 @@ def make_request(
     q = jnp.asarray(q)
     page_table = jnp.asarray(page_table)
     lengths = jnp.asarray(lengths)
+    value_width = v_pages if isinstance(v_pages, int) else None
+    v_pages = k_pages if isinstance(v_pages, int) else v_pages
     k_shape = _value_shape(k_pages)
     v_shape = _value_shape(v_pages)
     shapes = f"got q {list(q.shape)}, k_pages {list(k_shape)}, v_pages {list(v_shape)}"
     if q.ndim != 4 or len(k_shape) != 4 or k_shape != v_shape or q.shape[-1] != k_shape[-1]:
         raise ValueError(f"q must be [B, T, N, H], and k_pages and v_pages both [P, page, K, H]; {shapes}")
+    if value_width is not None and not 0 < value_width <= q.shape[-1]:
+        raise ValueError(
+            f"values in the first V channels of their keys need a V from 1 to {q.shape[-1]}; got {value_width}"
+        )
     if q.shape[2] % k_shape[2]:
         raise ValueError(f"the query heads N must be a multiple of the key heads K; {shapes}")
     if page_table.ndim != 2 or lengths.ndim != 1 or not q.shape[0] == page_table.shape[0] == lengths.shape[0]:
@@ -96,6 +105,7 @@ def make_request(
         window,
         current_target(),
         None if sinks is None else check_sinks(sinks, q),
+        value_width,
     )
 
 

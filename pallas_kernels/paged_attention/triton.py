@@ -19,6 +19,8 @@ from pallas_kernels.triton_support import triton_call, unsupported_target
 _LEAST_CAPABILITY = (8, 0)
 _MOST_ROWS = 64
 """Pairs of a new token and a query head per key head: rows of one tile."""
+_SHARED_WIDTHS = (64, 128, 256, 512)
+"""Widths of values that are the first channels of their keys."""
 _MOST_RANGES = 64
 """Largest number of ranges that the keys of a sequence are divided into."""
 _PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -39,12 +41,18 @@ class Tile:
         stages: stages of Triton's pipeline of loads. Pages take two of them, so that 3 and 4 hold the keys of one step
             in shared memory, 5 of two steps.
         ranges: ranges that the keys of a sequence are divided into; None: as many as can be computed at a time.
+        rows: most queries of a program, a power of two.
     """
 
     key_block: int
     warps: int = 4
     stages: int = 3
     ranges: int | None = None
+    rows: int = _MOST_ROWS
+
+
+SHARED_TILE = Tile(32, warps=8, stages=3, rows=64)
+"""Tile of latents, whose keys are wide: 576 channels in DeepSeek's models."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +62,9 @@ class PagedAttentionPlan:
     Attributes:
         new_tokens: T.
         num_heads, key_heads: N and K.
-        head_dim: H, a power of two.
+        head_dim: H.
+        value_dim: channels of a value, a power of two: H, or fewer if `shared`.
+        shared: True if values are the first channels of their keys.
         page_size: tokens of a page.
         table_width: pages of a sequence at most.
         tile: see `Tile`.
@@ -67,6 +77,8 @@ class PagedAttentionPlan:
     num_heads: int
     key_heads: int
     head_dim: int
+    value_dim: int
+    shared: bool
     page_size: int
     table_width: int
     tile: Tile
@@ -93,8 +105,18 @@ class PagedAttentionPlan:
 
     @property
     def padded_rows(self) -> int:
-        """Number of queries of a key head, rounded up to a power of two and to the 16 rows of a tensor-core tile."""
-        return max(16, 1 << (self.rows - 1).bit_length())
+        """Number of queries of a program, rounded up to a power of two and to the 16 rows of a tensor-core tile."""
+        return min(max(16, 1 << (self.rows - 1).bit_length()), self.tile.rows)
+
+    @property
+    def row_blocks(self) -> int:
+        """Number of programs that share the queries of a key head."""
+        return -(-self.rows // self.padded_rows)
+
+    @property
+    def further_dim(self) -> int:
+        """Number of channels of a key that are no value's."""
+        return self.head_dim - self.value_dim
 
     @property
     def padded_ranges(self) -> int:
@@ -113,6 +135,11 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
         return f"reads no pages in few bits; got {request}"
     if q.dtype != k_pages.dtype or v_pages.dtype != k_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs queries, keys and values in bfloat16 or float16; got {q.dtype} and {k_pages.dtype}"
+    if request.value_width is not None:
+        further = q.shape[-1] - request.value_width
+        if request.value_width not in _SHARED_WIDTHS or further not in (0, 16, 32, 64, 128):
+            return f"needs latents of 64, 128, 256 or 512 and 0 to 128 further channels; got {request}"
+        return None
     if q.shape[-1] not in (32, 64, 128, 256):
         return f"needs a head_dim of 32, 64, 128 or 256; got {q.shape[-1]}"
     rows = q.shape[1] * q.shape[2] // request.key_heads
@@ -131,14 +158,17 @@ def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> Paged
     most = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors()
     pairs = batch * key_heads
     elements = _MANY_BLOCK_ELEMENTS if pairs >= 2 * most else _FEW_BLOCK_ELEMENTS
+    shared = request.value_width is not None
     plan = PagedAttentionPlan(
         new_tokens,
         num_heads,
         key_heads,
         head_dim,
+        request.value_width or head_dim,
+        shared,
         page_size,
         table_width,
-        tile or Tile(min(max(elements // head_dim, 64), 128)),
+        tile or (SHARED_TILE if shared else Tile(min(max(elements // head_dim, 64), 128))),
         1,
         float(request.scale),
         None if request.soft_cap is None else float(request.soft_cap),
@@ -146,11 +176,12 @@ def make_plan(request: PagedAttentionRequest, tile: Tile | None = None) -> Paged
         request.sinks is not None,
     )
     blocks = -(-table_width * page_size // plan.key_block)
-    return dataclasses.replace(plan, ranges=max(1, min(plan.tile.ranges or most // pairs, blocks, _MOST_RANGES)))
+    programs = (multiprocessors() if shared else most) // (pairs * plan.row_blocks)
+    return dataclasses.replace(plan, ranges=max(1, min(plan.tile.ranges or programs, blocks, _MOST_RANGES)))
 
 
 def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Array:
-    """Compute paged attention with the Triton kernels: [B, T, N, H] in the dtype of the queries."""
+    """Compute paged attention with the Triton kernels: [B, T, N, V] in the dtype of the queries."""
     from pallas_kernels.paged_attention.triton_kernel import attend_kernel, combine_kernel
 
     plan = make_plan(request, tile)
@@ -159,6 +190,7 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
     grid = (q.shape[0], plan.key_heads)
     partial = (*grid, plan.ranges, plan.rows)
     split = plan.ranges > 1
+    out = jax.ShapeDtypeStruct((*q.shape[:3], plan.value_dim), q.dtype)
     sinks = request.lengths if request.sinks is None else request.sinks  # not read without sinks
     values, log_sums = triton_call(
         q,
@@ -169,10 +201,10 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
         sinks,
         kernel=attend_kernel,
         out_shape=(
-            jax.ShapeDtypeStruct((*partial, plan.head_dim), jnp.float32) if split else q,
+            jax.ShapeDtypeStruct((*partial, plan.value_dim), jnp.float32) if split else out,
             jax.ShapeDtypeStruct(partial if split else (1,), jnp.float32),
         ),
-        grid=(plan.key_heads, q.shape[0], plan.ranges),
+        grid=(plan.key_heads * plan.row_blocks, q.shape[0], plan.ranges),
         name="paged_attention",
         num_warps=plan.tile.warps,
         num_stages=plan.tile.stages,
@@ -186,7 +218,7 @@ def attend(request: PagedAttentionRequest, tile: Tile | None = None) -> jax.Arra
         log_sums,
         sinks,
         kernel=combine_kernel,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=out,
         grid=(*grid, plan.rows),
         name="combine_paged_attention",
         num_warps=2 if plan.ranges <= 32 else 4,

@@ -15,20 +15,27 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
     otherwise float32 [B, K, ranges, rows, H], where a row is a pair of new token and query head, and `log_sums` is the
     base-2 logarithm of each row's sum of exponentials, float32 [B, K, ranges, rows]. `sinks` [N] are scores without a
     value, which the last kernel adds.
+
+    Where values are the first channels of their keys, both are read once; the further channels of a key are a product
+    apart, as tiles have powers of two as sizes. A head's rows are then several programs, if they are many.
     """
     padded_rows: tl.constexpr = plan.padded_rows
     head_dim: tl.constexpr = plan.head_dim
+    value_dim: tl.constexpr = plan.value_dim
     key_block: tl.constexpr = plan.key_block
-    head = tl.program_id(0)
+    head = tl.program_id(0) // plan.row_blocks
     sequence = tl.program_id(1)
     part = tl.program_id(2)
     length = tl.load(lengths + sequence)
-    row = tl.arange(0, padded_rows)
-    column = tl.arange(0, head_dim)
+    row = tl.program_id(0) % plan.row_blocks * padded_rows + tl.arange(0, padded_rows)
+    column = tl.arange(0, value_dim)
     position = length - plan.new_tokens + row // plan.group
     query = (sequence * plan.new_tokens + row // plan.group) * plan.num_heads + head * plan.group + row % plan.group
     row_valid = row < plan.rows
     queries = tl.load(q + query[:, None] * head_dim + column, row_valid[:, None], 0.0)
+    if plan.further_dim > 0:
+        further = value_dim + tl.arange(0, plan.further_dim)
+        further_queries = tl.load(q + query[:, None] * head_dim + further, row_valid[:, None], 0.0)
 
     first = 0
     if plan.window is not None:
@@ -39,7 +46,7 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
     end = tl.minimum(begin + each, first + blocks)
     highest = tl.full([padded_rows], float("-inf"), tl.float32)
     total = tl.zeros([padded_rows], tl.float32)
-    values = tl.zeros([padded_rows, head_dim], tl.float32)
+    values = tl.zeros([padded_rows, value_dim], tl.float32)
     for block in range(begin, end):
         key = block * key_block + tl.arange(0, key_block)
         here = key < length
@@ -47,8 +54,12 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
         slot = (page * plan.page_size + key % plan.page_size) * plan.key_heads + head
         place = slot[:, None] * head_dim + column
         keys = tl.load(k_pages + place, here[:, None], 0.0)
-        content = tl.load(v_pages + place, here[:, None], 0.0)
-        scores = tl.dot(queries, tl.trans(keys)) * plan.scale
+        scores = tl.dot(queries, tl.trans(keys))
+        if plan.further_dim > 0:
+            further_keys = tl.load(k_pages + slot[:, None] * head_dim + further, here[:, None], 0.0)
+            scores = tl.dot(further_queries, tl.trans(further_keys), scores)
+        scores *= plan.scale
+        content = keys if plan.shared else tl.load(v_pages + place, here[:, None], 0.0)
         if plan.soft_cap is not None:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), which Triton has no instruction for.
             scores = plan.soft_cap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / plan.soft_cap)) + 1))
@@ -72,11 +83,11 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
         values *= shrink[:, None]
     values = values / tl.where(total == 0, 1.0, total)[:, None]
     if plan.ranges == 1:
-        target = out + query[:, None] * head_dim + column
+        target = out + query[:, None] * value_dim + column
         tl.store(target, values.to(out.dtype.element_ty), row_valid[:, None])
     else:
         place = ((sequence * plan.key_heads + head) * plan.ranges + part) * plan.rows + row
-        tl.store(out + place[:, None] * head_dim + column, values, row_valid[:, None])
+        tl.store(out + place[:, None] * value_dim + column, values, row_valid[:, None])
         tl.store(log_sums + place, highest + tl.log2(total), row_valid)
 
 
@@ -84,12 +95,12 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, sinks, out, log_sums
 def combine_kernel(partial, log_sums, sinks, out, plan: tl.constexpr):
     """Combine one query's attention outputs over the ranges of its sequence's keys; `out` is [B, T, N, H]."""
     padded_ranges: tl.constexpr = plan.padded_ranges
-    head_dim: tl.constexpr = plan.head_dim
+    value_dim: tl.constexpr = plan.value_dim
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2)
     part = tl.arange(0, padded_ranges)
-    column = tl.arange(0, head_dim)
+    column = tl.arange(0, value_dim)
     valid = part < plan.ranges
     place = ((sequence * plan.key_heads + head) * plan.ranges + part) * plan.rows + row
     logs = tl.load(log_sums + place, valid, float("-inf"))
@@ -98,10 +109,10 @@ def combine_kernel(partial, log_sums, sinks, out, plan: tl.constexpr):
         sink = tl.load(sinks + head * plan.group + row % plan.group) * 1.4426950408889634
         highest = tl.maximum(highest, sink)
     weights = tl.exp2(logs - tl.where(highest == float("-inf"), 0.0, highest))
-    values = tl.load(partial + place[:, None] * head_dim + column, valid[:, None], 0.0)
+    values = tl.load(partial + place[:, None] * value_dim + column, valid[:, None], 0.0)
     total = tl.sum(weights, 0)
     if plan.sinks:
         total += tl.exp2(sink - highest)
     result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
     query = (sequence * plan.new_tokens + row // plan.group) * plan.num_heads + head * plan.group + row % plan.group
-    tl.store(out + query * head_dim + column, result.to(out.dtype.element_ty))
+    tl.store(out + query * value_dim + column, result.to(out.dtype.element_ty))

@@ -22,7 +22,7 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
 
 
 def attend(request: PagedAttentionRequest) -> jax.Array:
-    """Compute paged attention in XLA: [B, T, N, H] in the dtype of the queries."""
+    """Compute paged attention in XLA: [B, T, N, V] in the dtype of the queries."""
     q = request.q
     lengths = request.lengths
     batch, length, heads, width = q.shape
@@ -37,7 +37,9 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest, total, values = carry
         part = jax.lax.dynamic_slice_in_dim(table, number * pages, pages, axis=1)
-        k, v = (_rows(stored, part, q.dtype) for stored in (request.k_pages, request.v_pages))
+        k = _rows(request.k_pages, part, q.dtype)
+        shared = request.value_width is not None
+        v = k[..., : request.value_width] if shared else _rows(request.v_pages, part, q.dtype)
         scores = _scores(request, grouped, k, positions, number * block)
         higher = jnp.maximum(highest, scores.max(-1))
         weights = jnp.exp(scores - higher[..., None])
@@ -47,7 +49,7 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
 
     shape = (batch, request.key_heads, heads // request.key_heads, length)
     # A query that sees no key of a block counts them with weight 1, until the first key that it sees shrinks that to 0.
-    carry = jnp.full(shape, _LEAST), jnp.zeros(shape), jnp.zeros((*shape, width))
+    carry = jnp.full(shape, _LEAST), jnp.zeros(shape), jnp.zeros((*shape, request.value_width or width))
     if request.sinks is not None:  # A score that every query sees, whose value is 0.
         sinks = request.sinks.astype(jnp.float32).reshape(shape[1:3])[None, :, :, None]
         carry = jnp.broadcast_to(sinks, shape), jnp.ones(shape), carry[2]
@@ -55,7 +57,7 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     end = -(-lengths.max() // block)
     _, total, values = jax.lax.fori_loop(first, end, add_block, carry)
     out = values / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    return jnp.moveaxis(out, 3, 1).reshape(q.shape).astype(q.dtype)
+    return jnp.moveaxis(out, 3, 1).reshape(*q.shape[:3], -1).astype(q.dtype)
 
 
 def _rows(stored: Stored, table: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

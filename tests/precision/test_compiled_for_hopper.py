@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from jaxstack.observe.collectives import Collective, collectives
+from jaxstack.observe.what_ran import refuse_fallbacks
 from jaxstack.trainer import Trainer
 from tests.hopper_steps import compile_step
 from tests.small_runs import small_config
@@ -62,3 +63,35 @@ def test_fsdp_gathers_fp8_bytes(recipe):
     assert sum(row.payload_bytes * row.calls for row in gathered) == 2 * LAYERS * (LAYER + scales)
     small = [row for row in rows if row.kind == "all-reduce" and row.in_loop]
     assert sum(row.payload_bytes for row in small) < 4 * (3 * D), "maxima of weights, gradients of the norms"
+
+
+EXPERT_MATMULS = 8 * LAYERS
+"""Of a layer: three products, three gradients of weights, one of the input of gate and up, and one of that of down."""
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (),
+        *(
+            pytest.param(axes, marks=pytest.mark.exhaustive)
+            for axes in (
+                ("parallel.expert=4",),
+                ("parallel.expert=2", "parallel.tensor=2", "parallel.sequence=true"),
+                ("parallel.fsdp=2", "parallel.context=2"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_experts_are_in_fp8(layout):
+    mixture = "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 256}"
+    attention = '{path: "attention", fp8: false}'
+    trainer, _ = compiled(mixture, "precision.fp8=blockwise", f"precision.fp8_rules=[{attention}]", *layout)
+    ran = trainer.describe()
+    assert ran["matmuls"]["fp8_expected"] == EXPERT_MATMULS
+    # Further rounds of an exchange compute them again.
+    rounds = "parallel.expert" in str(layout)
+    assert ran["matmuls"]["fp8"] > EXPERT_MATMULS if rounds else ran["matmuls"]["fp8"] == EXPERT_MATMULS
+    refuse_fallbacks(trainer.choices)

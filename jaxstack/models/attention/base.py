@@ -31,6 +31,7 @@ class AttentionSpec:
         `AttentionKind.attend` gets the chunks as segments; only decoding has to apply this.
       implementation: backend by name; None: the first that supports the call.
       cache_format: how the cache stores keys and values; None: in the compute dtype.
+      value_width: number of channels of a value, if values are the first channels of their keys; else None.
     """
 
     num_heads: int
@@ -42,6 +43,7 @@ class AttentionSpec:
     chunk: int | None = None
     implementation: str | None = None
     cache_format: CacheFormat | None = None
+    value_width: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

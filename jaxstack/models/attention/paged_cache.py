@@ -91,6 +91,8 @@ def attend_pages(
             outputs.append(_attend_chunk(part, cache, group, heads, sinks))
             continue
         in_place = group.width <= _FEW or current_target().platform == "cpu"
+        # Values that are channels of their keys are never copied: no other kernel takes keys as wide as latents.
+        in_place = in_place or heads.value_width is not None
         attend = _attend_in_place if in_place else _attend_chunks
         outputs.append(attend(part, cache, group, heads, sinks))
     # The barrier orders these reads before the next write to the pages in the same program. Without it XLA copies all
@@ -140,7 +142,7 @@ def _attend_in_place(
         return paged_attention(
             q,
             key,
-            value,
+            heads.value_width or value,
             table,
             lengths,
             scale=heads.scale,
@@ -162,9 +164,12 @@ def _attend_in_place(
 
 
 def _splits_by_heads(rules: AxisRules, q: jax.Array, pages: jax.Array) -> bool:
-    """Return True if each device holds the pages for its own query heads, and the batch is not sharded."""
+    """Return True if each device holds the pages for its own query heads, and the batch is not sharded.
+
+    One key head is on every device.
+    """
     heads, kv_heads = (rules.spec((axis,), (x.shape[2],))[0] for axis, x in (("act_heads", q), ("act_kv_heads", pages)))
-    return heads == kv_heads and rules.degree(rules.table["batch"]) == 1
+    return (heads == kv_heads or pages.shape[2] == 1) and rules.degree(rules.table["batch"]) == 1
 
 
 def _attend_chunks(

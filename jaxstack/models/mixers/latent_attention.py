@@ -8,7 +8,6 @@ Dims: B batch, T query length, D model, N heads, R latent, P rotated channels, H
 head.
 """
 
-import functools
 from typing import cast
 
 import jax
@@ -19,16 +18,15 @@ from jaxtyping import Array, Float
 from jaxstack.models.attention.base import AttentionSpec, context_method
 from jaxstack.models.attention.kv_cache import KeyCache, attend_to, empty_cache, extend, store
 from jaxstack.models.attention.latent import LatentAttention
-from jaxstack.models.attention.paged_cache import PagedKeys, put_in_pages
+from jaxstack.models.attention.paged_cache import PagedKeys, attend_pages, put_in_pages
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, pack_groups
+from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount
 from jaxstack.models.linear import Linear, apply_scattered, apply_together
 from jaxstack.models.norm import LayerInput, Norm, make_norm
 from jaxstack.models.rope import apply_rope
-from jaxstack.parallel import context_axis, current_rules, save_for_backward, shard, with_local_heads
+from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
 from pallas_kernels import PackedWeight, context_attention, flash_attention
-from pallas_kernels.paged_attention.api import paged_attention
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -144,7 +142,8 @@ class MultiHeadLatentAttention(nnx.Module):
     def _spec(self) -> AttentionSpec:
         """Return the settings of absorbed attention, which has one key head."""
         width = self.kind.kv_lora_rank + self.kind.qk_rope_head_dim
-        return AttentionSpec(self.kv_b_proj.kernel.shape[-2], 1, width, self.scale)
+        rank = self.kind.kv_lora_rank
+        return AttentionSpec(self.kv_b_proj.kernel.shape[-2], 1, width, self.scale, value_width=rank)
 
     def _attend_absorbed(
         self, q: jax.Array, latent: jax.Array, cache: LayerCache, slots: CacheSlots
@@ -159,17 +158,8 @@ class MultiHeadLatentAttention(nnx.Module):
         # Packed tokens are one row for attention, whatever rows they are for the matmuls.
         row_q, row_key = (part.reshape(1, -1, *part.shape[2:]) for part in (q, key))
         cache = put_in_pages(cast(PagedKeys, cache), row_key, _no_values(row_key), slots.pages)
-        rules = current_rules()
-        # XLA cannot partition a kernel over the devices of a mesh.
-        implementation = None if rules is None or rules.mesh.size == 1 else "xla"
-        attend = functools.partial(paged_attention, scale=self.scale, implementation=implementation)
-        outputs = [
-            attend(part, cache.key, cache.key, group.table, group.lengths)
-            for group, (part,) in slots.pages.split(row_q)
-        ]
-        # The barrier orders these reads before the next write to the pages, which XLA would else copy to be safe.
-        out, cache = jax.lax.optimization_barrier((pack_groups(outputs), cache))
-        return out.reshape(q.shape)[..., :rank], cache
+        out, latents = attend_pages(row_q, PagedKeys(cache.key, cache.key), slots.pages, self._spec())
+        return out.reshape(*q.shape[:-1], rank), PagedKeys(latents.key, cache.value)
 
     def _store(self, latent: jax.Array, cache: LayerCache, slots: CacheSlots) -> LayerCache:
         key = latent[..., None, :]

@@ -28,6 +28,19 @@ def test_random_pages_give_the_attention_to_keys_in_a_row(queries, options):
     assert np.isfinite(found).all()
 
 
+def test_values_in_the_first_channels_of_their_keys():
+    random = np.random.default_rng(0)
+    q = jnp.asarray(random.normal(size=(len(LENGTHS), 2, 4, 12)), jnp.float32)
+    pages = jnp.asarray(random.normal(size=(PAGES, SIZE, 1, 12)), jnp.float32)
+    table = jnp.asarray(random.permutation(PAGES)[: 6 * len(LENGTHS)].reshape(len(LENGTHS), 6), jnp.int32)
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    found = paged_attention(q, pages, 8, table, lengths)
+    wanted = paged_attention(q, pages, pages, table, lengths)[..., :8]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    with pytest.raises(ValueError, match="a V of 1 to 12; got 13"):
+        paged_attention(q, pages, 13, table, lengths)
+
+
 def test_a_row_without_tokens_is_finite_and_an_unknown_backend_refused():
     q = jnp.ones((1, 1, 2, 8))
     pages = jnp.ones((2, SIZE, 1, 8))

@@ -4,6 +4,7 @@ Triton decides at its import whether kernels are interpreted, so that runs in a 
 `TRITON_INTERPRET=1 python -m tests.pallas_kernels.paged_attention.test_triton grouped`.
 """
 
+import dataclasses
 import sys
 
 import jax
@@ -25,54 +26,48 @@ CASES = {
     "window": {"window": 40, "new_tokens": 2, "scale": 0.3},
     "sinks": {"sinks": np.array([0.5, -1.0, 2.0, 0.0], np.float32), "new_tokens": 2},
     "sinks_of_one_range": {"sinks": np.array([0.5, -1.0, 2.0, 0.0], np.float32), "ranges": 1},
+    "latents": {"values": 64, "width": 80, "key_heads": 1},
+    "latents_of_one_range": {"values": 64, "width": 80, "key_heads": 1, "ranges": 1, "lengths": (131, 0)},
+    "latents_of_many_rows": {"values": 64, "width": 96, "key_heads": 1, "new_tokens": 9, "rows": 16},
 }
 
 
-def make_case(new_tokens=1, lengths=(131, 20), ranges=3, **options) -> tuple[PagedAttentionRequest, int]:
-    """Return a request of two sequences whose pages are in random order, and the number of ranges."""
+def make_case(
+    new_tokens=1, lengths=(131, 20), ranges=3, key_heads=2, width=32, rows=64, values=None, **options
+) -> tuple[PagedAttentionRequest, triton.PagedAttentionPlan]:
+    """Return a request of two sequences whose pages are in random order, and a plan with that many ranges."""
     random = np.random.default_rng(0)
     page = 16
     heads = 4
-    key_heads = 2
-    width = 32
     table = random.permutation(24)[:18].reshape(2, 9)
     q, *pages = (
         random.normal(size=shape).astype(np.float16)
         for shape in ((2, new_tokens, heads, width), *2 * [(24, page, key_heads, width)])
     )
     options = {"scale": None, "soft_cap": None, "window": None, **options}
-    return make_request(q, *pages, table, np.array(lengths), **options), ranges
+    request = make_request(q, pages[0], values or pages[1], table, np.array(lengths), **options)
+    plan = triton.make_plan(request, triton.Tile(128, rows=rows))
+    return request, dataclasses.replace(plan, ranges=ranges)
 
 
 def interpret(name: str) -> None:
     from pallas_kernels.paged_attention.triton_kernel import attend_kernel, combine_kernel
 
     let_numpy_index()
-    request, ranges = make_case(**CASES[name])
-    plan = triton.PagedAttentionPlan(
-        request.q.shape[1],
-        4,
-        2,
-        32,
-        16,
-        9,
-        triton.Tile(128),
-        ranges,
-        request.scale,
-        request.soft_cap,
-        request.window,
-        request.sinks is not None,
-    )
-    out = np.full(request.q.shape, np.nan, np.float16)
-    sums = np.full((2, 2, ranges, plan.rows), np.nan, np.float32)
-    partial = np.full((*sums.shape, 32), np.nan, np.float32)
+    request, plan = make_case(**CASES[name])
+    ranges = plan.ranges
+    out = np.full((*request.q.shape[:3], plan.value_dim), np.nan, np.float16)
+    sums = np.full((2, plan.key_heads, ranges, plan.rows), np.nan, np.float32)
+    partial = np.full((*sums.shape, plan.value_dim), np.nan, np.float32)
     arrays = [Array(np.asarray(x), "fp16") for x in (request.q, request.k_pages, request.v_pages)]
     arrays += [Array(np.asarray(x), "i32") for x in (request.page_table, request.lengths)]
     arrays.append(arrays[-1] if request.sinks is None else Array(np.asarray(request.sinks), "fp32"))
     found = Array(out, "fp16") if ranges == 1 else Array(partial, "fp32")
-    attend_kernel[(2, 2, ranges)](*arrays, found, Array(sums, "fp32"), plan=plan)
+    attend_kernel[(plan.key_heads * plan.row_blocks, 2, ranges)](*arrays, found, Array(sums, "fp32"), plan=plan)
     if ranges > 1:
-        combine_kernel[(2, 2, plan.rows)](found, Array(sums, "fp32"), arrays[-1], Array(out, "fp16"), plan=plan)
+        combine_kernel[(2, plan.key_heads, plan.rows)](
+            found, Array(sums, "fp32"), arrays[-1], Array(out, "fp16"), plan=plan
+        )
     valid = np.arange(plan.new_tokens)[None] >= plan.new_tokens - np.asarray(request.lengths)[:, None]
     np.testing.assert_allclose(out[valid], np.asarray(xla.attend(request))[valid], rtol=5e-3, atol=2e-3)
 
