@@ -37,7 +37,7 @@ def test_values_in_the_first_channels_of_their_keys():
     found = paged_attention(q, pages, 8, table, lengths)
     wanted = paged_attention(q, pages, pages, table, lengths)[..., :8]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    with pytest.raises(ValueError, match="a V of 1 to 12; got 13"):
+    with pytest.raises(ValueError, match="a V from 1 to 12; got 13"):
         paged_attention(q, pages, 13, table, lengths)
 
 
