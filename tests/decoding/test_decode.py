@@ -70,6 +70,25 @@ def test_joined_projections_give_the_same_tokens(greedy, degrees):
     assert run(decoder, PROMPTS, 12, GREEDY) == greedy
 
 
+def test_latents_give_the_same_tokens_on_several_devices():
+    """Each device has the latents of all tokens, and attends to them with its own heads."""
+    latent = {
+        "name": "latent", "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    }  # fmt: skip
+    config = ModelConfig(
+        vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, head_dim=12, intermediate_size=48, attention=latent,
+        initialization="fan_in", initializer_range=0.5, max_position_embeddings=100,
+    )  # fmt: skip
+    decoder = open_decoder(config)
+    alone = run(decoder, PROMPTS, 8, GREEDY)
+    model = decoder.module.merge(decoder.params, decoder.non_params)
+    ids = PROMPTS[0] + alone[0]
+    wanted = np.argmax(nnx.jit(lambda model, ids: model(ids))(model, np.array([ids], np.int32))[0], -1)
+    assert alone[0] == wanted[len(PROMPTS[0]) - 1 : -1].tolist()
+    for degrees in ({"tensor": 2}, {"data": 2, "tensor": 2}):
+        assert run(open_decoder(config, **degrees), PROMPTS, 8, GREEDY) == alone, degrees
+
+
 def test_greedy_is_the_argmax_of_the_full_forward(logits, greedy):
     for prompt, found in zip(PROMPTS, greedy, strict=True):
         wanted = np.argmax(logits(prompt + found), -1)[len(prompt) - 1 : -1]

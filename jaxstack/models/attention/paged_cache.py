@@ -80,7 +80,7 @@ def attend_pages(
     slots: PageSlots,
     heads: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
-) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
+) -> tuple[Float[Array, "1 T N V"], PagedKeys]:
     """Return the attention of packed tokens, whose keys and values are in the cache, and the cache.
 
     `sinks` are scores of each head without a value, None if there are none.
@@ -127,7 +127,7 @@ def _attend_in_place(
     group: PageGroup,
     heads: AttentionSpec,
     sinks: Float[Array, " N"] | None,
-) -> Float[Array, "R T N H"]:
+) -> Float[Array, "R T N V"]:
     """Compute attention that reads pages in place, by the page table, without copying them; for few new tokens."""
 
     def attend(
