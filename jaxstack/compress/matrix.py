@@ -130,6 +130,9 @@ class Weight:
     layout: MatrixLayout
 
 
+_PREDICTION = "mtp/"
+
+
 def find_weights(model: nnx.Module) -> list[Weight]:
     """Find a model's compressible weights: of dense layers, experts, embeddings and heads; not of routers.
 
@@ -179,11 +182,13 @@ def dense_kernels(module: nnx.Module) -> dict[str, MatrixLayout]:
 def dense_weights(config: ModelConfig) -> dict[str, MatrixLayout]:
     """Return the weights that can be compressed after training, by path in the unrolled model, in forward order.
 
-    They are the dense layers, the head and the embedding, which is the head of a tied model.
+    They are the dense layers, the head and the embedding, which is the head of a tied model. Layers for multi-token
+    prediction stay as they are.
     """
     model = _unrolled(config)
     ends = {weight.path: weight.layout for weight in find_weights(model) if weight.path in ("embedding/table", "head")}
-    found = {**dense_kernels(model), **ends}
+    kernels = {path: layout for path, layout in dense_kernels(model).items() if not path.startswith(_PREDICTION)}
+    found = {**kernels, **ends}
     return dict(sorted(found.items(), key=lambda item: forward_order_key(item[0])))
 
 
@@ -193,7 +198,13 @@ def other_parameters(config: ModelConfig) -> dict[str, str]:
     known = dense_weights(config)
     experts = {weight.path for weight in find_weights(model) if weight.layout.stack}
     paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-    return {path: "a weight of experts" if path in experts else "no dense layer" for path in paths if path not in known}
+
+    def describe(path: str) -> str:
+        if path.startswith(_PREDICTION):
+            return "a weight of multi-token prediction"
+        return "a weight of experts" if path in experts else "no dense layer"
+
+    return {path: describe(path) for path in paths if path not in known}
 
 
 def _unrolled(config: ModelConfig) -> Transformer:

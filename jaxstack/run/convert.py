@@ -182,7 +182,7 @@ def export_checkpoint(
     read = _dense_reader(stored, step, packed, warn)
     tokenizer = stored.tokenizer if stored.has_tokenizer else None
     ids = {} if tokenizer is None else _special_token_ids(tokenizer)
-    family = write_checkpoint(read, config.model, output, model_type, dtype, max_shard_bytes, ids, packed)
+    family = write_checkpoint(read, config.model, output, model_type, dtype, max_shard_bytes, ids, packed, warn)
     copy_stop_tokens(stored, output)
     if tokenizer is not None and (tokenizer_json := tokenizer.tokenizer_json()) is not None:
         write_file(output / "tokenizer.json", tokenizer_json.encode())

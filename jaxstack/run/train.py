@@ -176,8 +176,12 @@ def _note_many_layers(config: RunConfig, say: Callable[[str], None]) -> None:
 def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:
     """Report the model, devices and layout that will run; return the model FLOPs per token."""
     frozen = trainer.frozen_parameters()
-    flops = model_flops_per_token(config.model, config.train.sequence_length)
-    flops -= flops_saved_per_token(config.model, frozen)
+    model = config.model
+    used = frozen
+    if not config.train.mtp_loss_weight:  # the layers for multi-token prediction are not computed
+        model = model.model_copy(update={"num_nextn_predict_layers": 0})
+        used = {path: known for path, known in frozen.items() if not path.startswith("mtp/")}
+    flops = model_flops_per_token(model, config.train.sequence_length) - flops_saved_per_token(model, used)
     say(_describe_run(config, data, flops, bool(frozen)))
     if frozen:
         _, adapters = trainer.module.split_adapters(trainer.module.abstract_params)

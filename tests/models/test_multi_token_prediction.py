@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jaxstack.compress.matrix import dense_weights, other_parameters
 from jaxstack.errors import ConfigError
 from jaxstack.loss import IGNORE, language_model_loss
 from jaxstack.models import ModelConfig, Transformer, from_huggingface, to_huggingface
@@ -24,6 +25,7 @@ CONFIG = ModelConfig(
     vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24, num_nextn_predict_layers=2,
     initialization="fan_in",
 )  # fmt: skip
+NONE = {"num_nextn_predict_layers": 0}
 LENGTHS = (7, 2, 7)
 """Documents of a row; the second is too short for the second layer."""
 
@@ -129,15 +131,26 @@ def test_glm_has_the_layer_too(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
 
 
+def test_a_family_without_such_layers_leaves_them_out(model, tmp_path):
+    with pytest.warns(UserWarning, match="a llama has no layers for multi-token prediction; they are left out"):
+        assert to_huggingface(model, tmp_path) == "llama"
+    again = from_huggingface(tmp_path)
+    assert again.mtp is None
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again.decoder), nnx.state(model.decoder))
+
+
+def test_compression_after_training_leaves_the_layers_as_they_are():
+    assert dense_weights(CONFIG).keys() == dense_weights(CONFIG.model_copy(update=NONE)).keys()
+    assert other_parameters(CONFIG)["mtp/layers/1/projection/kernel"] == "a weight of multi-token prediction"
+
+
 def test_the_layer_may_be_left_out_or_missing(tmp_path):
     assert read_model_config(RELEASE).num_nextn_predict_layers == 0, "config.json has the key, the file no tensors"
     config = read_model_config(release := write_release(tmp_path / "release"))
     assert config.num_nextn_predict_layers == 1
-    assert from_huggingface(release, config=config.model_copy(update={"num_nextn_predict_layers": 0})).mtp is None
+    assert from_huggingface(release, config=config.model_copy(update=NONE)).mtp is None
     with pytest.raises(ConfigError, match=r"42 tensors are missing: model\.layers\.3"):
         from_huggingface(RELEASE, config=config)
-    with pytest.raises(ConfigError, match="llama cannot express this model: num_nextn_predict_layers 2, not 0"):
-        to_huggingface({}, tmp_path / "llama", config=CONFIG, family="llama")
 
 
 @pytest.mark.parametrize(

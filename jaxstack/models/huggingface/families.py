@@ -118,7 +118,10 @@ def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family,
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"there is no model_type {name!r}; {nearest(name, FAMILIES)}")
     reasons = []
-    for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
+    families = list(FAMILIES.values()) if name is None else [FAMILIES[name]]
+    if config.num_nextn_predict_layers:  # first those that have such layers
+        families.sort(key=lambda family: not family.copies)
+    for family in families:
         try:
             return family, family.write(config)
         except ConfigError as error:

@@ -99,9 +99,13 @@ class Family:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Convert a model configuration to a config.json, without token ids and dtype.
 
+        A family that has no layers for multi-token prediction leaves them out; the function stays the same.
+
         Raises:
           ConfigError: the family cannot express the model; the message names the fields.
         """
+        if not self.copies:
+            model = model.model_copy(update={"num_nextn_predict_layers": 0})
         config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for row in self.rows:
             config |= row.write(model)

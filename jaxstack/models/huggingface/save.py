@@ -1,6 +1,7 @@
 """Export of models to Hugging Face checkpoints, one parameter at a time."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def write_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra: dict[str, Any] | None = None,
     format: str | None = None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> str:
     """Write a Hugging Face checkpoint, reading one parameter at a time; return its model_type.
 
@@ -77,6 +79,7 @@ def write_checkpoint(
       read: returns the parameter of a path; with `format` it may be a `PackedWeight`, which is written as it is stored.
       extra: further keys of config.json.
       format: format of packed weights, of `quantization.FORMATS`, which must be able to store each of them.
+      warn: called with each warning.
 
     Raises:
       ConfigError: see `to_huggingface`; or a packed weight is not a matrix of its own in this family.
@@ -84,6 +87,9 @@ def write_checkpoint(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: there is no {dtype!r}; {nearest(dtype, DTYPES)}")
     chosen, said = choose_family(config, family)
+    if config.num_nextn_predict_layers and not chosen.copies:
+        warn(f"a {chosen.model_type} has no layers for multi-token prediction; they are left out")
+        config = config.model_copy(update={"num_nextn_predict_layers": 0})
     leaves = find_leaves(config, chosen.tensors)
     leaves += find_copies(config, leaves, chosen.copies)
     claim_directory(directory)
