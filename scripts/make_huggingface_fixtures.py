@@ -24,6 +24,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 GEMMA = {"num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 16, "query_pre_attn_scalar": 12}
+GEMMA4 = {
+    "num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 16, "sliding_window": 4, "final_logit_softcapping": 5.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+    },
+}  # fmt: skip
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     "moe_intermediate_size": 16, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
@@ -75,6 +83,13 @@ MODELS = {
                 "image_size": 8, "patch_size": 4,
             },
             "mm_tokens_per_image": 4,
+        },
+    ),
+    "gemma4-dense": (
+        "Gemma4Text",
+        {
+            **SMALL, **GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
         },
     ),
     "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -162,7 +177,7 @@ MODELS = {
 }  # fmt: skip
 ARCHITECTURES = {
     "GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma3": "Gemma3ForConditionalGeneration",
-    "Llama4Text": "Llama4ForCausalLM",
+    "Llama4Text": "Llama4ForCausalLM", "Gemma4Text": "Gemma4ForCausalLM",
 }  # fmt: skip
 
 
@@ -173,9 +188,10 @@ def make(name: str) -> None:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, ARCHITECTURES.get(kind, f"{kind}ForCausalLM"))(config).eval()
-    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    stored = ("e_score_correction_bias", "layer_scalar")
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(stored)]
     with torch.no_grad():
-        for parameter in [*model.parameters(), *biases]:  # norms too; bfloat16 keeps the files small
+        for parameter in [*model.parameters(), *buffers]:  # norms too; bfloat16 keeps the files small
             spread = 0.3 if parameter.ndim == 1 else 0.25
             parameter.add_(torch.randn_like(parameter) * spread)
             parameter.copy_(parameter.bfloat16().float())

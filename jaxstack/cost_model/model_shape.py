@@ -105,11 +105,13 @@ def model_shape(model: ModelConfig) -> ModelShape:
     assert model.vocab_size is not None
     d = model.hidden_size
     inner = 3 if model.mlp == "gated" else 2
-    query, key = (count * model.width_per_head for count in (model.num_heads, model.kv_heads))
     count = count_parameters(model)
     moe = model.moe
     kinds = [layer.feed_forward for layer in layers_in_training(model)]
     layers = len(kinds)
+    heads = [model.heads(layer) for layer in layers_in_training(model)]
+    query = sum(spec.num_heads * spec.head_dim for spec in heads) // layers
+    key = sum(spec.num_kv_heads * spec.head_dim for spec in heads) // layers
     dense_layers = kinds.count("dense")
     mixtures = kinds.count("experts")
     expert = d * model.expert_size * inner if moe else 0

@@ -5,6 +5,7 @@ each operand of a call is read once, each result written once. Matmuls and atten
 run reports. Communication is not counted.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -14,6 +15,7 @@ from typing import Any
 from jaxstack.errors import ConfigError
 from jaxstack.models import count_parameters
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.layer import Layer
 from jaxstack.models.mixers import mixer_module
 from jaxstack.observe.throughput import dense_bf16_peak
 from jaxstack.run_config import RunConfig
@@ -162,19 +164,19 @@ def _matmul(name: str, work: Workload, inputs: float, outputs: float, calls: int
 
 def _attention_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
     d = model.hidden_size
-    h = model.width_per_head
     parts = work.tensor
     heads = model.num_heads / parts
-    kv = model.kv_heads / min(parts, model.kv_heads)
     attending = [layer for layer in model.layers() if layer.mixer is not None]
-    layers = len(attending) * work.microbatches
-    found = [
-        _matmul("query, key, value projection", work, d, (heads + 2 * kv) * h, layers),
-        _matmul("output projection", work, heads * h, d, layers),
-    ]
+    sizes = collections.Counter(_size_of_heads(model, layer, parts) for layer in attending)
+    found = []
+    for (kv, h), layers in sizes.items():
+        calls = layers * work.microbatches
+        found.append(_matmul("query, key, value projection", work, d, (heads + 2 * kv) * h, calls))
+        found.append(_matmul("output projection", work, heads * h, d, calls))
     for layer in sorted(set(attending), key=lambda layer: layer.window or layer.chunk or math.inf):
         assert layer.mixer is not None
         flops = mixer_module(layer.mixer).flops_per_token(model, layer, work.length) / parts
+        kv, h = _size_of_heads(model, layer, parts)
         # Queries, keys, values and outputs; in the backward pass these and the gradients of all four.
         traffic = _PASSES * work.itemsize * work.tokens * 2 * (heads + kv) * h
         name = "attention" + (f", window {layer.window}" if layer.window else "")
@@ -182,6 +184,12 @@ def _attention_operators(model: ModelConfig, work: Workload) -> list[OperatorCos
         calls = attending.count(layer) * work.microbatches
         found.append(OperatorCost(name, "attention", flops * work.tokens, traffic, calls))
     return found
+
+
+def _size_of_heads(model: ModelConfig, layer: Layer, tensor: int) -> tuple[float, int]:
+    """Return the number of a layer's key heads on one device, and the width of its heads."""
+    heads = model.heads(layer)
+    return heads.num_kv_heads / min(tensor, heads.num_kv_heads), heads.head_dim
 
 
 def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[OperatorCost]:

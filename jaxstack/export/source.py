@@ -114,5 +114,6 @@ def dense_softmax_problem(model: ModelConfig) -> str | None:
         f"qk_norm: {model.qk_norm}": model.qk_norm in ("all_heads", "without_gain"),
         "residual_multiplier": model.residual_multiplier != 1,
         "logits_scaling": model.logits_scaling != 1,
+        "layer_scalars": model.layer_scalars,
     }
     return next((name for name, found in given.items() if found), None)

@@ -56,7 +56,7 @@ class Block(nnx.Module):
     """A layer: x = x + mixer(norm(x)), then x = x + mlp(norm(x)). Either sublayer may be missing.
 
     With `config.post_norms` the output of each sublayer is normalized too, before it is added; without
-    `config.pre_norms` its input is not.
+    `config.pre_norms` its input is not. With `config.layer_scalars` the result is multiplied by a learned number.
 
     Args:
       layer: what this layer consists of.
@@ -72,6 +72,8 @@ class Block(nnx.Module):
         self.mlp = _make_feed_forward(config, layer, rngs)
         self.attention_post_norm = norm(layer.mixer and config.post_norms)
         self.mlp_post_norm = norm(layer.feed_forward and config.post_norms)
+        scalar = nnx.Param(jnp.ones(1, jnp.float32), logical_axes=("norm",)) if config.layer_scalars else None
+        self.layer_scalar = scalar
         self.dropout = config.dropout
         self.residual_multiplier = config.residual_multiplier
         cut = layer.feed_forward == "dense" and config.remat not in MATMULS_SAVED
@@ -107,7 +109,7 @@ class Block(nnx.Module):
             with jax.named_scope("mlp"):
                 update, x, router_loss = self._feed_forward(x, decoding=context.slots is not None)
                 x = self._add(x, update, self.mlp_post_norm, mlp_key)
-        return x, cache, router_loss
+        return self._scale(x), cache, router_loss
 
     def make_cache(self, make: Callable[[TokenMixer], LayerCache], layers: int | None = None) -> LayerCache:
         """Create the mixer's empty cache by calling `make`; None if the layer has no mixer.
@@ -136,10 +138,14 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             if update is not None:
                 x = self._add(x, update, self.attention_post_norm, None)
-            if self.mlp is None:
-                return x
-            update, x, _ = self._feed_forward(x, decoding=True)
-            return self._add(x, update, self.mlp_post_norm, None)
+            if self.mlp is not None:
+                update, x, _ = self._feed_forward(x, decoding=True)
+                x = self._add(x, update, self.mlp_post_norm, None)
+            return self._scale(x)
+
+    def _scale(self, x: jax.Array) -> jax.Array:
+        """Multiply the layer's output by its learned number, if it has one."""
+        return x if self.layer_scalar is None else x * self.layer_scalar[...].astype(x.dtype)
 
     def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Compute mlp(norm(x)); also return the residual stream to add it to, and the router's losses."""

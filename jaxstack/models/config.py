@@ -13,7 +13,7 @@ from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
-from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
+from jaxstack.models.attention.base import AttentionKind, AttentionSpec, ScoreOptions
 from jaxstack.models.layer import Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
@@ -149,6 +149,8 @@ class ModelConfig(Component):
     """Number of layers for multi-token prediction after the last layer: each predicts one token further, in training
     with the weight `train.mtp_loss_weight` (DeepSeek-V3 and GLM-4.5 have 1)."""
 
+    layer_scalars: bool = False
+    """Multiply the output of each layer, the residual stream, by a learned number (Gemma 4)."""
     tie_word_embeddings: bool = False
     """Use the embedding's table as the output head."""
     scale_embeddings: bool | Annotated[float, Field(gt=0)] = False
@@ -329,7 +331,7 @@ class ModelConfig(Component):
 
     def heads(self, layer: Layer) -> AttentionSpec:
         """Return the attention settings of a layer: heads, scale, soft cap, window and chunks."""
-        return AttentionSpec(
+        heads = AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.width_per_head,
@@ -339,6 +341,11 @@ class ModelConfig(Component):
             chunk=layer.chunk,
             implementation=self.attention_implementation,
         )
+        return layer.mixer.layer_heads(heads) if isinstance(layer.mixer, AttentionKind) else heads
+
+    def rotary_width(self, layer: Layer) -> int:
+        """Return the number of channels of a layer's heads that rotate, rounded down as in transformers."""
+        return self.attention.rotated_width(int(self.heads(layer).head_dim * self.partial_rotary_factor))
 
     def layers(self) -> tuple[Layer, ...]:
         """Return what each layer consists of: its token mixer, window, rotation and feed-forward sublayer."""
@@ -381,12 +388,14 @@ class ModelConfig(Component):
 
     def rotations(self) -> dict[str, Rotation]:
         """Return the rotations of queries and keys by the name that layers have for them."""
-        known = {
-            "global": Rotation(self.rotary_channels, self.rope_theta, self.rope_scaling, self.max_position_embeddings),
-            "local": Rotation(self.rotary_channels, self.rope_local_base_freq or self.rope_theta),
-        }
-        used = {layer.rotation for layer in self.layers()}
-        return {name: rotation for name, rotation in known.items() if name in used}
+        found = {}
+        for layer in dict.fromkeys(self.layers()):
+            width = self.rotary_width(layer)
+            if layer.rotation == "local":
+                found["local"] = Rotation(width, self.rope_local_base_freq or self.rope_theta)
+            elif layer.rotation == "global":
+                found["global"] = Rotation(width, self.rope_theta, self.rope_scaling, self.max_position_embeddings)
+        return found
 
     def mixers(self) -> list[Mixer]:
         """Return the configurations of the layers' token mixers, each once."""

@@ -84,7 +84,8 @@ def _layer(config: ModelConfig, layer: Layer) -> ParameterCount:
     sublayers = (layer.mixer is not None) + (layer.feed_forward is not None)
     norms = sublayers * (config.pre_norms + config.post_norms) * count_norm_parameters(config.norm, config.hidden_size)
     feed_forward = _feed_forward(config, layer)
-    return ParameterCount(mixer.matmul + feed_forward.matmul, mixer.other + feed_forward.other + norms)
+    other = norms + config.layer_scalars
+    return ParameterCount(mixer.matmul + feed_forward.matmul, mixer.other + feed_forward.other + other)
 
 
 def _feed_forward(config: ModelConfig, layer: Layer) -> ParameterCount:

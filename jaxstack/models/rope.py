@@ -44,6 +44,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "long_factor": REQUIRED,
         "attention_factor": None,
     },
+    "proportional": {"factor": 1.0, "partial_rotary_factor": 1.0},
 }
 """The keys of each `rope_type` with their defaults."""
 
@@ -54,12 +55,13 @@ class RopeScaling(Component):
     Each `rope_type` has its own keys, and refuses those of the others. A key that is left out gets the type's default.
     """
 
-    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
+    rope_type: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
     """`linear`: divide all frequencies by `factor`; `llama3`: depending on their wavelength, as in Llama 3.1; `yarn`:
     depending on their number of turns over the original context (Peng et al. 2023, arXiv:2309.00071); `longrope`: by a
-    list of divisors (Ding et al. 2024, arXiv:2402.13753)."""
+    list of divisors (Ding et al. 2024, arXiv:2402.13753); `proportional`: all by `factor`, and only the fastest pairs
+    of channels rotate (Gemma 4)."""
     factor: float = Field(gt=0)
-    """Ratio of the new context to the original one."""
+    """Ratio of the new context to the original one. `proportional`: left out, 1."""
     original_max_position_embeddings: int | None = Field(default=None, ge=2)
     """Context of the original training, in tokens. `llama3`: left out, 8192."""
     low_freq_factor: float | None = None
@@ -80,6 +82,9 @@ class RopeScaling(Component):
     """See `attention_factor`; 0 is the same as left out."""
     mscale_all_dim: float | None = Field(default=None, ge=0)
     """See `attention_factor`; 0 is the same as left out."""
+    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
+    """Share of the pairs of channels that `proportional` rotates, those of the highest frequencies; left out: 1. Unlike
+    the model's key of this name it changes neither the frequencies nor which channels are a pair."""
     short_factor: tuple[Annotated[float, Field(gt=0)], ...] | None = None
     """Divisors of the frequencies, one for each pair of channels that rotates, which `longrope` uses for a model whose
     `max_position_embeddings` is at most `original_max_position_embeddings`."""
@@ -174,6 +179,9 @@ def rope_frequencies(
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
+    if scaling.rope_type == "proportional":
+        rotating = int((scaling.partial_rotary_factor or 1) * width // 2)
+        return np.where(np.arange(width // 2) < rotating, frequencies / scaling.factor, 0.0)
     original = scaling.original_max_position_embeddings
     assert original is not None
     if scaling.rope_type == "yarn":

@@ -19,7 +19,6 @@ from jaxtyping import Array, Float
 from jaxstack.compress.base import AfterTraining, CalibrationBlock, Statistic, Sublayer
 from jaxstack.compress.formats.integer_grid import RoundingMethod
 from jaxstack.compress.matrix import MatrixLayout
-from jaxstack.models.attention import SoftmaxAttention
 from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.norm import NORMS
@@ -111,7 +110,7 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
     if config.pre_norms and not config.qk_norm and not isinstance(config.attention, LatentAttention):
         targets = tuple(f"attention/{name}_proj" for name in ("q", "k", "v"))
         folds.append(Fold("attention_norm", targets, "attention"))
-    if config.kv_heads == config.num_heads and isinstance(config.attention, SoftmaxAttention):
+    if config.kv_heads == config.num_heads and config.attention.name == "softmax":
         folds.append(Fold("attention/v_proj", ("attention/o_proj",)))
     gated = "mlp/gate_proj/kernel" in names
     first = ("mlp/gate_proj", "mlp/up_proj") if gated else ("mlp/up_proj",)

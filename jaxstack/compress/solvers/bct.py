@@ -248,7 +248,7 @@ def in_integers(model: Transformer) -> Transformer:
     Raises:
       ValueError: the attention of the model is not softmax.
     """
-    if not isinstance(model.config.attention, SoftmaxAttention):
+    if model.config.attention.name != "softmax":
         raise ValueError(f"integers need attention.name softmax; found {model.config.attention.name}.")
     for _, module in nnx.iter_modules(model.decoder):
         if isinstance(module, Linear):

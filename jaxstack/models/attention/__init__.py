@@ -5,6 +5,7 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
+from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
@@ -20,7 +21,8 @@ AnyAttention = Annotated[
     | LinearAttention
     | PerformerAttention
     | ProjectedAttention
-    | LatentAttention,
+    | LatentAttention
+    | GemmaAttention,
     Field(discriminator="name"),
 ]
 """Attention of all layers of a model; in a configuration file its key `name` chooses the kind."""

@@ -63,6 +63,7 @@ class ScoreOptions:
     qkv_bias: bool
     output_bias: bool
     partial_rotary_factor: float
+    rope_local_base_freq: float | None
 
 
 def split_and_rotate(
@@ -85,6 +86,10 @@ class AttentionKind(Mixer):
 
     Queries and keys arrive with rotary positions and norms applied. All kinds are causal.
     """
+
+    def layer_heads(self, heads: AttentionSpec) -> AttentionSpec:
+        """Return the heads of a layer, given those that the model's settings describe; by default they are the same."""
+        return heads
 
     @abstractmethod
     def attend(

@@ -91,10 +91,6 @@ def activation(key: str, default: str) -> Row:
     return Row((key,), read, write)
 
 
-# transformers has no defaults for the keys of llama3.
-_OPTIONAL = frozenset(key for key, value in SCALINGS["yarn"].items() if value is not REQUIRED)
-
-
 def _rope_fields(said: Keys, where: str, config: Keys) -> tuple[float | None, dict[str, Any] | None]:
     """Read (theta, scaling) from a dictionary of rotary position settings in config.json."""
     said = {key: value for key, value in said.items() if value is not None}
@@ -105,12 +101,14 @@ def _rope_fields(said: Keys, where: str, config: Keys) -> tuple[float | None, di
     if kind not in kinds:
         raise ConfigError(f"config.json: {where}: rope_type {kind!r} is not supported; {nearest(str(kind), kinds)}")
     theta = said.pop("rope_theta", None)
-    if said.pop("partial_rotary_factor", 1.0) != 1.0:
+    if kind != "proportional" and said.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"config.json: {where}.partial_rotary_factor must be 1: all of a head's dims rotate.")
     if kind in ("yarn", "longrope"):
         said = _with_context(said, config)
     unknown = [key for key in said if key not in kinds[kind]]
-    missing = [key for key in kinds[kind] if key not in said and key not in _OPTIONAL]
+    # transformers has no defaults for the keys of llama3.
+    needed = [key for key, default in kinds[kind].items() if default is REQUIRED or kind == "llama3"]
+    missing = [key for key in needed if key not in said]
     if unknown or missing:
         problem = f"has keys that are not supported: {', '.join(unknown)}" if unknown else f"lacks {', '.join(missing)}"
         raise ConfigError(f"config.json: {where} (rope_type {kind}) {problem}.")

@@ -10,7 +10,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2
 from jaxstack.models.huggingface.family import Family, Multimodal, differences
 from jaxstack.models.huggingface.files import CONFIG, list_tensors, read_json
-from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
+from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL, GEMMA4, GEMMA4_MULTIMODAL
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, PHI3, SMOLLM3
 from jaxstack.models.huggingface.mixture import GPT_OSS, LLAMA4, LLAMA4_MULTIMODAL, MIXTRAL, QWEN3_MOE
@@ -30,6 +30,7 @@ FAMILIES = {
         QWEN3_MOE,
         GEMMA2,
         GEMMA3,
+        GEMMA4,  # two sizes of heads, normalised values
         SMOLLM3,  # layers without rotary positions
         GRANITE,  # factors of embeddings, scores, sublayers and logits
         PHI3,  # rotary positions of a part of each head, joined projections
@@ -46,7 +47,11 @@ FAMILIES = {
 }
 """Families by model_type. An export takes the first that can express the model, so plainer ones come first."""
 
-MULTIMODAL: dict[str, Multimodal] = {"gemma3": GEMMA3_MULTIMODAL, "llama4": LLAMA4_MULTIMODAL}
+MULTIMODAL: dict[str, Multimodal] = {
+    "gemma3": GEMMA3_MULTIMODAL,
+    "gemma4": GEMMA4_MULTIMODAL,
+    "llama4": LLAMA4_MULTIMODAL,
+}
 """Multimodal models by model_type, of which only the text model is read."""
 
 

@@ -1,17 +1,23 @@
-"""Gemma 2 (Gemma Team 2024) and 3 (2025, its text model): norms before and after sublayers, windows in some layers."""
+"""Gemma 2 (Gemma Team 2024), and the text models of Gemma 3 (2025) and 4 (2026): norms before and after sublayers,
+windows in some layers.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jaxstack.errors import ConfigError
+from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.config_fields import (
     Keys,
     Row,
     activation,
     always,
+    find,
     fixed,
     layer_types,
     rope,
+    rope_keys,
     same,
     windows,
 )
@@ -97,5 +103,144 @@ GEMMA3_MULTIMODAL = Multimodal(
     },
     ignored=frozenset(
         ["vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index"]
+    ),
+)
+
+
+def _whether_windowed(config: Keys) -> list[bool]:
+    """Return for each layer True if it has a window; transformers lets the last one see all keys."""
+    count = find(config, "num_hidden_layers")
+    named = config.get("layer_types")
+    if named is None:
+        return [(layer + 1) % 6 != 0 for layer in range(count - 1)] + [False] * (count > 0)
+    if list(named)[-1:] != ["full_attention"]:
+        raise ConfigError(f"config.json: layer_types must end with full_attention in Gemma 4; found {named[-1:]}.")
+    return [kind == "sliding_attention" for kind in named]
+
+
+def _global_heads(config: Keys) -> Keys:
+    """Return `head_dim` and `num_key_value_heads` of layers without a window, where they differ from the model's.
+
+    Released files have keys for them; transformers writes `per_layer_config`, an entry for each of these layers.
+    """
+    wide = {str(layer) for layer, windowed in enumerate(_whether_windowed(config)) if not windowed}
+    by_layer = config.get("per_layer_config")
+    if by_layer is None:
+        count = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+        return {"head_dim": config.get("global_head_dim", 512), "num_key_value_heads": count}
+    entries = list(by_layer.values())
+    known = all(set(entry) <= {"head_dim", "num_key_value_heads"} for entry in entries)
+    if set(by_layer) != wide or any(entry != entries[0] for entry in entries) or not known:
+        raise ConfigError(
+            "config.json: per_layer_config must give head_dim and num_key_value_heads, the same for all layers of type "
+            f"full_attention, and nothing for the others; found {str(by_layer)[:100]}."
+        )
+    return entries[0] if entries else {}
+
+
+def _read_gemma4_attention(config: Keys) -> dict[str, Any]:
+    heads = _global_heads(config)
+    width = heads.get("head_dim")
+    count = heads.get("num_key_value_heads")
+    kind = {
+        "name": "gemma4",
+        "global_head_dim": None if width == config.get("head_dim", 256) else width,
+        "num_global_kv_heads": None if count == config.get("num_key_value_heads", 4) else count,
+        "attention_k_eq_v": config.get("attention_k_eq_v", False),
+    }
+    return {"attention": kind}
+
+
+def _write_gemma4_attention(model: ModelConfig) -> dict[str, Any]:
+    kind = model.attention
+    if not isinstance(kind, GemmaAttention):
+        raise ConfigError(f"gemma4_text cannot express this model: attention.name {kind.name}, not gemma4.")
+    return {
+        "global_head_dim": kind.global_head_dim or model.width_per_head,
+        "num_global_key_value_heads": kind.num_global_kv_heads,
+        "attention_k_eq_v": kind.attention_k_eq_v,
+    }
+
+
+_GEMMA4_ROPE = rope(1_000_000.0, local=10_000.0)
+_ROPE = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}}
+
+
+def _write_gemma4_rope(model: ModelConfig) -> dict[str, Any]:
+    scaling = rope_keys(model.rope_scaling) or {"rope_type": "default"}
+    local = model.rope_local_base_freq or model.rope_theta
+    by_type = {
+        "full_attention": {"rope_theta": model.rope_theta, **scaling},
+        "sliding_attention": {"rope_theta": local, "rope_type": "default"},
+    }
+    return {"rope_parameters": by_type}
+
+
+def _off(key: str, default: Any, off: Any, what: str) -> Row:
+    """Create the conversion of a key of a part that is not supported: it must be `off`, or `default` and left out."""
+
+    def read(config: Keys) -> dict[str, Any]:
+        found = find(config, key, default)
+        if found != off:
+            raise ConfigError(f"config.json: {key}: {found!r} is not supported, only {off!r} is: there are no {what}.")
+        return {}
+
+    return Row((key,), read, lambda model: {key: off})
+
+
+GEMMA4 = Family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    rows=(
+        *shape(kv_heads=4, head_dim=256, tied=True),
+        attention_bias(),
+        max_positions(131072),
+        same("final_logit_softcapping", "final_logit_softcapping", None),
+        activation("hidden_activation", "gelu_pytorch_tanh"),
+        fixed("use_bidirectional_attention", None, "vision"),  # text is causal with both
+        windows(("layer_types",), lambda config, layers: _whether_windowed(config), layer_types, default=512),
+        Row(
+            ("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "per_layer_config"),
+            _read_gemma4_attention,
+            _write_gemma4_attention,
+        ),
+        Row(
+            _GEMMA4_ROPE.keys,
+            lambda config: _GEMMA4_ROPE.read({**config, "rope_parameters": config.get("rope_parameters") or _ROPE}),
+            _write_gemma4_rope,
+        ),
+        _off("num_kv_shared_layers", 0, 0, "layers with the keys and values of another"),
+        _off("hidden_size_per_layer_input", 256, 0, "embeddings of each layer"),
+        _off("enable_moe_block", False, False, "experts next to an MLP"),
+        always(
+            norm="rms_norm",
+            post_norms=True,
+            qk_norm=True,
+            layer_scalars=True,
+            query_pre_attn_scalar=1.0,
+            mlp="gated",
+            scale_embeddings=True,
+        ),
+    ),
+    tensors=(*ENDS, *ATTENTION, *_NORMS, *MLP, Tensor("layers/layer_scalar", LAYER + "layer_scalar", ((0,),))),
+    nested=NESTED,
+    ignored=frozenset(  # of the parts that are off
+        ["use_double_wide_mlp", "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"]
+    ),
+    buffers=r".*rotary_emb\..*inv_freq|(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*",
+)
+
+GEMMA4_MULTIMODAL = Multimodal(
+    GEMMA4,
+    defaults={
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+    },
+    ignored=frozenset(
+        ["vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id"]
+        + ["boa_token_id", "eoa_token_index", "eoa_token_id", "audio_token_id", "vision_soft_tokens_per_image"]
     ),
 )

@@ -12,10 +12,12 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxstack.models.attention.base import AttentionKind
+from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer import CacheRoom, Context, Layer, LayerCache, Mixer, ParameterCount
 from jaxstack.models.mixers.attention import Attention
+from jaxstack.models.mixers.gemma_attention import GemmaAttentionLayer
 from jaxstack.models.mixers.latent_attention import MultiHeadLatentAttention
 from jaxstack.models.norm import LayerInput
 
@@ -61,10 +63,11 @@ class TokenMixer(Protocol):
 
 
 MIXERS: dict[type[Mixer], type[TokenMixer]] = {
+    GemmaAttention: GemmaAttentionLayer,
     AttentionKind: Attention,
     LatentAttention: MultiHeadLatentAttention,
 }
-"""The module of each token mixer, by the class (or a base class) of its configuration."""
+"""The module of each token mixer, by the class (or a base class, which follows it) of its configuration."""
 
 
 def mixer_module(mixer: Mixer) -> type[TokenMixer]:

@@ -56,9 +56,10 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: Layer, rngs: nnx.Rngs):
         assert isinstance(layer.mixer, AttentionKind)
         d = config.hidden_size
-        h = config.width_per_head
-        n = config.num_heads
-        k = config.kv_heads
+        self.heads = config.heads(layer)
+        h = self.heads.head_dim
+        n = self.heads.num_heads
+        k = self.heads.num_kv_heads
         inner = make_initializer(config)
         outer = make_initializer(config, residual=True)
 
@@ -78,11 +79,10 @@ class Attention(nnx.Module):
         self.q_norm = _make_head_norm(config, layer, n, "heads")
         self.k_norm = _make_head_norm(config, layer, k, "kv_heads")
         self.kind = layer.mixer
-        self.heads = config.heads(layer)
         if (weight := self.kind.make_weight(self.heads, rngs)) is not None:
             setattr(self, self.kind.weight_name, weight)
         self.rotation = layer.rotation
-        self.rotary_channels = config.rotary_channels if layer.rotation is not None else 0
+        self.rotary_channels = config.rotary_width(layer) if layer.rotation is not None else 0
         self.floor_scale = config.floor_scale if layer.rotation is None else None
         self.attn_scale = config.attn_scale
 
@@ -178,12 +178,7 @@ class Attention(nnx.Module):
 
     def _queries_keys_values(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute q [B, T, N, H], k and v [B, T, K, H], with head norms and rotary positions applied."""
-        if self.qkv_proj is None:
-            q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
-        else:
-            n = self.heads.num_heads
-            k = self.heads.num_kv_heads
-            q, k, v = jnp.split(apply_gathered(x, self.qkv_proj)[0], (n, n + k), axis=-2)
+        q, k, v = self._project(x)
         q = shard(q, "batch", "length", "act_heads", "act_head_dim")
         k = shard(k, "batch", "length", "act_kv_heads", "act_head_dim")
         v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")
@@ -199,6 +194,15 @@ class Attention(nnx.Module):
             q = (q * (1 + self.attn_scale * jnp.log1p(steps))[..., None, None]).astype(q.dtype)
         return save_for_backward(q), save_for_backward(k), v
 
+    def _project(self, x: LayerInput) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Compute q [B, T, N, H], k and v [B, T, K, H], before head norms and rotary positions."""
+        if self.qkv_proj is None:
+            q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
+            return q, k, v
+        n = self.heads.num_heads
+        q, k, v = jnp.split(apply_gathered(x, self.qkv_proj)[0], (n, n + self.heads.num_kv_heads), axis=-2)
+        return q, k, v
+
     def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, *weight: jax.Array
     ) -> jax.Array:
@@ -213,16 +217,15 @@ class Attention(nnx.Module):
         """Count the parameters of this sublayer: projections; biases, head norms and what the attention kind learns."""
         assert isinstance(layer.mixer, AttentionKind)
         d = config.hidden_size
-        h = config.width_per_head
-        n = config.num_heads
-        k = config.kv_heads
+        heads = config.heads(layer)
+        h = heads.head_dim
+        n = heads.num_heads
+        k = heads.num_kv_heads
         head_norms = (n + k) * h if config.qk_norm == "all_heads" else 0
         if config.qk_norm is True:
             head_norms = 2 * count_norm_parameters(head_norm_name(config.norm), h)
         biases = (n + 2 * k) * h * config.qkv_bias + d * config.output_bias
-        return ParameterCount(
-            2 * d * n * h + 2 * d * k * h, biases + head_norms + layer.mixer.count_weight(config.heads(layer))
-        )
+        return ParameterCount(2 * d * n * h + 2 * d * k * h, biases + head_norms + layer.mixer.count_weight(heads))
 
     @staticmethod
     def flops_per_token(config: ModelConfig, layer: Layer, length: int) -> float:
@@ -247,6 +250,7 @@ def _make_head_norm(config: ModelConfig, layer: Layer, heads: int, axis: str) ->
     if config.qk_norm == "without_gain":
         # A rotation does not change the norm, so that it makes no difference which of the two is first.
         return None if layer.rotation is None else RMSNormWithoutGain(config.norm_eps)
+    width = config.heads(layer).head_dim
     if config.qk_norm == "all_heads":
-        return HeadsNorm(heads, config.width_per_head, config.norm_eps, axis)
-    return make_norm(head_norm_name(config.norm), config.width_per_head, config.norm_eps) if config.qk_norm else None
+        return HeadsNorm(heads, width, config.norm_eps, axis)
+    return make_norm(head_norm_name(config.norm), width, config.norm_eps) if config.qk_norm else None

@@ -18,6 +18,7 @@ from jaxstack.models.attention.block_sparse import (
     FixedPattern,
     StridedPattern,
 )
+from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
@@ -32,6 +33,7 @@ KINDS = {
     "softmax": SoftmaxAttention(),
     "sinks": SoftmaxAttention(sinks=True),
     "latent": LatentAttention(q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
+    "gemma4": GemmaAttention(global_head_dim=12, num_global_kv_heads=1, attention_k_eq_v=True),
     "longformer": LongformerAttention(window=4, global_tokens=2),
     "block_sparse": BlockSparseAttention(
         pattern=BigBirdPattern(window=1, global_blocks=1, random_blocks=0), block_size=16
@@ -40,13 +42,14 @@ KINDS = {
     "performer": PerformerAttention(features=24),
     "projected": ProjectedAttention(block_size=8, summaries=3),
 }
-AS_IF_ALONE = ("softmax", "sinks", "latent", "longformer", "linear", "performer")
+AS_IF_ALONE = ("softmax", "sinks", "latent", "gemma4", "longformer", "linear", "performer")
 B = 2
 T = 40
 
 
 def build(kind: str, **values) -> Transformer:
     heads = {"num_kv_heads": 4, "head_dim": 12} if kind == "latent" else {"num_kv_heads": 2}
+    heads |= {"qk_norm": True} if kind == "gemma4" else {}
     return Transformer(
         ModelConfig(
             vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48,
@@ -230,13 +233,14 @@ def test_a_full_layout_and_a_wide_window_count_as_softmax():
 
 
 LATENT = "model.attention={name: latent, qk_nope_head_dim: 16, qk_rope_head_dim: 8}"
+GEMMA = "model={qk_norm: true, attention: {name: gemma4, global_head_dim: 24}}"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["model.attention={name: linera}"], "model.attention.name cannot be 'linera'; did you mean 'linear'"),
-        (["model.attention={window: 4}"], "choose one of: 'block_sparse', 'latent', 'linear', 'longformer'"),
+        (["model.attention={window: 4}"], "choose one of: 'block_sparse', 'gemma4', 'latent', 'linear'"),
         (
             ["model.attention={name: longformer, windw: 4}"],
             "unknown key 'model.attention.windw'; did you mean 'window'",
@@ -248,6 +252,12 @@ LATENT = "model.attention={name: latent, qk_nope_head_dim: 16, qk_rope_head_dim:
         ([LATENT, "model.head_dim=24", "model.num_kv_heads=null", "model.partial_rotary_factor=0.5"], "(0.5) is not"),
         ([LATENT, "model.head_dim=24", "model.num_kv_heads=null", "model.qkv_bias=true"], "qkv_bias is not supported"),
         ([LATENT, "model.head_dim=16"], "head_dim (16) must be qk_nope_head_dim + qk_rope_head_dim (24)"),
+        (["model.attention={name: gemma4}"], "gemma4 needs qk_norm: true; found False"),
+        (
+            [GEMMA, "model.layer_types=[sliding_attention, full_attention]", "model.sliding_window=4"],
+            "separate rotations",
+        ),
+        ([GEMMA, "model.attention.num_global_kv_heads=3"], "must be divisible by attention.num_global_kv_heads (3)"),
         (["model.attention={name: linear}", "model.query_pre_attn_scalar=5.0"], "scales scores"),
         (
             ["model.attention={name: longformer}", "model.layer_types=[sliding_attention]", "model.sliding_window=4"],

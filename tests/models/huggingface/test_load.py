@@ -49,6 +49,7 @@ WRONG = {
     "olmo3, YaRN in windows too": ("olmo3", {"rope_local_base_freq": None}),
     "phi3, short factors": ("phi3", {"rope_scaling": {"long_factor": [1.0, 1.0, 1.0]}}),
     "glm4-moe, all channels rotate": ("glm4-moe", {"partial_rotary_factor": 1.0}),
+    "gemma4, all channels rotate": ("gemma4-dense", {"rope_scaling": {"partial_rotary_factor": 1.0}}),
     "llama4, longer chunks": ("llama4", {"attention_chunk_size": 64}),
     "llama4, weighted outputs": ("llama4", {"moe": {"weight_inputs": False}}),
     "olmo3, no attention factor": ("olmo3", {"rope_scaling": {"attention_factor": 1.0}}),
