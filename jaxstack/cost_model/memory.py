@@ -133,6 +133,17 @@ def layers_of_stage(shape: ModelShape, layouts: LayoutTable) -> Floats:
     return np.ceil(shape.layers / pieces) * layouts["chunks"]
 
 
+def layers_of_slowest_stage(shape: ModelShape, layouts: LayoutTable) -> Floats:
+    """Return the number of layers that a pipeline waits for: of the largest stage, or of the last one.
+
+    The last stage also computes those for multi-token prediction, and has fewer others where they do not divide evenly.
+    """
+    pieces = layouts["pipeline"] * layouts["chunks"]
+    others = shape.layers - shape.predictions
+    largest = np.ceil(others / pieces) * layouts["chunks"]
+    return np.maximum(largest, largest - (others % pieces > 0) + shape.predictions)
+
+
 def in_flight(layouts: LayoutTable) -> Floats:
     """Return the number of microbatches whose activations a pipeline stage stores at a time."""
     stages = layouts["pipeline"]

@@ -21,6 +21,7 @@ class ModelShape:
 
     Attributes:
       layers: number of layers, those for multi-token prediction included.
+      predictions: number of layers for multi-token prediction, which a pipeline computes with the head.
       dense_layers: number of layers with a dense feed-forward sublayer.
       mixtures: number of layers with a mixture of experts.
       hidden: width of the residual stream.
@@ -47,6 +48,7 @@ class ModelShape:
     """
 
     layers: int
+    predictions: int
     dense_layers: int
     mixtures: int
     hidden: int
@@ -120,6 +122,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
     active = (moe.num_experts_per_tok * model.expert_size + shared) * d if moe else 0
     return ModelShape(
         layers=layers,
+        predictions=model.num_nextn_predict_layers,
         dense_layers=dense_layers,
         mixtures=mixtures,
         hidden=d,

@@ -25,6 +25,7 @@ from jaxstack.cost_model.communication import CollectiveModel, Group, combined_g
 from jaxstack.cost_model.layouts import Floats, LayoutTable
 from jaxstack.cost_model.memory import (
     gathers_weights,
+    layers_of_slowest_stage,
     layers_of_stage,
     microbatch_tokens_per_device,
     saved_values_per_token,
@@ -108,7 +109,7 @@ class StepModel:
         shape = self.shape
         tensor = layouts["tensor"]
         rows = microbatch_tokens_per_device(layouts, self.tokens)
-        layers = layers_of_stage(shape, layouts)
+        layers = layers_of_slowest_stage(shape, layouts)
         again, attention_again = self._recomputed(layouts)
         flops = 2 * shape.active_layer_parameters * rows / tensor
         narrow = np.minimum(shape.expert_width or shape.feed_forward, min(shape.hidden, shape.query)) / tensor
@@ -139,7 +140,8 @@ class StepModel:
         rate = 1e12 * self.cluster.peak_tflops.bfloat16 * self.efficiency.head * narrow / (narrow + SMALL_DIM)
         moved = (LOGIT_PASSES * shape.vocabulary + 8 * shape.hidden) * 2 * rows
         flops = (4 + 2 * min(self.trained, 1)) * shape.vocabulary * shape.hidden * rows
-        return {"matmul": flops / rate, "elementwise": moved / self._memory_rate}
+        heads = 1 + shape.predictions
+        return {"matmul": heads * flops / rate, "elementwise": heads * moved / self._memory_rate}
 
     def _rate(self, layouts: LayoutTable, narrow: Floats) -> Floats:
         """Return, for each parallel layout, the FLOP/s reached by layers' matmuls whose smallest dim is `narrow`.
