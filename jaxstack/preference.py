@@ -27,11 +27,13 @@ class Pairs(NamedTuple):
     """Log-probabilities of the answers of P pairs, summed over their tokens, and the numbers of these tokens."""
 
     policy: Float[Array, "P 2"]
-    """Sums under the trained model."""
+    """Sums under the trained model; of a reward model its rewards."""
     reference: Float[Array, "P 2"]
     """Sums under the reference model; zeros if the loss needs none."""
     lengths: Float[Array, "P 2"]
     """Numbers of tokens, at least 1."""
+    margins: Float[Array, " P"] | float = 0.0
+    """By how much the data say that the chosen answer is better."""
 
     @property
     def means(self) -> Float[Array, "P 2"]:
@@ -98,6 +100,12 @@ def _orpo(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
     return Judged(settings.strength * odds - pairs.means[:, 0], settings.strength * pairs.means)
 
 
+def _reward_model(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
+    """Likelihood of the preferences under Bradley and Terry's model, with margins (Touvron et al. 2023, 2307.09288)."""
+    del settings
+    return Judged(-jax.nn.log_sigmoid(_difference(pairs.policy) - pairs.margins), pairs.policy)
+
+
 def _log_odds(log_probability: jax.Array) -> jax.Array:
     """Return log(p / (1 - p)), finite and with finite gradients also where p rounds to 1."""
     a = jnp.minimum(log_probability, -1e-6)
@@ -113,12 +121,14 @@ class PreferenceLoss:
       needs_reference: it compares the trained model with a frozen reference.
       beta: default of `preference.beta`.
       smooths: it uses `preference.label_smoothing`.
+      has_head: rewards come from a head of the model, which becomes a reward model, in place of log-probabilities.
     """
 
     function: Callable[[Pairs, "PreferenceConfig"], Judged]
     needs_reference: bool = True
     beta: float = 0.1
     smooths: bool = False
+    has_head: bool = False
 
 
 LOSSES: Mapping[str, PreferenceLoss] = {
@@ -128,6 +138,7 @@ LOSSES: Mapping[str, PreferenceLoss] = {
     "hinge": PreferenceLoss(_hinge),
     "simpo": PreferenceLoss(_simpo, needs_reference=False, beta=2.0),
     "orpo": PreferenceLoss(_orpo, needs_reference=False),
+    "reward_model": PreferenceLoss(_reward_model, needs_reference=False, has_head=True),
 }
 """Name -> loss."""
 
@@ -136,7 +147,8 @@ class PreferenceConfig(Component):
     """Configuration of training on preferences: the loss of a pair of answers, and the reference model."""
 
     loss: Annotated[str, NameIn(LOSSES)] | None = None
-    """Loss of a pair of answers: dpo, ipo, robust, hinge, simpo, orpo; null: the data are not preferences."""
+    """Loss of a pair of answers: dpo, ipo, robust, hinge, simpo, orpo, or reward_model, which trains a head that gives
+    rewards; null: the data are not preferences."""
     beta: float | None = Field(default=None, gt=0)
     """Scale of the rewards, for orpo weight of the odds; null: 0.1, for simpo 2.0."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -151,7 +163,10 @@ class PreferenceConfig(Component):
 
     @model_validator(mode="after")
     def _keys_suit_the_loss(self) -> "PreferenceConfig":
+        without_head = [name for name, row in LOSSES.items() if not row.has_head]
         others = {
+            "beta": without_head,
+            "sft_weight": without_head,
             "label_smoothing": [name for name, row in LOSSES.items() if row.smooths],
             "simpo_gamma": ["simpo"],
             "reference": [name for name, row in LOSSES.items() if row.needs_reference],
@@ -185,17 +200,19 @@ def sum_over_pairs(
 
     Returns:
       The loss; and `accuracy` (share of pairs with a positive margin), `margin`, `chosen_reward`, `rejected_reward` and
-      `chosen_probability` (geometric mean over the tokens of the chosen answer).
+      `chosen_probability` (geometric mean over the tokens of the chosen answer; not of reward models).
     """
     judged = settings.method.function(pairs, settings)
-    loss = judged.loss - settings.sft_weight * pairs.means[:, 0]
+    loss = judged.loss
     values = {
         "accuracy": judged.margins > 0,
         "margin": judged.margins,
         "chosen_reward": judged.rewards[:, 0],
         "rejected_reward": judged.rewards[:, 1],
-        "chosen_probability": jnp.exp(pairs.means[:, 0]),
     }
+    if not settings.method.has_head:
+        loss = loss - settings.sft_weight * pairs.means[:, 0]
+        values["chosen_probability"] = jnp.exp(pairs.means[:, 0])
     count = jnp.sum(counted, dtype=jnp.float32)
 
     def total(x: jax.Array) -> LossSum:
@@ -213,22 +230,23 @@ def preference_loss(
       model: the trained model. If the loss needs a reference, that is its companion `reference`, or without one the
         model without its adapters.
       batch: `tokens`, `labels` int32 [P, 2, T] of the chosen and the rejected answer of each pair. Tokens with the
-        label -100 do not count, nor do pairs of which an answer has no label.
+        label -100 do not count, nor do pairs of which an answer has no label. Optionally `margin` [P] float32. A
+        reward model reads the reward at the token after the last one with a label, the answer's stop token.
       train: True adds the losses of routers.
       settings: the loss; default: `PreferenceConfig()`, which is DPO.
     """
     settings = settings or PreferenceConfig()
     labels = batch["labels"]
     length = labels.shape[-1]
-    policy, router_loss = _answer_sums(model, batch)
+    policy, router_loss = (_rewards if settings.method.has_head else _answer_sums)(model, batch)
     reference = jnp.zeros_like(policy)
     if settings.method.needs_reference:
         with jax.named_scope("reference"):
             reference, _ = _answer_sums(model.reference or without_adapters(model), batch)
     lengths = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.float32)
     counted = (lengths > 0).all(axis=-1)
-    judged = Pairs(policy, jax.lax.stop_gradient(reference), jnp.maximum(lengths, 1))
-    loss, values = sum_over_pairs(judged, counted, settings)
+    pairs = Pairs(policy, jax.lax.stop_gradient(reference), jnp.maximum(lengths, 1), batch.get("margin", 0.0))
+    loss, values = sum_over_pairs(pairs, counted, settings)
     if router_loss is not None and train:  # a sum over tokens
         loss = LossSum(loss.total + router_loss / (2 * length), loss.count)
     return loss, values
@@ -241,6 +259,15 @@ def _answer_sums(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array
     with jax.named_scope("loss"):
         losses = token_losses(model, hidden, labels)
     return -jnp.sum(losses, axis=-1).reshape(-1, 2), router_loss
+
+
+def _rewards(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
+    """Return the rewards of the answers of each pair, [P, 2] float32, and the routers' loss."""
+    tokens, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "labels"))
+    length = tokens.shape[-1]
+    after_labels = length - jnp.argmax(labels[:, ::-1] != IGNORE, axis=-1)
+    rewards, router_loss = model.rewards(tokens, jnp.minimum(after_labels, length - 1))
+    return rewards.reshape(-1, 2), router_loss
 
 
 _EXCLUDED = (

@@ -59,8 +59,8 @@ def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
 def start_shapes(module: ModuleArrays, rules: AxisRules, zero: int = 0) -> tuple[Any, dict[str, Any]]:
     """Return shapes, dtypes and shardings of a run's initial parameters, and of those of the module's companions.
 
-    The first are those that a step computes with, in the order of checkpoints, without adapters; the second are
-    {name: parameters}. Arguments as in `state_shardings`.
+    The first are those that a step computes with, in the order of checkpoints, without adapters and a reward head; the
+    second are {name: parameters}. Arguments as in `state_shardings`.
     """
     used = module.used.plain
     shardings = jax.tree.map(rules.sharding, used.parameter_specs(rules, zero))
@@ -69,7 +69,7 @@ def start_shapes(module: ModuleArrays, rules: AxisRules, zero: int = 0) -> tuple
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
 
     own, companions = module.split_companions(jax.tree.map(shape, used.abstract_params, shardings))
-    return module.split_adapters(own)[0], companions
+    return module.split_added(own)[0], companions
 
 
 def state_shardings(

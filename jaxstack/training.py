@@ -265,7 +265,7 @@ class Training:
         params = {**params, **self._take_companions()}
 
         def create(key: jax.Array, params: Dict) -> TrainState:
-            params = self.module.add_adapters(self.module.store(params), key)
+            params = self.module.complete(self.module.store(params), key)
             state = init_state(self.module, self.optimizer, key)
             moments = self.optimizer.init(self.module.split_frozen(params)[0])
             return self.wrapper.extend_state(self, state._replace(params=params, optimizer=moments))

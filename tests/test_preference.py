@@ -54,6 +54,13 @@ def test_losses_equal_reference_values(settings, expected):
     np.testing.assert_allclose(mean_loss(PAIRS, **settings), expected, rtol=1e-6)
 
 
+def test_reward_models_equal_reference_values():
+    pairs = PAIRS._replace(policy=jnp.array([[1.2, 0.7], [0.3, 0.8]]))
+    np.testing.assert_allclose(mean_loss(pairs, loss="reward_model"), 0.724077, rtol=1e-6)
+    pairs = pairs._replace(margins=jnp.array([0.5, 0.0]))
+    np.testing.assert_allclose(mean_loss(pairs, loss="reward_model"), 0.833612, rtol=1e-6)
+
+
 def test_metrics_of_the_pairs():
     loss, further = sum_over_pairs(PAIRS, COUNTED, PreferenceConfig(loss="dpo"))
     found = {name: float(x.total / x.count) for name, x in further.items()}
@@ -81,7 +88,7 @@ def test_the_reference_itself_is_indifferent(loss):
 def test_pairs_that_only_fill_a_batch_change_nothing(loss):
     settings = PreferenceConfig(loss=loss)
     padding = (0.0, 0.0, 1.0)
-    filled = Pairs(*(jnp.concatenate([x, jnp.full((3, 2), y)]) for x, y in zip(PAIRS, padding, strict=True)))
+    filled = Pairs(*(jnp.concatenate([x, jnp.full((3, 2), y)]) for x, y in zip(PAIRS[:3], padding, strict=True)))
     counted = jnp.array([True, True, False, False, False])
 
     def total(policy: jax.Array, pairs: Pairs, counted: jax.Array) -> jax.Array:
@@ -101,7 +108,7 @@ def test_every_loss_raises_the_chosen_answer_over_the_rejected_one(loss):
 
 
 def test_smoothed_labels_mix_both_orders():
-    swapped = Pairs(*(x[:, ::-1] for x in PAIRS))
+    swapped = Pairs(*(x[:, ::-1] for x in PAIRS[:3]))
     mixed = 0.8 * mean_loss(PAIRS, loss="dpo") + 0.2 * mean_loss(swapped, loss="dpo")
     np.testing.assert_allclose(mean_loss(PAIRS, loss="dpo", label_smoothing=0.2), mixed, rtol=1e-6)
     # The robust loss has the mean of DPO's under labels that are wrong at this rate.
@@ -182,6 +189,23 @@ def test_adapters_switched_off_are_the_reference(start):
     np.testing.assert_allclose([m["loss"] for m in alone], [m["loss"] for m in both], rtol=1e-6)
     _, trainer = take_steps(start, *settings, "optimizer.groups=[{path: norm, frozen: false}]", count=0)
     assert trainer.module.companions == ("reference",)
+
+
+def test_a_reward_model_begins_at_log_2_and_reads_rewards_at_the_stop_token(start):
+    found, trainer = take_steps(start, "preference.loss=reward_model", "optimizer.learning_rate=0.01", count=4)
+    assert found[0]["loss"] == np.float32(math.log(2)) and found[0]["accuracy"] == 0
+    assert found[-1]["loss"] < 0.6 and "chosen_probability" not in found[-1]
+    model = trainer.trained_module
+    batch = {name: jnp.asarray(x) for name, x in pairs_at(0).items()}
+    loss, further = preference_loss(model, batch, settings=PreferenceConfig(loss="reward_model"))
+    pair = batch["labels"][0]
+    hidden = model.hidden(batch["tokens"][0])
+    last = [int(np.flatnonzero(row != -100)[-1]) + 1 for row in pair]
+    expected = [float(hidden[i, min(at, 15)] @ model.reward_head[...]) for i, at in enumerate(last)]
+    first = {name: x[:1] for name, x in batch.items()}
+    _, alone = preference_loss(model, first, settings=PreferenceConfig(loss="reward_model"))
+    np.testing.assert_allclose([alone["chosen_reward"].total, alone["rejected_reward"].total], expected, rtol=1e-5)
+    assert float(loss.count) == float(further["margin"].count) == 6
 
 
 def test_log_probabilities_are_those_of_the_answers_alone():

@@ -266,7 +266,8 @@ class ExampleRows:
 class PairRows(ExampleRows):
     """Pairs of a chosen and a rejected answer, each after its prompt in a row of T tokens; a pair is never divided.
 
-    Pairs of which a row is too long are left out: a cut would take the end of one answer only, and so teach a length.
+    A row has all tokens of its text, also the last one, at which a reward model reads its reward. Pairs of which a row
+    is too long are left out: a cut would take the end of one answer only, and so teach a length.
 
     Args:
       examples: preferences.
@@ -279,7 +280,7 @@ class PairRows(ExampleRows):
         begins, lengths, _, labels = (x.reshape(-1, 2) for x in _measure(examples, sequence_length))
         self._begins = begins
         self._ends = begins + lengths
-        long = (lengths > sequence_length + 1).any(axis=1)
+        long = (lengths > sequence_length).any(axis=1)
         chosen = np.flatnonzero(~long & (labels > 0).all(axis=1))
         self.fitted = LengthStatistics(
             len(lengths), int(long.sum()), int(lengths.max(initial=0)), len(lengths) - len(chosen)
@@ -288,7 +289,7 @@ class PairRows(ExampleRows):
         self._before = np.concatenate([[0], np.cumsum(labels[chosen].sum(axis=1), dtype=np.int64)])
         self.count = len(chosen)
         self.labels = int(self._before[-1])
-        self.used = float(np.sum(lengths[chosen] - 1) / max(2 * self.count * sequence_length, 1))
+        self.used = float(np.sum(lengths[chosen]) / max(2 * self.count * sequence_length, 1))
 
     def read(self, row: int, limit: int | None = None) -> Row:
         """Return a pair: tokens, labels [2, T] int32, of the chosen answer first, and its margin [] float32."""
@@ -300,7 +301,7 @@ class PairRows(ExampleRows):
         for side in (0, 1):
             part = slice(self._begins[pair, side], self._ends[pair, side])
             ids = self._examples.ids[part]
-            tokens[side, : len(ids) - 1] = ids[:-1]
+            tokens[side, : len(ids)] = ids
             labels[side, : len(ids) - 1] = np.where(self._examples.answers[part][1:], ids[1:], IGNORE)
         return {"tokens": tokens, "labels": labels, "margin": np.asarray(self._examples.margins[pair])}
 

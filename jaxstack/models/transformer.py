@@ -123,6 +123,9 @@ class Transformer(nnx.Module):
     reference: "Transformer | None" = None
     """A model from which the rewards of this one are measured; see `jaxstack.preference`."""
 
+    reward_head: nnx.Param | None = None
+    """Weights [D] float32 of a reward model's reward, see `add_reward_head`."""
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: jax.typing.DTypeLike = jnp.float32):
         if config.vocab_size is None:
             raise ValueError("ModelConfig.vocab_size must be set to build a Transformer.")
@@ -148,6 +151,22 @@ class Transformer(nnx.Module):
         """Add a model that is not trained with this one, and not in its checkpoints, as the submodule `name`."""
         setattr(self, name, companion)
         self.companions = (*self.companions, name)
+
+    def add_reward_head(self) -> None:
+        """Make this a reward model: add a head that maps a hidden state to a reward, with zeros as weights."""
+        self.reward_head = nnx.Param(jnp.zeros(self.config.hidden_size, jnp.float32), logical_axes=("norm",))
+
+    def rewards(self, tokens: Int[Array, "B T"], last: Int[Array, " B"]) -> tuple[Float[Array, " B"], RouterLoss]:
+        """Compute float32 rewards of sequences, from the hidden state of the last token of each, and the routers' loss.
+
+        Args:
+          tokens: int32 token ids, each row padded at its end.
+          last: position of each row's last token.
+        """
+        assert self.reward_head is not None, "the model has no reward head"
+        hidden, router_loss = self.hidden_and_router_loss(tokens)
+        chosen = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        return jnp.sum(chosen.astype(jnp.float32) * self.reward_head[...], axis=-1), router_loss
 
     @property
     def width(self) -> Width | None:

@@ -18,7 +18,7 @@ from jaxstack.models.adapters import merge_adapters, set_dora_magnitudes
 from jaxstack.models.initialization import Width
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.parameter_paths import ADAPTER, flatten, nest
+from jaxstack.parameter_paths import ADAPTER, ADDED, flatten, nest
 from jaxstack.precision import ScalingState, update_scaling
 
 State = TypeVar("State")
@@ -204,13 +204,19 @@ class ModuleArrays:
         adapters = {path: flat.pop(path) for path in list(flat) if ADAPTER.search("/".join(path))}
         return nest(flat.items()), nest(adapters.items())
 
-    def add_adapters(self, params: Dict, key: jax.Array) -> Dict:
-        """Add freshly initialized adapters, which do not yet change the outputs, to the parameters. Traceable."""
+    def split_added(self, params: Dict) -> tuple[Dict, Dict]:
+        """Split parameters into (those that a run can start from, adapters and a reward head), as nested dicts."""
+        flat = flatten(params)
+        added = {path: flat.pop(path) for path in list(flat) if ADDED.search("/".join(path))}
+        return nest(flat.items()), nest(added.items())
+
+    def complete(self, params: Dict, key: jax.Array) -> Dict:
+        """Add freshly initialized adapters and a reward head, which do not yet change the outputs. Traceable."""
         fresh, non_params = self.init(key)
-        adapters = self.split_adapters(fresh)[1]
-        if not adapters:
+        added = self.split_added(fresh)[1]
+        if not added:
             return params
-        return self.split(set_dora_magnitudes(self.merge(self.join(params, adapters), non_params)))[0]
+        return self.split(set_dora_magnitudes(self.merge(self.join(params, added), non_params)))[0]
 
     def merge_adapters(self, base: Dict, adapters: Dict, non_params: Dict) -> Dict:
         """Merge adapters into the base weights: return parameters that compute the same without adapters. Traceable."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxstack.models.initialization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
 from jaxstack.optim.mup import check_mup_support, clip_by_scaled_norm, rate_factor, scale_epsilon
-from jaxstack.parameter_paths import ADAPTER, map_by_path, match, path_name
+from jaxstack.parameter_paths import ADAPTER, ADDED, map_by_path, match, path_name
 from pallas_kernels.target import automatic_axes
 
 _FEWEST_ROWS = 256
@@ -165,14 +165,15 @@ def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
 def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
     """Return a function that tells from a parameter's path whether the parameter is frozen (not trained).
 
-    The first matching group with `frozen` decides. Otherwise, in a model with adapters, all but these are frozen.
+    The first matching group with `frozen` decides. Otherwise, in a model with adapters, all are frozen but these and a
+    reward head.
     """
     rules = [(group.path, group.frozen) for group in optimizer.groups]
     has_adapters = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
 
     def is_frozen(path: str) -> bool:
         chosen = match(path, [*rules, (".*", None)])
-        return chosen if chosen is not None else has_adapters and not ADAPTER.search(path)
+        return chosen if chosen is not None else has_adapters and not ADDED.search(path)
 
     return is_frozen
 

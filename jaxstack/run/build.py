@@ -156,7 +156,10 @@ def make_trainer(
     dtype = setting.dtype
 
     def student(rngs: nnx.Rngs) -> Transformer:
-        return in_fp8(build_model(config, dtype)(rngs), config.precision)
+        model = in_fp8(build_model(config, dtype)(rngs), config.precision)
+        if config.preference.loss is not None and config.preference.method.has_head:
+            model.add_reward_head()
+        return model
 
     make: Callable[[nnx.Rngs], Transformer] = student
     terms = {"z_loss": config.train.z_loss, "mtp_weight": config.train.mtp_loss_weight}

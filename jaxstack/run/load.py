@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
@@ -36,6 +38,7 @@ from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import Form, initial_variables
+from jaxstack.stored.run_directory import TrainingRun
 from jaxstack.trainer import Trainer
 
 
@@ -288,6 +291,69 @@ def load_decoder(
     params = stored.read(cast_shapes(module, rules), unrolled, form=form, step=step)
     check_finite(params, stored)
     return Decoder(module, params, initial_variables(module), rules, vocab_size=vocab_size)
+
+
+class RewardModel:
+    """A trained reward model, which gives rewards to texts of token ids; see `load_reward_model`.
+
+    Args:
+      module: the model with its reward head.
+      params: its parameters.
+      tokenizer: the tokenizer that it was trained with, with its chat template.
+    """
+
+    def __init__(self, module: ModuleArrays, params: Params, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self._params = params
+        non_params = initial_variables(module)
+        self._rewards = jax.jit(lambda params, *batch: module.merge(params, non_params).rewards(*batch)[0])
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return the reward of each sequence of token ids, [B] float32, read at its last token, the stop token."""
+        longest = max(map(len, sequences))
+        # Few shapes, for each of which a program is compiled.
+        tokens = np.zeros((_power_of_two(len(sequences)), _power_of_two(longest)), np.int32)
+        last = np.zeros(len(tokens), np.int32)
+        for row, ids in enumerate(sequences):
+            tokens[row, : len(ids)] = ids
+            last[row] = len(ids) - 1
+        return np.asarray(self._rewards(self._params, tokens, last))[: len(sequences)]
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def load_reward_model(directory: str | Path, overrides: Sequence[str] = (), *, step: int | None = None) -> RewardModel:
+    """Load a reward model that was trained with `preference.loss: reward_model`, on one device by default.
+
+    Args:
+      directory: its run directory.
+      overrides: `parallel.key=value` and `precision.key=value`; see `run_config`.
+      step: step of the checkpoint; default: the newest.
+
+    Raises:
+      ConfigError: the directory holds no reward model, or an override does not fit.
+    """
+    stored = StoredModel.open(directory)
+    if not isinstance(stored, TrainingRun):
+        raise ConfigError(f"{directory} is no run, and so no reward model that jaxstack.train made.")
+    head = stored.read_reward_head(step)
+    config = run_config(stored, overrides)
+    if not sets_layout(overrides):
+        simulated = config.parallel.simulate_devices
+        config = config.model_copy(update={"parallel": ParallelConfig(simulate_devices=simulated)})
+    setting = Setting.of(config, "decode", chosen=True)
+    unrolled = config.model.model_copy(update={"scan_layers": False})
+
+    def make(rngs: nnx.Rngs) -> Transformer:
+        model = Transformer(unrolled, rngs, dtype=setting.dtype)
+        model.add_reward_head()
+        return model
+
+    module = ModuleArrays(make)
+    wanted, _ = module.split_added(cast_shapes(module, setting.rules))
+    return RewardModel(module, {**stored.read(wanted, unrolled, step=step), "reward_head": head}, stored.tokenizer)
 
 
 def check_finite(params: Params, stored: StoredModel) -> None:

@@ -28,6 +28,7 @@ from jaxstack.models.restack import restack_shapes, same_stacking
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import AxisRules
 from jaxstack.parameter_paths import flatten, get, nest
+from jaxstack.preference import PreferenceConfig
 from jaxstack.stored.model import (
     Form,
     Params,
@@ -179,6 +180,18 @@ class TrainingRun(RunDirectory):
             params = jax.jit(from_plain, out_shardings=shardings)(params)
             others = jax.jit(functools.partial(module.from_plain, wanted=module.abstract_non_params))(others)
         return params, others
+
+    def read_reward_head(self, step: int | None = None) -> np.ndarray:
+        """Read the weights [D] float32 of a reward model's head.
+
+        Raises:
+          ConfigError: the run did not train a reward model, or has no checkpoint of `step`.
+        """
+        preference = self.section("preference", PreferenceConfig)
+        if preference.loss is None or not preference.method.has_head:
+            raise ConfigError(f"{self.directory} is no reward model; train one with preference.loss=reward_model.")
+        head = np.empty(self.model.hidden_size, np.float32)
+        return self._restore(self.choose_step(step), {"params": {"reward_head": head}})["params"]["reward_head"]
 
     def open_parameters(self, step: int | None = None) -> Callable[[str], np.ndarray | PackedWeight]:
         chosen = self.choose_step(step)

@@ -10,6 +10,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import jaxstack.evaluate as evaluate
 import jaxstack.train as command
+from jaxstack.errors import ConfigError
+from jaxstack.run.load import load_reward_model
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
 
@@ -88,6 +90,21 @@ def test_a_run_with_adapters_needs_no_second_model(folder):
     assert found["loss"] == LOG_2 and abs(found["margin"]) < 1e-6 < abs(found["eval_margin"])
 
 
+def test_a_reward_model_is_trained_with_adapters_stopped_and_loaded(folder, tuned):
+    more = ["run.name=reward", "preference.loss=reward_model", "adapters.rules=[{path: attention, rank: 2}]"]
+    train(load_config(folder / "dpo.yaml", [*more, "train.steps=2"]))
+    found = train(load_config(folder / "dpo.yaml", more)).metrics
+    steps = [line for line in metrics_of(folder / "reward") if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3] and steps[0]["loss"] == LOG_2 and found["margin"] > 0
+    score = load_reward_model(folder / "reward")
+    asked = "<|im_start|>user\nwhat is b<|im_end|>\n<|im_start|>assistant\n"
+    texts = [f"{asked}{answer}<|im_end|>" for answer in ("it is b yes", "no")]
+    rewards = score([ids.tolist() for ids, _ in score.tokenizer.encode_marked(texts)])
+    assert rewards.shape == (2,) and rewards[0] > rewards[1]
+    with pytest.raises(ConfigError, match="dpo is no reward model"):
+        load_reward_model(folder / "dpo")
+
+
 def test_its_own_pairs_are_no_text_to_evaluate_on(folder, tuned, capsys):
     assert evaluate.main(["--run", str(folder / "dpo")]) == 2
     assert "has no held-out text of its own: give --data or --tasks" in capsys.readouterr().err
@@ -106,6 +123,7 @@ def test_its_own_pairs_are_no_text_to_evaluate_on(folder, tuned, capsys):
         (["preference.loss=orpo", "preference.reference=qwen3"], "reference (qwen3) is for loss dpo, ipo, robust"),
         (["preference.label_smoothing=0.1", "preference.loss=ipo"], "label_smoothing (0.1) is for loss dpo, robust"),
         (["preference.simpo_gamma=2.0"], "simpo_gamma (2.0) is for loss simpo"),
+        (["preference={loss: reward_model, beta: 0.2}"], "beta (0.2) is for loss dpo, ipo"),
         (["model.dropout=0.1"], "preference.loss does not support model.dropout"),
         (["adapters.rules=[{path: mlp, dropout: 0.1}]"], "set the dropout of all adapters.rules to 0"),
         (["train.z_loss=0.1"], "preference.loss does not support train.z_loss (0.1)"),
