@@ -2,7 +2,7 @@
 
 The train state has a leading dim [workers], split over the mesh axis of that name. A step runs in a `shard_map` that
 is manual over this axis alone, so that no collective of it connects two workers. The exchanges between workers are
-programs of their own; that of an `OverlappedExchange` also contains the train step that it overlaps with.
+separate programs; that of an `OverlappedExchange` also contains the train step that it overlaps with.
 
 `FolderWorker` is for separate runs, each a worker, that average parameter changes through files in a shared folder.
 """

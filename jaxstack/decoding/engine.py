@@ -80,7 +80,7 @@ class Engine:
             raise ConfigError(
                 "an engine supports only parallel.tensor, and `open_engine` data; set fsdp and expert to 1."
             )
-        # The engine of a window of layers has programs of its own, which keep no hidden states.
+        # The engine of a window of layers has its own programs, which keep no hidden states.
         predicts = draft is None and make_programs is None and model.config.num_nextn_predict_layers > 0
         predicts = predicts and self.config.draft_tokens > 0
         further = partial(draft_cache_bytes, model) if predicts else lambda room: 0

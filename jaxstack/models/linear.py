@@ -231,7 +231,7 @@ def _fan_out_backward(count: int, _: None, gradients: tuple[jax.Array, ...]) -> 
 
 
 # All results are the same array: if the forward rule called `fan_out` itself, a pipeline stage would save each result
-# as an array of its own.
+# as a separate array.
 fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_backward)
 
 

@@ -80,13 +80,13 @@ class Companion(NamedTuple):
     key: str
     """The configuration key that asks for it."""
     directory: str
-    """Of a run or a Hugging Face checkpoint."""
+    """Directory of a run or a Hugging Face checkpoint."""
     verb: str
-    """What the run does with its parameters, for the line that names them."""
+    """Verb of the line that names its parameters, such as `starting` in "starting from DIR"."""
 
 
 def companions(config: RunConfig) -> list[Companion]:
-    """Return the frozen models that a run needs beside the one that it trains."""
+    """Return the frozen models that a run needs in addition to the one that it trains."""
     found = []
     if config.distill.teacher is not None:
         found.append(Companion("teacher", "distill.teacher", config.distill.teacher, "distilling"))

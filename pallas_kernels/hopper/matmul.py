@@ -119,7 +119,7 @@ class TiledProduct:
     def first_barrier(self, number: Index) -> Index:
         """Return the first of the ring's barriers at which the operands of tile `number` arrive.
 
-        A warpgroup has to wait for each phase of a barrier, so with `ProductTiling.turns` each has barriers of its own.
+        A warpgroup has to wait for each phase of a barrier, so with `ProductTiling.turns` each has its own barriers.
         """
         return lax.rem(number, CONSUMERS) * self.tiling.stages if self.tiling.turns else 0
 

@@ -22,7 +22,7 @@ class GemmaAttention(SoftmaxAttention):
     num_global_kv_heads: int | None = Field(default=None, ge=1, le=2**16)
     """Number of key/value heads in layers without a window; left out: num_kv_heads."""
     attention_k_eq_v: bool = False
-    """In layers without a window the values are the keys before their norm and rotation, and are not projected."""
+    """True: the values of layers without a window are the keys before norm and rotation, and are not projected."""
 
     def layer_heads(self, heads: AttentionSpec) -> AttentionSpec:
         if heads.window is not None:

@@ -1,8 +1,8 @@
 """KV cache for decoding: one slot per token, or a ring buffer for a window; a token's position gives its slot.
 
 A layer that sees every key has one slot per token. A layer with a window has a ring buffer: a token overwrites the one
-that left the window, so memory is bounded by the window. In front of the ring the first `pinned` tokens may have slots
-of their own. The rows of a batch may differ in length.
+that left the window, so memory is bounded by the window. In front of the ring the first `pinned` tokens may have their
+own slots. The rows of a batch may differ in length.
 
 Dims: B batch, T query length, S slots, N heads, K kv heads, H head_dim.
 """
