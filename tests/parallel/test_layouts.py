@@ -24,6 +24,7 @@ def initial_state(*overrides: str) -> TrainState:
 class Trained(NamedTuple):
     losses: list[float]
     gradient_norms: list[float]
+    mtp_losses: list[float]
     params: dict[str, np.ndarray]
 
 
@@ -39,7 +40,8 @@ def train(*overrides: str, shape: tuple[str, ...] = (), packed: bool = True) -> 
     trainer.stored_state = jax.device_put(start._replace(key=jax.random.clone(start.key)), shardings)
     metrics = metrics_of_steps(trainer, STEPS)
     params = jax.device_get(trainer.stored_state.params)
-    return Trained([m["loss"] for m in metrics], [m["grad_norm"] for m in metrics], params)
+    losses, norms, mtp = ([m[name] for m in metrics if name in m] for name in ("loss", "grad_norm", "mtp_loss"))
+    return Trained(losses, norms, mtp, params)
 
 
 @functools.cache
@@ -52,6 +54,7 @@ def assert_trains_as_one_device(*overrides: str, shape: tuple[str, ...] = (), pa
     wanted = reference(*shape, packed=packed)
     assert wanted.losses[-1] < wanted.losses[0] - 0.02, "the reference learns"
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
+    np.testing.assert_allclose(found.mtp_losses, wanted.mtp_losses, rtol=1e-5)
     # Later ones have a tenfold larger share of what the parameters were rounded to.
     np.testing.assert_allclose(found.gradient_norms[:3], wanted.gradient_norms[:3], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), found.params, wanted.params)
