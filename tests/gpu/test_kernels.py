@@ -200,12 +200,14 @@ def test_grouped_matmul(sizes):
 @pytest.mark.parametrize("shape", [(384, 256), (1408, 384), (2880, 192)])
 @pytest.mark.parametrize("sizes", [(100, 0, 150, 774), (513, 1, 0, 510)])
 def test_grouped_matmul_in_fp8(sizes, shape):
-    """Against the same quantized numbers multiplied in bfloat16; 2880 and 192 are padded."""
+    """Against float32, with errors of E4M3; 2880 and 192 are padded."""
     arrays = fp8_cases.arrays(*shape, sizes=sizes)
-    found, wanted = (
-        fp8_cases.outputs_and_gradients(fp8_cases.in_fp8(name), *arrays, sizes=sizes) for name in (None, "xla")
-    )
-    assert max(fp8_cases.relative_errors(found, wanted)) < 4e-3
+    found = fp8_cases.outputs_and_gradients(fp8_cases.in_fp8(None), *arrays, sizes=sizes)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    with jax.default_matmul_precision("highest"):
+        wanted = fp8_cases.outputs_and_gradients(fp8_cases.in_float32, *wide, sizes=sizes)
+    errors = fp8_cases.relative_errors(found, wanted)
+    assert min(errors) > 0.03 and max(errors) < 0.045, errors
 
 
 @pytest.mark.parametrize("name", cache_cases.CASES)
