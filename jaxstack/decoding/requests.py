@@ -56,8 +56,8 @@ class Request:
       prompt: token ids.
       max_tokens: token limit of the answer.
       sampling: temperature and limits.
-      seed: the answer depends on it and on the prompt alone; with drafts by multi-token prediction, which know less after
-        a cached prefix, its distribution does.
+      seed: the answer depends on it and on the prompt alone; with drafts by multi-token prediction, which know less
+        after a cached prefix, its distribution does.
       stop_tokens: ids that end the answer, and are not part of it.
       constraint: which tokens are allowed; None: all of the vocabulary.
       cancel: called with this request to end it early.
