@@ -26,6 +26,7 @@ from jaxstack.loss import (
     Batch,
     LossSum,
     add_mtp_loss,
+    add_router_loss,
     language_model_loss,
     sampled_label_loss,
     samples_labels,
@@ -117,7 +118,7 @@ def distillation_loss(
         raise ValueError("the model has no teacher to learn from; give it one by with_teacher.")
     inputs = {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
     dropout_key = None if key is None else batch.get(TOKEN_KEYS, key)
-    hidden, router_loss = model.hidden_and_router_loss(batch["tokens"], dropout_key=dropout_key, **inputs)
+    hidden, routers = model.hidden_and_routers(batch["tokens"], dropout_key=dropout_key, **inputs)
     with jax.named_scope("teacher"):
         target = jax.lax.stop_gradient(teacher.hidden(batch["tokens"], **inputs))
     counts = batch["labels"] != IGNORE
@@ -125,9 +126,7 @@ def distillation_loss(
         total = settings.alpha * settings.temperature**2 * _divergence(model, hidden, teacher, target, counts, settings)
         if settings.alpha < 1:
             total += (1 - settings.alpha) * vocabulary_loss(model, hidden, batch["labels"], z_loss)
-    if router_loss is not None:
-        total += router_loss
-    loss = LossSum(total, jnp.sum(counts, dtype=jnp.float32))
+    loss = add_router_loss(LossSum(total, jnp.sum(counts, dtype=jnp.float32)), routers)
     return add_mtp_loss(loss, model, hidden, batch, key=key, weight=mtp_weight)
 
 

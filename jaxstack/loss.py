@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.models.dropout import TOKEN_KEYS
+from jaxstack.models.moe.router import RouterSums
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import with_local_batch
 from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum
@@ -37,13 +38,20 @@ class LossSum:
     """[] float32."""
     count: jax.Array
     """[] float32."""
-    further: Mapping[str, "LossSum"] = dataclasses.field(default_factory=dict)
+    further: Mapping[str, "LossSum | RouterSums"] = dataclasses.field(default_factory=dict)
     """Sums of further values for the metrics, by name; they have no gradient."""
 
     def without_further(self) -> "LossSum":
         """Return the sum of the loss alone."""
         return LossSum(self.total, self.count)
 
+    def metrics(self, name: str) -> dict[str, jax.Array]:
+        """Return the mean as a metric of a step."""
+        return {name: self.total / jnp.maximum(self.count, 1.0)}
+
+
+ROUTER = "router"
+"""Name of the routers' balance among the further values of a loss."""
 
 Value: TypeAlias = jax.typing.ArrayLike | LossSum
 LossFunction = Callable[..., Value | tuple[Value, Mapping[str, Value]]]
@@ -248,7 +256,7 @@ def language_model_loss(
       z_loss: weight of log(Z)^2, which keeps the softmax normaliser near 1 (Chowdhery et al. 2022).
       mtp_weight: weight of multi-token prediction, see `add_mtp_loss`.
     """
-    hidden, router_loss = model.hidden_and_router_loss(
+    hidden, routers = model.hidden_and_routers(
         batch["tokens"],
         positions=batch.get("positions"),
         segment_ids=batch.get("segment_ids"),
@@ -258,10 +266,23 @@ def language_model_loss(
 
     with jax.named_scope("loss"):
         total = vocabulary_loss(model, hidden, batch["labels"], z_loss)
-    if router_loss is not None and train:
-        total += router_loss
     loss = LossSum(total, _count_labels(batch["labels"]))
+    loss = add_router_loss(loss, routers) if train else loss
     return add_mtp_loss(loss, model, hidden, batch, key=key, weight=mtp_weight) if train else loss
+
+
+def add_router_loss(loss: LossSum, routers: RouterSums | None, scale: float = 1.0) -> LossSum:
+    """Add the losses of the routers of a mixture of experts to a loss, and their balance to its further values.
+
+    Args:
+      loss: of the same tokens.
+      routers: from `Transformer.hidden_and_routers`; None: the model has no experts.
+      scale: factor of the routers' losses, which are sums over tokens.
+    """
+    if routers is None:
+        return loss
+    further = {**loss.further, ROUTER: jax.lax.stop_gradient(routers)}
+    return LossSum(loss.total + scale * routers.loss, loss.count, further)
 
 
 def add_mtp_loss(

@@ -18,9 +18,10 @@ from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component, NameIn
 from jaxstack.config.features import MODEL_DIRECTORY, Excludes, Feature, Remark
-from jaxstack.loss import IGNORE, Batch, LossSum, token_losses
+from jaxstack.loss import IGNORE, Batch, LossSum, add_router_loss, token_losses
 from jaxstack.models import Transformer
 from jaxstack.models.adapters import without_adapters
+from jaxstack.models.moe.router import RouterSums
 
 
 class Pairs(NamedTuple):
@@ -238,7 +239,7 @@ def preference_loss(
     settings = settings or PreferenceConfig()
     labels = batch["labels"]
     length = labels.shape[-1]
-    policy, router_loss = (_rewards if settings.method.has_head else _answer_sums)(model, batch)
+    policy, routers = (_rewards if settings.method.has_head else _answer_sums)(model, batch)
     reference = jnp.zeros_like(policy)
     if settings.method.needs_reference:
         with jax.named_scope("reference"):
@@ -247,27 +248,27 @@ def preference_loss(
     counted = (lengths > 0).all(axis=-1)
     pairs = Pairs(policy, jax.lax.stop_gradient(reference), jnp.maximum(lengths, 1), batch.get("margin", 0.0))
     loss, values = sum_over_pairs(pairs, counted, settings)
-    if router_loss is not None and train:  # a sum over tokens
-        loss = LossSum(loss.total + router_loss / (2 * length), loss.count)
+    if train:
+        loss = add_router_loss(loss, routers, 1 / (2 * length))
     return loss, values
 
 
-def _answer_sums(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
-    """Return the log-probabilities of the answers, summed over their tokens, [P, 2] float32, and the routers' loss."""
+def _answer_sums(model: Transformer, batch: Batch) -> tuple[jax.Array, RouterSums | None]:
+    """Return the log-probabilities of the answers, summed over their tokens, [P, 2] float32, and the routers' sums."""
     tokens, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "labels"))
-    hidden, router_loss = model.hidden_and_router_loss(tokens)
+    hidden, routers = model.hidden_and_routers(tokens)
     with jax.named_scope("loss"):
         losses = token_losses(model, hidden, labels)
-    return -jnp.sum(losses, axis=-1).reshape(-1, 2), router_loss
+    return -jnp.sum(losses, axis=-1).reshape(-1, 2), routers
 
 
-def _rewards(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
-    """Return the rewards of the answers of each pair, [P, 2] float32, and the routers' loss."""
+def _rewards(model: Transformer, batch: Batch) -> tuple[jax.Array, RouterSums | None]:
+    """Return the rewards of the answers of each pair, [P, 2] float32, and the routers' sums."""
     tokens, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "labels"))
     length = tokens.shape[-1]
     after_labels = length - jnp.argmax(labels[:, ::-1] != IGNORE, axis=-1)
-    rewards, router_loss = model.rewards(tokens, jnp.minimum(after_labels, length - 1))
-    return rewards.reshape(-1, 2), router_loss
+    rewards, routers = model.rewards(tokens, jnp.minimum(after_labels, length - 1))
+    return rewards.reshape(-1, 2), routers
 
 
 _EXCLUDED = (

@@ -25,7 +25,7 @@ from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.module_arrays.shardings import describe_shardings
 from jaxstack.observe.what_ran import describe_program
 from jaxstack.optim.base import SampledGradient
-from jaxstack.optim.build import gradient_norm, largest_overload
+from jaxstack.optim.build import gradient_norm
 from jaxstack.parallel.pipeline.schedule import describe_schedule
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.parallel.sharding_context import ShardingContext, StepLayout
@@ -135,7 +135,7 @@ class StepFunctions:
 
         Returns:
           The next state, and the metrics loss, grad_norm, count (of items), skipped, learning_rate if it is known,
-          expert_overload for a mixture of experts, loss_limit and grad_norm_limit with a spike threshold,
+          `RouterSums.metrics` of a mixture of experts, loss_limit and grad_norm_limit with a spike threshold,
           gradient_signal and gradient_noise with `noise_scale`, and the means of the loss function's further values.
         """
         key = jax.random.fold_in(state.key, state.step)
@@ -185,11 +185,9 @@ class StepFunctions:
             "skipped": skipped,
             **limits,
             **(sums.noise or {}),
-            **{name: x.total / jnp.maximum(x.count, 1.0) for name, x in sums.further.items()},
         }
-        overload = largest_overload(gradients)
-        if overload is not None:
-            metrics["expert_overload"] = overload
+        for name, further in sums.further.items():
+            metrics |= further.metrics(name)
         if self.learning_rate is not None:
             metrics["learning_rate"] = self.learning_rate(state.step)
         return new, metrics

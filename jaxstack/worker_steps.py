@@ -335,12 +335,16 @@ class Workers(StepWrapper):
     def read(self, metrics: Metrics) -> dict[str, float]:
         """Wait for the metrics of a step; return them as numbers, averaged over this process's workers.
 
-        `count` is the sum and `skipped` the largest; the loss is the mean over items.
+        `count` is the sum and `skipped` the largest; the loss is the mean over items; the overload of experts is that
+        of the worker where it is largest.
         """
         values = {name: _per_worker(x) for name, x in metrics.items()}
         means = {name: float(np.mean(x)) for name, x in values.items()}
         count = values["count"]
         loss = float(np.sum(values["loss"] * count) / np.sum(count)) if np.sum(count) else means["loss"]
+        if "expert_overload" in values:
+            worst = int(np.argmax(values["expert_overload"]))
+            means |= {name: float(x[worst]) for name, x in values.items() if name.startswith("expert_overload")}
         return {**means, "loss": loss, "count": float(np.sum(count)), "skipped": float(np.max(values["skipped"]))}
 
     def describe(self, trainer: Training) -> dict[str, Any]:

@@ -8,7 +8,7 @@ sums those of tied weights.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,9 @@ from jax.typing import DTypeLike
 from jaxstack.errors import ConfigError
 from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.gradients.noise import check_noise_layout
-from jaxstack.loss import Batch, Loss, LossSum, MeanLoss
+from jaxstack.loss import ROUTER, Batch, Loss, LossSum, MeanLoss
 from jaxstack.models import Transformer
+from jaxstack.models.moe.router import RouterSums
 from jaxstack.models.stages import (
     inputs_of_layers,
     is_stacked,
@@ -159,6 +160,9 @@ class PipelinedGradients:
         functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, context)
         totals = execute(schedule, self._module.layout, functions.stages(), layers, ends, unroll=self._module.unrolled)
         loss = LossSum(totals.loss, *totals.others)
+        if (own := totals.own) is not None:  # what the routers of the layers add, as `add_router_loss` does
+            further = {**loss.further, ROUTER: own.plus(cast(RouterSums | None, loss.further.get(ROUTER)))}
+            loss = LossSum(loss.total + own.loss, loss.count, further)
         if totals.layers is None:
             return None, loss
         with context.entered():
@@ -220,7 +224,7 @@ class _Functions:
             is_maximum=_is_maximum,
         )
 
-    def _first(self, ends: Any, microbatch: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def _first(self, ends: Any, microbatch: jax.Array) -> tuple[jax.Array, RouterSums | None]:
         with self._end_context.entered():
             x, own = inputs_of_layers(self._merge(ends), self._loss_of(microbatch))
         return x, own if self._train else None

@@ -15,6 +15,7 @@ from jaxstack.models.layer import Context, Layer, LayerCache
 from jaxstack.models.linear import add
 from jaxstack.models.mixers import TokenMixer, mixer_module
 from jaxstack.models.mlp import MLPS, PlainMLP
+from jaxstack.models.moe.router import RouterSums
 from jaxstack.models.moe_layer import MoE
 from jaxstack.models.norm import LayerInput, Norm, make_norm
 from jaxstack.models.remat import MATMULS_SAVED
@@ -86,8 +87,8 @@ class Block(nnx.Module):
         context: Context,
         cache: LayerCache | None = None,
         key: Key[Array, "..."] | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Float[Array, ""] | None]:
-        """Apply the layer to the residual stream; also return the updated cache and the router's losses.
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, RouterSums | None]:
+        """Apply the layer to the residual stream; also return the updated cache and the router's sums.
 
         Args:
           context: what all layers of this forward pass share.
@@ -95,11 +96,11 @@ class Block(nnx.Module):
           key: draws the dropout masks: one key, or [B, T], one for each token; None: no dropout.
 
         Returns:
-          The residual stream, the cache with this call's tokens, and the router's losses summed over tokens (None for
-          a dense block).
+          The residual stream, the cache with this call's tokens, and the router's sums over tokens (None for a
+          dense block).
         """
         attention_key, mlp_key = split_key(key if self.dropout else None)
-        router_loss = None
+        router_sums = None
         if self.attention is not None:
             with jax.named_scope("attention"):
                 normalized, x = normalize(self.attention_norm, x)
@@ -107,9 +108,9 @@ class Block(nnx.Module):
                 x = self._add(x, update, self.attention_post_norm, attention_key)
         if self.mlp is not None:
             with jax.named_scope("mlp"):
-                update, x, router_loss = self._feed_forward(x, decoding=context.slots is not None)
+                update, x, router_sums = self._feed_forward(x, decoding=context.slots is not None)
                 x = self._add(x, update, self.mlp_post_norm, mlp_key)
-        return self._scale(x), cache, router_loss
+        return self._scale(x), cache, router_sums
 
     def make_cache(self, make: Callable[[TokenMixer], LayerCache], layers: int | None = None) -> LayerCache:
         """Create the mixer's empty cache by calling `make`; None if the layer has no mixer.
@@ -147,16 +148,16 @@ class Block(nnx.Module):
         """Multiply the layer's output by its learned number, if it has one."""
         return x if self.layer_scalar is None else x * self.layer_scalar[...].astype(x.dtype)
 
-    def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Compute mlp(norm(x)); also return the residual stream to add it to, and the router's losses."""
+    def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, RouterSums | None]:
+        """Compute mlp(norm(x)); also return the residual stream to add it to, and the router's sums."""
         norm, mlp = modules = cast(tuple[Norm | None, PlainMLP], (self.mlp_norm, self.mlp))
         count = 1 if self.chunked_width is None else count_chunks(modules, x, self.chunked_width)
         if count > 1:
             return apply_in_chunks(_apply_mlp, modules, x, count), x, None
         normalized, x = normalize(norm, x)
         if isinstance(self.mlp, MoE):
-            update, router_loss = self.mlp(normalized, decoding=decoding)
-            return update, x, router_loss
+            update, router_sums = self.mlp(normalized, decoding=decoding)
+            return update, x, router_sums
         return mlp(normalized), x, None
 
     def _add(self, x: jax.Array, update: jax.Array, post_norm: Norm | None, key: jax.Array | None) -> jax.Array:

@@ -22,7 +22,7 @@ from jaxstack.models.moe.exchange import (
     group_of_rows,
     take_group,
 )
-from jaxstack.models.moe.router import MoEConfig, capacity, route
+from jaxstack.models.moe.router import MoEConfig, RouterSums, capacity, route
 from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import TokenSplit, with_local_tokens
 from pallas_kernels import fp8_grouped_matmul, grouped_matmul
@@ -84,8 +84,8 @@ class MoE(nnx.Module):
         self.moe = moe
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def __call__(self, x: LayerInput, *, decoding: bool = False) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
-        """Apply the sublayer to x [B, T, D]; also return the router's losses, summed over tokens.
+    def __call__(self, x: LayerInput, *, decoding: bool = False) -> tuple[Float[Array, "B T D"], RouterSums]:
+        """Apply the sublayer to x [B, T, D]; also return the router's losses and balance, summed over tokens.
 
         Args:
           decoding: no token is dropped, whatever the capacity of the experts.
@@ -99,21 +99,21 @@ class MoE(nnx.Module):
             found["balance_bias"] = self.router.balance_bias
         parameters = {name: _value_and_axes(parameter) for name, parameter in found.items()}
 
-        def local(x: jax.Array, parameters: dict[str, jax.Array], split: TokenSplit) -> tuple[jax.Array, jax.Array]:
+        def local(x: jax.Array, parameters: dict[str, jax.Array], split: TokenSplit) -> tuple[jax.Array, RouterSums]:
             return self._local(x, parameters, split, decoding)
 
         with jax.named_scope("experts"):
             # Quantized from what is stored: a copy in the compute dtype would be written for nothing.
-            y, loss = with_local_tokens(local, x, parameters, x.dtype, self._in_fp8)
+            y, sums = with_local_tokens(local, x, parameters, x.dtype, self._in_fp8)
         if self.shared_experts is not None:
             with jax.named_scope("shared_experts"):
                 y = y + self.shared_experts(x)
-        return y, loss
+        return y, sums
 
     def _local(
         self, x: jax.Array, parameters: Mapping[str, jax.Array], split: TokenSplit, decoding: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """Route this device's tokens x [B, T, D] to experts; return the combined outputs and the router loss."""
+    ) -> tuple[jax.Array, RouterSums]:
+        """Route this device's tokens x [B, T, D] to experts; return the combined outputs and the router's sums."""
         moe = self.moe
         shape = x.shape
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), parameters["router"])
@@ -141,7 +141,7 @@ class MoE(nnx.Module):
             y = compute_on_expert_devices(
                 self._compute, *arrays, devices=devices, factor=moe.exchange_factor, max_rows=max_rows, fp8=fp8
             )
-        return y.reshape(shape), routing.loss
+        return y.reshape(shape), routing.sums
 
     def _compute(
         self, rows: jax.Array, weights: jax.Array, kernels: Kernels, sizes: jax.Array, alignment: int

@@ -75,11 +75,11 @@ class PredictionLayer(Block):
         """
         pair = shard_residual(self.embedding_norm(embedded)), shard_residual(self.hidden_norm(hidden))
         x = shard_residual(self.projection(jnp.concatenate(pair, axis=-1)))
-        x, cache, router_loss = self(x, context, cache, key)
+        x, cache, router = self(x, context, cache, key)
         x = shard_residual(self.final_norm(x))
         if self.hidden_scale != 1:
             x = x * jnp.asarray(self.hidden_scale, x.dtype)
-        return shard(x, "batch", "length", "act_embed"), cache, router_loss
+        return shard(x, "batch", "length", "act_embed"), cache, None if router is None else router.loss
 
 
 class MultiTokenPrediction(nnx.Module):

@@ -4,11 +4,11 @@ Layers whose records alternate (mixers, windows, experts) are scanned in groups:
 one scan runs together. Layers before the pattern and after its last whole repetition are unrolled.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Key
@@ -26,17 +26,15 @@ from jaxstack.models.layer_weights import (
     remove_layers_logical_axis,
     run_prefetched,
 )
+from jaxstack.models.moe.router import RouterSums
 from jaxstack.models.remat import OFFLOADED, name_layer_input, rematerialise
 from jaxstack.parallel import gathers_ahead
 
 Caches = list[LayerCache] | None
 """Caches in the order of `Stack.layers`: of a single layer, or of a stack with a leading dim of layers."""
 
-RouterLoss = Float[Array, ""] | None
-"""Losses of a layer's router summed over tokens; None for a dense layer."""
-
-LayerOutput = tuple[jax.Array, LayerCache | None, jax.Array | None]
-"""(x [B, T, D], cache, router loss) after one layer."""
+LayerOutput = tuple[jax.Array, LayerCache | None, RouterSums | None]
+"""(x [B, T, D], cache, the router's sums over tokens, None for a dense layer) after one layer."""
 
 RunLayer = Callable[[jax.Array, Weights, LayerCache | None, jax.Array | None], LayerOutput]
 """(x, weights, cache, dropout key) -> output of one layer."""
@@ -65,6 +63,7 @@ class Stack(nnx.Module):
       layers: blocks; those of the indices `scanned` have parameters with a leading dim of `repeats` layers.
       start, period, repeats: with `config.scan_layers`, the model's layers from `start` on are `repeats` repetitions of
         a pattern of `period` layers. All other layers are single.
+      count: number of the model's layers.
       scanned: indices in `layers` of the stacks that the scan runs; empty if all layers are single.
       remat: value of `ModelConfig.remat`.
     """
@@ -77,6 +76,7 @@ class Stack(nnx.Module):
             self.start = 0
             self.period = len(kinds)
         self.scanned = range(self.start, self.start + self.period) if self.repeats > 1 else range(0)
+        self.count = len(kinds)
         keys = jax.random.split(rngs.params(), len(kinds))
         blocks = {}
         for index in self.scanned:
@@ -107,19 +107,19 @@ class Stack(nnx.Module):
         caches: Caches,
         key: Key[Array, "..."] | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[Float[Array, "B T D"], Caches, RouterLoss]:
+    ) -> tuple[Float[Array, "B T D"], Caches, RouterSums | None]:
         """Run all layers, each with its weights all-gathered and cast to `dtype` only where they are used.
 
         Returns:
-          x, the caches, and the sum of the layers' router losses (None if all layers are dense).
+          x, the caches, and the sums over tokens of all layers' routers (None if all layers are dense).
         """
-        x, new_caches, losses = self.run_before_scan(x, context, caches, key, dtype)
+        x, new_caches, sums = self.run_before_scan(x, context, caches, key, dtype)
         if self.scanned:
-            x, found, scan_losses = self._scan(x, context, caches, key, dtype)
+            x, found, scan_sums = self._scan(x, context, caches, key, dtype)
             new_caches = new_caches + found
-            losses = losses + scan_losses
-        x, found, last_losses = self.run_after_scan(x, context, caches, key, dtype)
-        return x, [*new_caches, *found] if caches else None, add_losses([*losses, *last_losses])
+            sums = add_sums(sums, scan_sums)
+        x, found, last_sums = self.run_after_scan(x, context, caches, key, dtype)
+        return x, [*new_caches, *found] if caches else None, add_sums(sums, last_sums)
 
     def run_before_scan(
         self,
@@ -128,8 +128,8 @@ class Stack(nnx.Module):
         caches: Caches,
         key: Key[Array, "..."] | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[Float[Array, "B T D"], list[LayerCache], list[RouterLoss]]:
-        """Run the unstacked layers before the scan; return x, their caches and their router losses."""
+    ) -> tuple[Float[Array, "B T D"], list[LayerCache], RouterSums | None]:
+        """Run the unstacked layers before the scan; return x, their caches and the sums of their routers."""
         return self._run_single(range(self.scanned.start), x, context, caches, key, dtype)
 
     def run_after_scan(
@@ -139,8 +139,8 @@ class Stack(nnx.Module):
         caches: Caches,
         key: Key[Array, "..."] | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[Float[Array, "B T D"], list[LayerCache], list[RouterLoss]]:
-        """Run the unstacked layers after the scan; return x, their caches and their router losses."""
+    ) -> tuple[Float[Array, "B T D"], list[LayerCache], RouterSums | None]:
+        """Run the unstacked layers after the scan; return x, their caches and the sums of their routers."""
         return self._run_single(range(self.scanned.stop, len(self.layers)), x, context, caches, key, dtype)
 
     def run_repetition(
@@ -151,7 +151,7 @@ class Stack(nnx.Module):
         caches: Caches,
         key: Key[Array, "..."] | None,
         step: int | jax.Array,
-    ) -> tuple[Float[Array, "B T D"], tuple[list[LayerCache], list[RouterLoss]]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[list[LayerCache], list[RouterSums | None]]]:
         """Run the layers of one repetition of the model's layer pattern, which is one iteration of the scan.
 
         Args:
@@ -159,17 +159,29 @@ class Stack(nnx.Module):
           step: number of the repetition.
 
         Returns:
-          x, and the layers' caches and router losses.
+          x, and the layers' caches and sums of routers.
         """
         new_caches = []
-        losses = []
+        sums = []
         for i, state in enumerate(weights):
             run = _layer_runner(nnx.graphdef(self.layers[self.start + i]), context)
             number = self.start + step * self.period + i
-            x, cache, loss = run(x, state, caches[i] if caches else None, fold_key(key, number))
+            x, cache, own = run(x, state, caches[i] if caches else None, fold_key(key, number))
             new_caches.append(cache)
-            losses.append(loss)
-        return x, (new_caches, losses)
+            sums.append(own)
+        return x, (new_caches, sums)
+
+    def sums_of_repetition(self, sums: Sequence[RouterSums | None], step: int | jax.Array) -> RouterSums | None:
+        """Return the sums over tokens of all layers' routers, where only those of one repetition [period] ran."""
+        return self._of_layers(sums, self.start + step * self.period + jnp.arange(self.period))
+
+    def _of_layers(self, sums: Sequence[RouterSums | None], numbers: jax.typing.ArrayLike) -> RouterSums | None:
+        """Return the sums of all layers' routers, with those of the layers `numbers`, each of which may be several."""
+        found = [i for i, own in enumerate(sums) if own is not None]
+        if not found:
+            return None
+        stacked: RouterSums = jax.tree.map(lambda *rows: jnp.stack(rows), *(sums[i] for i in found))
+        return stacked.of_layers(jnp.asarray(numbers)[np.array(found)], self.count)
 
     def run_layer(
         self, index: int, x: Float[Array, "B T D"], context: Context, cache: LayerCache, dtype: jax.typing.DTypeLike
@@ -220,12 +232,13 @@ class Stack(nnx.Module):
         caches: Caches,
         key: jax.Array | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[jax.Array, list[LayerCache], list[RouterLoss]]:
-        """Run the unstacked layers `indices` in order; return x, their caches and their router losses."""
+    ) -> tuple[jax.Array, list[LayerCache], RouterSums | None]:
+        """Run the unstacked layers `indices` in order; return x, their caches and the sums of their routers."""
         new_caches = []
-        losses = []
+        sums = []
+        numbers = [self.layer_numbers(index)[0] for index in indices]
         runners: dict[nnx.GraphDef, RunLayer] = {}
-        for index in indices:
+        for index, number in zip(indices, numbers, strict=True):
             graphdef, state = nnx.split(self.layers[index])
             if graphdef not in runners:
                 run = _with_gathered_weights(_layer_runner(graphdef, context), dtype)
@@ -234,31 +247,31 @@ class Stack(nnx.Module):
                 # trace jit would compile it at each call.
                 runners[graphdef] = jax.jit(run) if isinstance(x, Tracer) else run
             cache = caches[index] if caches else None
-            x, cache, loss = runners[graphdef](x, state, cache, fold_key(key, self.layer_numbers(index)[0]))
+            x, cache, own = runners[graphdef](x, state, cache, fold_key(key, number))
             new_caches.append(cache)
-            losses.append(loss)
-        return x, new_caches, losses
+            sums.append(own)
+        return x, new_caches, self._of_layers(sums, np.array(numbers))
 
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> tuple[jax.Array, list[LayerCache], list[RouterLoss]]:
-        """Run all stacked layers by a scan; return x, their caches and their router losses."""
+    ) -> tuple[jax.Array, list[LayerCache], RouterSums | None]:
+        """Run all stacked layers by a scan; return x, their caches and the sums of their routers."""
         states = [nnx.state(self.layers[i]) for i in self.scanned]
 
         if caches is None and gathers_ahead() and self.remat not in OFFLOADED:
-            x, losses = self._scan_prefetched(x, states, context, key, dtype)
-            return x, [], losses
+            x, sums = self._scan_prefetched(x, states, context, key, dtype)
+            return x, [], sums
 
         def body(
             x: jax.Array, layer: tuple[list[Weights], Caches, jax.Array]
-        ) -> tuple[jax.Array, tuple[list[LayerCache], list[RouterLoss]]]:
+        ) -> tuple[jax.Array, tuple[list[LayerCache], list[RouterSums | None]]]:
             states, caches, step = layer
             return self.run_repetition(x, gather_layers(states, dtype), context, caches, key, step)
 
         body = rematerialise(body, self.remat, scanned=True)
         caches = [caches[i] for i in self.scanned] if caches else None
-        x, (new_caches, losses) = jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats)))
-        return x, new_caches, jax.tree.map(jnp.sum, losses)
+        x, (new_caches, sums) = jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats)))
+        return x, new_caches, self._of_layers(sums, np.array([self.layer_numbers(i) for i in self.scanned]))
 
     def _scan_prefetched(
         self,
@@ -267,25 +280,24 @@ class Stack(nnx.Module):
         context: Context,
         key: jax.Array | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[jax.Array, list[RouterLoss]]:
+    ) -> tuple[jax.Array, RouterSums | None]:
         """Run all stacked layers by a scan that all-gathers the next layer's weights while one computes."""
 
-        def make_layer(shared: tuple[Context, jax.Array | None]) -> Callable[..., tuple[jax.Array, list[RouterLoss]]]:
+        def make_layer(shared: tuple[Context, jax.Array | None]) -> Callable[..., tuple[jax.Array, RouterSums | None]]:
             context, key = shared
 
-            def run(x: jax.Array, weights: list[Weights], step: jax.Array) -> tuple[jax.Array, list[RouterLoss]]:
-                x, (_, losses) = self.run_repetition(x, weights, context, None, key, step)
-                return x, losses
+            def run(x: jax.Array, weights: list[Weights], step: jax.Array) -> tuple[jax.Array, RouterSums | None]:
+                x, (_, sums) = self.run_repetition(x, weights, context, None, key, step)
+                return x, self.sums_of_repetition(sums, step)
 
             return rematerialise(run, self.remat, scanned=True)
 
         return run_prefetched(make_layer, lambda states: gather_layers(states, dtype), x, states, (context, key))
 
 
-def add_losses(losses: Sequence[RouterLoss]) -> RouterLoss:
-    """Sum the router losses of layers; None if all layers are dense."""
-    found = [loss for loss in losses if loss is not None]
-    return functools.reduce(jnp.add, found) if found else None
+def add_sums(one: RouterSums | None, other: RouterSums | None) -> RouterSums | None:
+    """Add the sums of routers; None: of dense layers alone."""
+    return other if one is None else one.plus(other)
 
 
 def _block_maker(config: ModelConfig, layer: Layer) -> Callable[[nnx.Rngs], Block]:

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.models.layer import Context
 from jaxstack.models.layer_weights import Weights, gather_layers
+from jaxstack.models.moe.router import RouterSums
 from jaxstack.models.remat import rematerialise
-from jaxstack.models.stack import Caches, RouterLoss, Stack, add_losses
+from jaxstack.models.stack import Caches, Stack
 from jaxstack.models.transformer import Transformer
 
 RunLoss = Callable[[Transformer], Any]
@@ -29,8 +30,8 @@ class LayerInputs(NamedTuple):
     key: jax.Array | None
 
 
-RunRepetition = Callable[[Weights, jax.Array, LayerInputs, jax.Array], tuple[jax.Array, RouterLoss]]
-"""(weights of one repetition, x [B, T, D], shared inputs, its number) -> (x, its router losses)."""
+RunRepetition = Callable[[Weights, jax.Array, LayerInputs, jax.Array], tuple[jax.Array, RouterSums | None]]
+"""(weights of one repetition, x [B, T, D], shared inputs, its number) -> (x, sums of its routers)."""
 
 
 def is_stacked(path: tuple[Any, ...], variable: object) -> bool:
@@ -42,10 +43,10 @@ def is_stacked(path: tuple[Any, ...], variable: object) -> bool:
 class _LayersReached(Exception):
     """Exception that leaves a user's loss function early, carrying the input of the scanned layers out of the model."""
 
-    def __init__(self, x: jax.Array, loss: RouterLoss, inputs: LayerInputs):
+    def __init__(self, x: jax.Array, sums: RouterSums | None, inputs: LayerInputs):
         super().__init__()
         self.x = x
-        self.loss = loss
+        self.sums = sums
         self.inputs = inputs
 
 
@@ -61,11 +62,11 @@ class _StopBeforeScan(nnx.Module):
 
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> tuple[jax.Array, Caches, RouterLoss]:
-        losses: list[RouterLoss] = []
+    ) -> tuple[jax.Array, Caches, RouterSums | None]:
+        sums: RouterSums | None = None
         if self.stack is not None:
-            x, _, losses = self.stack.run_before_scan(x, context, caches, key, dtype)
-        raise _LayersReached(x, add_losses(losses), LayerInputs(context, key))
+            x, _, sums = self.stack.run_before_scan(x, context, caches, key, dtype)
+        raise _LayersReached(x, sums, LayerInputs(context, key))
 
 
 class _ContinueAfterScan(nnx.Module):
@@ -77,9 +78,9 @@ class _ContinueAfterScan(nnx.Module):
 
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> tuple[jax.Array, Caches, RouterLoss]:
-        x, _, losses = self.stack.run_after_scan(self.x, context, caches, key, dtype)
-        return x, None, add_losses(losses)
+    ) -> tuple[jax.Array, Caches, RouterSums | None]:
+        x, _, sums = self.stack.run_after_scan(self.x, context, caches, key, dtype)
+        return x, None, sums
 
 
 class _ZeroEmbedding(nnx.Module):
@@ -93,10 +94,10 @@ class _ZeroEmbedding(nnx.Module):
         return jnp.zeros((*ids.shape, self.size), dtype)
 
 
-def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[Float[Array, "B T D"], RouterLoss]:
-    """Run the model up to the layer scan; return the scan's input, and the router loss of all layers before it."""
+def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[Float[Array, "B T D"], RouterSums | None]:
+    """Run the model up to the layer scan; return the scan's input, and the sums of the routers before it."""
     reached = _run_to_layers(model, run, _StopBeforeScan(model.decoder))
-    return reached.x, reached.loss
+    return reached.x, reached.sums
 
 
 def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
@@ -123,10 +124,10 @@ def make_repetition_function(model: Transformer) -> RunRepetition:
 
     def run(
         weights: Weights, x: jax.Array, inputs: LayerInputs, number: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, RouterSums | None]:
         gathered = gather_layers([weights["decoder"]["layers"][i] for i in stack.scanned], dtype)
-        x, (_, losses) = stack.run_repetition(x, gathered, inputs.context, None, inputs.key, number)
-        return x, add_losses(losses)
+        x, (_, sums) = stack.run_repetition(x, gathered, inputs.context, None, inputs.key, number)
+        return x, stack.sums_of_repetition(sums, number)
 
     return rematerialise(run, stack.remat, scanned=True)
 

@@ -21,10 +21,11 @@ from jaxstack.models.initialization import (
 )
 from jaxstack.models.layer import Angles, CacheRoom, CacheSlots, Context, LayerCache, PageSlots, SegmentIds
 from jaxstack.models.mixers import TokenMixer
+from jaxstack.models.moe.router import RouterSums
 from jaxstack.models.multi_token_prediction import MultiTokenPrediction
 from jaxstack.models.norm import make_norm
 from jaxstack.models.rope import rope_cos_sin
-from jaxstack.models.stack import Caches, RouterLoss, Stack
+from jaxstack.models.stack import Caches, Stack
 from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length, with_local_batch
 from jaxstack.precision import PrecisionConfig
 from pallas_kernels import PackedWeight, packed_matmul
@@ -156,17 +157,19 @@ class Transformer(nnx.Module):
         """Make this a reward model: add a head that maps a hidden state to a reward, with zeros as weights."""
         self.reward_head = nnx.Param(jnp.zeros(self.config.hidden_size, jnp.float32), logical_axes=("norm",))
 
-    def rewards(self, tokens: Int[Array, "B T"], last: Int[Array, " B"]) -> tuple[Float[Array, " B"], RouterLoss]:
-        """Compute float32 rewards of sequences, from the hidden state of the last token of each, and the routers' loss.
+    def rewards(
+        self, tokens: Int[Array, "B T"], last: Int[Array, " B"]
+    ) -> tuple[Float[Array, " B"], RouterSums | None]:
+        """Compute float32 rewards of sequences, from the hidden state of the last token of each, and the routers' sums.
 
         Args:
           tokens: int32 token ids, each row padded at its end.
           last: position of each row's last token.
         """
         assert self.reward_head is not None, "the model has no reward head"
-        hidden, router_loss = self.hidden_and_router_loss(tokens)
+        hidden, routers = self.hidden_and_routers(tokens)
         chosen = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-        return jnp.sum(chosen.astype(jnp.float32) * self.reward_head[...], axis=-1), router_loss
+        return jnp.sum(chosen.astype(jnp.float32) * self.reward_head[...], axis=-1), routers
 
     @property
     def width(self) -> Width | None:
@@ -209,22 +212,20 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: the mesh splits sequences over `context`, and `positions` are not given.
         """
-        return self.hidden_and_router_loss(
-            tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key
-        )[0]
+        return self.hidden_and_routers(tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key)[0]
 
-    def hidden_and_router_loss(
+    def hidden_and_routers(
         self,
         tokens: Int[Array, "B T"],
         *,
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
-    ) -> tuple[Float[Array, "B T D"], RouterLoss]:
-        """Compute final hidden states and the routers' losses summed over tokens (None without experts)."""
+    ) -> tuple[Float[Array, "B T D"], RouterSums | None]:
+        """Compute final hidden states, and the routers' losses and balance over these tokens (None without experts)."""
         context = self._training_context(tokens, positions, segment_ids)
-        x, _, router_loss = self._run(tokens, context, None, dropout_key)
-        return x, router_loss
+        x, _, routers = self._run(tokens, context, None, dropout_key)
+        return x, routers
 
     def inputs_of_layers(
         self,
@@ -391,14 +392,14 @@ class Transformer(nnx.Module):
 
     def _run(
         self, tokens: jax.Array, context: Context, caches: Caches, key: jax.Array | None
-    ) -> tuple[jax.Array, Caches, RouterLoss]:
-        """Run embedding and layers; return final hidden states [B, T, D], caches and router losses."""
+    ) -> tuple[jax.Array, Caches, RouterSums | None]:
+        """Run embedding and layers; return final hidden states [B, T, D], caches and the sums of the routers."""
         embedding_key, layers_key = split_key(key)
         with jax.named_scope("embedding"):
             x = self._embed(tokens, context, embedding_key)
         with jax.named_scope("layers"):
-            x, caches, router_loss = self.decoder(x, context, caches, layers_key, self.dtype)
-        return self.leave(x), caches, router_loss
+            x, caches, routers = self.decoder(x, context, caches, layers_key, self.dtype)
+        return self.leave(x), caches, routers
 
     def enter(self, vectors: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
         """Convert the tokens' embedding rows to the input of the first layer: scale them and add positions."""

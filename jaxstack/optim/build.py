@@ -188,16 +188,6 @@ def gradient_norm(gradients: PyTree) -> jax.Array:
     return global_norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
 
 
-def largest_overload(gradients: PyTree) -> jax.Array | None:
-    """Return how far the busiest expert of any layer exceeds the mean load: 0 is even, 1 is twice the mean.
-
-    None if no gradient is a load of experts.
-    """
-    loads = map_by_path(lambda path, g: jax.numpy.max(g) if is_load_signal(path) else None, gradients)
-    found = jax.tree.leaves(loads)
-    return jax.numpy.max(jax.numpy.stack(found)) if found else None
-
-
 def _against_sign(rate: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(lambda u: -rate * jax.numpy.sign(u), updates))
 

@@ -15,7 +15,7 @@ Dims: B batch, T query length, S key length, N query heads, K kv heads, H head_d
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -192,31 +192,35 @@ class TokenSplit(NamedTuple):
     """Number of devices whose results for the same tokens are summed, each from its part of the experts' width."""
 
 
-LocalFunction = Callable[[jax.Array, dict[str, jax.Array], TokenSplit], tuple[jax.Array, jax.Array]]
+Sums = TypeVar("Sums")
+"""A tree of sums over tokens."""
+
+LocalFunction = Callable[[jax.Array, dict[str, jax.Array], TokenSplit], tuple[jax.Array, Sums]]
 
 
 def with_local_tokens(
-    function: LocalFunction,
+    function: LocalFunction[Sums],
     x: jax.Array,
     parameters: Parameters,
     dtype: jax.typing.DTypeLike,
     as_stored: Collection[str] = (),
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Sums]:
     """Apply a mixture of experts inside a `shard_map`, on each device's tokens with the experts that it stores.
 
     Parameters stay sharded over `expert`, and along `mlp` over `tensor`; they are gathered over the `weight_axes`.
     The devices of `tensor` get the same tokens, and their results are summed.
 
     Args:
-      function: returns (the results [B, T, D] of its tokens, [] float32). The scalar is this device's term of a sum
-        over all tokens. It takes parameters with a logical axis `expert` in `dtype`, others in their stored dtype.
+      function: returns (the results [B, T, D] of its tokens, a tree of sums). The arrays of the tree are this device's
+        terms of sums over all tokens. It takes parameters with a logical axis `expert` in `dtype`, others in their
+        stored dtype.
       x: [B, T, D].
       parameters: name -> (stored array, its logical axes).
       dtype: the compute dtype.
       as_stored: names of parameters that stay in their stored dtype if they need not be gathered.
 
     Returns:
-      The results [B, T, D] of all tokens, and the sum of the scalars.
+      The results [B, T, D] of all tokens, and the sums over them.
     """
     context = current_context()
     if context is None:
@@ -228,10 +232,10 @@ def with_local_tokens(
         return _local(function, layout, dtype, as_stored, x, {name: p for name, (p, _) in parameters.items()})
     inner = context.within(tuple(layout.free))
 
-    def local(x: jax.Array, stored: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def local(x: jax.Array, stored: dict[str, jax.Array]) -> tuple[jax.Array, Sums]:
         with inner.entered():
-            out, share = _local(function, layout, dtype, as_stored, x, stored)
-            return out, share[None]
+            out, shares = _local(function, layout, dtype, as_stored, x, stored)
+            return out, jax.tree.map(lambda share: share[None], shares)
 
     out, shares = jax.shard_map(
         local,
@@ -241,7 +245,7 @@ def with_local_tokens(
         axis_names=layout.free,
         check_vma=False,
     )(x, {name: p for name, (p, _) in parameters.items()})
-    return out, shares.sum()
+    return out, jax.tree.map(lambda share: share.sum(axis=0), shares)
 
 
 class _Layout(NamedTuple):
@@ -295,13 +299,13 @@ class _Layout(NamedTuple):
 
 
 def _local(
-    function: LocalFunction,
+    function: LocalFunction[Sums],
     layout: _Layout,
     dtype: jax.typing.DTypeLike,
     as_stored: Collection[str],
     x: jax.Array,
     stored: dict[str, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Sums]:
     parameters = {}
     for name, value in stored.items():
         gathers = dims_of(layout.specs[name], layout.weight_axes)
@@ -313,7 +317,7 @@ def _local(
     if layout.gathered:
         x = jax.lax.all_gather(x, layout.gathered, axis=1, tiled=True)
     summed = jax.lax.axis_size("tensor") if layout.partial_sums else 1
-    out, share = function(x, parameters, TokenSplit(layout.sequence, summed))
+    out, shares = function(x, parameters, TokenSplit(layout.sequence, summed))
     if layout.partial_sums and "tensor" in layout.gathered:
         out = jax.lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
     elif layout.partial_sums:
@@ -321,7 +325,7 @@ def _local(
     elif layout.gathered:
         rows = out.shape[1] // jax.lax.axis_size(layout.gathered)
         out = jax.lax.dynamic_slice_in_dim(out, jax.lax.axis_index(layout.gathered) * rows, rows, axis=1)
-    return out, share
+    return out, shares
 
 
 def _cast(x: jax.Array, names: Names, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -133,6 +133,13 @@ def test_page_shows_the_run(tmp_path):
     assert not any(c["label"] == "MFU" for d in page.data for c in d["curves"])  # null on every line
 
 
+def test_page_shows_the_balance_of_experts(tmp_path):
+    values = {"router_entropy": 1.2, "router_dropped": 0.1, "expert_load": 1.5, "expert_overload": 1.25}
+    text = _write(tmp_path, [_line(step, **values, expert_overload_layer=3) for step in (1, 2)]).text
+    assert "Fullest expert" in text and "worst 2.25 in layer 3" in text
+    assert "Entropy of the routers" in text and "expert_overload_layer" not in text
+
+
 def test_page_is_self_contained(tmp_path):
     page = _write(tmp_path / "run", [_line(1), _line(2)])
     assert "link" not in page.tags and "img" not in page.tags and "iframe" not in page.tags

@@ -7,7 +7,7 @@ import optax
 
 from jaxstack.models.moe.router import MoEConfig, route
 from jaxstack.optim.base import GroupRule
-from jaxstack.optim.build import build_optimizer, gradient_norm, largest_overload
+from jaxstack.optim.build import build_optimizer, gradient_norm
 from jaxstack.optim.optimizers import AdamW
 from tests.small_runs import make_trainer, small_config
 
@@ -43,11 +43,9 @@ def test_a_frozen_bias_stays():
     assert not np.any(updates["router"]["balance_bias"])
 
 
-def test_norm_and_overload():
+def test_the_norm_leaves_out_the_load():
     gradients = {"router": {"kernel": jnp.full((2, 4), 0.5), "balance_bias": LOAD}}
     np.testing.assert_allclose(gradient_norm(gradients), np.sqrt(8 * 0.25))
-    np.testing.assert_allclose(largest_overload(gradients), 1.5)
-    assert largest_overload({"kernel": jnp.ones(3)}) is None
 
 
 def test_the_bias_evens_out_the_load():
@@ -64,11 +62,12 @@ def test_the_bias_evens_out_the_load():
         logits = preference + jax.random.normal(key, (4, 256, 8))
 
         def loss(params):
-            return route(config, logits, params["router"]["balance_bias"]).loss
+            sums = route(config, logits, params["router"]["balance_bias"]).sums
+            return sums.loss, sums.of_layers(jnp.int32(0), 1).metrics("router")["expert_overload"]
 
-        gradients = jax.tree.map(lambda g: g / (4 * 256), jax.grad(loss)(params))
+        gradients, overload = jax.grad(loss, has_aux=True)(params)
         updates, state = transformation.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, largest_overload(gradients)
+        return optax.apply_updates(params, updates), state, overload
 
     state = transformation.init(params)
     overloads = []

@@ -25,6 +25,7 @@ class Trained(NamedTuple):
     losses: list[float]
     gradient_norms: list[float]
     mtp_losses: list[float]
+    balance: dict[str, float]
     params: dict[str, np.ndarray]
 
 
@@ -41,7 +42,8 @@ def train(*overrides: str, shape: tuple[str, ...] = (), packed: bool = True) -> 
     metrics = metrics_of_steps(trainer, STEPS)
     params = jax.device_get(trainer.stored_state.params)
     losses, norms, mtp = ([m[name] for m in metrics if name in m] for name in ("loss", "grad_norm", "mtp_loss"))
-    return Trained(losses, norms, mtp, params)
+    balance = {name: x for name, x in metrics[0].items() if name.startswith(("router", "expert"))}
+    return Trained(losses, norms, mtp, balance, params)
 
 
 @functools.cache
@@ -57,6 +59,8 @@ def assert_trains_as_one_device(*overrides: str, shape: tuple[str, ...] = (), pa
     np.testing.assert_allclose(found.mtp_losses, wanted.mtp_losses, rtol=1e-5)
     # Later ones have a tenfold larger share of what the parameters were rounded to.
     np.testing.assert_allclose(found.gradient_norms[:3], wanted.gradient_norms[:3], rtol=1e-5)
+    assert found.balance == pytest.approx(wanted.balance, rel=1e-5)
+    assert bool(wanted.balance) == any(text.startswith("model.moe") for text in shape)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), found.params, wanted.params)
 
 

@@ -98,15 +98,56 @@ class MoEConfig(Component):
         return layer >= self.first_k_dense_replace and (layer + 1) % self.decoder_sparse_step == 0
 
 
+class RouterSums(NamedTuple):
+    """Sums of what a layer's router does, or with a dim of layers those of all layers; sums of several parts add up.
+
+    All are float32, and only `loss` has a gradient. Rows of layers without a router are 0.
+    """
+
+    loss: Float[Array, ""]
+    """Losses of the router or of all routers, summed over tokens."""
+    load: Float[Array, "*layers E"]
+    """Assignments of tokens to each expert, before any is dropped."""
+    entropy: Float[Array, "*layers"]
+    """Entropy of each token's probabilities of the experts in nats, summed over the assignments."""
+    dropped: Float[Array, "*layers"] | None
+    """Assignments dropped by the capacity of experts; None: there is no capacity."""
+
+    def of_layers(self, numbers: Int[Array, "*n"], count: int) -> "RouterSums":
+        """Return the sums of all `count` layers of a model, where these are the sums [*n] of the layers `numbers`."""
+
+        def place(x: jax.Array) -> jax.Array:
+            return jnp.zeros((count, *x.shape[numbers.ndim :]), x.dtype).at[numbers].set(x)
+
+        return RouterSums(jnp.sum(self.loss), *jax.tree.map(place, tuple(self[1:])))
+
+    def plus(self, other: "RouterSums | None") -> "RouterSums":
+        """Add the sums of other tokens or layers; None adds nothing."""
+        return self if other is None else jax.tree.map(jnp.add, self, other)
+
+    def metrics(self, name: str) -> dict[str, Float[Array, ""]]:
+        """Return the metrics of the sums of all layers [L], see docs/observe.md."""
+        assignments = self.load.sum(axis=-1)
+        fullest = self.load.max(axis=-1) * (self.load.shape[-1] / jnp.maximum(assignments, 1.0))
+        total = jnp.maximum(assignments.sum(), 1.0)
+        found = {
+            f"{name}_entropy": self.entropy.sum() / total,
+            "expert_load": fullest.sum() / jnp.maximum(jnp.sum(assignments > 0), 1.0),
+            "expert_overload": fullest.max() - 1.0,
+            "expert_overload_layer": jnp.argmax(fullest),
+        }
+        return found if self.dropped is None else {**found, f"{name}_dropped": self.dropped.sum() / total}
+
+
 class Routing(NamedTuple):
-    """The experts chosen for each token, the weights of their outputs, and the router's losses."""
+    """The experts chosen for each token, the weights of their outputs, and sums over the tokens."""
 
     experts: Int[Array, "B T k"]
     """Expert of each assignment; E for a dropped one."""
     weights: Float[Array, "B T k"]
     """Weight of each expert's output, float32."""
-    loss: Float[Array, ""]
-    """Losses of the router, summed over tokens, float32."""
+    sums: RouterSums
+    """The router's losses and balance, summed over tokens."""
 
 
 def route(
@@ -122,7 +163,8 @@ def route(
     Args:
       logits: router logits, float32.
       bias: added to the scores for the choice only (Wang et al. 2024, arXiv:2408.15664); None: no bias.
-      sequence_axes: mesh axes of a surrounding shard_map that split the sequence; the loss is then this device's share.
+      sequence_axes: mesh axes of a surrounding shard_map that split the sequence; the sums are then this device's
+        share.
       dropless: ignore the capacity of the experts.
     """
     experts_count = config.num_experts
@@ -144,10 +186,13 @@ def route(
         loss += config.router_z_loss_coef * jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum()
     if bias is not None:
         loss += load_signal(bias, counts.sum(axis=0), chosen_count)
+    dropped = None
     if config.capacity_factor is not None and not dropless:
         experts = drop_overflow(experts, experts_count, capacity(config, experts.shape[1]))
         weights = jnp.where(experts < experts_count, weights, 0.0)
-    return Routing(experts, weights, loss)
+        dropped = jnp.sum(experts == experts_count, dtype=jnp.float32)
+    entropy = chosen_count * jnp.sum(jax.scipy.special.entr(jax.lax.stop_gradient(probabilities)))
+    return Routing(experts, weights, RouterSums(loss, counts.sum(axis=0), entropy, dropped))
 
 
 def _within_best_groups(config: MoEConfig, ranked: Float[Array, "B T E"]) -> Float[Array, "B T E"]:

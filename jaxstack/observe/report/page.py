@@ -39,6 +39,11 @@ _NOT_PLAIN = {
     "eval_items",
     "grad_norm",
     "learning_rate",
+    "router_entropy",
+    "router_dropped",
+    "expert_load",
+    "expert_overload",
+    "expert_overload_layer",
     "tokens",
     "tokens_per_second",
     "tokens_per_second_per_device",
@@ -207,6 +212,10 @@ def _result_tiles(
             tiles.append((label, f"{value:.4f}", f"held-out, best {best:.4f}"))
         if (value := _last(metrics, f"final_eval_{name}")) is not None:
             tiles.append((f"Final {label[0].lower()}{label[1:]}", f"{value:.4f}", "on all held-out tokens"))
+    if (load := _last(metrics, "expert_load")) is not None:
+        overload, layer = _last(metrics, "expert_overload"), _last(metrics, "expert_overload_layer")
+        worst = "" if overload is None or layer is None else f"; worst {1 + overload:.2f} in layer {layer:.0f}"
+        tiles.append(("Fullest expert", f"{load:.2f}", f"of an even load{worst}"))
     if (tokens := _last(metrics, "tokens")) is not None:
         tiles.append(("Tokens seen", short_number(tokens), ""))
     return tiles
@@ -284,12 +293,18 @@ def _known_charts(metrics: Mapping[str, Series], schedule: Series) -> list[Chart
     large = memory.finite.size and memory.finite.max() >= 2**30
     factor, unit = (2**-30, "GiB") if large else (2**-20, "MiB")
     rates = [Curve("planned", schedule, "dashed"), curve("learning_rate", "used")]
+    overload = metrics.get("expert_overload", empty)
+    worst = Curve("worst layer", Series(overload.steps, overload.values + 1), "second")
+    load = [curve("expert_load", "mean over layers"), worst]
     waiting = curve("data_wait_fraction", "share", 100)
     return [
         Chart("Held-out bits per byte", [curve("eval_bits_per_byte", "held-out")]),
         Chart("Learning rate", rates, from_zero=True),
         Chart("Gradient norm", [curve("grad_norm", "norm")]),
         Chart("Gradient noise scale", [curve("noise_scale", "noise scale")], "tokens"),
+        Chart("Entropy of the routers", [curve("router_entropy", "mean over layers")], "nats", from_zero=True),
+        Chart("Load of the fullest expert", load, "of an even load", from_zero=True),
+        Chart("Assignments that experts dropped", [curve("router_dropped", "dropped", 100)], "%", from_zero=True),
         Chart("Gradient noise", [curve("gradient_signal", "|G|²"), curve("gradient_noise", "S", 1.0, "second")]),
         Chart("Throughput", [curve("tokens_per_second", "all devices")], "tokens/s", from_zero=True),
         Chart("Model FLOPs utilisation", [curve("mfu", "MFU", 100)], "%", from_zero=True),

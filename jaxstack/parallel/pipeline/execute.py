@@ -30,12 +30,12 @@ class StageFunctions:
     `microbatch` is an int32 scalar, x the residual stream.
     """
 
-    first: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array | None]]
-    """(weights of the ends, microbatch) -> (x, its own loss or None)."""
+    first: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+    """(weights of the ends, microbatch) -> (x, its own sums: a tree like that of a layer, or None)."""
     context: Callable[[jax.Array], Any]
     """microbatch -> the inputs that all its layers share (positions, masks, random keys)."""
     layer: Layer
-    """(weights of one row, x, context, index of the layer group) -> (x, its own loss or None)."""
+    """(weights of one row, x, context, index of the layer group) -> (x, its own sums or None), see `Layer`."""
     last: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
     """(weights of the ends, x, microbatch) -> (loss sum, a tree of other sums, such as the item count), all float32
     scalars."""
@@ -56,6 +56,8 @@ class Totals:
     ends: Any
     loss: jax.Array
     others: Any
+    own: Any = None
+    """What `first` and the layers add to the loss; None: nothing."""
 
 
 class _State(NamedTuple):
@@ -124,13 +126,14 @@ class _Executor:
         self.up = [(s, (s + 1) % size) for s in range(size if ring else size - 1)]
         self.down = [(after, before) for before, after in self.up]
         zero = jnp.zeros((), jnp.int32)
-        self.x = jax.eval_shape(functions.first, ends, zero)[0]
+        self.x, self.own = jax.eval_shape(functions.first, ends, zero)
         self.split: SplitLayer | None = None
         self.late: SplitBackward | None = None
         if self.trains:
             row, context = jax.eval_shape(lambda: (self._row(0), functions.context(zero)))
             self.maxima = functions.is_maximum(row), functions.is_maximum(ends)
             self.split = split_layer(functions.layer, row, self.x, context, zero)
+            self.own = self.own if self.split.own is None else self.split.own
             if schedule.splits_backward:
                 self.late = split_backward(self.split, row, self.x, context, zero, self.maxima[0])
 
@@ -164,7 +167,8 @@ class _Executor:
             return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)
 
         others = sums(jax.eval_shape(self.functions.last, self.ends, self.x, jnp.zeros((), jnp.int32))[1])
-        totals = Totals(*((self._zero_sums(), sums(self.ends)) if self.trains else (None, None)), zero, others)
+        gradients = (self._zero_sums(), sums(self.ends)) if self.trains else (None, None)
+        totals = Totals(*gradients, zero, others, sums(self.own))
         return _State(
             buffer(program.activations + 1, *like.shape),
             buffer(program.gradients + 1, *like.shape),
@@ -207,16 +211,16 @@ class _Executor:
     def _forward_slot(self, state: _State, row: dict[str, jax.Array]) -> tuple[jax.Array, _State]:
         # A branch gets and returns what it changes alone: XLA would copy buffers that merely pass through.
         microbatch = row["microbatch0"]
-        start = state.totals.loss
+        start = state.totals.own
         nothing = jnp.zeros(self.x.shape, self.x.dtype)
 
         def idle(residuals: Any, total: Any) -> Any:
             return nothing, residuals, total, start
 
         def forward(chunk: int, residuals: Any, total: Any) -> Any:
-            x, loss = self._entering(state.activations, start, row)
-            x, residuals, loss = self._forward(residuals, x, loss, microbatch, chunk, row["residual0"])
-            return x, residuals, total, loss
+            x, own = self._entering(state.activations, start, row)
+            x, residuals, own = self._forward(residuals, x, own, microbatch, chunk, row["residual0"])
+            return x, residuals, total, own
 
         def weights(residuals: Any, total: Any) -> Any:
             return nothing, residuals, self._weights(total, state.pending, row["chunk0"], row["pending0"]), start
@@ -225,35 +229,33 @@ class _Executor:
         changed = state.residuals, state.totals.layers if late else None
         branches = [idle, *self._by_chunk(forward), *([weights] if late else [])]
         branch = jnp.where(row["slot0"] == RUN, RUN + row["chunk0"], (row["slot0"] == WEIGHTS) * (len(branches) - 1))
-        y, residuals, total, loss = lax.switch(branch, branches, *changed)
-        totals = dataclasses.replace(state.totals, loss=loss, **({"layers": total} if late else {}))
+        y, residuals, total, own = lax.switch(branch, branches, *changed)
+        totals = dataclasses.replace(state.totals, own=own, **({"layers": total} if late else {}))
         return y, state._replace(residuals=residuals, totals=totals)
 
-    def _entering(
-        self, activations: jax.Array, loss: jax.Array, row: dict[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return (input of a virtual stage's layers: embedded tokens or received activations; updated loss)."""
+    def _entering(self, activations: jax.Array, total: Any, row: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        """Return (input of a virtual stage's layers: embedded tokens or received activations; updated own sums)."""
         functions = self.functions
 
-        def first() -> tuple[jax.Array, jax.Array]:
+        def first() -> tuple[jax.Array, Any]:
             x, own = functions.first(self.ends, row["microbatch0"])
-            return x, loss if own is None else loss + own
+            return x, _added(total, own)
 
-        def received() -> tuple[jax.Array, jax.Array]:
-            return _take(activations, row["activation"]), loss
+        def received() -> tuple[jax.Array, Any]:
+            return _take(activations, row["activation"]), total
 
         if not functions.is_lookup:
             return lax.cond(row["first"] == 1, first, received)
         # Every stage looks the tokens up: that is cheaper than another conditional.
-        return jnp.where(row["first"] == 1, first()[0], received()[0]), loss
+        return jnp.where(row["first"] == 1, first()[0], received()[0]), total
 
     def _forward(
-        self, residuals: Any, x: jax.Array, loss: jax.Array, microbatch: jax.Array, chunk: int, entry: jax.Array
-    ) -> tuple[jax.Array, Any, jax.Array]:
+        self, residuals: Any, x: jax.Array, total: Any, microbatch: jax.Array, chunk: int, entry: jax.Array
+    ) -> tuple[jax.Array, Any, Any]:
         context = self.functions.context(microbatch)
 
         def step(i: Any, carry: Any) -> Any:
-            x, residuals, loss = carry
+            x, residuals, total = carry
             place = self._place(chunk, i)
             weights = self._row(place)
             index = self.order[place]
@@ -262,9 +264,9 @@ class _Executor:
             else:
                 x, own, saved = self.split.forward(weights, x, context, index)
                 residuals = [_put_row(b, s, entry, i) for b, s in zip(residuals, saved, strict=True)]
-            return x, residuals, loss if own is None else loss + own
+            return x, residuals, _added(total, own)
 
-        return self._for_rows(chunk, step, (x, residuals, loss))
+        return self._for_rows(chunk, step, (x, residuals, total))
 
     def _ends_slot(self, state: _State, y: jax.Array, row: dict[str, jax.Array]) -> _State:
         """Compute the loss and its gradient on the last virtual stage, the embedding's gradient on the first."""
@@ -290,7 +292,7 @@ class _Executor:
 
         def embedding(arrived: Any, total: Any) -> Any:
             (_, own), pullback = jax.vjp(lambda ends: functions.first(ends, microbatch), self.ends)
-            (gradients,) = pullback((state.dx, None if own is None else jnp.ones_like(own)))
+            (gradients,) = pullback((state.dx, jax.tree.map(jnp.ones_like, own)))
             return arrived, add(total, gradients), totals.loss, totals.others
 
         branches = [nothing, head, *([embedding] if self.trains else [])]
@@ -394,6 +396,10 @@ class _Executor:
             return put(g.astype(total.dtype), mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
 
         return jax.tree.map(add, totals, found, self.maxima[0])
+
+
+def _added(total: Any, own: Any) -> Any:
+    return total if own is None else jax.tree.map(jnp.add, total, own)
 
 
 def _combined(total: jax.Array, g: jax.Array | None, maximum: bool) -> jax.Array:

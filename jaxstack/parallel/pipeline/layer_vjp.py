@@ -97,8 +97,11 @@ def inlined(closed: Any) -> Any:
     return jax.make_jaxpr(lambda *arguments: run(closed, arguments))(*closed.in_avals)
 
 
-Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array | None]]
-"""(weights, x, shared by all layers of a microbatch, index of the layer) -> (x, its own loss or None)."""
+Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
+"""(weights, x, shared by all layers of a microbatch, index of the layer) -> (x, its own sums).
+
+Own sums are a tree of float32 arrays, or None; the derivatives of its leaves are added to those of the loss.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,26 +122,27 @@ class SplitLayer:
     saved: tuple[jax.ShapeDtypeStruct, ...]
     in_host: tuple[bool, ...]
     """True for each saved value that the rematerialisation policy offloads to host memory."""
-    has_loss: bool
+    own: Any
+    """Shapes of the layer's own sums."""
 
     def forward(self, weights: Any, x: jax.Array, shared: Any, index: jax.Array) -> tuple[jax.Array, Any, list[Any]]:
-        """Run the layer: return (its output, its auxiliary loss or None, the values to save for the backward pass)."""
-        (y, loss), pullback = jax.vjp(self.layer, weights, x, shared, index)
+        """Run the layer: return (its output, its own sums, the values to save for the backward pass)."""
+        (y, own), pullback = jax.vjp(self.layer, weights, x, shared, index)
         leaves = jax.tree.leaves(pullback)
-        return y, loss, [leaves[i] for i in self.kept]
+        return y, own, [leaves[i] for i in self.kept]
 
     def backward(
         self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Run the layer's backward pass from saved values: return (gradient of x, gradient of the weights).
 
-        They are the gradients of the sum of the loss and the layer's own loss.
+        They are the gradients of the sum of the loss and the layer's own sums.
         """
         known = jax.tree.leaves((weights, shared, index))
         values = [*known, *self.views(*known), *saved, *self.saved_views(*saved)]
         pullback = jax.tree.unflatten(self.structure, [values[source] for source in self.sources])
-        one = jnp.ones((), jnp.float32) if self.has_loss else None
-        found, dx, *_ = pullback((gradient, one))
+        ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), self.own)
+        found, dx, *_ = pullback((gradient, ones))
         return dx, found
 
 
@@ -147,9 +151,9 @@ def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> 
     pulled: dict[str, Any] = {}
 
     def residuals(weights: Any, x: Any, shared: Any, index: Any) -> list[Any]:
-        (_, loss), pullback = jax.vjp(layer, weights, x, shared, index)
+        (_, own), pullback = jax.vjp(layer, weights, x, shared, index)
         leaves, pulled["structure"] = jax.tree.flatten(pullback)
-        pulled["has_loss"] = loss is not None
+        pulled["own"] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own)
         pulled["in_host"] = [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in leaves]
         return leaves
 
@@ -176,7 +180,7 @@ def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> 
         function_of(saved_views, saved, derived, {}),
         tuple(jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in kept),
         tuple(pulled["in_host"][i] for i in kept),
-        pulled["has_loss"],
+        pulled["own"],
     )
 
 

@@ -138,9 +138,12 @@ def test_layers_alternate_and_scan():
         nnx.update(getattr(unrolled, name), nnx.state(getattr(scanned, name)))
     unrolled.head[...] = scanned.head[...]
     tokens = jnp.asarray(batch_at(0, 2)["tokens"])
-    run = nnx.jit(lambda model: model.hidden_and_router_loss(tokens))
-    for found, wanted in zip(run(unrolled), run(scanned), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    run = nnx.jit(lambda model: model.hidden_and_routers(tokens))
+    found = run(unrolled)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, run(scanned))
+    assignments = tokens.size * MIXTURE["num_experts_per_tok"]
+    assert found[1].load.sum(axis=1).tolist() == [assignments * kind for kind in kinds]
+    assert (found[1].entropy[np.array(kinds)] > 0).all()
 
 
 def test_deepseek_layers_are_one_scan_behind_the_dense_ones():
@@ -155,7 +158,7 @@ def test_the_loss_of_the_routers_counts_in_training_only():
 
     @nnx.jit
     def run(model):
-        router_loss = model.hidden_and_router_loss(batch["tokens"], segment_ids=batch["segment_ids"])[1]
+        router_loss = model.hidden_and_routers(batch["tokens"], segment_ids=batch["segment_ids"])[1].loss
         return (
             language_model_loss(model, batch),
             language_model_loss(model, batch, key=jax.random.key(0), train=True),
@@ -167,7 +170,7 @@ def test_the_loss_of_the_routers_counts_in_training_only():
     np.testing.assert_allclose(trained.total, plain.total + router_loss, rtol=1e-6)
     assert trained.count == plain.count
     dense = Transformer(model_config().model_copy(update={"moe": None}), nnx.Rngs(0))
-    assert dense.hidden_and_router_loss(batch["tokens"])[1] is None
+    assert dense.hidden_and_routers(batch["tokens"])[1] is None
 
 
 @pytest.mark.parametrize(

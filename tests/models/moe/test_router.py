@@ -81,7 +81,7 @@ def test_balance_loss_is_that_of_switch_a_sequence():
     for b in range(B):
         share = np.bincount(experts[b].ravel(), minlength=E) / (T * K)
         wanted += E * (share * probabilities[b].mean(0)).sum() * T
-    found = route(config(router_aux_loss_coef=0.5), jnp.asarray(LOGITS), None).loss
+    found = route(config(router_aux_loss_coef=0.5), jnp.asarray(LOGITS), None).sums.loss
     np.testing.assert_allclose(found, 0.5 * wanted, rtol=1e-5)
 
 
@@ -93,19 +93,19 @@ def test_balance_loss_of_an_even_load_is_one_a_token():
 
 
 def test_balance_loss_does_not_depend_on_the_split_of_the_batch():
-    whole = route(config(router_aux_loss_coef=1.0), jnp.asarray(LOGITS), None).loss
-    parts = [route(config(router_aux_loss_coef=1.0), jnp.asarray(LOGITS[b : b + 1]), None).loss for b in range(B)]
+    whole = route(config(router_aux_loss_coef=1.0), jnp.asarray(LOGITS), None).sums.loss
+    parts = [route(config(router_aux_loss_coef=1.0), jnp.asarray(LOGITS[b : b + 1]), None).sums.loss for b in range(B)]
     np.testing.assert_allclose(whole, sum(parts), rtol=1e-6)
 
 
 def test_losses_of_a_sequence_on_two_devices_add_up():
     settings = config(router_aux_loss_coef=1.0, router_z_loss_coef=0.1)
-    whole = jax.value_and_grad(lambda x: route(settings, x, None).loss)
+    whole = jax.value_and_grad(lambda x: route(settings, x, None).sums.loss)
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
 
     def parts(x):
         def share(x):
-            return route(settings, x, None, sequence_axes=("context",)).loss[None]
+            return route(settings, x, None, sequence_axes=("context",)).sums.loss[None]
 
         spec = jax.P(None, "context")
         return jax.shard_map(share, mesh=mesh, in_specs=spec, out_specs=jax.P("context"), check_vma=False)(x).sum()
@@ -114,8 +114,34 @@ def test_losses_of_a_sequence_on_two_devices_add_up():
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
 
 
+def test_balance_of_layers_and_its_metrics():
+    """Sums of parts of a batch add up; a model's layers without a router do not count."""
+    limited = config(capacity_factor=0.5)
+    parts = [route(limited, jnp.asarray(LOGITS[b : b + 1]), None).sums for b in range(B)]
+    sums = parts[0]
+    for part in parts[1:]:
+        sums = sums.plus(part)
+    even = route(limited, jnp.zeros((B, T, E)), None).sums
+    even = even._replace(load=jnp.full(E, B * T * K / E), dropped=jnp.zeros(()))
+    both = sums.of_layers(jnp.int32(2), 4).plus(even.of_layers(jnp.int32(0), 4))
+    metrics = {name: float(x) for name, x in both.metrics("router").items()}
+    probabilities = softmax(LOGITS)
+    entropy = -(probabilities * np.log(probabilities)).sum(-1).mean()
+    counts = np.bincount(chosen(LOGITS).ravel(), minlength=E)
+    lost = np.mean(np.asarray(route(limited, jnp.asarray(LOGITS), None).experts) == E)
+    fullest = counts.max() * E / (B * T * K)
+    wanted = {
+        "router_entropy": (entropy + np.log(E)) / 2,
+        "router_dropped": lost / 2,
+        "expert_load": (fullest + 1) / 2,
+        "expert_overload": fullest - 1,
+        "expert_overload_layer": 2,
+    }
+    assert metrics == pytest.approx(wanted, rel=1e-5) and lost > 0
+
+
 def test_z_loss():
-    found = route(config(router_z_loss_coef=0.1), jnp.asarray(LOGITS), None).loss
+    found = route(config(router_z_loss_coef=0.1), jnp.asarray(LOGITS), None).sums.loss
     np.testing.assert_allclose(found, 0.1 * (np.log(np.exp(LOGITS).sum(-1)) ** 2).sum(), rtol=1e-5)
 
 
