@@ -122,10 +122,20 @@ def share_in_turn(name: str, prompt: int, tokens: int, flops: float) -> float:
 def paged_attention() -> str:
     """Return the paged attention kernel's newest times, and their share of the memory's bandwidth."""
     rows = [row for row in read_rows(RESULTS / "paged_attention.jsonl") if "as chosen" in row["variant"]]
-    lines = [[row["work"].removeprefix("paged attention "), f"{1e3 * row['milliseconds']:.1f}",
-              f"{row['bandwidth']:,.0f}", f"{row['share']:.0%}", row["commit"][:7]] for row in rows]  # fmt: skip
-    titles = ["model, texts x tokens", "microseconds", "GB/s", "of the memory's bandwidth", "commit"]
-    return f"{table(titles, lines)}\n\n{', '.join(dict.fromkeys(row['device'] for row in rows))}."
+    lines = [
+        [
+            row["work"].removeprefix("paged attention "),
+            f"{1e3 * row['milliseconds']:.1f}",
+            f"{row['bandwidth']:,.0f}",
+            f"{row['share']:.0%}" if "share" in row else "-",
+            row["device"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3"),
+            row["commit"][:7],
+        ]
+        for row in rows
+    ]
+    return table(
+        ["model, texts x tokens", "microseconds", "GB/s", "of the memory's bandwidth", "device", "commit"], lines
+    )
 
 
 def host_gather() -> str:
