@@ -22,6 +22,7 @@ from jaxstack.loss import IGNORE, Batch, LossSum, add_router_loss, token_losses
 from jaxstack.models import Transformer
 from jaxstack.models.adapters import without_adapters
 from jaxstack.models.moe.router import RouterSums
+from jaxstack.parallel.sharding_context import sum_over_batch
 
 
 class Pairs(NamedTuple):
@@ -35,6 +36,8 @@ class Pairs(NamedTuple):
     """Numbers of tokens, at least 1."""
     margins: Float[Array, " P"] | float = 0.0
     """By how much the data say that the chosen answer is better."""
+    drift: Float[Array, ""] | float = 0.0
+    """Estimate, at least 0, of the divergence of the trained model from the reference; without a gradient."""
 
     @property
     def means(self) -> Float[Array, "P 2"]:
@@ -101,6 +104,14 @@ def _orpo(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
     return Judged(settings.strength * odds - pairs.means[:, 0], settings.strength * pairs.means)
 
 
+def _kto(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
+    """KTO (Ethayarajh et al. 2024, arXiv:2402.01306): each answer is good or bad by itself, compared with the drift."""
+    gains = pairs.policy - pairs.reference
+    above = settings.strength * (gains - pairs.drift)
+    loss = (jax.nn.sigmoid(-above[:, 0]) + jax.nn.sigmoid(above[:, 1])) / 2
+    return Judged(loss, settings.strength * gains)
+
+
 def _reward_model(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
     """Likelihood of the preferences under Bradley and Terry's model, with margins (Touvron et al. 2023, 2307.09288)."""
     del settings
@@ -122,6 +133,7 @@ class PreferenceLoss:
       needs_reference: it compares the trained model with a frozen reference.
       beta: default of `preference.beta`.
       smooths: it uses `preference.label_smoothing`.
+      mismatched: it estimates the drift from the reference on prompts with the answers of other pairs, a third row.
       has_head: rewards come from a head of the model, which becomes a reward model, in place of log-probabilities.
     """
 
@@ -129,7 +141,13 @@ class PreferenceLoss:
     needs_reference: bool = True
     beta: float = 0.1
     smooths: bool = False
+    mismatched: bool = False
     has_head: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a pair in a batch."""
+        return 3 if self.mismatched else 2
 
 
 LOSSES: Mapping[str, PreferenceLoss] = {
@@ -139,6 +157,7 @@ LOSSES: Mapping[str, PreferenceLoss] = {
     "hinge": PreferenceLoss(_hinge),
     "simpo": PreferenceLoss(_simpo, needs_reference=False, beta=2.0),
     "orpo": PreferenceLoss(_orpo, needs_reference=False),
+    "kto": PreferenceLoss(_kto, mismatched=True),
     "reward_model": PreferenceLoss(_reward_model, needs_reference=False, has_head=True),
 }
 """Name -> loss."""
@@ -148,8 +167,8 @@ class PreferenceConfig(Component):
     """Configuration of training on preferences: the loss of a pair of answers, and the reference model."""
 
     loss: Annotated[str, NameIn(LOSSES)] | None = None
-    """Loss of a pair of answers: dpo, ipo, robust, hinge, simpo, orpo, or reward_model, which trains a head that gives
-    rewards; null: the data are not preferences."""
+    """Loss of a pair of answers: dpo, ipo, robust, hinge, simpo, orpo, kto; or reward_model, which trains a head that
+    gives rewards. null: the data are not preferences."""
     beta: float | None = Field(default=None, gt=0)
     """Scale of the rewards, for orpo weight of the odds; null: 0.1, for simpo 2.0."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -157,8 +176,8 @@ class PreferenceConfig(Component):
     simpo_gamma: float = Field(default=1.0, ge=0)
     """Margin by which simpo wants the rewards to differ."""
     reference: str = "init_from"
-    """Frozen model of dpo, ipo, robust and hinge: init_from, the model of `run.init_from` (with adapters, the model
-    without them); or the directory of a run or Hugging Face checkpoint with the same tokenizer."""
+    """Frozen model of dpo, ipo, robust, hinge and kto: init_from, the model of `run.init_from` (with adapters, the
+    model without them); or the directory of a run or Hugging Face checkpoint with the same tokenizer."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's cross-entropy, a mean over its tokens, which is added to the loss."""
 
@@ -200,8 +219,8 @@ def sum_over_pairs(
       settings: which loss, and its scales.
 
     Returns:
-      The loss; and `accuracy` (share of pairs with a positive margin), `margin`, `chosen_reward`, `rejected_reward` and
-      `chosen_probability` (geometric mean over the tokens of the chosen answer; not of reward models).
+      The loss; and `accuracy` (share of pairs with a positive margin), `margin`, `chosen_reward`, `rejected_reward`,
+      `chosen_probability` (geometric mean over the tokens of the chosen answer; not of reward models), `drift` of kto.
     """
     judged = settings.method.function(pairs, settings)
     loss = judged.loss
@@ -214,6 +233,8 @@ def sum_over_pairs(
     if not settings.method.has_head:
         loss = loss - settings.sft_weight * pairs.means[:, 0]
         values["chosen_probability"] = jnp.exp(pairs.means[:, 0])
+    if settings.method.mismatched:
+        values["drift"] = jnp.broadcast_to(jnp.asarray(pairs.drift), counted.shape)
     count = jnp.sum(counted, dtype=jnp.float32)
 
     def total(x: jax.Array) -> LossSum:
@@ -232,34 +253,47 @@ def preference_loss(
         model without its adapters.
       batch: `tokens`, `labels` int32 [P, 2, T] of the chosen and the rejected answer of each pair. Tokens with the
         label -100 do not count, nor do pairs of which an answer has no label. Optionally `margin` [P] float32. A
-        reward model reads the reward at the token after the last one with a label, the answer's stop token.
+        reward model reads the reward at the token after the last one with a label, the answer's stop token. For kto
+        rows are [P, 3, T], see `jaxstack.data.token_rows.PairRows`.
       train: True adds the losses of routers.
       settings: the loss; default: `PreferenceConfig()`, which is DPO.
     """
     settings = settings or PreferenceConfig()
     labels = batch["labels"]
-    length = labels.shape[-1]
+    _, rows, length = labels.shape
     policy, routers = (_rewards if settings.method.has_head else _answer_sums)(model, batch)
     reference = jnp.zeros_like(policy)
+    drift: jax.Array | float = 0.0
     if settings.method.needs_reference:
         with jax.named_scope("reference"):
             reference, _ = _answer_sums(model.reference or without_adapters(model), batch)
-    lengths = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.float32)
+    reference = jax.lax.stop_gradient(reference)
+    lengths = jnp.sum(labels[:, :2] != IGNORE, axis=-1, dtype=jnp.float32)
     counted = (lengths > 0).all(axis=-1)
-    pairs = Pairs(policy, jax.lax.stop_gradient(reference), jnp.maximum(lengths, 1), batch.get("margin", 0.0))
+    if settings.method.mismatched:
+        drift = _drift(policy[:, 2] - reference[:, 2], counted)
+    pairs = Pairs(policy[:, :2], reference[:, :2], jnp.maximum(lengths, 1), batch.get("margin", 0.0), drift)
     loss, values = sum_over_pairs(pairs, counted, settings)
     if train:
-        loss = add_router_loss(loss, routers, 1 / (2 * length))
+        loss = add_router_loss(loss, routers, 1 / (rows * length))
     return loss, values
 
 
 def _answer_sums(model: Transformer, batch: Batch) -> tuple[jax.Array, RouterSums | None]:
-    """Return the log-probabilities of the answers, summed over their tokens, [P, 2] float32, and the routers' sums."""
+    """Return the answers' log-probabilities, summed over their tokens, [P, rows] float32, and the routers' sums."""
     tokens, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "labels"))
     hidden, routers = model.hidden_and_routers(tokens)
     with jax.named_scope("loss"):
         losses = token_losses(model, hidden, labels)
-    return -jnp.sum(losses, axis=-1).reshape(-1, 2), routers
+    return -jnp.sum(losses, axis=-1).reshape(batch["labels"].shape[:2]), routers
+
+
+def _drift(gains: jax.Array, counted: jax.Array) -> jax.Array:
+    """Return the mean gain of mismatched answers, at least 0, over all devices that share a microbatch; no gradient."""
+    gains = jax.lax.stop_gradient(gains)
+    sums = jnp.stack([jnp.sum(jnp.where(counted, gains, 0)), jnp.sum(counted, dtype=jnp.float32)])
+    total, count = sum_over_batch(sums)
+    return jnp.maximum(total / jnp.maximum(count, 1), 0)
 
 
 def _rewards(model: Transformer, batch: Batch) -> tuple[jax.Array, RouterSums | None]:

@@ -33,6 +33,7 @@ def open_data(
     seed: int,
     report: Callable[[str], None] | None = None,
     workers: int = 1,
+    mismatched: bool = False,
 ) -> "Data":
     """Tokenize the sources of a run's data (once, into the cache), verify the token shards, and open them.
 
@@ -43,6 +44,7 @@ def open_data(
       report: called with a line of text when something takes time or deserves notice.
       workers: largest number of tokenizing processes; with more than one the calling script needs
         `if __name__ == "__main__"`, as `multiprocessing` does.
+      mismatched: preferences get a third row, each prompt with another pair's chosen answer; see `PairRows`.
 
     Raises:
       ConfigError: sources that do not exist or cannot be read as configured, or too little text for one row.
@@ -52,7 +54,7 @@ def open_data(
         raise ConfigError(f"sequence_length is {sequence_length}, it must be at least 1")
     say = report or (lambda message: None)
     streams = open_streams(config, seed, BuildOptions(config.shard_tokens, workers, say))
-    data = Data(config, streams, sequence_length, seed)
+    data = Data(config, streams, sequence_length, seed, mismatched=mismatched)
     data.describe_chats(say)
     if 0 < data.held_out_tokens < sequence_length and not data.pairs:
         say(f"held out are only {data.held_out_tokens} tokens, less than a row of {sequence_length}: padded")
@@ -68,10 +70,13 @@ class Data:
     Dimensions: B global batch, T sequence length.
     """
 
-    def __init__(self, config: DataConfig, streams: Streams, sequence_length: int, seed: int):
+    def __init__(
+        self, config: DataConfig, streams: Streams, sequence_length: int, seed: int, *, mismatched: bool = False
+    ):
         self.tokenizer: Tokenizer = streams.tokenizer
         self.sequence_length = sequence_length
         self._config = config
+        self._mismatched = mismatched
         self._seed = seed
         self._train = streams.train
         self._held_out = streams.held_out
@@ -118,7 +123,7 @@ class Data:
         cut = self._config.chat.too_long == "truncate"
         if isinstance(stream, ExampleSet):
             if stream.pairs:
-                return PairRows(stream, self.sequence_length)
+                return PairRows(stream, self.sequence_length, mismatched=self._mismatched)
             return ExampleRows(stream, self.sequence_length, truncate=cut, packing=packing)
         return TextRows(stream, self.sequence_length, packing)
 

@@ -272,11 +272,13 @@ class PairRows(ExampleRows):
     Args:
       examples: preferences.
       sequence_length: T.
+      mismatched: add to each pair its prompt with the chosen answer of the next pair, cut after T tokens.
     """
 
-    def __init__(self, examples: ExampleSet, sequence_length: int):
+    def __init__(self, examples: ExampleSet, sequence_length: int, *, mismatched: bool = False):
         self._examples = examples
         self._length = sequence_length
+        self._mismatched = mismatched
         begins, lengths, _, labels = (x.reshape(-1, 2) for x in _measure(examples, sequence_length))
         self._begins = begins
         self._ends = begins + lengths
@@ -292,18 +294,36 @@ class PairRows(ExampleRows):
         self.used = float(np.sum(lengths[chosen]) / max(2 * self.count * sequence_length, 1))
 
     def read(self, row: int, limit: int | None = None) -> Row:
-        """Return a pair: tokens, labels [2, T] int32, of the chosen answer first, and its margin [] float32."""
-        tokens = np.zeros((2, self._length), np.int32)
-        labels = np.full((2, self._length), IGNORE, np.int32)
+        """Return a pair: tokens, labels [2, T] int32, of the chosen answer first, and its margin [] float32.
+
+        With `mismatched` tokens and labels are [3, T].
+        """
+        shape = (3 if self._mismatched else 2, self._length)
+        tokens = np.zeros(shape, np.int32)
+        labels = np.full(shape, IGNORE, np.int32)
         if limit is not None and limit <= self._before[row]:
             return {"tokens": tokens, "labels": labels, "margin": np.zeros((), np.float32)}
         pair = self._pairs[row]
-        for side in (0, 1):
-            part = slice(self._begins[pair, side], self._ends[pair, side])
-            ids = self._examples.ids[part]
+        texts = [self._text(pair, side) for side in (0, 1)]
+        if self._mismatched:
+            texts.append(self._with_answer_of(texts[0], self._text(self._pairs[(row + 1) % self.count], 0)))
+        for side, (ids, answers) in enumerate(texts):
             tokens[side, : len(ids)] = ids
-            labels[side, : len(ids) - 1] = np.where(self._examples.answers[part][1:], ids[1:], IGNORE)
+            labels[side, : len(ids) - 1] = np.where(answers[1:], ids[1:], IGNORE)
         return {"tokens": tokens, "labels": labels, "margin": np.asarray(self._examples.margins[pair])}
+
+    def _text(self, pair: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and answer mask [n] of a prompt with its chosen (side 0) or rejected answer."""
+        part = slice(self._begins[pair, side], self._ends[pair, side])
+        return self._examples.ids[part], self._examples.answers[part]
+
+    def _with_answer_of(
+        self, text: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and answer mask of a text's prompt with another text's answer, cut after T tokens."""
+        prompt, answer = (int(np.argmax(answers)) for _, answers in (text, other))
+        ids, answers = (np.concatenate([x[:prompt], y[answer:]]) for x, y in zip(text, other, strict=True))
+        return ids[: self._length], answers[: self._length]
 
 
 def _measure(examples: ExampleSet, sequence_length: int) -> tuple[np.ndarray, ...]:

@@ -125,6 +125,13 @@ def batch_shards() -> int:
     return 1 if rules is None else rules.degree(rules.table["batch"])
 
 
+def sum_over_batch(x: jax.Array) -> jax.Array:
+    """Sum an array over the devices that each hold a part of the batch; unchanged where all hold the whole of it."""
+    rules = current_rules()
+    axes = () if rules is None else tuple(axis for axis in rules.batch_axes if axis in rules.manual)
+    return jax.lax.psum(x, axes) if axes else x
+
+
 def splits_length() -> bool:
     """Return True if the current sharding rules split sequences over several devices."""
     rules = current_rules()

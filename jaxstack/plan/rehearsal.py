@@ -130,7 +130,7 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
     rows = config.train.global_batch_size
     pairs = config.preference.loss is not None
     names = ("tokens", "labels", *(("segment_ids", "positions") if config.data.packing and not pairs else ()))
-    shape = (rows, *((2,) if pairs else ()), config.train.sequence_length)
+    shape = (rows, *((config.preference.method.rows,) if pairs else ()), config.train.sequence_length)
     batch = {name: np.zeros(shape, np.int32) for name in names}
     began = time.perf_counter()
     with lowering_platform("cuda"):

@@ -113,7 +113,14 @@ def train(
     length = config.train.sequence_length
     workers = available_cores()
     with doing("reading the data"):
-        data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
+        data = open_data(
+            config.data,
+            sequence_length=length,
+            seed=config.run.seed,
+            report=say,
+            workers=workers,
+            mismatched=config.preference.method.mismatched,
+        )
     config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
     _check_companions(config, data.tokenizer)
     with doing("tracing the model"):
@@ -247,7 +254,7 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
     layout = f"{config.parallel.workers} workers of {layout}" if config.parallel.workers > 1 else layout
     device = jax.devices()[0]
     sizes = BatchSizes(config.train)
-    sequences = 2 if data.pairs else 1
+    sequences = config.preference.method.rows if data.pairs else 1
     tokens = sizes.rows_before(config.train.steps) * sequences * config.train.sequence_length
     name = config.model.preset or "model"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -258,7 +265,7 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
         f"{plural(config.model.num_layers, 'layer')}; "
         f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
-        f"{plural(config.train.steps, 'step')} of {sizes.describe()}{' pairs x 2' * data.pairs} x "
+        f"{plural(config.train.steps, 'step')} of {sizes.describe()}{f' pairs x {sequences}' * data.pairs} x "
         f"{config.train.sequence_length} tokens = {tokens:,} tokens; "
         f"{data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
         f"{flops / 1e6:,.1f} model MFLOP per token (6 x matmul parameters + causal attention"

@@ -204,7 +204,14 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
     config = Setting.of(config, "train").config
     length = config.train.sequence_length
     seed = config.run.seed
-    data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())
+    data = open_data(
+        config.data,
+        sequence_length=length,
+        seed=seed,
+        report=report,
+        workers=available_cores(),
+        mismatched=config.preference.method.mismatched,
+    )
     changed = {
         "model": resolve_model(config.model, data.vocab_size),
         "optimizer": config.optimizer.model_copy(update={"learning_rate": rates.high}),

@@ -63,7 +63,7 @@ def opened(folder, tmp_path, cache):
     """Opens records, written to a file, as data."""
 
     def open_records(
-        records, length=64, template="chatml", lines=None, held_out=0.0, packing=True, format="chat", **chat
+        records, length=64, template="chatml", lines=None, held_out=0.0, packing=True, format="chat", more=None, **chat
     ):
         path = tmp_path / "chats.jsonl"
         path.write_text("\n".join(lines or [json.dumps(record) for record in records]) + "\n")
@@ -75,7 +75,7 @@ def opened(folder, tmp_path, cache):
             cache_dir=str(cache),
             packing=packing,
         )
-        return open_data(config, sequence_length=length, seed=0, report=said.append)
+        return open_data(config, sequence_length=length, seed=0, report=said.append, **more or {})
 
     said: list[str] = []
     open_records.said = said
@@ -380,6 +380,21 @@ def test_pairs_stay_whole_in_batches_and_on_one_side_of_the_split(opened):
     limit = int((limit != -100).sum()) + 1
     found = list(data.held_out_batches(batch_size=4, rows=range(4), max_tokens=limit))
     assert len(found) == 1 and [(x != -100).any() for x in found[0]["labels"]] == [True, True, False, False]
+
+
+def test_mismatched_rows_have_the_prompt_with_the_answer_of_the_next_pair(opened):
+    records = [{"prompt": f"{i}", "chosen": f" {i} yes", "rejected": " no"} for i in range(3)]
+    data = opened(records, format="preference", more={"mismatched": True})
+    rows = rows_of(data)
+    answers = [[learnt(data, {"labels": x})[0] for x in row["labels"]] for row in rows]
+    for own, following in zip(answers, [*answers[1:], answers[0]], strict=True):
+        assert own[1] == " no<|im_end|>" and own[2] == following[0] != own[0]
+    first = rows[0]
+    asked = int(np.flatnonzero(first["labels"][0] != -100)[0]) + 1
+    np.testing.assert_array_equal(first["tokens"][2, :asked], first["tokens"][0, :asked])
+    np.testing.assert_array_equal(first["labels"][2][: asked - 1], -100)
+    short = opened(records, length=16, format="preference", more={"mismatched": True}, template="none")
+    assert all(row["tokens"].shape == (3, 16) for row in rows_of(short))
 
 
 def test_pairs_that_are_too_long_are_refused_or_left_out_but_never_cut(opened):

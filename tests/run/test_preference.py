@@ -85,9 +85,11 @@ def test_a_stopped_run_goes_on_exactly(folder, tuned):
 
 
 def test_a_run_with_adapters_needs_no_second_model(folder):
-    more = ["run.name=lora", "adapters.rules=[{path: attention, rank: 2}]", "train.steps=1"]
+    adapters = "adapters.rules=[{path: attention, rank: 2}]"
+    more = ["run.name=lora", "preference.loss=kto", adapters, "train.steps=1"]
     found = train(load_config(folder / "dpo.yaml", more)).metrics
-    assert found["loss"] == LOG_2 and abs(found["margin"]) < 1e-6 < abs(found["eval_margin"])
+    assert found["loss"] == pytest.approx(0.5) and abs(found["margin"]) < 1e-6 < abs(found["eval_margin"])
+    assert found["tokens"] == 8 * 3 * 16 and 0 <= found["drift"] < 1e-6 < found["eval_drift"]
 
 
 def test_a_reward_model_is_trained_with_adapters_stopped_and_loaded(folder, tuned):
