@@ -92,6 +92,14 @@ MODELS = {
             "num_global_key_value_heads": 1,
         },
     ),
+    "gemma4-moe": (
+        "Gemma4Text",
+        {
+            **SMALL, **GEMMA4, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4,
+            "top_k_experts": 2, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "smollm3": ("SmolLM3", {**SMALL, "num_hidden_layers": 4, "no_rope_layer_interval": 4, "pad_token_id": 1}),
     "granite": (

@@ -114,8 +114,8 @@ def model_shape(model: ModelConfig) -> ModelShape:
     heads = [model.heads(layer) for layer in layers_in_training(model)]
     query = sum(spec.num_heads * spec.head_dim for spec in heads) // layers
     key = sum(spec.num_kv_heads * spec.head_dim for spec in heads) // layers
-    dense_layers = kinds.count("dense")
-    mixtures = kinds.count("experts")
+    dense_layers = kinds.count("dense") + kinds.count("both")
+    mixtures = kinds.count("experts") + kinds.count("both")
     expert = d * model.expert_size * inner if moe else 0
     shared = moe.n_shared_experts * model.expert_size if moe else 0
     dense = d * model.feed_forward_size

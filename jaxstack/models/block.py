@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
+from jaxstack.models.experts_beside_mlp import ExpertsBesideMLP
 from jaxstack.models.feed_forward_chunks import apply_in_chunks, count_chunks
 from jaxstack.models.layer import Context, Layer, LayerCache
 from jaxstack.models.linear import add
@@ -68,7 +69,8 @@ class Block(nnx.Module):
             return make_norm(config.norm, config.hidden_size, config.norm_eps) if wanted else None
 
         self.attention_norm = norm(layer.mixer and config.pre_norms)
-        self.mlp_norm = norm(layer.feed_forward and config.pre_norms)
+        # Experts next to an MLP have a norm for each of the two.
+        self.mlp_norm = norm(layer.feed_forward not in (None, "both") and config.pre_norms)
         self.attention = None if layer.mixer is None else mixer_module(layer.mixer)(config, layer, rngs)  # pyright: ignore[reportCallIssue]
         self.mlp = _make_feed_forward(config, layer, rngs)
         self.attention_post_norm = norm(layer.mixer and config.post_norms)
@@ -155,6 +157,9 @@ class Block(nnx.Module):
         if count > 1:
             return apply_in_chunks(_apply_mlp, modules, x, count), x, None
         normalized, x = normalize(norm, x)
+        if isinstance(self.mlp, ExpertsBesideMLP):
+            update, router_sums = self.mlp(x, decoding=decoding)
+            return update, x, router_sums
         if isinstance(self.mlp, MoE):
             update, router_sums = self.mlp(normalized, decoding=decoding)
             return update, x, router_sums
@@ -173,6 +178,8 @@ class Block(nnx.Module):
 def _make_feed_forward(config: ModelConfig, layer: Layer, rngs: nnx.Rngs) -> nnx.Module | None:
     if layer.feed_forward is None:
         return None
+    if layer.feed_forward == "both":
+        return ExpertsBesideMLP(config, rngs)
     return MoE(config, rngs) if layer.feed_forward == "experts" else MLPS[config.mlp](config, rngs)
 
 

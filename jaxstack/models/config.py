@@ -369,7 +369,7 @@ class ModelConfig(Component):
             window=self.sliding_window if kind.windowed else None,
             chunk=self.attention_chunk_size if kind.chunked else None,
             rotation=("local" if local else "global") if rotates else None,
-            feed_forward=("experts" if mixture else "dense") if kind.feed_forward else None,
+            feed_forward=(_feed_forward(self.moe) if mixture else "dense") if kind.feed_forward else None,
         )
 
     def windows(self) -> tuple[int | None, ...]:
@@ -378,13 +378,13 @@ class ModelConfig(Component):
 
     @property
     def dense_layers(self) -> int:
-        """Number of layers with a dense feed-forward sublayer."""
-        return sum(layer.feed_forward == "dense" for layer in self.layers())
+        """Number of layers with a dense feed-forward sublayer, alone or next to experts."""
+        return sum(layer.feed_forward in ("dense", "both") for layer in self.layers())
 
     @property
     def mixture_layers(self) -> int:
         """Number of layers with a mixture of experts."""
-        return sum(layer.feed_forward == "experts" for layer in self.layers())
+        return sum(layer.feed_forward in ("experts", "both") for layer in self.layers())
 
     def rotations(self) -> dict[str, Rotation]:
         """Return the rotations of queries and keys by the name that layers have for them."""
@@ -426,6 +426,10 @@ def _repeated_pattern(kinds: tuple[tuple[str, bool], ...]) -> tuple[int, int]:
 
     candidates = [(start, period_of(kinds[start:])) for start in range(len(kinds))]
     return min(candidates, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
+
+
+def _feed_forward(moe: MoEConfig | None) -> Literal["experts", "both"]:
+    return "both" if moe is not None and moe.beside_mlp else "experts"
 
 
 def _near_divisors(number: int, near: int) -> str:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.experts_beside_mlp import ExpertsBesideMLP
 from jaxstack.models.layer import Layer, ParameterCount
 from jaxstack.models.mixers import mixer_module
 from jaxstack.models.norm import count_norm_parameters
@@ -49,7 +50,7 @@ def count_parameters(config: ModelConfig) -> ModelSize:
     sizes = {layer: _layer(config, layer) for layer in set(config.layers())}
     layers = [sizes[layer] for layer in layers_in_training(config)]
     predicted = config.num_nextn_predict_layers
-    mixtures = [layer.feed_forward for layer in layers_in_training(config)].count("experts")
+    mixtures = sum(layer.feed_forward in ("experts", "both") for layer in layers_in_training(config))
     idle = [mixtures * count for count in _idle_experts(config)]
     matmul = sum(layer.matmul for layer in layers) + predicted * 2 * d * d - idle[0]
     total = outside + sum(map(sum, layers)) + predicted * (2 * d * d + 3 * norm)
@@ -93,6 +94,9 @@ def _feed_forward(config: ModelConfig, layer: Layer) -> ParameterCount:
     inner = 2 if config.mlp == "gated" else 1
     if layer.feed_forward is None:
         return ParameterCount(0, 0)
+    if layer.feed_forward == "both":
+        parts = [_feed_forward(config, dataclasses.replace(layer, feed_forward=kind)) for kind in ("dense", "experts")]
+        return ParameterCount(*map(sum, zip(*parts, ExpertsBesideMLP.count_scales(config), strict=True)))
     if layer.feed_forward == "dense":
         f = config.feed_forward_size
         return ParameterCount(d * f * (inner + 1), (f * inner + d) * config.mlp_bias)

@@ -149,14 +149,15 @@ class Layer:
       window: number of tokens that a token sees, itself included; None: all earlier ones that the mixer sees.
       chunk: number of positions of the chunks that tokens see only their own of; None: there are no chunks.
       rotation: name of the rotations of queries and keys in `Context.angles`; None: they are not rotated.
-      feed_forward: its feed-forward sublayer, dense or a mixture of experts; None: the layer has only a mixer.
+      feed_forward: its feed-forward sublayer, dense, a mixture of experts, or both, whose outputs are added; None: the
+        layer has only a mixer.
     """
 
     mixer: Mixer | None
     window: int | None = None
     chunk: int | None = None
     rotation: str | None = None
-    feed_forward: Literal["dense", "experts"] | None = "dense"
+    feed_forward: Literal["dense", "experts", "both"] | None = "dense"
 
 
 class ParameterCount(NamedTuple):

@@ -22,7 +22,7 @@ from jaxstack.models.moe.exchange import (
     group_of_rows,
     take_group,
 )
-from jaxstack.models.moe.router import MoEConfig, RouterSums, capacity, route
+from jaxstack.models.moe.router import MoEConfig, RouterSums, Routing, capacity, route
 from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import TokenSplit, with_local_tokens
 from pallas_kernels import fp8_grouped_matmul, grouped_matmul
@@ -97,6 +97,7 @@ class MoE(nnx.Module):
         found |= {name: bias for name, bias in biases.items() if bias is not None}
         if self.router.balance_bias is not None:
             found["balance_bias"] = self.router.balance_bias
+        found |= self._further_parameters()
         parameters = {name: _value_and_axes(parameter) for name, parameter in found.items()}
 
         def local(x: jax.Array, parameters: dict[str, jax.Array], split: TokenSplit) -> tuple[jax.Array, RouterSums]:
@@ -116,7 +117,8 @@ class MoE(nnx.Module):
         """Route this device's tokens x [B, T, D] to experts; return the combined outputs and the router's sums."""
         moe = self.moe
         shape = x.shape
-        logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), parameters["router"])
+        x, router_input = self._inputs(x, parameters)
+        logits = jnp.einsum("btd,de->bte", router_input, parameters["router"])
         if "router_bias" in parameters:
             logits = logits + parameters["router_bias"]
         balance_bias = parameters.get("balance_bias")
@@ -128,7 +130,7 @@ class MoE(nnx.Module):
         arrays = (
             x.reshape(tokens, shape[2]),
             routing.experts.reshape(tokens, -1),
-            routing.weights.reshape(tokens, -1),
+            self._weights(routing, parameters).reshape(tokens, -1),
             kernels,
         )
         devices = moe.num_experts // kernels["up"].shape[0]
@@ -142,6 +144,20 @@ class MoE(nnx.Module):
                 self._compute, *arrays, devices=devices, factor=moe.exchange_factor, max_rows=max_rows, fp8=fp8
             )
         return y.reshape(shape), routing.sums
+
+    def _further_parameters(self) -> dict[str, nnx.Param]:
+        """Return the parameters that `_inputs` and `_weights` need, by name; none here."""
+        return {}
+
+    def _inputs(
+        self, x: Float[Array, "B T D"], parameters: Mapping[str, jax.Array]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """Return the input of the experts, in the dtype of x, and that of the router, in float32."""
+        return x, x.astype(jnp.float32)
+
+    def _weights(self, routing: Routing, parameters: Mapping[str, jax.Array]) -> Float[Array, "B T k"]:
+        """Return the weights of the chosen experts' outputs, float32."""
+        return routing.weights
 
     def _compute(
         self, rows: jax.Array, weights: jax.Array, kernels: Kernels, sizes: jax.Array, alignment: int

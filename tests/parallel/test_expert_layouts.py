@@ -41,6 +41,18 @@ LLAMA4 = (
     "model.qk_norm=without_gain",
     "train.global_batch_size=8",
 )
+GEMMA4 = (
+    "model.moe={num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, beside_mlp: true}",
+    "model.attention={name: gemma4, global_head_dim: 24, num_global_kv_heads: 1, attention_k_eq_v: true}",
+    "model.layer_types=[sliding_attention,full_attention]",
+    "model.sliding_window=5",
+    "model.rope_local_base_freq=100.0",
+    "model.qk_norm=true",
+    "model.post_norms=true",
+    "model.layer_scalars=true",
+    "train.global_batch_size=8",
+    "optimizer.eps=1e-3",  # norms of values and of both outputs: smaller gradients, of which rounding is a larger part
+)
 LATENT = (
     "model.moe={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 16, n_shared_experts: 1, n_group: 4, "
     "topk_group: 2, scoring_func: sigmoid, balance_bias: true, first_k_dense_replace: 1}",
@@ -141,6 +153,15 @@ def test_latent_attention_and_groups_of_experts_too(overrides):
 @pytest.mark.exhaustive
 def test_weighted_inputs_and_chunks_too():
     assert_trains_as_one_device(*layout(expert=2, tensor=2, context=2), shape=LLAMA4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "overrides", [layout(fsdp=2, expert=2, tensor=2), layout(context=4), layout(pipeline=2, expert=2)], ids=" ".join
+)
+def test_experts_next_to_an_mlp_and_heads_of_two_widths_too(overrides):
+    more = ("model.num_layers=4",) if any(o.startswith("parallel.pipeline") for o in overrides) else ()
+    assert_trains_as_one_device(*overrides, shape=(*GEMMA4, *more))
 
 
 @pytest.mark.exhaustive

@@ -188,6 +188,48 @@ def _off(key: str, default: Any, off: Any, what: str) -> Row:
     return Row((key,), read, lambda model: {key: off})
 
 
+_EXPERTS = {
+    "num_experts": "num_experts",
+    "top_k_experts": "num_experts_per_tok",
+    "moe_intermediate_size": "moe_intermediate_size",
+}
+"""Keys of a mixture of experts -> ours."""
+
+
+def _read_experts(config: Keys) -> dict[str, Any]:
+    if not config.get("enable_moe_block"):
+        return {}
+    return {"moe": {ours: find(config, theirs) for theirs, ours in _EXPERTS.items()} | {"beside_mlp": True}}
+
+
+def _write_experts(model: ModelConfig) -> dict[str, Any]:
+    moe = model.moe
+    if moe is None:
+        return {"enable_moe_block": False}
+    keys = {theirs: getattr(moe, ours) for theirs, ours in _EXPERTS.items()}
+    return {"enable_moe_block": True, **keys, "moe_intermediate_size": model.expert_size}
+
+
+def _experts(name: str, theirs: str, joined: int | None = None) -> Tensor:
+    """Return the row of the kernel [E, in, out] of a projection of all experts; the files have [E, out, in]."""
+    path = f"layers/mlp/experts/{name}/kernel"
+    return Tensor(path, LAYER + f"experts.{theirs}", ((0,), (2,), (1,)), joined, of_experts=True)
+
+
+_EXPERT_TENSORS = (
+    _experts("gate_proj", "gate_up_proj", joined=1),
+    _experts("up_proj", "gate_up_proj", joined=1),
+    _experts("down_proj", "down_proj"),
+    Tensor("layers/mlp/experts/router/kernel", LAYER + "router.proj.weight", ((1,), (0,))),
+    Tensor("layers/mlp/experts/router_scale", LAYER + "router.scale", ((0,),)),
+    Tensor("layers/mlp/experts/expert_scale", LAYER + "router.per_expert_scale", ((0,),)),
+    Tensor("layers/mlp/experts/input_scale", LAYER + "pre_feedforward_layernorm_2.weight", ((0,),)),
+    Tensor("layers/mlp/dense_norm/scale", LAYER + "pre_feedforward_layernorm.weight", ((0,),)),
+    Tensor("layers/mlp/dense_post_norm/scale", LAYER + "post_feedforward_layernorm_1.weight", ((0,),)),
+    Tensor("layers/mlp/experts_post_norm/scale", LAYER + "post_feedforward_layernorm_2.weight", ((0,),)),
+)
+
+
 GEMMA4 = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
@@ -211,7 +253,7 @@ GEMMA4 = Family(
         ),
         _off("num_kv_shared_layers", 0, 0, "layers with the keys and values of another"),
         _off("hidden_size_per_layer_input", 256, 0, "embeddings of each layer"),
-        _off("enable_moe_block", False, False, "experts next to an MLP"),
+        Row(("enable_moe_block", *_EXPERTS), _read_experts, _write_experts),
         always(
             norm="rms_norm",
             post_norms=True,
@@ -222,11 +264,17 @@ GEMMA4 = Family(
             scale_embeddings=True,
         ),
     ),
-    tensors=(*ENDS, *ATTENTION, *_NORMS, *MLP, Tensor("layers/layer_scalar", LAYER + "layer_scalar", ((0,),))),
-    nested=NESTED,
-    ignored=frozenset(  # of the parts that are off
-        ["use_double_wide_mlp", "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"]
+    tensors=(
+        *ENDS,
+        *ATTENTION,
+        *_NORMS,
+        *MLP,
+        *(row._replace(path=row.path.replace("layers/mlp/", "layers/mlp/dense/")) for row in MLP),
+        *_EXPERT_TENSORS,
+        Tensor("layers/layer_scalar", LAYER + "layer_scalar", ((0,),)),
     ),
+    nested=NESTED,
+    ignored=frozenset(["use_double_wide_mlp", "vocab_size_per_layer_input"]),  # of the parts that are off
     buffers=r".*rotary_emb\..*inv_freq|(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*",
 )
 

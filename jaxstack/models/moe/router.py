@@ -32,6 +32,9 @@ class MoEConfig(Component):
     n_shared_experts: int = Field(default=0, ge=0)
     """Number of additional experts that compute every token, as one MLP of this many times the width (DeepSeekMoE)."""
 
+    beside_mlp: bool = False
+    """Add the experts' outputs to those of a dense MLP, which they do not replace; each of the two has norms of its
+    own, and the experts' weights have learned factors (Gemma 4)."""
     router_bias: bool = False
     """Add a learned bias to the router's logits (gpt-oss)."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
@@ -75,6 +78,10 @@ class MoEConfig(Component):
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) must be at most num_experts ({self.num_experts})."
+            )
+        if self.beside_mlp and self.n_shared_experts:
+            raise ValueError(
+                f"n_shared_experts ({self.n_shared_experts}) must be 0 with beside_mlp, whose MLP computes every token."
             )
         if self.weight_inputs and self.expert_bias:
             raise ValueError("weight_inputs must be false with expert_bias, which applies to weighted outputs.")
