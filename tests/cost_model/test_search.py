@@ -237,7 +237,7 @@ def test_the_forecast_of_fp8_counts_the_layers_that_training_runs_in_it(chosen, 
 
 
 @pytest.mark.parametrize("experts", [None, 8])
-def test_the_forecast_of_fp8_leaves_the_experts_in_bfloat16(experts):
+def test_the_forecast_of_fp8_includes_the_experts(experts):
     moe = {"moe": {"num_experts": experts, "num_experts_per_tok": 2}} if experts else {}
     model = {
         "vocab_size": 512,
@@ -254,5 +254,4 @@ def test_the_forecast_of_fp8_leaves_the_experts_in_bfloat16(experts):
         layouts, _ = enumerate_layouts(config, 8)
         return float(LayoutModel(config, parse_cluster("8 h200")).seconds(layouts)["matmul"][0])
 
-    ratio = matmul_seconds("none") / matmul_seconds("current")
-    assert ratio > 1.45 if experts is None else 1 < ratio < 1.2
+    assert matmul_seconds("none") / matmul_seconds("current") > 1.45
