@@ -17,6 +17,8 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.initialization import Role
 from jaxstack.parameter_paths import check_patterns, map_by_path, match
 
+_VECTORS = ("scale", "bias", "magnitude", "sinks", "taps", "a_log", "dt_bias", "skip")
+
 
 class HasShape(Protocol):
     """Protocol of objects with an array shape, such as an array or a `jax.ShapeDtypeStruct`."""
@@ -30,10 +32,10 @@ class HasShape(Protocol):
 def is_matrix(path: str, leaf: HasShape) -> bool:
     """Return True if a parameter counts as a matrix, to which weight decay applies by default.
 
-    Scales, biases, magnitudes and attention sinks count as vectors even if they have two dims, as those of a stack of
-    layers do.
+    Scales, biases, magnitudes, attention sinks, and what a recurrent mixer has beside its projections, count as vectors
+    even if they have two dims, as those of a stack of layers do.
     """
-    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude", "sinks")
+    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in _VECTORS
 
 
 ADAM_WIDTH_POWERS: Mapping[Role, float] = {"input": 0.0, "hidden": -1.0, "output": -1.0, "final_gain": -1.0}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxstack.models.layer import CacheSlots, LayerCache, PageGroup, pack_groups
 from pallas_kernels.low_bits.encoded import Encoded, Stored, map_stored
@@ -42,6 +42,32 @@ def decode_slots(
         cache = _write_rows(cache, rows, group)
         outputs.append(out)
     return pack_groups(outputs), cache
+
+
+def padding_last(
+    queries: Int[Array, "B T"], *arrays: Shaped[Array, "B T ..."]
+) -> tuple[Int[Array, " B"], list[Shaped[Array, "B T ..."]], Callable[[jax.Array], jax.Array]]:
+    """Move each row's padding behind its tokens, as recurrent mixers need it; the tokens of a row are contiguous.
+
+    Args:
+      queries: position of each token, -1 for padding, as `CacheSlots.queries`.
+      arrays: one entry for each token.
+
+    Returns:
+      The number of tokens of each row, the arrays, and a function that moves an output back to the places of `queries`.
+    """
+    there = queries >= 0
+    lengths = there.sum(1)
+    if queries.shape[1] == 1:
+        return lengths, list(arrays), lambda out: out
+    first = jnp.argmax(there, axis=1)[:, None]
+    places = jnp.arange(queries.shape[1])
+
+    def move(x: jax.Array, by: jax.Array) -> jax.Array:
+        index = (places + by) % places.size
+        return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+    return lengths, [move(x, first) for x in arrays], lambda out: move(out, -first)
 
 
 def _read_rows(cache: LayerCache, slots: Int[Array, " R"], seen: Int[Array, " R"]) -> LayerCache:
