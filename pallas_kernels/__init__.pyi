@@ -37,6 +37,7 @@ from .normalization.api import layer_norm as layer_norm
 from .normalization.api import rms_norm as rms_norm
 from .pointwise.gated import swiglu as swiglu
 from .pointwise.rotary import apply_rotary as apply_rotary
+from .ssd.api import ssd as ssd
 from .target import Target as Target
 from .target import current_target as current_target
 from .target import lowering_platform as lowering_platform

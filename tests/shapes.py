@@ -45,6 +45,7 @@ CHECKED = (
     "pallas_kernels.low_bits.mixed_blocks",
     "pallas_kernels.paged_attention.api",
     "pallas_kernels.pointwise",
+    "pallas_kernels.ssd",
     "pallas_kernels.weight_only.api",
 )
 """Modules, or packages with all of their modules, whose annotations are checked.

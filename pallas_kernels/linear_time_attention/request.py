@@ -82,13 +82,22 @@ def make_request(
         raise ValueError(f"chunk must be a Python integer of at least 1, or None; got {chunk!r}")
     documents = hidden = None
     if segment_ids is not None:
-        documents, hidden = _documents(jnp.asarray(segment_ids), k)
+        documents, hidden = find_documents(jnp.asarray(segment_ids), k.shape[:2])
     return LinearAttentionRequest(q, k, v, feature_map, bool(causal), documents, hidden, state, chunk, current_target())
 
 
-def _documents(ids: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if ids.shape != k.shape[:2]:
-        raise ValueError(f"segment_ids must have shape {list(k.shape[:2])} (batch, length); got {list(ids.shape)}")
+def find_documents(ids: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return the number of each token's document in its row, int32 [B, T], and a mask of the padding, from segment ids.
+
+    Args:
+        ids: segment ids; tokens with different neighbouring ids are of different documents, negative ones are padding.
+        shape: (B, T), which the ids must have.
+
+    Raises:
+        ValueError: the ids have another shape, or are not integers.
+    """
+    if ids.shape != shape:
+        raise ValueError(f"segment_ids must have shape {list(shape)} (batch, length); got {list(ids.shape)}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"segment_ids must be integers; got {ids.dtype}")
     # Padding before the first token is counted with that token's document, so that a state passes over it.
