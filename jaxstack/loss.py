@@ -249,7 +249,8 @@ def language_model_loss(
 
     Args:
       model: the model.
-      batch: `tokens`, `labels` int32 [B, T]; optionally `segment_ids`, `positions` int32 [B, T].
+      batch: `tokens`, `labels` int32 [B, T]; optionally `segment_ids`, `positions` int32 [B, T], and `experts`, see
+        `Transformer.hidden`.
       key: key of the dropout masks, unless the batch has `dropout_keys` [B, T], which a train step adds so that masks
         do not depend on the layout; None: no dropout.
       train: True adds the losses of routers, of multi-token prediction, and the z-loss.
@@ -261,6 +262,7 @@ def language_model_loss(
         positions=batch.get("positions"),
         segment_ids=batch.get("segment_ids"),
         dropout_key=None if key is None else batch.get(TOKEN_KEYS, key),
+        experts=batch.get("experts"),
     )
     z_loss = z_loss if train else 0.0
 

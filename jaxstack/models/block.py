@@ -110,7 +110,7 @@ class Block(nnx.Module):
                 x = self._add(x, update, self.attention_post_norm, attention_key)
         if self.mlp is not None:
             with jax.named_scope("mlp"):
-                update, x, router_sums = self._feed_forward(x, decoding=context.slots is not None)
+                update, x, router_sums = self._feed_forward(x, context.slots is not None, context.experts)
                 x = self._add(x, update, self.mlp_post_norm, mlp_key)
         return self._scale(x), cache, router_sums
 
@@ -142,7 +142,7 @@ class Block(nnx.Module):
             if update is not None:
                 x = self._add(x, update, self.attention_post_norm, None)
             if self.mlp is not None:
-                update, x, _ = self._feed_forward(x, decoding=True)
+                update, x, _ = self._feed_forward(x, True)
                 x = self._add(x, update, self.mlp_post_norm, None)
             return self._scale(x)
 
@@ -150,7 +150,9 @@ class Block(nnx.Module):
         """Multiply the layer's output by its learned number, if it has one."""
         return x if self.layer_scalar is None else x * self.layer_scalar[...].astype(x.dtype)
 
-    def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, RouterSums | None]:
+    def _feed_forward(
+        self, x: jax.Array, decoding: bool, experts: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, RouterSums | None]:
         """Compute mlp(norm(x)); also return the residual stream to add it to, and the router's sums."""
         norm, mlp = modules = cast(tuple[Norm | None, PlainMLP], (self.mlp_norm, self.mlp))
         count = 1 if self.chunked_width is None else count_chunks(modules, x, self.chunked_width)
@@ -161,7 +163,7 @@ class Block(nnx.Module):
             update, router_sums = self.mlp(x, decoding=decoding)
             return update, x, router_sums
         if isinstance(self.mlp, MoE):
-            update, router_sums = self.mlp(normalized, decoding=decoding)
+            update, router_sums = self.mlp(normalized, decoding=decoding, experts=experts)
             return update, x, router_sums
         return mlp(normalized), x, None
 

@@ -101,6 +101,14 @@ class Context(NamedTuple):
     """Positions in the cache while decoding; None: there is no cache."""
     counted: bool = False
     """True if positions are 0..T-1 in every row."""
+    experts: Int[Array, "B T *layers k"] | None = None
+    """Experts that tokens are sent to, of all layers or of one; None: the routers choose."""
+    records_experts: bool = False
+    """True if mixtures of experts return the experts of each token."""
+
+    def of_layer(self, number: Int[Array, ""] | int) -> "Context":
+        """Return the inputs of one layer, with its own experts."""
+        return self if self.experts is None else self._replace(experts=self.experts[:, :, number])
 
 
 class Mixer(Component):

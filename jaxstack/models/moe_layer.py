@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxstack.models.activations import ACTIVATIONS, clamped_swiglu
 from jaxstack.models.config import ModelConfig
@@ -84,11 +84,18 @@ class MoE(nnx.Module):
         self.moe = moe
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def __call__(self, x: LayerInput, *, decoding: bool = False) -> tuple[Float[Array, "B T D"], RouterSums]:
+    def __call__(
+        self,
+        x: LayerInput,
+        *,
+        decoding: bool = False,
+        experts: Int[Array, "B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], RouterSums]:
         """Apply the sublayer to x [B, T, D]; also return the router's losses and balance, summed over tokens.
 
         Args:
           decoding: no token is dropped, whatever the capacity of the experts.
+          experts: see `route`.
         """
         x = gradient_carrier(x)
         modules = {"router": self.router, **self._projections}
@@ -100,21 +107,29 @@ class MoE(nnx.Module):
         found |= self._further_parameters()
         parameters = {name: _value_and_axes(parameter) for name, parameter in found.items()}
 
-        def local(x: jax.Array, parameters: dict[str, jax.Array], split: TokenSplit) -> tuple[jax.Array, RouterSums]:
-            return self._local(x, parameters, split, decoding)
+        def local(
+            tokens: tuple[jax.Array, jax.Array | None], parameters: dict[str, jax.Array], split: TokenSplit
+        ) -> tuple[jax.Array, RouterSums, jax.Array]:
+            y, routing = self._local(*tokens, parameters, split, decoding)
+            return y, routing.sums, routing.chosen
 
         with jax.named_scope("experts"):
             # Quantized from what is stored: a copy in the compute dtype would be written for nothing.
-            y, sums = with_local_tokens(local, x, parameters, x.dtype, self._in_fp8)
+            y, sums, chosen = with_local_tokens(local, (x, experts), parameters, x.dtype, self._in_fp8)
         if self.shared_experts is not None:
             with jax.named_scope("shared_experts"):
                 y = y + self.shared_experts(x)
-        return y, sums
+        return y, sums._replace(experts=chosen)
 
     def _local(
-        self, x: jax.Array, parameters: Mapping[str, jax.Array], split: TokenSplit, decoding: bool
-    ) -> tuple[jax.Array, RouterSums]:
-        """Route this device's tokens x [B, T, D] to experts; return the combined outputs and the router's sums."""
+        self,
+        x: jax.Array,
+        experts: jax.Array | None,
+        parameters: Mapping[str, jax.Array],
+        split: TokenSplit,
+        decoding: bool,
+    ) -> tuple[jax.Array, Routing]:
+        """Route this device's tokens x [B, T, D] to experts; return the combined outputs and the routing."""
         moe = self.moe
         shape = x.shape
         x, router_input = self._inputs(x, parameters)
@@ -122,7 +137,9 @@ class MoE(nnx.Module):
         if "router_bias" in parameters:
             logits = logits + parameters["router_bias"]
         balance_bias = parameters.get("balance_bias")
-        routing = route(moe, logits, balance_bias, sequence_axes=split.sequence_axes, dropless=decoding)
+        routing = route(
+            moe, logits, balance_bias, sequence_axes=split.sequence_axes, dropless=decoding, experts=experts
+        )
         kernels = {name: x for name, x in parameters.items() if name.startswith(("up", "gate", "down"))}
         if "down_bias" in kernels:
             kernels["down_bias"] = kernels["down_bias"] / split.summed
@@ -143,7 +160,7 @@ class MoE(nnx.Module):
             y = compute_on_expert_devices(
                 self._compute, *arrays, devices=devices, factor=moe.exchange_factor, max_rows=max_rows, fp8=fp8
             )
-        return y.reshape(shape), routing.sums
+        return y.reshape(shape), routing
 
     def _further_parameters(self) -> dict[str, nnx.Param]:
         """Return the parameters that `_inputs` and `_weights` need, by name; none here."""

@@ -164,11 +164,11 @@ class Stack(nnx.Module):
         new_caches = []
         sums = []
         for i, state in enumerate(weights):
-            run = _layer_runner(nnx.graphdef(self.layers[self.start + i]), context)
             number = self.start + step * self.period + i
+            run = _layer_runner(nnx.graphdef(self.layers[self.start + i]), context.of_layer(number))
             x, cache, own = run(x, state, caches[i] if caches else None, fold_key(key, number))
             new_caches.append(cache)
-            sums.append(own)
+            sums.append(_recorded(own, context))
         return x, (new_caches, sums)
 
     def sums_of_repetition(self, sums: Sequence[RouterSums | None], step: int | jax.Array) -> RouterSums | None:
@@ -237,19 +237,20 @@ class Stack(nnx.Module):
         new_caches = []
         sums = []
         numbers = [self.layer_numbers(index)[0] for index in indices]
-        runners: dict[nnx.GraphDef, RunLayer] = {}
+        runners: dict[tuple[nnx.GraphDef, int | None], RunLayer] = {}
         for index, number in zip(indices, numbers, strict=True):
             graphdef, state = nnx.split(self.layers[index])
-            if graphdef not in runners:
-                run = _with_gathered_weights(_layer_runner(graphdef, context), dtype)
+            kind = graphdef, None if context.experts is None else number
+            if kind not in runners:
+                run = _with_gathered_weights(_layer_runner(graphdef, context.of_layer(number)), dtype)
                 run = rematerialise(run, self.remat, scanned=False)
                 # Equal layers share one jitted function, which is traced, differentiated and lowered once. Outside of a
                 # trace jit would compile it at each call.
-                runners[graphdef] = jax.jit(run) if isinstance(x, Tracer) else run
+                runners[kind] = jax.jit(run) if isinstance(x, Tracer) else run
             cache = caches[index] if caches else None
-            x, cache, own = runners[graphdef](x, state, cache, fold_key(key, number))
+            x, cache, own = runners[kind](x, state, cache, fold_key(key, number))
             new_caches.append(cache)
-            sums.append(own)
+            sums.append(_recorded(own, context))
         return x, new_caches, self._of_layers(sums, np.array(numbers))
 
     def _scan(
@@ -258,7 +259,7 @@ class Stack(nnx.Module):
         """Run all stacked layers by a scan; return x, their caches and the sums of their routers."""
         states = [nnx.state(self.layers[i]) for i in self.scanned]
 
-        if caches is None and gathers_ahead() and self.remat not in OFFLOADED:
+        if caches is None and gathers_ahead() and self.remat not in OFFLOADED and not context.records_experts:
             x, sums = self._scan_prefetched(x, states, context, key, dtype)
             return x, [], sums
 
@@ -298,6 +299,11 @@ class Stack(nnx.Module):
 def add_sums(one: RouterSums | None, other: RouterSums | None) -> RouterSums | None:
     """Add the sums of routers; None: of dense layers alone."""
     return other if one is None else one.plus(other)
+
+
+def _recorded(sums: RouterSums | None, context: Context) -> RouterSums | None:
+    """Return a layer's sums without the experts that it chose, unless they are recorded."""
+    return sums if sums is None or context.records_experts else sums._replace(experts=None)
 
 
 def _block_maker(config: ModelConfig, layer: Layer) -> Callable[[nnx.Rngs], Block]:

@@ -188,9 +188,10 @@ class Transformer(nnx.Module):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
+        experts: Int[Array, "B T layers k"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Compute float32 logits of the next token at each position. See `hidden` for the arguments."""
-        x = self.hidden(tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key)
+        x = self.hidden(tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key, experts=experts)
         return self.logits(x)
 
     def hidden(
@@ -200,6 +201,7 @@ class Transformer(nnx.Module):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
+        experts: Int[Array, "B T layers k"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Compute the final hidden states, from which the head computes logits, in the compute dtype.
 
@@ -208,11 +210,16 @@ class Transformer(nnx.Module):
           positions: int32 positions; None: 0..T-1.
           segment_ids: int32 number of each token's document, within which it attends; None: each row is one document.
           dropout_key: draws dropout masks: one key, or [B, T], one for each token; None: no dropout.
+          experts: int32 experts that each token is sent to in each layer, from 0, such as another model's choices
+            (routing replay, see `route`); those of dense layers are ignored. None: the routers choose.
 
         Raises:
-          ValueError: the mesh splits sequences over `context`, and `positions` are not given.
+          ValueError: the mesh splits sequences over `context`, and `positions` are not given; or `experts` have another
+            shape.
         """
-        return self.hidden_and_routers(tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key)[0]
+        return self.hidden_and_routers(
+            tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key, experts=experts
+        )[0]
 
     def hidden_and_routers(
         self,
@@ -221,11 +228,37 @@ class Transformer(nnx.Module):
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
+        experts: Int[Array, "B T layers k"] | None = None,
+        records_experts: bool = False,
     ) -> tuple[Float[Array, "B T D"], RouterSums | None]:
-        """Compute final hidden states, and the routers' losses and balance over these tokens (None without experts)."""
+        """Compute final hidden states, and the routers' losses and balance over these tokens (None without experts).
+
+        See `hidden` for the other arguments.
+
+        Args:
+          records_experts: return in `RouterSums.experts` the experts of each token [B, T, layers, k], which are values
+            of `experts`. They are those before a capacity drops any; those of dense layers are 0.
+        """
         context = self._training_context(tokens, positions, segment_ids)
+        context = context._replace(experts=self._checked_experts(experts, tokens), records_experts=records_experts)
         x, _, routers = self._run(tokens, context, None, dropout_key)
+        if routers is not None and routers.experts is not None:
+            routers = routers._replace(experts=jnp.moveaxis(routers.experts, 0, 2))
         return x, routers
+
+    def _checked_experts(self, experts: jax.Array | None, tokens: jax.Array) -> jax.Array | None:
+        if experts is None:
+            return None
+        moe = self.config.moe
+        if moe is None:
+            raise ValueError("experts are given, and the model has no mixture of experts; leave them out.")
+        wanted = *tokens.shape, self.config.num_layers, moe.num_experts_per_tok
+        if experts.shape != wanted:
+            raise ValueError(
+                f"experts are [B, T, layers, k], here {list(wanted)}, as `hidden_and_routers` records them; found "
+                f"{list(experts.shape)}."
+            )
+        return experts
 
     def inputs_of_layers(
         self,

@@ -195,57 +195,63 @@ class TokenSplit(NamedTuple):
 Sums = TypeVar("Sums")
 """A tree of sums over tokens."""
 
-LocalFunction = Callable[[jax.Array, dict[str, jax.Array], TokenSplit], tuple[jax.Array, Sums]]
+Kept = TypeVar("Kept")
+"""A tree of arrays [B, T, _]."""
+
+Tokens = tuple[jax.Array, jax.Array | None]
+"""x [B, T, D], and another array [B, T, _] of the same tokens or None."""
+
+LocalFunction = Callable[[Tokens, dict[str, jax.Array], TokenSplit], tuple[jax.Array, Sums, Kept]]
 
 
 def with_local_tokens(
-    function: LocalFunction[Sums],
-    x: jax.Array,
+    function: LocalFunction[Sums, Kept],
+    tokens: Tokens,
     parameters: Parameters,
     dtype: jax.typing.DTypeLike,
     as_stored: Collection[str] = (),
-) -> tuple[jax.Array, Sums]:
+) -> tuple[jax.Array, Sums, Kept]:
     """Apply a mixture of experts inside a `shard_map`, on each device's tokens with the experts that it stores.
 
     Parameters stay sharded over `expert`, and along `mlp` over `tensor`; they are gathered over the `weight_axes`.
     The devices of `tensor` get the same tokens, and their results are summed.
 
     Args:
-      function: returns (the results [B, T, D] of its tokens, a tree of sums). The arrays of the tree are this device's
-        terms of sums over all tokens. It takes parameters with a logical axis `expert` in `dtype`, others in their
-        stored dtype.
-      x: [B, T, D].
+      function: returns (the results [B, T, D] of its tokens, a tree of sums, a tree of other arrays of its tokens). The
+        sums are this device's terms of sums over all tokens. It takes parameters with a logical axis `expert` in
+        `dtype`, others in their stored dtype.
+      tokens: x [B, T, D], and another array of the same tokens or None.
       parameters: name -> (stored array, its logical axes).
       dtype: the compute dtype.
       as_stored: names of parameters that stay in their stored dtype if they need not be gathered.
 
     Returns:
-      The results [B, T, D] of all tokens, and the sums over them.
+      The results [B, T, D] of all tokens, the sums over them, and their other arrays.
     """
     context = current_context()
     if context is None:
         whole = {name: p if name in as_stored else _cast(p, names, dtype) for name, (p, names) in parameters.items()}
-        return function(x, whole, TokenSplit())
+        return function(tokens, whole, TokenSplit())
     rules = context.rules
-    layout = _Layout.of(context, x, parameters)
+    layout = _Layout.of(context, tokens[0], parameters)
     if not layout.free:
-        return _local(function, layout, dtype, as_stored, x, {name: p for name, (p, _) in parameters.items()})
+        return _local(function, layout, dtype, as_stored, tokens, {name: p for name, (p, _) in parameters.items()})
     inner = context.within(tuple(layout.free))
 
-    def local(x: jax.Array, stored: dict[str, jax.Array]) -> tuple[jax.Array, Sums]:
+    def local(tokens: Tokens, stored: dict[str, jax.Array]) -> tuple[jax.Array, Sums, Kept]:
         with inner.entered():
-            out, shares = _local(function, layout, dtype, as_stored, x, stored)
-            return out, jax.tree.map(lambda share: share[None], shares)
+            out, shares, kept = _local(function, layout, dtype, as_stored, tokens, stored)
+            return out, jax.tree.map(lambda share: share[None], shares), kept
 
-    out, shares = jax.shard_map(
+    out, shares, kept = jax.shard_map(
         local,
         mesh=None if rules.manual else rules.mesh,
         in_specs=(layout.tokens, layout.specs),
-        out_specs=(layout.tokens, PartitionSpec(layout.split or None)),
+        out_specs=(layout.tokens, PartitionSpec(layout.split or None), layout.tokens),
         axis_names=layout.free,
         check_vma=False,
-    )(x, {name: p for name, (p, _) in parameters.items()})
-    return out, jax.tree.map(lambda share: share.sum(axis=0), shares)
+    )(tokens, {name: p for name, (p, _) in parameters.items()})
+    return out, jax.tree.map(lambda share: share.sum(axis=0), shares), kept
 
 
 class _Layout(NamedTuple):
@@ -299,13 +305,13 @@ class _Layout(NamedTuple):
 
 
 def _local(
-    function: LocalFunction[Sums],
+    function: LocalFunction[Sums, Kept],
     layout: _Layout,
     dtype: jax.typing.DTypeLike,
     as_stored: Collection[str],
-    x: jax.Array,
+    tokens: Tokens,
     stored: dict[str, jax.Array],
-) -> tuple[jax.Array, Sums]:
+) -> tuple[jax.Array, Sums, Kept]:
     parameters = {}
     for name, value in stored.items():
         gathers = dims_of(layout.specs[name], layout.weight_axes)
@@ -315,17 +321,21 @@ def _local(
             value = jax.lax.all_gather(value, axes, axis=dim, tiled=True)
         parameters[name] = value
     if layout.gathered:
-        x = jax.lax.all_gather(x, layout.gathered, axis=1, tiled=True)
+        tokens = jax.tree.map(lambda x: jax.lax.all_gather(x, layout.gathered, axis=1, tiled=True), tokens)
     summed = jax.lax.axis_size("tensor") if layout.partial_sums else 1
-    out, shares = function(x, parameters, TokenSplit(layout.sequence, summed))
+
+    def own_rows(x: jax.Array) -> jax.Array:
+        rows = x.shape[1] // jax.lax.axis_size(layout.gathered)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(layout.gathered) * rows, rows, axis=1)
+
+    out, shares, kept = function(tokens, parameters, TokenSplit(layout.sequence, summed))
     if layout.partial_sums and "tensor" in layout.gathered:
         out = jax.lax.psum_scatter(out, "tensor", scatter_dimension=1, tiled=True)
     elif layout.partial_sums:
         out = jax.lax.psum(out, "tensor")
     elif layout.gathered:
-        rows = out.shape[1] // jax.lax.axis_size(layout.gathered)
-        out = jax.lax.dynamic_slice_in_dim(out, jax.lax.axis_index(layout.gathered) * rows, rows, axis=1)
-    return out, shares
+        out = own_rows(out)
+    return out, shares, jax.tree.map(own_rows, kept) if layout.gathered else kept
 
 
 def _cast(x: jax.Array, names: Names, dtype: jax.typing.DTypeLike) -> jax.Array:

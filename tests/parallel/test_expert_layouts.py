@@ -260,7 +260,8 @@ def test_in_a_shard_map_that_has_taken_the_axes():
     stored = {name: array for name, (array, _) in parameters.items()}
     x = jax.random.normal(jax.random.key(3), (8, 5, 6))
 
-    def layer(x, arrays, split):
+    def layer(tokens, arrays, split):
+        x = tokens[0]
         logits = x @ arrays["router"]
         experts = jax.lax.top_k(logits, 2)[1].reshape(-1, 2)
         weights = jax.nn.softmax(logits).reshape(-1, 4)[jnp.arange(experts.shape[0])[:, None], experts]
@@ -279,10 +280,12 @@ def test_in_a_shard_map_that_has_taken_the_axes():
             y = compute_on_this_device(compute, tokens, experts, weights, kernels)
         else:
             y = compute_on_expert_devices(compute, tokens, experts, weights, kernels, devices=devices, factor=1.5)
-        return y.reshape(x.shape), logits.sum()
+        return y.reshape(x.shape), logits.sum(), None
 
     def loss(x, stored):
-        y, share = with_local_tokens(layer, x, {name: (p, names[name]) for name, p in stored.items()}, jnp.float32)
+        y, share, _ = with_local_tokens(
+            layer, (x, None), {name: (p, names[name]) for name, p in stored.items()}, jnp.float32
+        )
         return (y**2).sum() + 0.1 * share
 
     def device(x, stored):

@@ -108,7 +108,7 @@ class MoEConfig(Component):
 class RouterSums(NamedTuple):
     """Sums of what a layer's router does, or with a dim of layers those of all layers; sums of several parts add up.
 
-    All are float32, and only `loss` has a gradient. Rows of layers without a router are 0.
+    All sums are float32, and only `loss` has a gradient. Rows of layers without a router are 0.
     """
 
     loss: Float[Array, ""]
@@ -119,6 +119,8 @@ class RouterSums(NamedTuple):
     """Entropy of each token's probabilities of the experts in nats, summed over the assignments."""
     dropped: Float[Array, "*layers"] | None
     """Assignments dropped by the capacity of experts; None: there is no capacity."""
+    experts: Int[Array, "*layers B T k"] | None = None
+    """Experts chosen for each token, before any is dropped; None: not recorded."""
 
     def of_layers(self, numbers: Int[Array, "*n"], count: int) -> "RouterSums":
         """Return the sums of all `count` layers of a model, where these are the sums [*n] of the layers `numbers`."""
@@ -155,6 +157,8 @@ class Routing(NamedTuple):
     """Weight of each expert's output, float32."""
     sums: RouterSums
     """The router's losses and balance, summed over tokens."""
+    chosen: Int[Array, "B T k"]
+    """As `experts`, but before any is dropped."""
 
 
 def route(
@@ -164,6 +168,7 @@ def route(
     *,
     sequence_axes: tuple[str, ...] = (),
     dropless: bool = False,
+    experts: Int[Array, "B T k"] | None = None,
 ) -> Routing:
     """Choose the k experts with the highest scores for each token; compute their weights and the load-balancing losses.
 
@@ -173,14 +178,17 @@ def route(
       sequence_axes: mesh axes of a surrounding shard_map that split the sequence; the sums are then this device's
         share.
       dropless: ignore the capacity of the experts.
+      experts: the chosen experts, from 0 to E - 1, so that only their weights depend on the scores (routing replay, Ma
+        et al. 2025, arXiv:2510.11370); None: those with the highest scores.
     """
     experts_count = config.num_experts
     chosen_count = config.num_experts_per_tok
     probabilities = jax.nn.softmax(logits, axis=-1)
     scores = probabilities if config.scoring_func == "softmax" else jax.nn.sigmoid(logits)
-    ranked = scores if bias is None else scores + bias
-    ranked = _within_best_groups(config, jax.lax.stop_gradient(ranked))
-    experts = jax.lax.top_k(ranked, chosen_count)[1]
+    if experts is None:
+        ranked = scores if bias is None else scores + bias
+        ranked = _within_best_groups(config, jax.lax.stop_gradient(ranked))
+        experts = jax.lax.top_k(ranked, chosen_count)[1]
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -194,12 +202,13 @@ def route(
     if bias is not None:
         loss += load_signal(bias, counts.sum(axis=0), chosen_count)
     dropped = None
+    chosen = experts
     if config.capacity_factor is not None and not dropless:
         experts = drop_overflow(experts, experts_count, capacity(config, experts.shape[1]))
         weights = jnp.where(experts < experts_count, weights, 0.0)
         dropped = jnp.sum(experts == experts_count, dtype=jnp.float32)
     entropy = chosen_count * jnp.sum(jax.scipy.special.entr(jax.lax.stop_gradient(probabilities)))
-    return Routing(experts, weights, RouterSums(loss, counts.sum(axis=0), entropy, dropped))
+    return Routing(experts, weights, RouterSums(loss, counts.sum(axis=0), entropy, dropped), chosen)
 
 
 def _within_best_groups(config: MoEConfig, ranked: Float[Array, "B T E"]) -> Float[Array, "B T E"]:

@@ -146,6 +146,31 @@ def test_layers_alternate_and_scan():
     assert (found[1].entropy[np.array(kinds)] > 0).all()
 
 
+def test_recorded_experts_are_replayed():
+    """The scanned layers behind a dense one; a capacity drops the same tokens again."""
+    model = Transformer(model_config({"first_k_dense_replace": 1, "capacity_factor": 1.0}, num_layers=3), nnx.Rngs(0))
+    tokens = jnp.asarray(batch_at(0, 2)["tokens"])
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, experts):
+        model = nnx.merge(graphdef, state)
+        hidden, routers = model.hidden_and_routers(tokens, experts=experts, records_experts=True)
+        return hidden, routers.experts
+
+    plain, experts = run(state, None)
+    assert experts.shape == (*tokens.shape, 3, 2) and not experts[:, :, 0].any() and experts[:, :, 1:].any()
+    replayed, again = run(state, experts)
+    assert (replayed == plain).all() and (again == experts).all()
+    other = experts.at[0, 3, 2].set((experts[0, 3, 2] + 1) % 5)
+    changed, again = run(state, other)
+    assert (again == other).all()
+    differs = (changed != plain).any(-1)
+    assert differs[0, 3] and not differs[:, :3].any() and not differs[1].any()
+    with pytest.raises(ValueError, match=r"experts are \[B, T, layers, k\]"):
+        model(tokens, experts=experts[:, :, :2])
+
+
 def test_deepseek_layers_are_one_scan_behind_the_dense_ones():
     config = model_config({"first_k_dense_replace": 3}, num_layers=61)
     stack = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))).decoder

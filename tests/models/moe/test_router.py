@@ -114,6 +114,21 @@ def test_losses_of_a_sequence_on_two_devices_add_up():
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
 
 
+def test_given_experts_get_their_scores_as_weights():
+    """Gradients reach the scores of the given experts, and with normalised weights no other."""
+    experts = jnp.broadcast_to(jnp.array([4, 1]), (B, T, K))
+
+    def weight(logits):
+        found = route(config(), logits, None, experts=experts)
+        return found.weights[..., 0].sum(), found
+
+    (_, found), gradient = jax.jit(jax.value_and_grad(weight, has_aux=True))(LOGITS)
+    assert (found.experts == experts).all() and found.sums.load.tolist() == [0, B * T, 0, 0, B * T, 0]
+    np.testing.assert_allclose(found.weights, softmax(LOGITS[..., [4, 1]]), rtol=1e-5)
+    np.testing.assert_allclose(gradient[..., [4, 1]].sum(-1), 0, atol=1e-6)
+    assert (np.abs(gradient[..., [4, 1]]) > 1e-4).all() and np.abs(gradient[..., [0, 2, 3, 5]]).max() < 1e-6
+
+
 def test_balance_of_layers_and_its_metrics():
     """Sums of parts of a batch add up; a model's layers without a router do not count."""
     limited = config(capacity_factor=0.5)
