@@ -10,7 +10,7 @@ logits again. Only one chunk of logits exists at a time.
 """
 
 import functools
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -116,9 +116,11 @@ def distillation_loss(
     teacher = model.teacher
     if teacher is None:
         raise ValueError("the model has no teacher to learn from; give it one by with_teacher.")
-    inputs = {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
+    inputs: dict[str, Any] = {name: batch.get(name) for name in ("positions", "segment_ids")}
     dropout_key = None if key is None else batch.get(TOKEN_KEYS, key)
-    hidden, routers = model.hidden_and_routers(batch["tokens"], dropout_key=dropout_key, **inputs)
+    hidden, routers = model.hidden_and_routers(
+        batch["tokens"], dropout_key=dropout_key, experts=batch.get("experts"), **inputs
+    )
     with jax.named_scope("teacher"):
         target = jax.lax.stop_gradient(teacher.hidden(batch["tokens"], **inputs))
     counts = batch["labels"] != IGNORE

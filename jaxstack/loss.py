@@ -189,7 +189,8 @@ def sampled_label_loss(model: Transformer, batch: Batch, *, key: jax.Array | Non
       batch: as in `language_model_loss`; tokens whose label is -100 do not count.
       key: key of the samples, unless the batch has `dropout_keys` [B, T], so that they do not depend on the layout.
     """
-    hidden = model.hidden(batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
+    inputs = {name: batch.get(name) for name in ("positions", "segment_ids", "experts")}
+    hidden = model.hidden(batch["tokens"], **inputs)
     keys = batch.get(TOKEN_KEYS)
     if keys is None:
         assert key is not None, "a train step passes a key"
@@ -283,7 +284,7 @@ def add_router_loss(loss: LossSum, routers: RouterSums | None, scale: float = 1.
     """
     if routers is None:
         return loss
-    further = {**loss.further, ROUTER: jax.lax.stop_gradient(routers)}
+    further = {**loss.further, ROUTER: jax.lax.stop_gradient(routers._replace(experts=None))}
     return LossSum(loss.total + scale * routers.loss, loss.count, further)
 
 

@@ -160,7 +160,7 @@ class Block(nnx.Module):
             return apply_in_chunks(_apply_mlp, modules, x, count), x, None
         normalized, x = normalize(norm, x)
         if isinstance(self.mlp, ExpertsBesideMLP):
-            update, router_sums = self.mlp(x, decoding=decoding)
+            update, router_sums = self.mlp(x, decoding=decoding, experts=experts)
             return update, x, router_sums
         if isinstance(self.mlp, MoE):
             update, router_sums = self.mlp(normalized, decoding=decoding, experts=experts)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer import ParameterCount
@@ -60,11 +60,13 @@ class ExpertsBesideMLP(nnx.Module):
         self.experts = ScaledExperts(config, rngs)
         self.experts_post_norm = make_norm(config.norm, d, config.norm_eps)
 
-    def __call__(self, x: Float[Array, "B T D"], *, decoding: bool = False) -> tuple[Float[Array, "B T D"], RouterSums]:
+    def __call__(
+        self, x: Float[Array, "B T D"], *, decoding: bool = False, experts: Int[Array, "B T k"] | None = None
+    ) -> tuple[Float[Array, "B T D"], RouterSums]:
         """Apply the sublayer to the residual stream x; also return the router's sums. See `MoE`."""
         dense = self.dense_post_norm(self.dense(self.dense_norm(x)))
-        experts, sums = self.experts(self.experts_norm(x), decoding=decoding)
-        return dense + self.experts_post_norm(experts), sums
+        mixture, sums = self.experts(self.experts_norm(x), decoding=decoding, experts=experts)
+        return dense + self.experts_post_norm(mixture), sums
 
     @staticmethod
     def count_scales(config: ModelConfig) -> ParameterCount:

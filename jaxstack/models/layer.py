@@ -106,9 +106,9 @@ class Context(NamedTuple):
     records_experts: bool = False
     """True if mixtures of experts return the experts of each token."""
 
-    def of_layer(self, number: Int[Array, ""] | int) -> "Context":
-        """Return the inputs of one layer, with its own experts."""
-        return self if self.experts is None else self._replace(experts=self.experts[:, :, number])
+    def experts_of(self, number: Int[Array, ""] | int) -> Int[Array, "B T k"] | None:
+        """Return the experts that tokens are sent to in layer `number`, where this has those of all layers."""
+        return None if self.experts is None else self.experts[:, :, number]
 
 
 class Mixer(Component):

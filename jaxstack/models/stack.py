@@ -36,8 +36,8 @@ Caches = list[LayerCache] | None
 LayerOutput = tuple[jax.Array, LayerCache | None, RouterSums | None]
 """(x [B, T, D], cache, the router's sums over tokens, None for a dense layer) after one layer."""
 
-RunLayer = Callable[[jax.Array, Weights, LayerCache | None, jax.Array | None], LayerOutput]
-"""(x, weights, cache, dropout key) -> output of one layer."""
+RunLayer = Callable[[jax.Array, Weights, LayerCache | None, jax.Array | None, jax.Array | None], LayerOutput]
+"""(x, weights, cache, dropout key, experts that tokens are sent to) -> output of one layer."""
 
 
 def make_stacked_blocks(make: Callable[[nnx.Rngs], Block], keys: Key[Array, " layers"]) -> Block:
@@ -165,8 +165,9 @@ class Stack(nnx.Module):
         sums = []
         for i, state in enumerate(weights):
             number = self.start + step * self.period + i
-            run = _layer_runner(nnx.graphdef(self.layers[self.start + i]), context.of_layer(number))
-            x, cache, own = run(x, state, caches[i] if caches else None, fold_key(key, number))
+            run = _layer_runner(nnx.graphdef(self.layers[self.start + i]), context)
+            cache = caches[i] if caches else None
+            x, cache, own = run(x, state, cache, fold_key(key, number), context.experts_of(number))
             new_caches.append(cache)
             sums.append(_recorded(own, context))
         return x, (new_caches, sums)
@@ -188,7 +189,7 @@ class Stack(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Run one unstacked layer with its cache while decoding; return x and the updated cache."""
         graphdef, state = nnx.split(self.layers[index])
-        x, cache, _ = _with_gathered_weights(_layer_runner(graphdef, context), dtype)(x, state, cache, None)
+        x, cache, _ = _with_gathered_weights(_layer_runner(graphdef, context), dtype)(x, state, cache, None, None)
         return x, cache
 
     def run_together(
@@ -237,18 +238,17 @@ class Stack(nnx.Module):
         new_caches = []
         sums = []
         numbers = [self.layer_numbers(index)[0] for index in indices]
-        runners: dict[tuple[nnx.GraphDef, int | None], RunLayer] = {}
+        runners: dict[nnx.GraphDef, RunLayer] = {}
         for index, number in zip(indices, numbers, strict=True):
             graphdef, state = nnx.split(self.layers[index])
-            kind = graphdef, None if context.experts is None else number
-            if kind not in runners:
-                run = _with_gathered_weights(_layer_runner(graphdef, context.of_layer(number)), dtype)
+            if graphdef not in runners:
+                run = _with_gathered_weights(_layer_runner(graphdef, context), dtype)
                 run = rematerialise(run, self.remat, scanned=False)
                 # Equal layers share one jitted function, which is traced, differentiated and lowered once. Outside of a
                 # trace jit would compile it at each call.
-                runners[kind] = jax.jit(run) if isinstance(x, Tracer) else run
+                runners[graphdef] = jax.jit(run) if isinstance(x, Tracer) else run
             cache = caches[index] if caches else None
-            x, cache, own = runners[kind](x, state, cache, fold_key(key, number))
+            x, cache, own = runners[graphdef](x, state, cache, fold_key(key, number), context.experts_of(number))
             new_caches.append(cache)
             sums.append(_recorded(own, context))
         return x, new_caches, self._of_layers(sums, np.array(numbers))
@@ -319,9 +319,15 @@ def _with_weights(block: Block, dtype: jax.typing.DTypeLike) -> Block:
 def _layer_runner(graphdef: nnx.GraphDef, context: Context) -> RunLayer:
     """Return a function that runs a layer with given weights."""
 
-    def run(x: jax.Array, weights: Weights, cache: LayerCache | None, key: jax.Array | None) -> LayerOutput:
+    def run(
+        x: jax.Array,
+        weights: Weights,
+        cache: LayerCache | None,
+        key: jax.Array | None,
+        experts: jax.Array | None,
+    ) -> LayerOutput:
         block = set_adapter_dropout_keys(nnx.merge(graphdef, weights), key)
-        return block(name_layer_input(x), context, cache, key)
+        return block(name_layer_input(x), context._replace(experts=experts), cache, key)
 
     return run
 
@@ -329,8 +335,14 @@ def _layer_runner(graphdef: nnx.GraphDef, context: Context) -> RunLayer:
 def _with_gathered_weights(run: RunLayer, dtype: jax.typing.DTypeLike) -> RunLayer:
     """Wrap a layer function so that it all-gathers and casts the stored weights first."""
 
-    def layer(x: jax.Array, state: Weights, cache: LayerCache | None, key: jax.Array | None) -> LayerOutput:
+    def layer(
+        x: jax.Array,
+        state: Weights,
+        cache: LayerCache | None,
+        key: jax.Array | None,
+        experts: jax.Array | None,
+    ) -> LayerOutput:
         # Profiles show layers under the name of this function.
-        return run(x, gather_weights(state, dtype), cache, key)
+        return run(x, gather_weights(state, dtype), cache, key, experts)
 
     return layer

@@ -63,6 +63,8 @@ class _StopBeforeScan(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
     ) -> tuple[jax.Array, Caches, RouterSums | None]:
+        if context.records_experts:
+            raise ValueError("stages of a pipeline do not record experts; set parallel.pipeline=1.")
         sums: RouterSums | None = None
         if self.stack is not None:
             x, _, sums = self.stack.run_before_scan(x, context, caches, key, dtype)

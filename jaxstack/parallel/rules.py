@@ -17,8 +17,8 @@ Names = Sequence[str | None]
 Part = str | tuple[str, ...] | None
 """The mesh axes of one dim of a PartitionSpec."""
 
-SEQUENCES = ("tokens", "labels", "segment_ids", "positions", "dropout_keys")
-"""Arrays [B, T] of a batch whose dim T is split over the axes of `length`."""
+SEQUENCES = ("tokens", "labels", "segment_ids", "positions", "dropout_keys", "experts")
+"""Arrays [B, T, ...] of a batch whose dim T is split over the axes of `length`."""
 
 WEIGHT_AXES = ("fsdp", "context")
 """Mesh axes over which matrices are sharded between uses, and gathered where they are used. The devices of `context`

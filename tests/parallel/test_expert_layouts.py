@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxstack.data.device_batches import arrange
 from jaxstack.errors import ConfigError
+from jaxstack.loss import language_model_loss
+from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.moe.exchange import compute_on_expert_devices, compute_on_this_device, count_buffer_rows
 from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, make_rules, with_local_tokens
 from tests.parallel.test_layouts import assert_trains_as_one_device
-from tests.small_runs import small_config
+from tests.small_runs import batch_at, small_config
 
 MIXTURE = (
     "model.moe={num_experts: 12, num_experts_per_tok: 3, moe_intermediate_size: 24, router_aux_loss_coef: 0.01}",
@@ -175,6 +179,29 @@ def test_a_pipeline_whose_first_layer_is_dense_and_whose_last_one_is_left_over()
 @pytest.mark.parametrize("overrides", [layout(expert=4), layout(data=2, expert=2, tensor=2)], ids=" ".join)
 def test_a_capacity_drops_the_same_tokens(overrides):
     assert_trains_as_one_device(*overrides, shape=(*DEEPSEEK, *CAPACITY))
+
+
+@pytest.mark.exhaustive
+def test_given_experts_are_followed_on_every_device():
+    """Packed documents, sequences and experts split; experts next to an MLP, recomputed in the backward pass."""
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "beside_mlp": True}
+    small = {"vocab_size": 64, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "num_layers": 2}
+    config = ModelConfig(**small, moe=moe, post_norms=True, remat="full")
+    graphdef, state = nnx.split(Transformer(config, nnx.Rngs(0)))
+    batch = batch_at(0, 4)
+    batch["experts"] = np.random.default_rng(0).permuted(np.tile(np.arange(4), (*batch["tokens"].shape, 2, 1)), axis=-1)
+    batch["experts"] = batch["experts"][..., :2].astype(np.int32)
+
+    def gradients(state, batch):
+        return jax.value_and_grad(lambda state: language_model_loss(nnx.merge(graphdef, state), batch).total)(state)
+
+    wanted = jax.jit(gradients)(state, batch)
+    rules = make_rules(make_mesh(ParallelConfig(fsdp=2, expert=2, context=2), jax.devices()))
+    with logical_axis_rules(rules):
+        found = jax.jit(gradients)(state, arrange(batch, rules))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, wanted)
+    other = jax.jit(gradients)(state, {**batch, "experts": batch["experts"][:, ::-1]})
+    assert abs(other[0] - wanted[0]) > 1e-3
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------

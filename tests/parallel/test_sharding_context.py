@@ -21,11 +21,12 @@ def rules(**degrees):
 
 def test_a_batch_is_put_in_order_with_explicit_positions():
     layout = rules(data=2, context=4)
-    batch = {**batch_at(0, 4), "weights": np.ones((4, LENGTH))}
+    experts = np.random.default_rng(0).integers(0, 4, (4, LENGTH, 3, 2))
+    batch = {**batch_at(0, 4), "weights": np.ones((4, LENGTH)), "experts": experts}
     found = arrange(batch, layout)
     order = sequence_order(LENGTH, 4)
     assert found["positions"].tolist() == [order.tolist()] * 4
-    for name in ("tokens", "labels", "segment_ids"):
+    for name in ("tokens", "labels", "segment_ids", "experts"):
         np.testing.assert_array_equal(found[name], batch[name][:, order])
     assert found["weights"] is batch["weights"]
     shardings = BatchShardings(layout, 4)
