@@ -274,7 +274,7 @@ def language_model_loss(
     return add_mtp_loss(loss, model, hidden, batch, key=key, weight=mtp_weight) if train else loss
 
 
-def add_router_loss(loss: LossSum, routers: RouterSums | None, scale: float = 1.0) -> LossSum:
+def add_router_loss(loss: LossSum, routers: RouterSums | None, scale: float | jax.Array = 1.0) -> LossSum:
     """Add the losses of the routers of a mixture of experts to a loss, and their balance to its further values.
 
     Args:

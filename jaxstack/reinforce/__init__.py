@@ -1,0 +1,1 @@
+"""Reinforcement learning: answers are sampled by the engine, rewarded, and trained on, all in one process."""
