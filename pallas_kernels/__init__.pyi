@@ -10,6 +10,7 @@ from .collective_matmul.api import all_gather_matmul as all_gather_matmul
 from .collective_matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
 from .cross_entropy.api import linear_cross_entropy as linear_cross_entropy
 from .cross_entropy.api import linear_cross_entropy_sum as linear_cross_entropy_sum
+from .delta_rule.api import gated_delta_rule as gated_delta_rule
 from .dispatch import Choice as Choice
 from .dispatch import NotSupported as NotSupported
 from .dispatch import record_choices as record_choices

@@ -27,6 +27,7 @@ CHECKED = (
     "pallas_kernels.attention.ulysses",
     "pallas_kernels.cross_entropy.api",
     "pallas_kernels.cross_entropy.reference",
+    "pallas_kernels.delta_rule",
     "pallas_kernels.fp8.api",
     "pallas_kernels.fp8.state",
     "pallas_kernels.fused_mlp.api",

@@ -116,6 +116,7 @@ LONG = {
     "generation.md": ("longer",),
     "evaluation.md": ("longer",),
     "serving.md": ("longer",),
+    "kernels.md: gated_delta_rule": ("longer",),
     "kernels.md: linear_attention, performer_attention": ("longer",),
     "huggingface.md": ("longer",),
     "precision.md": ("longer",),

@@ -1,0 +1,75 @@
+"""The gated delta rule in chunks equals the recurrence: outputs, states and gradients, with documents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_delta_rule
+from pallas_kernels.delta_rule import xla
+from tests.shapes import unchecked
+
+NAMES = ("q", "k", "v", "log_decay", "beta", "state")
+
+
+def arrays(length: int) -> list[jax.Array]:
+    """Two rows, two key heads of 8, four value heads of 6; keys of length 1, values of order 1."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k = (jax.random.normal(key, (2, length, 2, 8)) for key in keys[:2])
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    v = jax.random.normal(keys[2], (2, length, 4, 6))
+    log_decay = -jnp.exp(jax.random.normal(keys[3], (2, length, 4)) - 2)
+    beta = jax.nn.sigmoid(jax.random.normal(keys[4], (2, length, 4)))
+    return [q, k, v, log_decay, beta, jax.random.normal(keys[5], (2, 4, 8, 6))]
+
+
+def outputs_and_gradients(x, ids, implementation):
+    def loss(*x):
+        *tokens, state = x
+        out, last = gated_delta_rule(*tokens, state=state, segment_ids=ids, implementation=implementation)
+        weight = jnp.sin(jnp.arange(out.size)).reshape(out.shape)
+        return (out * weight).sum() + jnp.sin(last).sum(), (out, last)
+
+    gradients, found = jax.jit(jax.grad(loss, argnums=range(6), has_aux=True))(*x)
+    return (*found, *gradients)
+
+
+def test_chunks_equal_the_recurrence(monkeypatch):
+    monkeypatch.setattr(xla, "_CHUNK", 16)
+    length = 53
+    x = arrays(length)
+    # Documents that begin within chunks, at a chunk's first token, and two in one chunk; the same number twice.
+    starts = np.isin(np.arange(length), (5, 16, 33, 36))
+    ids = jnp.asarray(np.stack([np.cumsum(starts) % 2, np.arange(length) > 47]))
+    found = outputs_and_gradients(x, ids, None)
+    wanted = outputs_and_gradients(x, ids, "reference")
+    for name, a, b in zip(("out", "last", *NAMES), found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 if name in ("out", "last") else 1e-4, err_msg=name)
+
+
+def test_a_sequence_in_parts_and_padding():
+    """The state carries a sequence from call to call; tokens with beta and log_decay 0 leave it as it is."""
+    *tokens, state = arrays(11)
+
+    @jax.jit
+    def in_parts(tokens, state):
+        outs = []
+        for start, end in ((0, 6), (6, 7), (7, 11)):
+            out, state = gated_delta_rule(*(x[:, start:end] for x in tokens), state=state)
+            outs.append(out)
+        quiet = [*(x[:, :3] for x in tokens[:3]), *(0 * x[:, :3] for x in tokens[3:])]
+        return jnp.concatenate(outs, 1), state, gated_delta_rule(*quiet, state=state)[1]
+
+    out, last, after_padding = in_parts(tokens, state)
+    wanted, wanted_last = jax.jit(lambda x, state: gated_delta_rule(*x, state=state))(tokens, state)
+    np.testing.assert_allclose(out, wanted, atol=1e-6)
+    np.testing.assert_allclose(last, wanted_last, atol=1e-6)
+    np.testing.assert_array_equal(after_padding, last)
+
+
+def test_arguments_are_checked():
+    *tokens, state = arrays(3)
+    with pytest.raises(ValueError, match=r"value heads \(3\) must be a multiple of the number of key heads \(2\)"):
+        gated_delta_rule(*tokens[:2], *(x[:, :, :3] for x in tokens[2:]))
+    with unchecked(), pytest.raises(ValueError, match=r"state must be \[2, 4, 8, 6\]"):
+        gated_delta_rule(*tokens, state=state[..., :2])
