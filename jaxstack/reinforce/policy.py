@@ -102,7 +102,7 @@ def _clipped_answers(tokens: Tokens, settings: "PolicyConfig") -> Objective:
 
 
 def _capped_weights(tokens: Tokens, settings: "PolicyConfig") -> Objective:
-    """Objective of CISPO (MiniMax 2025, arXiv:2506.13585): the ratio is a limited weight, so that every token counts."""
+    """Objective of CISPO (MiniMax 2025, arXiv:2506.13585): limits the ratio, not which tokens count."""
     low, high = settings.bounds
     ratio = jax.lax.stop_gradient(jnp.exp(tokens.log_ratio))
     weight = jnp.clip(ratio, 1 - low, 1 + high)
@@ -272,22 +272,22 @@ class PolicyConfig(Component):
     """Limits of the ratio of probabilities, 1 - the first and 1 + the second number; null: those of the loss."""
     advantage: Annotated[str, NameIn(ADVANTAGES)] | None = None
     """Advantage of an answer: group_mean, its reward minus the mean of its group; group_std, this divided by the
-    standard deviation in the group; leave_one_out, the reward minus the mean of the others; batch_std, as group_std with
-    all answers of a step as the group; null: that of the loss."""
+    standard deviation in the group; leave_one_out, the reward minus the mean of the others; batch_std, as group_std
+    with all answers of a step as the group; null: that of the loss."""
     reduce: Literal["tokens", "answers", "constant"] | None = None
-    """Mean over tokens; over answers, of the means over their tokens; constant: sum over tokens, divided by the number of
-    answers and by `rollout.max_tokens`; null: that of the loss."""
+    """Mean over tokens; over answers, of the means over their tokens; constant: sum over tokens, divided by the number
+    of answers and by `rollout.max_tokens`; null: that of the loss."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference model, which is added to the loss; 0: there is no such model."""
     kl_estimator: Annotated[str, NameIn(KL_ESTIMATORS)] = "k3+"
     """Estimator of the divergence: k2; k3; k3+, which has the value of k3 and the gradient of k2, the right one."""
     reference: str = "init_from"
-    """Reference model: init_from, the model of `run.init_from` (with adapters, the model without them); or the directory
-    of a run or Hugging Face checkpoint with the same tokenizer."""
+    """Reference model: init_from, the model of `run.init_from` (with adapters, the model without them); or the
+    directory of a run or Hugging Face checkpoint with the same tokenizer."""
     updates: int = Field(default=1, ge=1)
     """Number of train steps with the answers of one rollout."""
     drop_equal_groups: bool = True
-    """Leave groups whose rewards are all equal, which have no gradient, out of the number that the loss is divided by."""
+    """Leave groups whose rewards are all equal, which have no gradient, out of the mean."""
     overlong: Literal["mask", "keep"] = "mask"
     """Answers that reach `rollout.max_tokens`: mask leaves them out of the loss, keep trains on them."""
     sampler_correction: SamplerCorrection = SamplerCorrection()
