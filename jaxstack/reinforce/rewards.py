@@ -1,0 +1,655 @@
+"""Rewards: give each sampled answer a number, from the data's columns, a test, a model or a user's function.
+
+`build_rewards` makes the rewards of a configuration's section `reward`, a list whose entries are chosen by `name`:
+
+    rewards = build_rewards([Exact(), Python(path="my_rewards.py:no_repeats", weight=0.2)])
+    results = rewards([Sample("2 + 3?", "5", {"answer": "5"})])
+    results[0].total, results[0].parts
+
+A reward never ends a run. One that raises an exception, returns no finite number, or takes too long counts as zero for
+that sample, and the sample's result tells it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import operator
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeAlias
+
+from pydantic import Field, field_validator, model_validator
+
+from jaxstack.config.base import Component
+from jaxstack.errors import ConfigError
+from jaxstack.reinforce import verifiers
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """An answer to a prompt, as a reward sees it.
+
+    Attributes:
+      prompt: a text, or messages with `role` and `content`.
+      answer: the decoded answer, without its stop token.
+      columns: the other keys of the prompt's record.
+      truncated: the answer reached the limit of tokens, and has no stop token.
+      tokens: number of the answer's tokens, the stop token included; None if it is not known.
+    """
+
+    prompt: str | Sequence[Mapping[str, Any]]
+    answer: str
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    truncated: bool = False
+    tokens: int | None = None
+
+    def column(self, name: str) -> Any:
+        """Return the value of a column.
+
+        Raises:
+          ValueError: the record does not have it.
+        """
+        value = self.columns.get(name)
+        if value is None:
+            raise ValueError(f"the record has no column {name!r}; its columns: {', '.join(self.columns) or 'none'}")
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardResult:
+    """Rewards of a sample.
+
+    Attributes:
+      total: the sum of all rewards, each times its weight.
+      parts: each reward before its weight, by name; the second of a name is `NAME_2`.
+      error: which rewards counted as zero because they failed, and why; None if none did.
+    """
+
+    total: float
+    parts: Mapping[str, float]
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a sample has no reward."""
+
+    reason: str
+
+
+Outcome: TypeAlias = float | Failure
+
+
+class Scorer(Protocol):
+    """Interface of a reward that is ready: it may hold processes or a model."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]: ...
+
+    def close(self) -> None: ...
+
+
+class Reward(Component):
+    """Base class of the rewards that a configuration can choose by `name`."""
+
+    weight: float = 1.0
+    """Factor of the reward in the sum of all rewards."""
+
+    @property
+    def kind(self) -> str:
+        """The `name` by which a configuration chooses it."""
+        return type(self).model_fields["name"].default
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the data that it needs."""
+        return ()
+
+    @abstractmethod
+    def score(self, samples: Sequence[Sample]) -> Sequence[float | Failure]:
+        """Return the reward of each sample, before its weight. It may raise any exception."""
+
+    def prepare(self) -> None:
+        """Do what can fail before there are samples. It may raise any exception."""
+        return
+
+    def open(self) -> Scorer:
+        """Return the reward ready for use.
+
+        Raises:
+          ConfigError: it cannot be computed here.
+        """
+        return _Here(self)
+
+
+class SampleReward(Reward):
+    """Base class of rewards that look at one sample at a time."""
+
+    def score(self, samples: Sequence[Sample]) -> Sequence[float | Failure]:
+        """Return the reward of each sample."""
+        return [_attempt(self.judge, sample) for sample in samples]
+
+    @abstractmethod
+    def judge(self, sample: Sample) -> float:
+        """Return the reward of a sample, before its weight."""
+
+
+class ColumnReward(SampleReward):
+    """Base class of rewards that compare an answer with a column."""
+
+    column: str = "answer"
+    """Column of the data that holds what is expected."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
+
+def _attempt(function: Callable[[Sample], float], sample: Sample) -> float | Failure:
+    try:
+        return float(function(sample))
+    except Exception as error:
+        return Failure(_told(error))
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500] if str(error) else type(error).__name__
+
+
+def _texts(expected: Any) -> list[str]:
+    """Return the accepted texts of a column, which holds one or a list of them."""
+    values = expected if isinstance(expected, list | tuple) else [expected]
+    return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+
+
+class Exact(ColumnReward):
+    """1 if the answer equals the column, or one of its texts if that is a list; white space around it is ignored."""
+
+    name: Literal["exact"] = "exact"
+    ignore_case: bool = False
+    """Compare without regard to case."""
+
+    def judge(self, sample: Sample) -> float:
+        return float(any(self._plain(sample.answer) == self._plain(x) for x in _texts(sample.column(self.column))))
+
+    def _plain(self, text: str) -> str:
+        return text.strip().casefold() if self.ignore_case else text.strip()
+
+
+class Contains(ColumnReward):
+    """Share of the column's texts that the answer contains: of one text 0 or 1."""
+
+    name: Literal["contains"] = "contains"
+    ignore_case: bool = False
+    """Compare without regard to case."""
+
+    def judge(self, sample: Sample) -> float:
+        wanted = _texts(sample.column(self.column))
+        fold = str.casefold if self.ignore_case else str
+        found = [fold(text.strip()) in fold(sample.answer) for text in wanted]
+        return sum(found) / len(found)
+
+
+class SeparateReward(SampleReward):
+    """Base class of rewards that may take forever, and are computed in a process that can be ended."""
+
+    time_limit: float = Field(default=10.0, gt=0, le=3600)
+    """Seconds for all answers of a step, and again for each alone if one of them failed."""
+
+    def open(self) -> Scorer:
+        return _Elsewhere(self, self.time_limit)
+
+
+class Regex(SeparateReward):
+    """1 if the answer matches a regular expression of Python."""
+
+    name: Literal["regex"] = "regex"
+    pattern: str | None = None
+    """The expression; null: it is in `column`."""
+    column: str | None = None
+    """Column that holds the expression of each record."""
+    full: bool = False
+    """The whole answer must match, white space around it aside; otherwise any part."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return () if self.column is None else (self.column,)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.pattern is None) == (self.column is None):
+            raise ValueError("regex has either a pattern or the column that holds one; give one of them.")
+        if self.pattern is not None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ValueError(f"pattern {self.pattern!r} is not a regular expression: {error}.") from None
+        return self
+
+    def judge(self, sample: Sample) -> float:
+        pattern = self.pattern if self.column is None else str(sample.column(self.column))
+        assert pattern is not None
+        find = re.fullmatch if self.full else re.search
+        return float(find(pattern, sample.answer.strip(), re.DOTALL) is not None)
+
+
+class JsonSchema(SeparateReward):
+    """1 if the answer, or the block in its Markdown fence, is JSON that fits a schema."""
+
+    name: Literal["json_schema"] = "json_schema"
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """The schema; null: it is in `column`. Keywords that are not supported are refused."""
+    column: str | None = None
+    """Column that holds the schema of each record."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return () if self.column is None else (self.column,)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.schema_ is None) == (self.column is None):
+            raise ValueError("json_schema has either a schema or the column that holds one; give one of them.")
+        if self.schema_ is not None:
+            verifiers.check_schema(self.schema_)
+        return self
+
+    def judge(self, sample: Sample) -> float:
+        schema = self.schema_ if self.column is None else sample.column(self.column)
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        verifiers.check_schema(schema)
+        try:
+            value = json.loads(verifiers.code_of(sample.answer))
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(verifiers.fits_schema(value, schema))
+
+
+class Number(ColumnReward):
+    """1 if the answer's number equals the column's: that in its last box, after `####`, or the last one in the text."""
+
+    name: Literal["number"] = "number"
+    tolerance: float = Field(default=1e-6, ge=0)
+    """Difference that is allowed, relative to the number that is expected, or to 1 if that is smaller."""
+
+    def judge(self, sample: Sample) -> float:
+        wanted = verifiers.final_number(str(sample.column(self.column)))
+        try:
+            found = verifiers.final_number(sample.answer)
+        except verifiers.NoValueError:
+            return 0.0
+        return float(verifiers.equal_numbers(found, wanted, self.tolerance))
+
+
+class Expression(ColumnReward):
+    """1 if the answer's arithmetic expression has the value of the column's.
+
+    It is that of the answer's last box, or of its last line with a digit. Of an equation any side may have the value;
+    with `numbers` it is the first side that counts.
+    """
+
+    name: Literal["expression"] = "expression"
+    numbers: str | None = None
+    """Column with a list of numbers, each of which the expression must use exactly once, as in the game Countdown."""
+    tolerance: float = Field(default=1e-6, ge=0)
+    """Difference that is allowed, relative to the value that is expected, or to 1 if that is smaller."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,) if self.numbers is None else (self.column, self.numbers)
+
+    def judge(self, sample: Sample) -> float:
+        wanted, _ = verifiers.evaluate(str(sample.column(self.column)))
+        allowed = None
+        if self.numbers is not None:
+            allowed = Counter(verifiers.evaluate(str(x))[0] for x in sample.column(self.numbers))
+        try:
+            sides = verifiers.final_expression(sample.answer)
+        except verifiers.NoValueError:
+            return 0.0
+        return float(any(self._equals(side, wanted, allowed) for side in (sides[:1] if allowed else sides)))
+
+    def _equals(self, side: str, wanted: Fraction, allowed: Counter[Fraction] | None) -> bool:
+        try:
+            value, used = verifiers.evaluate(side)
+        except verifiers.NoValueError:
+            return False
+        return (allowed is None or used == allowed) and verifiers.equal_numbers(value, wanted, self.tolerance)
+
+
+class Length(SampleReward):
+    """0 for answers of up to `limit - buffer` tokens, falling to -1 at `limit` and beyond (DAPO, arXiv:2503.14476)."""
+
+    name: Literal["length"] = "length"
+    limit: int = Field(ge=1)
+    """Number of tokens from which on the reward is -1."""
+    buffer: int = Field(ge=1)
+    """Number of tokens before the limit over which the reward falls."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.buffer > self.limit:
+            raise ValueError(f"buffer ({self.buffer}) must not exceed limit ({self.limit}); lower it.")
+        return self
+
+    def judge(self, sample: Sample) -> float:
+        if sample.tokens is None:
+            raise ValueError("the number of the answer's tokens is not known")
+        return max(-1.0, min(0.0, (self.limit - self.buffer - sample.tokens) / self.buffer))
+
+
+class Python(Reward):
+    """A user's function, from a list of samples (see `Sample`) to a list with the reward of each.
+
+    It runs in a process of its own, which sees no GPU. If a call for all samples of a step fails, each sample is tried
+    alone, so that one of them does not cost the others their rewards.
+    """
+
+    name: Literal["python"] = "python"
+    path: str
+    """`module:function` or `file.py:function`. Modules are also looked for in the working directory."""
+    needs: tuple[str, ...] = ()
+    """Columns of the data that the function needs; they are looked for before the run."""
+    time_limit: float = Field(default=60.0, gt=0, le=3600)
+    """Seconds for all answers of a step, and again for each alone if one of them failed."""
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_function(cls, path: str) -> str:
+        place, _, function = path.rpartition(":")
+        if not place or not function.isidentifier():
+            raise ValueError(f"path is module:function or file.py:function; found {path!r}.")
+        return path
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.needs
+
+    def score(self, samples: Sequence[Sample]) -> Sequence[float]:
+        found = list(_imported(self.path)(list(samples)))
+        if len(found) != len(samples):
+            raise ValueError(f"{self.path} returns one number per sample; it returned {len(found)} for {len(samples)}")
+        return [float(x) for x in found]
+
+    def prepare(self) -> None:
+        _imported(self.path)
+
+    def open(self) -> Scorer:
+        scorer = _Elsewhere(self, self.time_limit)
+        problem = scorer.prepare()
+        if problem is not None:
+            scorer.close()
+            raise ConfigError(f"the reward function {self.path} cannot be imported: {problem}")
+        return scorer
+
+
+@functools.cache
+def _imported(path: str) -> Callable[[list[Sample]], Iterable[float]]:
+    place, _, name = path.rpartition(":")
+    if place.endswith(".py"):
+        file = Path(place).expanduser()
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[file.stem] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    if not callable(getattr(module, name)):
+        raise TypeError(f"{name} is not a function")
+    return getattr(module, name)
+
+
+REWARDS = (Exact, Contains, Regex, JsonSchema, Number, Expression, Length, Python)
+"""Every reward that the section `reward` can choose by `name`. A new one is added here."""
+
+if TYPE_CHECKING:
+    AnyReward: TypeAlias = Reward
+else:
+    AnyReward = Annotated[functools.reduce(operator.or_, REWARDS), Field(discriminator="name")]
+
+
+class Rewards:
+    """Rewards of a run, ready for use. They may hold processes: close them, or use them as a context.
+
+    Args:
+      config: the rewards.
+
+    Raises:
+      ConfigError: there is none, or one of them cannot be computed here.
+    """
+
+    def __init__(self, config: Sequence[Reward]):
+        if not config:
+            raise ConfigError("reward is empty; give at least one reward, such as reward=[{name: exact}].")
+        self.config = tuple(config)
+        seen = Counter[str]()
+        self._scorers: dict[str, tuple[float, Scorer]] = {}
+        """Name -> weight, and the reward ready for use."""
+        try:
+            for reward in config:
+                seen[reward.kind] += 1
+                number = seen[reward.kind]
+                self._scorers[f"{reward.kind}_{number}" if number > 1 else reward.kind] = reward.weight, reward.open()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes of the rewards."""
+        for _, scorer in self._scorers.values():
+            scorer.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the rewards, the keys of `RewardResult.parts`."""
+        return list(self._scorers)
+
+    def check_columns(self, columns: Iterable[str], where: str) -> None:
+        """Check that data have the columns that the rewards need.
+
+        Args:
+          columns: names of the columns.
+          where: the data, such as a file, for the message.
+
+        Raises:
+          ConfigError: a column is missing.
+        """
+        check_columns(self.config, columns, where)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """Return the rewards of each sample."""
+        samples = list(samples)
+        outcomes = {name: _all_outcomes(scorer, samples) for name, (_, scorer) in self._scorers.items()}
+        results = []
+        for row in range(len(samples)):
+            found = {name: outcome[row] for name, outcome in outcomes.items()}
+            parts = {name: 0.0 if isinstance(x, Failure) else x for name, x in found.items()}
+            errors = [f"{name}: {x.reason}" for name, x in found.items() if isinstance(x, Failure)]
+            total = sum(self._scorers[name][0] * x for name, x in parts.items())
+            results.append(RewardResult(total, parts, "; ".join(errors) or None))
+        return results
+
+
+def check_columns(config: Sequence[Reward], columns: Iterable[str], where: str) -> None:
+    """Check that data have the columns that rewards need; see `Rewards.check_columns`."""
+    columns = list(columns)
+    for reward in config:
+        missing = [name for name in reward.columns if name not in columns]
+        if missing:
+            raise ConfigError(
+                f"reward {reward.kind} needs the column {', '.join(map(repr, missing))} in {where}, which has "
+                f"{', '.join(map(repr, columns)) or 'no columns'}; add it to each record, or name another one."
+            )
+
+
+def build_rewards(config: Sequence[Reward]) -> Rewards:
+    """Make the rewards of a configuration's section `reward` ready for use.
+
+    Raises:
+      ConfigError: there is none, a function cannot be imported, or there is no sandbox for generated code.
+    """
+    return Rewards(config)
+
+
+def _all_outcomes(scorer: Scorer, samples: Sequence[Sample]) -> list[Outcome]:
+    """Return a finite number or the reason of a failure for each sample, whatever the reward does."""
+    if not samples:
+        return []
+    try:
+        found = list(scorer(samples))
+    except Exception as error:
+        return [Failure(_told(error))] * len(samples)
+    return [x if isinstance(x, Failure) or math.isfinite(x) else Failure(f"{x} is no finite number") for x in found]
+
+
+class _Here:
+    """Computes a reward in this process."""
+
+    def __init__(self, reward: Reward):
+        self._reward = reward
+
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
+        return self._reward.score(samples)
+
+    def close(self) -> None:
+        pass
+
+
+_MOST_HANGS = 3
+"""Samples of a call that may exceed the time limit, each by itself, before the others are given up."""
+
+
+class _Elsewhere:
+    """Computes a reward in another process, which is ended if it takes too long, and started anew at the next call."""
+
+    def __init__(self, reward: Reward, time_limit: float):
+        self._reward = reward
+        self._limit = time_limit
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Any = None
+
+    def prepare(self) -> str | None:
+        """Start the process, and return why the reward's function cannot be imported; None if it can."""
+        found = self._request(None, max(self._limit, _START_LIMIT))
+        return found.reason if isinstance(found, Failure) else None
+
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
+        found = self._ask(samples)
+        if not isinstance(found, Failure):
+            return found
+        if len(samples) == 1:
+            return [found]
+        outcomes: list[Outcome] = []
+        hangs = 0
+        for sample in samples:
+            if hangs == _MOST_HANGS:
+                outcomes.append(Failure(f"not computed: other answers of this step took over {self._limit:g} s each"))
+                continue
+            found = self._ask([sample])
+            outcomes += [found] if isinstance(found, Failure) else found
+            hangs += isinstance(found, _TooLong)
+        return outcomes
+
+    def _ask(self, samples: Sequence[Sample]) -> list[Outcome] | Failure:
+        if self._process is None and (problem := self.prepare()) is not None:
+            return Failure(problem)
+        found = self._request(list(samples), self._limit)
+        return found if isinstance(found, Failure) else list(found)
+
+    def _request(self, samples: list[Sample] | None, limit: float) -> Any:
+        """Return what the process answers, or a failure."""
+        try:
+            if self._process is None:
+                self._start()
+            self._pipe.send((self._reward, samples))
+            if self._pipe.poll(limit):
+                return self._pipe.recv()
+            failure: Failure = _TooLong(f"took more than {limit:g} s and was ended")
+        except (EOFError, OSError) as error:
+            failure = Failure(f"its process ended, {_told(error)}{self._exit_code()}")
+        except Exception as error:  # a column that cannot be pickled
+            failure = Failure(_told(error))
+        self.close()
+        return failure
+
+    def _start(self) -> None:
+        self._pipe, other = multiprocessing.Pipe()
+        # The trainer holds the GPUs, of whose memory a second process would take a part.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+        environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
+        code = "from jaxstack.reinforce.rewards import _serve; _serve()"
+        command = [sys.executable, "-c", code, str(other.fileno())]
+        self._process = subprocess.Popen(
+            command, pass_fds=[other.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        other.close()
+
+    def _exit_code(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return "" if self._process is None else f", exit code {self._process.wait(1)}"
+        return ""
+
+    def close(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._pipe.close()
+        self._process = None
+
+
+_START_LIMIT = 120.0
+"""Seconds for starting a process and importing a function."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _TooLong(Failure):
+    """A failure because of the time limit."""
+
+
+def _serve() -> None:
+    """Compute rewards for the process that started this one, until that ends."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    with multiprocessing.connection.Connection(int(sys.argv[1])) as pipe, contextlib.suppress(EOFError, OSError):
+        while True:
+            reward, samples = pipe.recv()
+            try:
+                answer = reward.prepare() if samples is None else reward.score(samples)
+            except BaseException as error:
+                answer = Failure(f"{_told(error)}{_place(error)}")
+            pipe.send(answer)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _place(error: BaseException) -> str:
+    """Return the line at which an exception was raised, as ` (file.py:3)`; "" if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
