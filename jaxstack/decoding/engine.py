@@ -46,7 +46,8 @@ class Engine:
         step; None: the model guesses them if it has layers for multi-token prediction, or else they are taken from
         earlier text.
       shapes: shapes of its steps, whose numbers of tokens `model.batch_unit` divides; None: chosen by `config`.
-      make_programs: class of its compiled programs; None: `Programs`.
+      make_programs: class of its compiled programs; None: `Programs`. `ScoredPrograms` gives log-probabilities, and
+        takes no drafts.
       warm_up: compile all programs now; otherwise each is compiled when it is first needed.
       start: start the thread; otherwise the caller calls `step`.
 
@@ -349,15 +350,19 @@ class Engine:
 
     def _read(self) -> None:
         """Wait for the tokens of the oldest step on the device and append them to their answers."""
-        for row, tokens in self._runner.read():
+        for row, tokens, scores in self._runner.read():
             if row.request.finish_reason is None:
                 self.stats.draft_tokens += len(row.drafts)
                 self.stats.accepted_tokens += len(tokens) - 1 if row.drafts else 0
                 row.set_accepted(len(tokens))
-                self._receive(row.request, tokens)
+                self._receive(row.request, tokens, scores)
 
-    def _receive(self, request: Request, tokens: Sequence[int]) -> None:
-        """Append new tokens to the answer of a request; finish it at a stop token or at its token limit."""
+    def _receive(self, request: Request, tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """Append new tokens to the answer of a request; finish it at a stop token or at its token limit.
+
+        Args:
+          scores: log-probabilities of the tokens; empty if the programs do not return them.
+        """
         added = list[int]()
         reason = None
         error = None
@@ -383,6 +388,7 @@ class Engine:
             if reason is not None:
                 break
         request.append(added)
+        request.log_probabilities += scores[: len(added) + (request.stop_token is not None)]
         self.stats.generated_tokens += len(added)
         if reason is not None:
             self._finish(request, reason, error)

@@ -68,6 +68,8 @@ class Request:
       finish_reason: None until the answer has ended.
       stop_token: the stop token that ended the answer, which is not part of it; None if something else did.
       error: reason for the finish reason "error".
+      log_probabilities: of each token of the answer, and of the stop token, if the engine has `ScoredPrograms`. To be
+        read once the answer is complete.
 
     Progress:
       tokens: the prompt and the answer as far as the host has read it.
@@ -103,6 +105,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
         self.error: JaxstackError | None = None
+        self.log_probabilities: list[float] = []
         self._cancel = cancel
         self._taken = len(self.prompt)
         self._changed = threading.Condition()

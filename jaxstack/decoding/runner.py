@@ -201,8 +201,11 @@ class Runner:
         sampled.copy_to_host_async()
         self._in_flight.append((plan, sampled, time.perf_counter_ns()))
 
-    def read(self) -> Iterator[tuple[Row, list[int]]]:
-        """Wait for the oldest dispatched step; return an iterator of (row, its new tokens) over its batch."""
+    def read(self) -> Iterator[tuple[Row, list[int], list[float]]]:
+        """Wait for the oldest dispatched step; return an iterator of (row, its new tokens, scores) over its batch.
+
+        Scores are the log-probabilities of the tokens if the programs return them; otherwise there are none.
+        """
         plan, sampled, dispatched = self._in_flight.popleft()
         began = max(dispatched, self._read_at)
         asked = time.perf_counter_ns()
@@ -214,7 +217,12 @@ class Runner:
         self._stats.waiting += self._read_at - asked
         if plan.shape is None:
             self._step_seconds = (self._step_seconds + 1e-9 * (self._read_at - began) / plan.steps) / 2
-        return self._read_steps(plan, tokens) if self._loops(plan) else self._read_one(plan, tokens)
+        read = self._read_steps if self._loops(plan) else self._read_one
+        if not self.programs.scores:
+            return ((row, new, []) for row, new in read(plan, tokens))
+        scores = np.ascontiguousarray(tokens[..., 1]).view(np.float32)
+        pairs = zip(read(plan, tokens[..., 0]), read(plan, scores), strict=True)
+        return ((row, new, [*map(float, found)]) for (row, new), (_, found) in pairs)
 
     def _loops(self, plan: StepPlan) -> bool:
         """Return True if a plan runs as the program of several decode steps, which may also run a single one."""

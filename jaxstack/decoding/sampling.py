@@ -80,6 +80,13 @@ def probabilities(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) ->
     return jnp.where(rows.temperature[:, None] > 0, jax.nn.softmax(_scaled(logits, rows, mode), -1), greedy)
 
 
+def log_probabilities(logits: Float[Array, "R V"], tokens: Int[Array, " R"], rows: RowSampling) -> Float[Array, " R"]:
+    """Return each token's log-probability at its row's temperature (at 1 if that is 0), without other limits."""
+    scaled = _scaled(logits, rows, "free")
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+
 def uniform(rows: RowSampling) -> Float[Array, " R"]:
     """Return a uniform random number in [0, 1) for each row, determined by the row's seed and token number."""
     return jax.vmap(jax.random.uniform)(_keys(rows))

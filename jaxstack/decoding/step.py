@@ -20,7 +20,7 @@ from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.decoding.requests import Request
 from jaxstack.decoding.rows import Column, Pages, decode_rows, rows_at_step, run_rows, sampled_states
-from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, sample_rows
+from jaxstack.decoding.sampling import Mode, RowSampling, apply_bitmask, log_probabilities, sample_rows
 from jaxstack.decoding.schedule import Row
 from jaxstack.decoding.step_shapes import ChunkShape
 from jaxstack.distributed.device_setup import memory_per_device
@@ -47,6 +47,9 @@ class Programs:
       constant_steps: the programs of several steps always run their largest number of steps, in one way of sampling.
         More programs are compiled, but the host need not read conditions from the device in each step.
     """
+
+    scores = False
+    """True: a sample is a pair of a token and the bits of its log-probability, see `ScoredPrograms`."""
 
     def __init__(
         self,
@@ -174,8 +177,8 @@ class Programs:
         mode: Mode,
         mask: Int[np.ndarray, "all words"] | None = None,
         drafted: Int[np.ndarray, "R D"] | None = None,
-    ) -> Int[Array, " all"]:
-        """Dispatch one step asynchronously; return a sampled token for each decoded row, then for each prompt chunk.
+    ) -> Int[Array, "all ..."]:
+        """Dispatch one step asynchronously; return a sample for each decoded row, then for each prompt chunk.
 
         Args:
           rows: from `describe`, of decoded rows.
@@ -209,8 +212,10 @@ class Programs:
         )
         return logits
 
-    def run_steps(self, rows: Int[np.ndarray, "R columns"], steps: int, most: int, mode: Mode) -> Int[Array, "most R"]:
-        """Dispatch several decode steps as one program, asynchronously; return the sampled tokens of each step.
+    def run_steps(
+        self, rows: Int[np.ndarray, "R columns"], steps: int, most: int, mode: Mode
+    ) -> Int[Array, "most R ..."]:
+        """Dispatch several decode steps as one program, asynchronously; return the samples of each step.
 
         Args:
           rows: from `describe`; COUNT is the number of steps of each row, from the first on.
@@ -302,20 +307,29 @@ class Programs:
         mask: Int[Array, "all words"] | None,
         *,
         mode: Mode,
-    ) -> tuple[Int[Array, " all"], Int[Array, " S"]]:
-        """Sample a token for each row; return the tokens, and the newest token of each slot of the batch."""
+    ) -> tuple[Int[Array, "all ..."], Int[Array, " S"]]:
+        """Sample a token for each row; return the samples, and the newest token of each slot of the batch."""
         self.compiled += 1
-        tokens = self._sample_tokens(logits, rows, mask, mode)
-        return tokens, last.at[rows[:, Column.STORE]].set(tokens, mode="drop")
+        samples = self._sample_tokens(logits, rows, mask, mode)
+        return samples, last.at[rows[:, Column.STORE]].set(self._tokens(samples), mode="drop")
 
     def _sample_tokens(
         self, logits: Float[Array, "R V"], rows: Int[Array, "R columns"], mask: Int[Array, "R words"] | None, mode: Mode
-    ) -> Int[Array, " R"]:
+    ) -> Int[Array, "R ..."]:
         """Sample a token for each row, with the sampling settings in the row's description."""
-        logits = limit_vocabulary(logits, self.vocab_size)
+        limited = limit_vocabulary(logits, self.vocab_size)
         if mask is not None:
-            logits = apply_bitmask(logits, mask)
-        return sample_rows(logits, sampling_of(rows), mode)
+            limited = apply_bitmask(limited, mask)
+        settings = sampling_of(rows)
+        tokens = sample_rows(limited, settings, mode)
+        if not self.scores:
+            return tokens
+        scores = log_probabilities(logits, tokens, settings)
+        return jnp.stack([tokens, jax.lax.bitcast_convert_type(scores, jnp.int32)], axis=-1)
+
+    def _tokens(self, samples: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Return the tokens of samples."""
+        return samples[..., 0] if self.scores else samples
 
     def _decode_steps(
         self,
@@ -329,8 +343,8 @@ class Programs:
         mode: Mode | Int[Array, ""],
         most: int,
         halves: bool = False,
-    ) -> tuple[Int[Array, "most R"], Int[Array, " S"], Pages]:
-        """Run several decode steps; return each step's tokens, each slot's newest token, and the updated KV cache.
+    ) -> tuple[Int[Array, "most R ..."], Int[Array, " S"], Pages]:
+        """Run several decode steps; return each step's samples, each slot's newest token, and the updated KV cache.
 
         The number of steps and the sampling mode are arguments of the program, so that one is compiled per row count,
         or its constants.
@@ -344,18 +358,27 @@ class Programs:
             logits, pages = decode_rows(model, now, newest[:, None], pages, halves=halves)
             settings = now[:, : Column.PAGES]
             if isinstance(mode, str):
-                tokens = self._sample_tokens(logits, settings, None, mode)
+                samples = self._sample_tokens(logits, settings, None, mode)
             else:
                 branches = [partial(self._sample_tokens, mask=None, mode=name) for name in get_args(Mode)]
-                tokens = jax.lax.switch(mode, branches, logits, settings)
-            newest = jnp.where(now[:, Column.COUNT] > 0, tokens, newest)
-            return newest, sampled.at[step].set(newest), pages
+                samples = jax.lax.switch(mode, branches, logits, settings)
+            newest = jnp.where(now[:, Column.COUNT] > 0, self._tokens(samples), newest)
+            return newest, sampled.at[step].set(samples if self.scores else newest), pages
 
         with logical_axis_rules(self.model.rules):
             newest = last[rows[:, Column.SLOT]]
-            sampled = jnp.zeros((most, len(rows)), jnp.int32)
+            sampled = jnp.zeros((most, len(rows), 2) if self.scores else (most, len(rows)), jnp.int32)
             newest, sampled, pages = jax.lax.fori_loop(0, steps, advance, (newest, sampled, pages))
         return sampled, last.at[rows[:, Column.STORE]].set(newest, mode="drop"), pages
+
+
+class ScoredPrograms(Programs):
+    """Programs that return with each sampled token its log-probability under the model at the request's temperature.
+
+    It is that among all ids of the model: limits such as top-p and `vocab_size` do not raise it.
+    """
+
+    scores = True
 
 
 def _compiler_options(model: ModelOnMesh, halves: bool) -> dict[str, OptionValue] | None:

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.decoding.sampling import Sampling
+from jaxstack.decoding.step import ScoredPrograms
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
 from jaxstack.models.attention.linear import LinearAttention
@@ -202,6 +203,23 @@ def test_a_stop_token_ends_an_answer_and_is_not_part_of_it(decoder, engine):
     handle = engine.submit(prompt, 12, GREEDY, stop_tokens=[whole[5]])
     assert handle.result() == whole[: whole.index(whole[5])] and handle.finish_reason == "stop"
     assert engine.submit(prompt, 12, GREEDY, stop_tokens=[]).result() == whole
+
+
+def test_scored_programs_give_the_log_probability_of_each_token(decoder, engine):
+    """At the temperature, among all ids, of the stop token too; the tokens are those without scores."""
+    stop = engine.submit([3, 1, 2], 12, Sampling(0.7, top_k=5), seed=5).result()[6]
+    with Engine(decoder, SMALL, stop_tokens={stop}, make_programs=ScoredPrograms, warm_up=False) as scored:
+        requests = [scored.submit([3, 1, 2], 12, Sampling(0.7, top_k=5), seed=seed) for seed in (5, 6)]
+        answers = [request.result() for request in requests]
+    for request, answer in zip(requests, answers, strict=True):
+        found = [*answer, *([] if request.stop_token is None else [request.stop_token])]
+        ids = np.zeros((1, 128), np.int32)
+        ids[0, : 3 + len(found)] = [3, 1, 2, *found]
+        with jax.set_mesh(decoder.rules.mesh):
+            logits = forward(decoder.module.merge(decoder.params, decoder.non_params), ids)[0, 2 : 2 + len(found)]
+        wanted = jax.nn.log_softmax(logits / 0.7)[np.arange(len(found)), found]
+        np.testing.assert_allclose(request.log_probabilities, wanted, atol=1e-5)
+    assert requests[0].stop_token == stop
 
 
 class EvenOnly:
