@@ -77,7 +77,7 @@ class Evaluator:
             params: Dict, non_params: Dict, batch: Batch, sums: LossSum
         ) -> tuple[LossSum, Mapping[str, LossSum]]:
             loss = steps.eval_step(params, non_params, batch)
-            return jax.tree.map(jnp.add, sums, loss.without_further()), loss.further
+            return jax.tree.map(jnp.add, sums, loss.without_further()), cast(Mapping[str, LossSum], loss.further)
 
         self._step = jax.jit(add_batch, out_shardings=whole, compiler_options=compiler_options)
         self._zero = jax.jit(lambda: LossSum(jnp.zeros(()), jnp.zeros(())), out_shardings=whole)

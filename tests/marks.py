@@ -1,8 +1,8 @@
 """Marks that say what makes a test slow, found by inspecting the code that the test and its fixtures call.
 
-A test with such a mark also gets `slow`, which the default command leaves out. Every test module keeps at least one
-test in the default: its tests without a mark, those marked `quick`, or, where it has neither, its first that is not
-exhaustive.
+A test with such a mark also gets `slow`, which the default command leaves out. A test module keeps in the default its
+tests without a mark, those marked `quick`, or, where it has neither, its first that is neither exhaustive nor marked
+`longer`.
 """
 
 import collections
@@ -119,11 +119,12 @@ def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
 def _may_represent(item: pytest.Item) -> bool:
     """Return True if the test may stand for a module of slow tests in the default.
 
-    Exhaustive tests only repeat what another module shows. Those that compile for GPUs need jax's CUDA plugin, which a
-    plain installation lacks, and modules of `SHOWN_ELSEWHERE` test what faster modules test too.
+    Exhaustive tests only repeat what another module shows, `longer` ones take seconds. Those that compile for GPUs need
+    jax's CUDA plugin, which a plain installation lacks, and modules of `SHOWN_ELSEWHERE` test what faster modules test
+    too.
     """
     module = item.nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py")
-    costly = any(item.get_closest_marker(mark) for mark in ("exhaustive", "compiles_for_gpu"))
+    costly = any(item.get_closest_marker(mark) for mark in ("exhaustive", "longer", "compiles_for_gpu"))
     return not costly and module not in SHOWN_ELSEWHERE
 
 

@@ -3,10 +3,13 @@
 import itertools
 
 import jax
+import pytest
 
 from jaxstack import evaluation
 from jaxstack.evaluation import Evaluator
 from tests.small_runs import batch_at, make_trainer, small_config
+
+pytestmark = pytest.mark.longer  # a few seconds each
 
 
 def test_only_a_few_batches_wait_for_the_devices(monkeypatch):

@@ -11,6 +11,8 @@ from jaxstack.parameter_paths import path_name
 from tests.compilation import fully_optimized
 from tests.small_runs import make_trainer, run_steps, small_config
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 FREEZE = "optimizer.groups=[{path: embedding|mlp/, frozen: true}]"
 LAYOUTS = {
     "unrolled, accumulation": ("model.scan_layers=false", "train.gradient_accumulation=2"),

@@ -15,6 +15,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(heartbeat, "SECONDS", 0.1)
 
 
+@pytest.mark.longer
 def test_silent_work_is_named_and_what_prints_or_waits_is_not(capsys):
     def body() -> None:
         time.sleep(0.35)

@@ -15,6 +15,8 @@ from pallas_kernels import record_choices
 from pallas_kernels.cross_entropy import xla, xla_dense
 from tests.small_runs import VOCABULARY, batch_at, make_trainer, run_steps, small_config
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 SHAPE = ("train.global_batch_size=16", "optimizer.eps=1e-4", "train.z_loss=0.001", "model.final_logit_softcapping=20")
 
 

@@ -71,6 +71,7 @@ def marks_of(pytester, text: str) -> dict[str, set[str]]:
     return {item.name: {mark.name for mark in item.iter_markers()} for item in items}
 
 
+@pytest.mark.longer
 def test_a_test_is_marked_by_what_it_and_its_fixtures_call(pytester):
     found = marks_of(
         pytester,

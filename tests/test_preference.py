@@ -75,6 +75,7 @@ def test_metrics_of_the_pairs():
     assert float(loss.count) == 2
 
 
+@pytest.mark.longer
 def test_the_gradient_of_a_chosen_tokens_log_probability():
     gradient = jax.grad(lambda policy: mean_loss(PAIRS._replace(policy=policy), loss="dpo"))(PAIRS.policy)
     np.testing.assert_allclose(gradient[0], [-0.023751, 0.023751], atol=1e-6)
@@ -89,6 +90,7 @@ def test_the_reference_itself_is_indifferent(loss):
     assert found == float(np.float32(expected[loss]))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("loss", LOSSES)
 def test_pairs_that_only_fill_a_batch_change_nothing(loss):
     settings = PreferenceConfig(loss=loss)
@@ -122,6 +124,7 @@ def test_smoothed_labels_mix_both_orders():
     np.testing.assert_allclose(noisy, mean_loss(PAIRS, loss="dpo"), rtol=1e-6)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("mean", [0.0, -1e-12, -1e-7, -0.6931, -0.6932, -50.0, -200.0])
 def test_orpo_is_finite_where_answers_are_certain_or_impossible(mean):
     def loss(policy: jax.Array) -> jax.Array:

@@ -64,6 +64,7 @@ def test_prepares_and_says_what_it_did(corpus, tmp_path, capsys):
     assert not (tmp_path / "out" / ".work").exists()
 
 
+@pytest.mark.longer
 def test_the_result_does_not_depend_on_the_workers(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 8000)
     assert main(arguments(corpus, tmp_path / "one", "--workers", "1", "--quiet")) == 0

@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 import jaxstack
+
+pytestmark = pytest.mark.longer  # a few seconds each
 
 NAMES = ["Trainer", "TrainConfig", "load_config", "load", "train", "evaluate", "generate", "optim", "schedules"]
 

@@ -73,7 +73,8 @@ class StoredModel(ABC):
         path = Path(directory)
         if (found := StoredModel.find(path, report)) is not None:
             return found
-        markers = {kind.marker: kind.title for kind in StoredModel.kinds}
+        kinds = sorted(StoredModel.kinds, key=lambda kind: kind.exported)  # ours first
+        markers = {kind.marker: kind.title for kind in kinds}
         known = " nor ".join(f"{title} (with {marker})" for marker, title in markers.items())
         raise ConfigError(f"{directory} is neither {known}{_similar(path, list(markers)) or '.'}")
 

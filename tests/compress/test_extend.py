@@ -20,6 +20,8 @@ from jaxstack.run.evaluate import TextOptions, evaluate
 from pallas_kernels.weight_only.packed import pack_lookup
 from tests.compress.after_training.test_run import make_run
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 
 @dataclasses.dataclass(frozen=True)
 class TernaryValues(Format):

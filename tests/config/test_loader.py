@@ -255,6 +255,7 @@ TREES = st.recursive(
 OVERRIDES = st.builds("{}.{}={}".format, KEYS, KEYS, st.text(max_size=12))
 
 
+@pytest.mark.longer
 @settings(max_examples=50, deadline=None)
 @given(st.dictionaries(KEYS, TREES, max_size=5))
 def test_any_tree_is_a_configuration_or_a_config_error(tree):
@@ -266,6 +267,7 @@ def test_any_tree_is_a_configuration_or_a_config_error(tree):
         assert isinstance(config, RunConfig)
 
 
+@pytest.mark.longer
 @settings(max_examples=300, deadline=None)
 @given(st.lists(OVERRIDES | st.text(max_size=12), max_size=3))
 def test_any_overrides_are_a_configuration_or_a_config_error(overrides):

@@ -62,6 +62,7 @@ def test_small_models_of_any_shape(heads, layers, batch, devices, experts):
     assert all(np.isfinite(part).all() and (part >= 0).all() for part in seconds.values())
 
 
+@pytest.mark.longer
 def test_thousands_of_layouts_within_seconds():
     config = config_of("model.preset=llama3-70b", "train.global_batch_size=1024", "train.sequence_length=8192")
     began = time.process_time()

@@ -95,6 +95,7 @@ def test_sample_numbers_do_not_depend_on_the_batch_size(data):
     np.testing.assert_array_equal(*tokens)
 
 
+@pytest.mark.longer
 def test_an_epoch_reads_every_row_once_and_the_next_in_another_order(data):
     rows = data.rows_per_epoch[0]
     batches = take(data.batches(global_batch_size=1, rows=[0], start=0), 2 * rows)

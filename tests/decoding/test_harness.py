@@ -25,6 +25,8 @@ from jaxstack.run.load import load  # noqa: E402
 from jaxstack.run.train import train  # noqa: E402
 from jaxstack.run_config import load_config  # noqa: E402
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 LENGTH = 16
 
 

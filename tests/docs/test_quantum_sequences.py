@@ -17,6 +17,7 @@ def is_density(states: np.ndarray) -> None:
     assert np.linalg.eigvalsh(states).min() > -1e-5
 
 
+@pytest.mark.longer
 def test_a_circuit_is_unitary():
     unitary = np.asarray(example.circuit(jax.random.normal(jax.random.key(0), (3, 3, 3))))
     np.testing.assert_allclose(unitary @ unitary.conj().T, np.eye(8), atol=1e-5)

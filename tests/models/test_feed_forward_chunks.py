@@ -11,6 +11,8 @@ from jaxstack.models import ModelConfig, Transformer, feed_forward_chunks, in_fp
 from jaxstack.precision import PrecisionConfig
 from tests.small_runs import batch_at
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 ROWS = 4
 LENGTH = 16
 WIDTH = 64

@@ -35,9 +35,9 @@ def test_a_record_says_what_each_layer_consists_of():
     config = ModelConfig(**SHAPE, layer_types=TYPES, rope_local_base_freq=100.0, moe={"num_experts": 2})
     attention = SoftmaxAttention()
     assert config.layers()[:3] == (
-        Layer(attention, None, "global", None),
-        Layer(None, None, None, "experts"),
-        Layer(attention, 8, "local", "experts"),
+        Layer(attention, rotation="global", feed_forward=None),
+        Layer(None, feed_forward="experts"),
+        Layer(attention, 8, rotation="local", feed_forward="experts"),
     )
     assert config.layers()[3:] == (*config.layers()[:3], config.layers()[0])
     assert config.mixers() == [attention]

@@ -144,6 +144,7 @@ def test_compression_after_training_leaves_the_layers_as_they_are():
     assert other_parameters(CONFIG)["mtp/layers/1/projection/kernel"] == "a weight of multi-token prediction"
 
 
+@pytest.mark.longer
 def test_the_layer_may_be_left_out_or_missing(tmp_path):
     assert read_model_config(RELEASE).num_nextn_predict_layers == 0, "config.json has the key, the file no tensors"
     config = read_model_config(release := write_release(tmp_path / "release"))

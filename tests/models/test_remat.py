@@ -16,6 +16,8 @@ from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper
 from tests.small_runs import batch_at
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 try:
     from jax.ad_checkpoint import saved_residuals
 except ImportError:  # its place in older and newer versions of jax

@@ -216,5 +216,5 @@ def test_a_key_that_is_null_is_left_out():
 
 
 def test_the_ramp_needs_a_range():
-    with pytest.raises(ValueError, match="below high_freq_factor"):
+    with pytest.raises(ValueError, match="at most high_freq_factor"):
         RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=3.0)

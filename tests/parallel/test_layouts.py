@@ -11,6 +11,8 @@ from jaxstack.models.remat import OFFLOADED
 from jaxstack.state import TrainState
 from tests.small_runs import LENGTH, make_trainer, metrics_of_steps, small_config, unpacked_batch_at
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 STEPS = 10
 ROWS = 16
 

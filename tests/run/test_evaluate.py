@@ -41,6 +41,7 @@ def run(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("layout", [["parallel.data=1"], *longer(["parallel.fsdp=4", "parallel.tensor=2"])], ids=str)
 def test_the_loss_of_a_checkpoint_is_that_of_its_logits(source, text, layout, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -7,6 +7,8 @@ import pytest
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 
 def run(tmp_path, *overrides):
     """Train 6 steps on small texts; return the result, its metrics lines and what it said."""

@@ -52,6 +52,7 @@ def of_transformers() -> tuple[str, str]:
     return as_words(expected["tokens"][0, :6]), as_words(greedy[: greedy.index(63)])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("kind", [*longer("files"), "run"])
 def test_greedy_text_is_that_of_transformers_up_to_the_end_of_text(source, converted, capsys, kind):
     prompt, wanted = of_transformers()

@@ -58,6 +58,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", ["alone", *longer("ngram", "draft", "together", "halves", "one step")])
 def test_each_program_is_compiled_once_in_a_thread_and_none_afterwards(name, compiled):
     """Its first call for the timing, and requests of all kinds, find the compiled program in jit's cache."""

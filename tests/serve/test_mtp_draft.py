@@ -13,6 +13,8 @@ from tests.serve.test_engine import GREEDY, expected, prompts
 from tests.serve.tiny import CONFIG as CONFIG_OF_TESTS
 from tests.serve.tiny import open_tiny
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 CONFIG = CONFIG_OF_TESTS.model_copy(update={"num_nextn_predict_layers": 1, "vocab_size": 8})
 """With so few ids some guesses of random weights are right."""
 

@@ -136,14 +136,17 @@ class SimulatedDraft:
                 self.memory[self.target._places(row)[start : start + row[Column.COUNT]]] = ids[-row[Column.COUNT] :]
 
 
-def choose_room(models, config: EngineConfig) -> CacheRoom:
+def choose_room(models, config: EngineConfig, further) -> CacheRoom:
     return CacheRoom(config.slots, CONTEXT, config.pages, config.page_size)
 
 
 @pytest.fixture
 def make_engine(monkeypatch):
     model = types.SimpleNamespace(
-        check_ids=lambda _: None, config=types.SimpleNamespace(vocab_size=V), context_length=None, batch_unit=1
+        check_ids=lambda _: None,
+        config=types.SimpleNamespace(vocab_size=V, num_nextn_predict_layers=0),
+        context_length=None,
+        batch_unit=1,
     )
     monkeypatch.setattr(engine_module, "Programs", SimulatedPrograms)
     monkeypatch.setattr(engine_module, "DraftPrograms", SimulatedDraft)
@@ -187,6 +190,7 @@ def configs(draw) -> EngineConfig:
     )
 
 
+@pytest.mark.longer
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=requests, config=configs(), draft=st.booleans())
 def test_each_answer_is_that_of_its_prompt(make_engine, asked, config, draft):

@@ -122,6 +122,7 @@ def test_a_damaged_journal_is_one_message(tmp_path):
         open_study(tmp_path)
 
 
+@pytest.mark.longer
 def test_a_database_is_shared_storage(tmp_path):
     url = f"sqlite:///{tmp_path}/study.db"
     complete(open_study(tmp_path, storage=url), 2)

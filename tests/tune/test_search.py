@@ -76,6 +76,7 @@ def test_a_study_runs_all_trials_and_writes_the_best_configuration(tmp_path, tri
         run(tmp_path, "train.global_batch_size=8", space={"optimizer.learning_rate": [0.1, 0.2]})
 
 
+@pytest.mark.longer
 def test_bad_trials_are_pruned_and_killed(tmp_path, trials):
     body = LOSSES.replace("(5, 10, 15, 20)", "(5, 10)") + "if rate < 0.03: time.sleep(60)\n" + END
     trials(body)
@@ -88,6 +89,7 @@ def test_bad_trials_are_pruned_and_killed(tmp_path, trials):
     assert not list(result.directory.glob("trials/*/checkpoints")) or result.best is not None
 
 
+@pytest.mark.longer
 def test_outcomes_of_trials_that_do_not_complete(tmp_path, trials):
     trials(
         LOSSES
@@ -120,6 +122,7 @@ def test_a_study_whose_first_trials_all_fail_ends(tmp_path, trials):
         run(tmp_path, trials=9)
 
 
+@pytest.mark.longer
 def test_trials_see_their_share_of_the_gpus(tmp_path, trials, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")

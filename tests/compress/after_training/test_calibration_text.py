@@ -64,5 +64,5 @@ def test_more_positions_than_the_model_has_are_one_message(run: tuple[StoredMode
 def test_a_checkpoint_without_text_asks_for_files(tmp_path: Path, run: tuple[StoredModel, RunConfig]):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="no training text to calibrate on"):
+    with pytest.raises(ConfigError, match="no training text of its own to calibrate on"):
         read_calibration(StoredModel.open(tmp_path / "hf"), run[1], CalibrationConfig())

@@ -21,6 +21,8 @@ from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.stack import Stack
 from pallas_kernels.weight_only.packed import PackedWeight
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 DENSE = tuple(f"attention/{name}_proj" for name in "qkvo") + tuple(f"mlp/{n}_proj" for n in ("gate", "up", "down"))
 SHAPE: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32}
 
@@ -50,7 +52,6 @@ def _put(model: Transformer, weights: Mapping[str, Any]) -> Transformer:
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-@pytest.mark.quick
 def test_statistics_are_those_of_the_inputs():
     model = _model(1)
     batches = _batches()

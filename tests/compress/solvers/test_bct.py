@@ -70,6 +70,7 @@ def test_the_sweep_lowers_the_error_of_outputs_on_the_same_tiles():
     assert errors[1] < 0.6 * errors[0]
 
 
+@pytest.mark.longer
 def test_llama3_1b_takes_less_than_an_eighth_of_its_float32_bytes():
     """Arithmetic over its shapes: 32 bits are 7.98 of ours, vectors in 8 bits included."""
     config = preset_config("llama3-1b", vocab_size=128256)

@@ -39,6 +39,7 @@ def fit(target: jax.Array, rule: LowRankRule, steps: int) -> dict[str, jax.Array
     return run(stored)
 
 
+@pytest.mark.longer
 def test_training_recovers_singular_values_and_vectors():
     """Nested truncation of a linear map has the singular value decomposition as its optimum (Maestro, theorem 4.1)."""
     values = np.array([3.0, 2.2, 1.6, 1.1, 0.7, 0.4])

@@ -16,6 +16,7 @@ W = 0.02 * np.random.default_rng(0).normal(size=(24, 32)).astype(np.float32)
 RULE = LsqRule(path=".*", bits=3, group_size=8)
 
 
+@pytest.mark.longer
 def test_scales_start_on_the_grid_of_gptq_and_have_the_gradient_of_lsq():
     solved = gptq(jnp.asarray(W), jnp.eye(32) + 0.3, RULE.grid, 0.01)
     start = RULE.grid.dequantize(solved.q, solved.scales)

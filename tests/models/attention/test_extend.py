@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -17,6 +18,8 @@ from jaxstack.models.layer import CacheSlots
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from tests.serve.test_engine import expected, prompts
+
+pytestmark = pytest.mark.longer  # a few seconds each
 
 GREEDY = Sampling(temperature=0)
 CONFIG = ModelConfig(

@@ -55,6 +55,7 @@ QUICK = ("softmax",)
 LONGER = ("capacity", "sigmoid_bias_scaled", "shared")
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "name",
     [

@@ -28,6 +28,8 @@ from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.attention.test_sparse import Windowed, plain_longformer
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
 CASES = {

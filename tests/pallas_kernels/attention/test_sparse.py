@@ -86,6 +86,7 @@ LONGFORMER = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("backend", ["xla", *longer("xla_dense")])
 @pytest.mark.parametrize("name", LONGFORMER)
 def test_longformer_error_at_most_twice_the_plain_version(name, backend):

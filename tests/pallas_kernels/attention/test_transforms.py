@@ -33,6 +33,7 @@ def test_vmap(backend):
             np.testing.assert_allclose(a[index], b, atol=1e-5)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scan_over_layers(backend):
     q, k, v = arrays(1)
@@ -83,6 +84,7 @@ def test_shard_map_over_batch_and_heads(backend):
     np.testing.assert_allclose(sharded, run_jitted(jax.grad(lambda q: loss(q, k, v, "reference")), q), atol=1e-4)
 
 
+@pytest.mark.longer
 @fully_optimized()
 def test_temporary_memory_is_linear_in_the_length():
     def temporary(length):

@@ -8,6 +8,8 @@ import pytest
 from pallas_kernels.fp8 import blockwise
 from pallas_kernels.fp8.sources import IDENTITY
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 
 @pytest.mark.longer
 def test_a_coarser_scale_of_the_input_hardly_changes_the_error_of_weight_gradients():

@@ -14,7 +14,10 @@ from pallas_kernels.fp8.formats import Quantized
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import needs_triton
 
-pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+pytestmark = [
+    pytest.mark.longer,  # a few seconds each
+    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11"),
+]
 
 
 @pytest.mark.parametrize("columns_scaled", [False, True])

@@ -28,6 +28,8 @@ from pallas_kernels.fp8.state import AmaxHistory, state_gradient
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
+pytestmark = pytest.mark.longer  # a few seconds each
+
 
 def interpret_blockwise(random, size):
     """Scales of all magnitudes, of zeros and of infinities; values that FP8 holds exactly, because the interpreter's

@@ -54,6 +54,7 @@ def relative_errors(found, wanted):
     return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, wanted, strict=True)]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("depth", "columns", "dtype"), [(256, 128, "bfloat16"), (96, 200, "float32")])
 def test_errors_are_those_of_e4m3(depth, columns, dtype):
     x, weights, cotangents = arrays(depth, columns, dtype)
@@ -65,6 +66,7 @@ def test_errors_are_those_of_e4m3(depth, columns, dtype):
     assert max(relative_errors([d[:, small] for d in found[3:]], [d[:, small] for d in wanted[3:]])) < 0.045
 
 
+@pytest.mark.longer
 def test_float32_weights_are_quantized_directly():
     x, weights, cotangents = arrays(128, 128)
     wide = tuple(weight.astype(jnp.float32) for weight in weights)

@@ -45,6 +45,7 @@ def test_block_floating_point_errs_by_at_most_half_a_step(bits):
     assert (error <= np.where(kept, 0.5, 1) * 2.0 ** np.asarray(exponents)[..., None] * (1 + 1e-6)).all()
 
 
+@pytest.mark.longer
 def test_zeros_and_powers_of_two_are_exact():
     x = jnp.array([[0.0] * 4, [1.0, -0.5, 0.25, 0.75]])
     np.testing.assert_array_equal(round_trip(x[:, None], BlockFloatCodec(4, 4))[:, 0], x)

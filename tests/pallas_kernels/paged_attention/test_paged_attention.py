@@ -12,6 +12,7 @@ SIZE = 4
 LENGTHS = (17, 1, 5, 24)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"window": 6}, {"soft_cap": 3.0, "scale": 0.2}], ids=str)
 def test_random_pages_give_the_attention_to_keys_in_a_row(queries, options):

@@ -35,6 +35,7 @@ def test_what_is_no_grid_is_refused():
         Grid(4, 64).scales(jnp.ones((2, 100)))
 
 
+@pytest.mark.longer
 def test_fitted_scales_err_less_and_keep_values_of_any_such_grid():
     w = jax.random.normal(jax.random.key(0), (2, 6, 32))
     grid = Grid(3, 8)

@@ -34,6 +34,7 @@ def flops(function, *args):
     return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("remat", [False, *longer(True)])
 def test_both_halves_together_are_the_whole(remat):
     weights, x, shared, index, gradient = arguments()
