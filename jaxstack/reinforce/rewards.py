@@ -39,7 +39,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxstack.config.base import Component
 from jaxstack.errors import ConfigError
-from jaxstack.reinforce import verifiers
+from jaxstack.reinforce import sandbox, verifiers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,7 +416,82 @@ def _imported(path: str) -> Callable[[list[Sample]], Iterable[float]]:
     return getattr(module, name)
 
 
-REWARDS = (Exact, Contains, Regex, JsonSchema, Number, Expression, Length, Python)
+class UnitTests(ColumnReward):
+    """1 if the answer's code passes its tests, in a sandbox; see `jaxstack.reinforce.sandbox`.
+
+    The code is that of the answer's last Markdown fence, or the whole answer. The tests are a text of Python with
+    assertions, a list of such texts, or a list of `{"input": TEXT, "output": TEXT}` for programs that read and write.
+    Of `assert CALL == LITERAL` only the call is sent into the sandbox, and its value compared outside of it.
+    """
+
+    name: Literal["unit_tests"] = "unit_tests"
+    column: str = "tests"
+    """Column with the tests."""
+    prefix: str | None = None
+    """Column with code that is put before the answer's, such as the head of the function."""
+    partial: bool = False
+    """Reward the share of the tests that pass; otherwise 1 only if all pass."""
+    time_limit: float = Field(default=4.0, gt=0, le=600)
+    """Seconds for the code with all its tests; for programs that read and write, of each test."""
+    memory: int = Field(default=512, ge=32)
+    """Address space of each process, in MiB."""
+    processes: int = Field(default=16, ge=1, le=1000)
+    """Processes and threads that an answer may have at a time."""
+    folder: int = Field(default=32, ge=1)
+    """Files that an answer may write in its own temporary folder, in MiB."""
+    isolation: sandbox.Isolation | None = None
+    """How answers are kept apart: namespaces; or process, which keeps them from changing files, not from reading them.
+    null: namespaces where the machine allows them."""
+    workers: int | None = Field(default=None, ge=1)
+    """Answers that are tested at a time; null: the number of processors."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,) if self.prefix is None else (self.column, self.prefix)
+
+    def judge(self, sample: Sample) -> float:
+        raise NotImplementedError  # `open` returns what tests many answers at a time
+
+    def open(self) -> Scorer:
+        limits = sandbox.Limits(self.time_limit, self.memory, self.processes, self.folder)
+        try:
+            return _Tested(self, sandbox.Sandbox(limits, self.isolation, self.workers))
+        except sandbox.SandboxError as error:
+            raise ConfigError(f"reward unit_tests has no sandbox on this machine: {error}.") from None
+
+
+class _Tested:
+    """Tests the code of answers in a sandbox."""
+
+    def __init__(self, config: UnitTests, box: sandbox.Sandbox):
+        self._config = config
+        self._box = box
+
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
+        suites = [self._suite(sample) for sample in samples]
+        programs = [program for suite in suites if not isinstance(suite, Failure) for program in suite.programs]
+        ran = iter(self._box(programs))
+        outcomes: list[Outcome] = []
+        for suite in suites:
+            if isinstance(suite, Failure):
+                outcomes.append(suite)
+                continue
+            passed = suite.passed([next(ran) for _ in suite.programs])
+            outcomes.append(sum(passed) / len(passed) if self._config.partial else float(all(passed)))
+        return outcomes
+
+    def _suite(self, sample: Sample) -> "verifiers.Suite | Failure":
+        try:
+            prefix = "" if self._config.prefix is None else f"{sample.column(self._config.prefix)}\n"
+            return verifiers.suite(prefix + verifiers.code_of(sample.answer), sample.column(self._config.column))
+        except Exception as error:
+            return Failure(_told(error))
+
+    def close(self) -> None:
+        self._box.close()
+
+
+REWARDS = (Exact, Contains, Regex, JsonSchema, Number, Expression, Length, UnitTests, Python)
 """Every reward that the section `reward` can choose by `name`. A new one is added here."""
 
 if TYPE_CHECKING:

@@ -4,6 +4,9 @@ Texts come from a model. Nothing of them is evaluated as Python, and all work is
 """
 
 import ast
+import contextlib
+import dataclasses
+import functools
 import json
 import math
 import operator
@@ -11,7 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
+
+from jaxstack.reinforce.sandbox import Program, Ran
 
 _LONGEST = 4096
 """Number of characters of an expression, and of the end of a text that numbers are looked for in."""
@@ -173,6 +178,121 @@ def code_of(answer: str) -> str:
     """Return the code of an answer: its last block in a Markdown fence, or the whole answer if it has none."""
     blocks = re.findall(r"^```[^\n`]*\n(.*?)(?:^```|\Z)", answer, re.DOTALL | re.MULTILINE)
     return blocks[-1] if blocks else answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Tests of a program.
+
+    Attributes:
+      programs: what runs in the sandbox.
+      checks: for each program and each of its steps, or its output, whether a result is right.
+      counted: which of these are tests, the others only prepare them.
+    """
+
+    programs: Sequence[Program]
+    checks: Sequence[Sequence[Callable[[Any], bool]]]
+    counted: Sequence[Sequence[bool]]
+
+    def passed(self, ran: Sequence[Ran]) -> list[bool]:
+        """Return for each test whether it passed."""
+        results = []
+        for program, did, checks, counted in zip(self.programs, ran, self.checks, self.counted, strict=True):
+            if program.stdin is not None:
+                results.append(did.problem is None and checks[0](did.output))
+                continue
+            values = [*did.steps, *[(False, None)] * (len(checks) - len(did.steps))]
+            good = [fine and _holds(check, value) for (fine, value), check in zip(values, checks, strict=True)]
+            prepared = all(x for x, test in zip(good, counted, strict=True) if not test)
+            results += [prepared and x for x, test in zip(good, counted, strict=True) if test]
+        return results
+
+
+def suite(code: str, tests: Any) -> Suite:
+    """Return tests for a program.
+
+    Args:
+      code: the program.
+      tests: Python with assertions, a list of such texts, or of `{"input", "output"}`; see `UnitTests`.
+
+    Raises:
+      ValueError: they are none of these.
+      SyntaxError: they are not Python.
+    """
+    entries = tests if isinstance(tests, list) else [tests]
+    if entries and all(isinstance(x, Mapping) and {"input", "output"} <= set(x) for x in entries):
+        programs = [Program(code, stdin=str(x["input"])) for x in entries]
+        checks = [[functools.partial(_same_output, str(x["output"]))] for x in entries]
+        return Suite(programs, checks, [[True]] * len(entries))
+    if not entries or not all(isinstance(x, str) for x in entries):
+        raise ValueError("tests are Python with assertions, a list of such texts, or of objects with input and output")
+    steps = [_step(node) for text in entries for node in ast.parse(text).body]
+    asserts = [is_test for *_, is_test in steps]
+    counted = asserts if any(asserts) else [True] * len(steps)
+    if not steps:
+        raise ValueError("the tests are empty")
+    return Suite([Program(code, [step for step, *_ in steps])], [[check for _, check, _ in steps]], [counted])
+
+
+_COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: lambda a, b: a is b,
+    ast.IsNot: lambda a, b: a is not b,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+
+
+def _step(node: ast.stmt) -> tuple[tuple[Literal["run", "value"], str], Callable[[Any], bool], bool]:
+    """Return a statement of tests as a step of a program, the check of its result, and whether it is a test."""
+    match node:
+        case ast.Assert(test=ast.Compare(left=left, ops=[operation], comparators=[right])):
+            with contextlib.suppress(ValueError, TypeError):
+                compare = _COMPARISONS[type(operation)]
+                if isinstance(operation, ast.Eq) and _is_literal(left):
+                    left, right = right, left
+                return (
+                    ("value", ast.unparse(left)),
+                    functools.partial(_compares, compare, ast.literal_eval(right)),
+                    True,
+                )
+        case ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=wanted)):
+            return ("value", f"bool({ast.unparse(wanted)})"), functools.partial(operator.is_, False), True
+        case _:
+            pass
+    if isinstance(node, ast.Assert):
+        return ("value", f"bool({ast.unparse(node.test)})"), functools.partial(operator.is_, True), True
+    return ("run", ast.unparse(node)), functools.partial(operator.is_, None), False
+
+
+def _compares(compare: Callable[[Any, Any], Any], literal: Any, value: Any) -> bool:
+    return bool(compare(value, literal))
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _holds(check: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return check(value)
+    except Exception:  # such as a text compared with a number
+        return False
+
+
+def _same_output(wanted: str, found: str) -> bool:
+    """Return True if two outputs have the same lines, white space at their ends and empty lines at the end aside."""
+    lines = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (wanted, found))
+    return operator.eq(*lines)
 
 
 _JSON_TYPES: Mapping[str, Callable[[Any], bool]] = {

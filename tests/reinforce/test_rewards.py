@@ -136,3 +136,34 @@ def test_a_record_without_a_column_has_no_reward():
         0,
         "exact: ValueError: the record has no column 'answer'; its columns: label",
     )
+
+
+def test_generated_code_is_tested():
+    """Only the code that does the work passes, whatever else it says; expected values stay outside."""
+    tests = [
+        "import math\nassert f(2) == 4\nassert (9, [3]) == (f(3), [3])",
+        "assert not f(0)\nassert f(1) in (1, 2)\nassert math.isclose(f(0.5), 0.25)",
+    ]
+    cheat = "class A:\n  def __eq__(self, other): return True\n  def __bool__(self): return True\ndef f(x): return A()"
+    answers = {
+        "```python\ndef f(x):\n    return x * x\n```": 1,
+        "def f(x): return x * x\nprint('OK')": 1,
+        "def f(x): return x * 2": 0.6,
+        cheat: 0,
+        "import os\nprint('passed')\nos._exit(0)": 0,
+        "def f(x) return": 0,
+        "def f(x):\n  while True: pass": 0,
+    }
+    entry = {"name": "unit_tests", "time_limit": 0.5, "workers": 2}
+    with made({**entry, "partial": True}, entry) as rewards:
+        results = rewards([Sample("", answer, {"tests": tests}) for answer in answers])
+        reads = Sample(
+            "", "a, b = map(int, input().split())\nprint(a + b)", {"tests": [{"input": "2 3\n", "output": "5"}]}
+        )
+        wrong = Sample("", "", {"tests": 5})
+        others = rewards([reads, wrong])
+    assert [result.parts["unit_tests"] for result in results] == pytest.approx(list(answers.values()))
+    assert [result.parts["unit_tests_2"] for result in results] == [int(x) for x in answers.values()]
+    assert all(result.error is None for result in results)
+    assert [result.total for result in others] == [2, 0]
+    assert "unit_tests: ValueError: tests are Python" in (others[1].error or "")
