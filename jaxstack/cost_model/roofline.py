@@ -163,33 +163,41 @@ def _matmul(name: str, work: Workload, inputs: float, outputs: float, calls: int
 
 
 def _attention_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
-    d = model.hidden_size
-    parts = work.tensor
-    heads = model.num_heads / parts
-    attending = [layer for layer in model.layers() if layer.mixer is not None]
-    sizes = collections.Counter(_size_of_heads(model, layer, parts) for layer in attending)
+    mixing = [layer for layer in model.layers() if layer.mixer is not None]
+    projections = collections.Counter(_projections(model, layer, work.tensor) for layer in mixing)
     found = []
-    for (kv, h), layers in sizes.items():
+    for (name, inner, outer), layers in projections.items():
         calls = layers * work.microbatches
-        found.append(_matmul("query, key, value projection", work, d, (heads + 2 * kv) * h, calls))
-        found.append(_matmul("output projection", work, heads * h, d, calls))
-    for layer in sorted(set(attending), key=lambda layer: layer.window or layer.chunk or math.inf):
+        found.append(_matmul(name, work, model.hidden_size, inner, calls))
+        found.append(_matmul("output projection", work, outer, model.hidden_size, calls))
+    for layer in sorted(dict.fromkeys(mixing), key=lambda layer: layer.window or layer.chunk or math.inf):
         assert layer.mixer is not None
-        flops = mixer_module(layer.mixer).flops_per_token(model, layer, work.length) / parts
-        kv, h = _size_of_heads(model, layer, parts)
+        flops = mixer_module(layer.mixer).flops_per_token(model, layer, work.length) / work.tensor
+        heads, kv, h = _size_of_heads(model, layer, work.tensor)
         # Queries, keys, values and outputs; in the backward pass these and the gradients of all four.
         traffic = _PASSES * work.itemsize * work.tokens * 2 * (heads + kv) * h
-        name = "attention" + (f", window {layer.window}" if layer.window else "")
+        name = "attention" if layer.mixer.own_heads is None else f"recurrence ({layer.mixer.title})"
+        name += f", window {layer.window}" if layer.window else ""
         name += f", chunks of {layer.chunk}" if layer.chunk else ""
-        calls = attending.count(layer) * work.microbatches
+        calls = mixing.count(layer) * work.microbatches
         found.append(OperatorCost(name, "attention", flops * work.tokens, traffic, calls))
     return found
 
 
-def _size_of_heads(model: ModelConfig, layer: Layer, tensor: int) -> tuple[float, int]:
-    """Return the number of a layer's key heads on one device, and the width of its heads."""
+def _projections(model: ModelConfig, layer: Layer, tensor: int) -> tuple[str, float, float]:
+    """Return a name for the projections into a layer's mixer, how many columns they have, and those of its output."""
+    heads, kv, h = _size_of_heads(model, layer, tensor)
+    mixer = layer.mixer
+    if mixer is None or mixer.own_heads is None:
+        return "query, key, value projection", (heads + 2 * kv) * h, heads * h
+    columns = mixer_module(mixer).count(model, layer).matmul / model.hidden_size / tensor
+    return f"input projections ({mixer.title})", columns - heads * h, heads * h
+
+
+def _size_of_heads(model: ModelConfig, layer: Layer, tensor: int) -> tuple[float, float, int]:
+    """Return the numbers of a layer's query and key heads on one device, and the width of its heads."""
     heads = model.heads(layer)
-    return heads.num_kv_heads / min(tensor, heads.num_kv_heads), heads.head_dim
+    return heads.num_heads / tensor, heads.num_kv_heads / min(tensor, heads.num_kv_heads), heads.head_dim
 
 
 def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[OperatorCost]:

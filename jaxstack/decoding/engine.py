@@ -90,8 +90,8 @@ class Engine:
         states = not all(map(shares_pages, models))
         if states and self.config.draft_tokens:
             raise ConfigError(
-                "engine.draft_tokens needs caches that can take back a rejected draft; the states of attention.name "
-                f"{model.config.attention.name} cannot. Set it to 0."
+                "engine.draft_tokens needs caches that can take back a rejected draft; the states of "
+                f"{' and '.join(mixer.described for mixer in model.config.mixers())} cannot. Set it to 0."
             )
         self.pool = PagePool(room.pages, room.page_size, cache_prefixes=self.config.prefix_cache and not states)
         shapes = shapes or StepShapes(

@@ -99,8 +99,8 @@ def write_parameters(source: Source, folder: Path) -> None:
 
 def dense_softmax_problem(model: ModelConfig) -> str | None:
     """Return the first feature of a model that the ONNX and web exports do not support (such as MoE), or None."""
-    if model.attention.name != "softmax":
-        return f"attention.name: {model.attention.name} (only softmax)"
+    if others := [mixer.described for mixer in model.mixers() if mixer.title != "softmax"]:
+        return f"{others[0]} (only attention.name softmax)"
     if model.moe is not None:
         return "moe, a mixture of experts (only dense layers)"
     if any(layer.mixer is None or layer.feed_forward is None for layer in model.layers()):

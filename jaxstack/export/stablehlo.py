@@ -43,8 +43,8 @@ def problem(source: Source) -> str | None:
     """Return the first feature of the model that StableHLO export does not support, as text; None if none."""
     if source.model.moe is not None:
         return "moe, a mixture of experts, whose kernels need a fixed number of rows"
-    if source.model.attention.name not in _KINDS:
-        return f"attention.name: {source.model.attention.name} (only {', '.join(_KINDS)})"
+    if others := [mixer.described for mixer in source.model.mixers() if mixer.title not in _KINDS]:
+        return f"{others[0]} (only attention.name {', '.join(_KINDS)})"
     return None
 
 

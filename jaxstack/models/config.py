@@ -13,10 +13,11 @@ from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
-from jaxstack.models.attention.base import AttentionKind, AttentionSpec, ScoreOptions
+from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
 from jaxstack.models.layer import Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
+from jaxstack.models.recurrent import StateSpace
 from jaxstack.models.rope import RopeScaling, Rotation
 from jaxstack.parallel.config import MIXTURE
 
@@ -51,6 +52,8 @@ LAYER_TYPES = {
     "full_attention_no_rope": LayerType(rotates=False),
     "attention_only": LayerType(feed_forward=False),
     "feed_forward_only": LayerType(mixer=None),
+    "ssd": LayerType(mixer="ssd", rotates=False),
+    "ssd_only": LayerType(mixer="ssd", rotates=False, feed_forward=False),
 }
 """The types of layers by the name that `ModelConfig.layer_types` has for them."""
 
@@ -116,12 +119,15 @@ class ModelConfig(Component):
     layer_types: tuple[Annotated[str, NameIn(LAYER_TYPES)], ...] = ("full_attention",)
     """Type of each layer, repeated over the depth; sliding_attention, a causal window, and chunked_attention, in which
     a query sees the earlier keys of its own chunk of positions (Llama 4), need softmax attention.
-    full_attention_no_rope is attention without rotary positions (SmolLM3); attention_only and feed_forward_only are
-    layers with one sublayer in place of two."""
+    full_attention_no_rope is attention without rotary positions (SmolLM3); attention_only, feed_forward_only and
+    ssd_only are layers with one sublayer in place of two; ssd and ssd_only have state space layers (Mamba-2) in place
+    of attention."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Number of keys that a query of a sliding_attention layer sees, itself included."""
     attention_chunk_size: int | None = Field(default=None, ge=1)
     """Number of positions of a chunk in chunked_attention layers; chunks count from the start of a document."""
+    ssd: StateSpace = StateSpace()
+    """State space layers, for `layer_types` ssd and ssd_only."""
     floor_scale: int | None = Field(default=None, ge=1)
     """Queries of layers without rotary positions are multiplied by 1 + attn_scale ln(1 + floor((position + 1) /
     floor_scale)), as the softmax over more keys is flatter (Llama 4); left out: they are not."""
@@ -271,6 +277,10 @@ class ModelConfig(Component):
                 "parametrization: mup cannot hold with scale_embeddings, whose factor sqrt(hidden_size) grows with the "
                 "width; set scale_embeddings to false (the norms that follow make up for it)."
             )
+        if (mixer := next((kind.title for kind in self.mixers() if kind is not self.attention), None)) is not None:
+            return (
+                f"parametrization: mup is known for attention alone; layer_types has layers of {mixer}; leave them out."
+            )
         if self.attention.name not in _SOFTMAX_KINDS:
             return _NOT_SOFTMAX.replace("{model.attention.name}", self.attention.name)
         if self.query_pre_attn_scalar is not None and self.base_head_dim not in (None, self.width_per_head):
@@ -341,7 +351,7 @@ class ModelConfig(Component):
             chunk=layer.chunk,
             implementation=self.attention_implementation,
         )
-        return layer.mixer.layer_heads(heads) if isinstance(layer.mixer, AttentionKind) else heads
+        return heads if layer.mixer is None else layer.mixer.layer_heads(heads)
 
     def rotary_width(self, layer: Layer) -> int:
         """Return the number of channels of a layer's heads that rotate, rounded down as in transformers."""

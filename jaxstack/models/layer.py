@@ -122,6 +122,20 @@ class Mixer(Component):
         """Its name in messages."""
         return getattr(self, "name", type(self).__name__)
 
+    @property
+    def described(self) -> str:
+        """The setting that a model has this mixer by, in messages."""
+        return f"attention.name {self.title}"
+
+    @property
+    def own_heads(self) -> int | None:
+        """Number of its heads, which `parallel.tensor` and `context` split; None: those of the model's attention."""
+        return None
+
+    def layer_heads(self, heads: Any) -> Any:
+        """Return the heads of a layer, an `AttentionSpec`, given those that the model's settings describe."""
+        return heads
+
     def rotated_width(self, head_dim: int) -> int:
         """Return how many channels of a head are rotated by position, of `head_dim`."""
         return head_dim
@@ -135,7 +149,7 @@ class Mixer(Component):
         if method in (None, "all_to_all"):
             return None
         return (
-            f"attention.name {self.title} needs whole sequences, which parallel.context_method all_to_all (or auto) "
+            f"{self.described} needs whole sequences, which parallel.context_method all_to_all (or auto) "
             f"gives; found {method}, which works with softmax."
         )
 

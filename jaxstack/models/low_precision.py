@@ -60,10 +60,10 @@ def with_kv_cache(model: Transformer, name: str) -> Transformer:
         return model
     config = model.config
     cache_format = CACHE_FORMATS[name]
-    if not isinstance(config.attention, MaskedSoftmax):
+    if not any(isinstance(mixer, MaskedSoftmax) for mixer in config.mixers()):
         raise ConfigError(
             f"precision.kv_cache {name} needs attention.name softmax, longformer or block_sparse, which keep the keys "
-            f"and values of tokens; found {config.attention.name}: set precision.kv_cache=none."
+            f"and values of tokens; found {config.mixers()[0].described}: set precision.kv_cache=none."
         )
     problem = cache_format.unsupported_reason(config.width_per_head)
     if problem:

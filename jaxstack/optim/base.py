@@ -182,7 +182,7 @@ class MatrixShapeRule(PathRule):
 
 KNOWN = (
     MatrixShapeRule(path=r"(^|/)(\w*embed\w*|\w*head)(/|$)", adamw=True),
-    MatrixShapeRule(path=r"(^|/)[qkv]_proj/(kernel|adapter/b)$", outputs=2),
+    MatrixShapeRule(path=r"(^|/)[qkvzxbc]_proj/(kernel|adapter/b)$", outputs=2),
     MatrixShapeRule(path=r"(^|/)o_proj/(kernel|adapter/a)$", inputs=2),
     MatrixShapeRule(path=".*"),
 )

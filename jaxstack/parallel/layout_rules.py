@@ -18,6 +18,10 @@ class MixerLimits(Protocol):
 
     @property
     def title(self) -> str: ...
+    @property
+    def described(self) -> str: ...
+    @property
+    def own_heads(self) -> int | None: ...
     def length_problem(self, chunk: int) -> str | None: ...
     def context_parallel_problem(self, method: str | None) -> str | None: ...
     def exchanges_heads(self, method: str | None) -> bool: ...
@@ -101,7 +105,16 @@ def _tensor_problems(model: ModelDims, parallel: ParallelConfig) -> list[str]:
     """Return messages on what the degree `tensor` does not divide: attention heads, feed-forward width."""
     problems = []
     tensor = parallel.tensor
-    if model.num_heads % tensor:
+    mixers = model.mixers()
+    problems += [
+        f"model.{mixer.title}.num_heads ({mixer.own_heads}) must be divisible by parallel.tensor ({tensor}); tensor "
+        f"degrees that fit: {_show(_divisors(mixer.own_heads))}."
+        for mixer in mixers
+        if mixer.own_heads is not None and mixer.own_heads % tensor
+    ]
+    if all(mixer.own_heads is not None for mixer in mixers):
+        pass  # no layer has the model's heads
+    elif model.num_heads % tensor:
         problems.append(
             f"model.num_heads ({model.num_heads}) must be divisible by parallel.tensor ({tensor}); "
             f"tensor degrees that fit: {_show(_divisors(model.num_heads))}."
@@ -196,14 +209,17 @@ def _context_problems(model: ModelDims, parallel: ParallelConfig, train: TrainCo
             problems.append(f"{reason} (train.sequence_length {length} / (2 x parallel.context {context})).")
         if reason := mixer.context_parallel_problem(method):
             problems.append(reason)
-        elif model.num_heads % parallel.tensor:
-            pass  # `_tensor_problems` reports it
-        elif mixer.exchanges_heads(method) and (heads := model.num_heads // parallel.tensor) % context:
+            continue
+        name = "model.num_heads" if mixer.own_heads is None else f"model.{mixer.title}.num_heads"
+        heads = mixer.own_heads or model.num_heads
+        own = heads // parallel.tensor
+        # `_tensor_problems` reports heads that parallel.tensor does not divide.
+        if heads % parallel.tensor == 0 and mixer.exchanges_heads(method) and own % context:
             tensor = f" / parallel.tensor ({parallel.tensor})" if parallel.tensor > 1 else ""
             problems.append(
-                f"model.num_heads ({model.num_heads}){tensor} must be divisible by parallel.context ({context}), "
-                f"because attention.name {mixer.title} with context_method {parallel.context_method} exchanges heads; "
-                f"context degrees that fit: {_show(_divisors(heads))}."
+                f"{name} ({heads}){tensor} must be divisible by parallel.context ({context}), because "
+                f"{mixer.described} with context_method {parallel.context_method} exchanges heads; context degrees "
+                f"that fit: {_show(_divisors(own))}."
             )
     return problems
 

@@ -33,6 +33,7 @@ def with_local_heads(
     k: jax.Array,
     v: jax.Array,
     *batched: jax.Array | None,
+    per_token: tuple[jax.Array, ...] = (),
     whole: tuple[jax.Array, ...] = (),
     per_head: tuple[jax.Array | None, ...] = (),
 ) -> jax.Array:
@@ -48,6 +49,7 @@ def with_local_heads(
       k: [B, S, K, H]; query head n reads kv head n // (N // K).
       v: [B, S, K, H].
       batched: further arrays [B, T, ...], or None.
+      per_token: arrays [B, T, N, ...] with a value for each query head of a token.
       whole: arrays that are replicated to every device, such as a weight.
       per_head: arrays [N, ...], split as the query heads are, or None. The function takes them last.
 
@@ -56,7 +58,7 @@ def with_local_heads(
     """
     context = current_context()
     if context is None or not is_sharded():
-        return function(q, k, v, *batched, *whole, *per_head)
+        return function(q, k, v, *batched, *per_token, *whole, *per_head)
     rules = context.rules
     free = set(rules.free)
     rows, length, heads = rules.spec(("batch", "length", "act_heads"), (q.shape[0], 0, q.shape[2]))
@@ -82,13 +84,14 @@ def with_local_heads(
             by_kv_head,
             by_kv_head,
             *(PartitionSpec(rows, length) for _ in batched),
+            *(by_head for _ in per_token),
             *(PartitionSpec() for _ in whole),
             *(PartitionSpec(heads) for _ in per_head),
         ),
         out_specs=by_head,
         axis_names=free,  # all of them: XLA refuses a kernel, or crashes, under automatic axes
         check_vma=False,
-    )(q, k, v, *batched, *whole, *per_head)
+    )(q, k, v, *batched, *per_token, *whole, *per_head)
 
 
 def context_axis() -> str | None:

@@ -32,7 +32,7 @@ def ssd(
     state: Float[AnyArray, "B N P S"] | None = None,
     chunk: int | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B T N P"] | tuple[Float[Array, "B T N P"], Float[Array, "B N P S"]]:
+) -> tuple[Float[Array, "B T N P"], Float[Array, "B N P S"]]:
     """Compute the state space layer of Mamba-2 (Dao & Gu 2024, arXiv:2405.21060), whose decay is one number a head.
 
     Each head has a state h [P, S]: h <- exp(dt a) h + dt x b^T, and the output y = h c. Decays, sums and states are
@@ -47,13 +47,12 @@ def ssd(
             uses group n // (N // G).
         segment_ids: integers [B, T]; at a token whose id differs from the one before it the state begins anew. Negative
             numbers mark padding, whose dt is taken as 0.
-        state: the state before the first token, [B, N, P, S], of the same document as that token. With a state, the
-            state after the last token is returned too.
+        state: the state before the first token, [B, N, P, S], of the same document as that token; None: zeros.
         chunk: number of tokens per chunk; None chooses by P and S.
         implementation: name of a backend in `BACKENDS`; None takes the first that supports the call.
 
     Returns:
-        y [B, T, N, P] in the dtype of x; with `state` also the next state, float32 [B, N, P, S].
+        y [B, T, N, P] in the dtype of x, and the state after the last token, float32 [B, N, P, S].
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -61,5 +60,4 @@ def ssd(
     """
     request = make_request(x, dt, a, b, c, segment_ids=segment_ids, state=state, chunk=chunk)
     y, last = select("ssd", BACKENDS, implementation, request).call(request)
-    y = checkpoint_name(y, OUT_NAME)
-    return y if state is None else (y, last)
+    return checkpoint_name(y, OUT_NAME), last

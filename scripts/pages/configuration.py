@@ -18,6 +18,7 @@ from jaxstack.local_sgd.base import WorkerMethod
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.router import MoEConfig
+from jaxstack.models.recurrent import StateSpace
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES, Schedule
@@ -40,6 +41,7 @@ SEE = {
     "model.rope_scaling": "[Models](models.md#rotary-positions)",
     "model.attention": "[Models](models.md#attention-kinds), and below",
     "model.moe": "[Models](models.md#mixtures-of-experts), and below",
+    "model.ssd": "[Models](models.md#state-space-layers), and below",
     "model.attention_implementation": "[Kernels](kernels.md)",
     "model.remat": "[Models](models.md#memory)",
     "train.eval_tasks": "[Evaluation](evaluation.md)",
@@ -86,9 +88,11 @@ def meaning(key: str, field: FieldInfo) -> str:
 
 
 def table(section: str, component: type[BaseModel], prefix: str = "") -> str:
-    """Return the table of a component."""
+    """Return the table of a component; the name of one that is not chosen by name is left out."""
     rows = []
     for name, field in component.model_fields.items():
+        if prefix and name == "name":
+            continue
         key = field.alias or name
         default = "(needed)" if field.is_required() else f"`{flow(plain(field.default))}`"
         rows.append(f"| `{prefix}{key}` | {default} | {meaning(f'{section}.{key}', field)} |\n")
@@ -168,7 +172,7 @@ def tables_of(section: str) -> tuple[list[str], list[str]]:
         return keyed, []
     patterns = get_args(BlockSparseAttention.model_fields["pattern"].annotation)
     named = [named_table(ATTENTION_KINDS), named_table(patterns, more=", in blocks")]
-    return [*keyed, table("model.moe", MoEConfig, "moe.")], named
+    return [*keyed, table("model.moe", MoEConfig, "moe."), table("model.ssd", StateSpace, "ssd.")], named
 
 
 PAGES = (

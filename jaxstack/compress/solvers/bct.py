@@ -248,8 +248,8 @@ def in_integers(model: Transformer) -> Transformer:
     Raises:
       ValueError: the attention of the model is not softmax.
     """
-    if model.config.attention.name != "softmax":
-        raise ValueError(f"integers need attention.name softmax; found {model.config.attention.name}.")
+    if others := [mixer.described for mixer in model.config.mixers() if mixer.title != "softmax"]:
+        raise ValueError(f"integers need attention.name softmax; found {others[0]}.")
     for _, module in nnx.iter_modules(model.decoder):
         if isinstance(module, Linear):
             module.dot_general = BlockMatmul()

@@ -87,10 +87,6 @@ class AttentionKind(Mixer):
     Queries and keys arrive with rotary positions and norms applied. All kinds are causal.
     """
 
-    def layer_heads(self, heads: AttentionSpec) -> AttentionSpec:
-        """Return the heads of a layer, given those that the model's settings describe; by default they are the same."""
-        return heads
-
     @abstractmethod
     def attend(
         self,

@@ -19,7 +19,9 @@ from jaxstack.models.layer import CacheRoom, Context, Layer, LayerCache, Mixer, 
 from jaxstack.models.mixers.attention import Attention
 from jaxstack.models.mixers.gemma_attention import GemmaAttentionLayer
 from jaxstack.models.mixers.latent_attention import MultiHeadLatentAttention
+from jaxstack.models.mixers.state_space import StateSpaceLayer
 from jaxstack.models.norm import LayerInput
+from jaxstack.models.recurrent import StateSpace
 
 
 @runtime_checkable
@@ -66,6 +68,7 @@ MIXERS: dict[type[Mixer], type[TokenMixer]] = {
     GemmaAttention: GemmaAttentionLayer,
     AttentionKind: Attention,
     LatentAttention: MultiHeadLatentAttention,
+    StateSpace: StateSpaceLayer,
 }
 """The module of each token mixer, by the class (or a base class, which follows it) of its configuration."""
 

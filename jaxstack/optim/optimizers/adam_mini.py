@@ -14,9 +14,9 @@ from jaxstack.parameter_paths import map_by_path, match
 AVERAGED = (
     (r"embed\w*/table$", (-1,)),
     (r"(^|/)[qk]_proj/kernel$", (-3, -1)),
-    (r"(^|/)v_proj/kernel$", (-3,)),
+    (r"(^|/)[vzxbc]_proj/kernel$", (-3,)),
     (r"(^|/)o_proj/kernel$", (-3, -2)),
-    (r"(^|/)[qkv]_proj/bias$", (-2, -1)),
+    (r"(^|/)[qkvzxbc]_proj/bias$", (-2, -1)),
 )
 """Path -> dims over which squared gradients are averaged: all but the token of a table, the head of queries and keys,
 the neuron of other outputs. Other matrices are averaged over their inputs, other vectors as a whole."""

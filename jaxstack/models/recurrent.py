@@ -1,0 +1,69 @@
+"""Configurations of token mixers with a recurrent state; `jaxstack.models.mixers` computes them.
+
+They are here because `ModelConfig` has a key for each, and the mixers import `ModelConfig`.
+"""
+
+import dataclasses
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from jaxstack.models.attention.base import AttentionSpec
+from jaxstack.models.layer import Mixer
+
+
+class StateSpace(Mixer):
+    """State space layers (Mamba-2; Dao & Gu 2024, arXiv:2405.21060), which `layer_types` ssd and ssd_only have.
+
+    Each head has a state of head_dim x state_size numbers, which fades by a learned amount with every token.
+    """
+
+    name: Literal["ssd"] = "ssd"
+    num_heads: int = Field(default=8, ge=1, le=2**16)
+    """Number of heads; num_heads x head_dim is 2 x hidden_size in most models."""
+    head_dim: int = Field(default=64, ge=1, le=2**16)
+    """Number of channels of a head."""
+    state_size: int = Field(default=128, ge=1, le=2**16)
+    """Numbers in the state for each channel."""
+    n_groups: int = Field(default=1, ge=1, le=2**16)
+    """Number of groups of heads; a group shares what is written to the states and read from them, and a norm."""
+    conv_kernel: int = Field(default=4, ge=2, le=64)
+    """Number of tokens that the convolution in front of the recurrence sees, the token itself included."""
+    use_conv_bias: bool = True
+    """Add a bias in the convolution."""
+    use_bias: bool = False
+    """Add biases to the input and output projections."""
+    time_step_min: float = Field(default=0.001, gt=0)
+    """Smallest initial step size dt, by which a state fades and is written to."""
+    time_step_max: float = Field(default=0.1, gt=0)
+    """Largest initial step size; those of the heads are spread evenly in their logarithm."""
+    time_step_floor: float = Field(default=0.0, ge=0)
+    """Step sizes below this are replaced by it; the lower of two numbers in `time_step_limit` of config.json."""
+    time_step_ceiling: float | None = Field(default=None, gt=0)
+    """Step sizes above this are replaced by it; left out: there is no limit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "StateSpace":
+        if self.num_heads % self.n_groups:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be divisible by n_groups ({self.n_groups}), the number of groups."
+            )
+        for low, high in (("time_step_min", "time_step_max"), ("time_step_floor", "time_step_ceiling")):
+            if getattr(self, high) is not None and getattr(self, low) > getattr(self, high):
+                raise ValueError(
+                    f"{low} ({getattr(self, low)}) must be at most {high} ({getattr(self, high)}); exchange them."
+                )
+        return self
+
+    @property
+    def described(self) -> str:
+        return "layer_types ssd"
+
+    @property
+    def own_heads(self) -> int:
+        return self.num_heads
+
+    def layer_heads(self, heads: AttentionSpec) -> AttentionSpec:
+        return dataclasses.replace(
+            heads, num_heads=self.num_heads, num_kv_heads=self.n_groups, head_dim=self.head_dim, window=None
+        )
