@@ -155,6 +155,8 @@ def _describe(weight: PackedWeight) -> dict[str, Any]:
     arrays = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in weight.arrays.items()}
     settings = dataclasses.asdict(weight.format)  # type: ignore[call-overload]
     dims = {"inputs": list(weight.inputs), "outputs": list(weight.outputs)}
+    if weight.stack:
+        dims["stack"] = list(weight.stack)
     return {"format": weight.format.name, "settings": settings, **dims, "arrays": arrays}
 
 
@@ -178,13 +180,14 @@ def _make_leaf(
     path: str, value: Any, *, weights: Mapping[str, Any], place: Place | None, mesh: jax.sharding.Mesh | None
 ) -> Any:
     known = weights.get(path)
-    shape = value.shape if known is None else (*known["inputs"], *known["outputs"])
+    stack = () if known is None else tuple(known.get("stack", ()))
+    shape = value.shape if known is None else (*stack, *known["inputs"], *known["outputs"])
     sharding = None
     if mesh is not None:
         sharding = jax.NamedSharding(mesh, jax.P() if place is None else place(path, shape))
     if known is not None:
         arrays = {name: array.astype(jnp.dtype(known["arrays"][name]["dtype"])) for name, array in value.items()}
-        weight = PackedWeight(arrays, _format(known), tuple(known["inputs"]), tuple(known["outputs"]))
+        weight = PackedWeight(arrays, _format(known), tuple(known["inputs"]), tuple(known["outputs"]), stack)
         value = weight.dense() if weight.ndim == 1 else weight  # nothing multiplies with a packed vector
     if not is_packed(value):
         return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)

@@ -18,7 +18,7 @@ from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel.rules import AxisRules, is_cast
 from jaxstack.parallel.sharding_context import logical_axis_rules
 from pallas_kernels.target import current_target
-from pallas_kernels.weight_only.packed import is_packed
+from pallas_kernels.weight_only.packed import device_bytes, is_packed
 
 Params = dict[str, PyTree]
 """Parameters, or other variables, of a module as nested dicts of arrays."""
@@ -64,7 +64,7 @@ class ModelOnMesh:
     @property
     def weight_bytes(self) -> int:
         """Bytes that the weights take in device memory, summed over all devices."""
-        return sum(x.nbytes for x in jax.tree.leaves((self.params, self.non_params)))
+        return sum(map(device_bytes, jax.tree.leaves((self.params, self.non_params))))
 
     def unload(self) -> None:
         """Free the memory of the parameters until `load` is called again."""

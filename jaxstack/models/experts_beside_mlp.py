@@ -6,8 +6,8 @@ Dims: B batch, T sequence, D model, E experts, k experts per token.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -38,13 +38,13 @@ class ScaledExperts(MoE):
         return {name: getattr(self, name) for name in ("input_scale", "router_scale", "expert_scale")}
 
     def _inputs(
-        self, x: Float[Array, "B T D"], parameters: Mapping[str, jax.Array]
+        self, x: Float[Array, "B T D"], parameters: Mapping[str, Any]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         wide = x.astype(jnp.float32)
         router = wide * parameters["router_scale"] * x.shape[-1] ** -0.5
         return (wide * parameters["input_scale"]).astype(x.dtype), router
 
-    def _weights(self, routing: Routing, parameters: Mapping[str, jax.Array]) -> Float[Array, "B T k"]:
+    def _weights(self, routing: Routing, parameters: Mapping[str, Any]) -> Float[Array, "B T k"]:
         return routing.weights * jnp.take(parameters["expert_scale"], routing.experts, mode="clip")
 
 

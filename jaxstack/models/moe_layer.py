@@ -5,6 +5,7 @@ Dims: B batch, T sequence, D model, E experts, F width of an expert, k experts p
 
 import math
 from collections.abc import Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ from jaxstack.models.moe.exchange import (
 from jaxstack.models.moe.router import MoEConfig, RouterSums, Routing, capacity, route
 from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import TokenSplit, with_local_tokens
-from pallas_kernels import fp8_grouped_matmul, grouped_matmul
+from pallas_kernels import PackedWeight, fp8_grouped_matmul, grouped_matmul
+from pallas_kernels.weight_only.packed import is_packed
 
 ROUTER_AXES = ("embed", "router")
 
@@ -46,7 +48,10 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Weights of one projection (up, gate or down) of all experts: [experts, in, out], and biases [experts, out]."""
+    """Weights of one projection (up, gate or down) of all experts: [experts, in, out], and biases [experts, out].
+
+    In a model from quantized files the kernel may be a `PackedWeight`, whose `stack` is (experts,).
+    """
 
     def __init__(
         self,
@@ -108,7 +113,7 @@ class MoE(nnx.Module):
         parameters = {name: _value_and_axes(parameter) for name, parameter in found.items()}
 
         def local(
-            tokens: tuple[jax.Array, jax.Array | None], parameters: dict[str, jax.Array], split: TokenSplit
+            tokens: tuple[jax.Array, jax.Array | None], parameters: dict[str, Any], split: TokenSplit
         ) -> tuple[jax.Array, RouterSums, jax.Array]:
             y, routing = self._local(*tokens, parameters, split, decoding)
             return y, routing.sums, routing.chosen
@@ -125,7 +130,7 @@ class MoE(nnx.Module):
         self,
         x: jax.Array,
         experts: jax.Array | None,
-        parameters: Mapping[str, jax.Array],
+        parameters: Mapping[str, Any],
         split: TokenSplit,
         decoding: bool,
     ) -> tuple[jax.Array, Routing]:
@@ -167,12 +172,12 @@ class MoE(nnx.Module):
         return {}
 
     def _inputs(
-        self, x: Float[Array, "B T D"], parameters: Mapping[str, jax.Array]
+        self, x: Float[Array, "B T D"], parameters: Mapping[str, Any]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """Return the input of the experts, in the dtype of x, and that of the router, in float32."""
         return x, x.astype(jnp.float32)
 
-    def _weights(self, routing: Routing, parameters: Mapping[str, jax.Array]) -> Float[Array, "B T k"]:
+    def _weights(self, routing: Routing, parameters: Mapping[str, Any]) -> Float[Array, "B T k"]:
         """Return the weights of the chosen experts' outputs, float32."""
         return routing.weights
 
@@ -190,15 +195,15 @@ class MoE(nnx.Module):
 
         def multiply(x: jax.Array, *names: str, weights: jax.Array | None = None) -> tuple[jax.Array, ...]:
             matrices = tuple(kernels[name] for name in names)
-            if self._in_fp8.issuperset(names):
-                found = fp8_grouped_matmul(x, matrices, sizes, alignment=alignment)
+            if self._in_fp8.issuperset(names) and not any(map(is_packed, matrices)):
+                found = fp8_grouped_matmul(x, cast(tuple[jax.Array, ...], matrices), sizes, alignment=alignment)
             elif len(names) > 1:
                 return tuple(y for name in names for y in multiply(x, name, weights=weights))
             else:
                 found = (grouped_matmul(x, matrices[0], sizes, alignment=alignment, implementation=implementation),)
             if group is None:
                 return found
-            biases = [take_group(kernels[f"{name}_bias"], group) for name in names]
+            biases = [take_group(cast(jax.Array, kernels[f"{name}_bias"]), group) for name in names]
             biases = [bias if weights is None else bias * weights[:, None] for bias in biases]
             return tuple(y + bias.astype(y.dtype) for y, bias in zip(found, biases, strict=True))
 
@@ -224,5 +229,6 @@ class MoE(nnx.Module):
         return {name for name, module in self._projections.items() if module.fp8}
 
 
-def _value_and_axes(parameter: nnx.Param) -> tuple[jax.Array, tuple[str, ...]]:
-    return parameter[...], parameter.get_metadata()["logical_axes"]
+def _value_and_axes(parameter: nnx.Param) -> tuple[jax.Array | PackedWeight, tuple[str, ...]]:
+    value = parameter.get_value()
+    return value if is_packed(value) else parameter[...], parameter.get_metadata()["logical_axes"]

@@ -13,18 +13,21 @@ scatter the tokens of all devices on each of them.
 Dims: B batch, T query length, S key length, N query heads, K kv heads, H head_dim, D model.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxstack.parallel.mesh import packed_specs
 from jaxstack.parallel.rules import AxisRules, Names, axes_of, restrict
 from jaxstack.parallel.sharding_context import ShardingContext, current_context, current_rules, is_sharded
 from jaxstack.parallel.weight_gather import Exchange, dims_of, exchange, gather_parameter
+from pallas_kernels import PackedWeight
 
 
 def with_local_heads(
@@ -182,7 +185,9 @@ def with_local_batch(
     )(weight, *batched)
 
 
-Parameters = Mapping[str, tuple[jax.Array, Names]]
+Stored = jax.Array | PackedWeight
+"""A parameter as it is stored: an array, or the packed weights of experts."""
+Parameters = Mapping[str, tuple[Stored, Names]]
 """Name -> (stored array, its logical axes)."""
 
 
@@ -204,7 +209,7 @@ Kept = TypeVar("Kept")
 Tokens = tuple[jax.Array, jax.Array | None]
 """x [B, T, D], and another array [B, T, _] of the same tokens or None."""
 
-LocalFunction = Callable[[Tokens, dict[str, jax.Array], TokenSplit], tuple[jax.Array, Sums, Kept]]
+LocalFunction = Callable[[Tokens, dict[str, Any], TokenSplit], tuple[jax.Array, Sums, Kept]]
 
 
 def with_local_tokens(
@@ -224,7 +229,7 @@ def with_local_tokens(
         sums are this device's terms of sums over all tokens. It takes parameters with a logical axis `expert` in
         `dtype`, others in their stored dtype.
       tokens: x [B, T, D], and another array of the same tokens or None.
-      parameters: name -> (stored array, its logical axes).
+      parameters: name -> (stored array, its logical axes); packed experts stay packed.
       dtype: the compute dtype.
       as_stored: names of parameters that stay in their stored dtype if they need not be gathered.
 
@@ -241,15 +246,19 @@ def with_local_tokens(
         return _local(function, layout, dtype, as_stored, tokens, {name: p for name, (p, _) in parameters.items()})
     inner = context.within(tuple(layout.free))
 
-    def local(tokens: Tokens, stored: dict[str, jax.Array]) -> tuple[jax.Array, Sums, Kept]:
+    def local(tokens: Tokens, stored: dict[str, Stored]) -> tuple[jax.Array, Sums, Kept]:
         with inner.entered():
             out, shares, kept = _local(function, layout, dtype, as_stored, tokens, stored)
             return out, jax.tree.map(lambda share: share[None], shares), kept
 
+    specs: dict[str, object] = {**layout.specs}
+    for name, (p, _) in parameters.items():
+        if isinstance(p, PackedWeight):
+            specs[name] = dataclasses.replace(p, arrays=packed_specs(p, layout.specs[name], rules.mesh))
     out, shares, kept = jax.shard_map(
         local,
         mesh=None if rules.manual else rules.mesh,
-        in_specs=(layout.tokens, layout.specs),
+        in_specs=(layout.tokens, specs),
         out_specs=(layout.tokens, PartitionSpec(layout.split or None), layout.tokens),
         axis_names=layout.free,
         check_vma=False,
@@ -313,11 +322,14 @@ def _local(
     dtype: jax.typing.DTypeLike,
     as_stored: Collection[str],
     tokens: Tokens,
-    stored: dict[str, jax.Array],
+    stored: dict[str, Stored],
 ) -> tuple[jax.Array, Sums, Kept]:
-    parameters = {}
+    parameters: dict[str, Stored] = {}
     for name, value in stored.items():
         gathers = dims_of(layout.specs[name], layout.weight_axes)
+        if isinstance(value, PackedWeight):
+            parameters[name] = _gather_packed(value, layout.specs[name], gathers)
+            continue
         if gathers or name not in as_stored:
             value = _cast(value, layout.names[name], dtype)
         for axes, dim in gathers:
@@ -341,5 +353,26 @@ def _local(
     return out, shares, jax.tree.map(own_rows, kept) if layout.gathered else kept
 
 
-def _cast(x: jax.Array, names: Names, dtype: jax.typing.DTypeLike) -> jax.Array:
+def _gather_packed(
+    weight: PackedWeight, spec: PartitionSpec, gathers: Sequence[tuple[tuple[str, ...], int]]
+) -> PackedWeight:
+    """Return a device's part of packed experts [E, in, out], gathered over the axes of `gathers`, as one weight."""
+    shape = list(weight.shape)
+    for dim, part in enumerate(spec):
+        for axis in axes_of(part):
+            shape[dim] //= jax.lax.axis_size(axis)
+    arrays = dict(weight.arrays)
+    # An array with one value for the whole dim was not split: gathered it repeats that value, which means the same.
+    for axes, dim in gathers:
+        shape[dim] *= jax.lax.axis_size(axes)
+        kind = ("", "in", "out")[dim]
+        for name, array in arrays.items():
+            for place, of in enumerate(weight.format.dims_of[name], start=1):
+                if of == kind:
+                    arrays[name] = jax.lax.all_gather(array, axes, axis=place, tiled=True)
+    stack, inputs, outputs = shape
+    return PackedWeight(arrays, weight.format, (inputs,), (outputs,), (stack,))
+
+
+def _cast(x: Stored, names: Names, dtype: jax.typing.DTypeLike) -> Stored:
     return x.astype(dtype) if "expert" in names else x

@@ -1,7 +1,9 @@
 """`grouped_matmul`: multiply rows in groups, each group with its own matrix, as in a mixture of experts."""
 
 from collections.abc import Sequence
+from typing import cast
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +13,7 @@ from pallas_kernels.fp8.blockwise import BLOCK
 from pallas_kernels.grouped_gemm import mosaic, reference, xla
 from pallas_kernels.grouped_gemm.fp8 import FP8_BACKENDS, Fp8GroupedRequest
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest, make_request
+from pallas_kernels.weight_only.packed import PackedWeight
 
 
 def _by_name_only(request: GroupedMatmulRequest) -> str:
@@ -39,7 +42,7 @@ BACKENDS = (
 
 def grouped_matmul(
     x: Float[AnyArray, "R D"],
-    weights: Float[AnyArray, "G D F"],
+    weights: Float[AnyArray, "G D F"] | PackedWeight,
     group_sizes: Int[AnyArray, " G"],
     *,
     alignment: int = 1,
@@ -52,7 +55,7 @@ def grouped_matmul(
 
     Args:
         x: rows [R, D].
-        weights: one matrix per group, [G, D, F], in the dtype of x.
+        weights: one matrix per group, [G, D, F], in the dtype of x; or packed in few bits, with `stack` (G,).
         group_sizes: number of rows of each group, integers [G].
         alignment: every group starts at a multiple of this row number, and the padding rows between the groups are 0.
             `grouped_matmul_alignment` returns the alignment that avoids a copy.
@@ -108,7 +111,8 @@ def fp8_grouped_matmul(
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"the FP8 grouped matmul takes x in bfloat16 or float32, got {x.dtype}; cast it")
     x = jnp.pad(requests[0].x, ((0, 0), (0, -x.shape[1] % BLOCK)))
-    padded = tuple(jnp.pad(r.weights, ((0, 0), *((0, -n % BLOCK) for n in r.weights.shape[1:]))) for r in requests)
+    plain = [cast(jax.Array, r.weights) for r in requests]
+    padded = tuple(jnp.pad(w, ((0, 0), *((0, -n % BLOCK) for n in w.shape[1:]))) for w in plain)
     request = Fp8GroupedRequest(x, padded, requests[0].group_sizes)
     found = select("fp8_grouped_matmul", FP8_BACKENDS, implementation, request).call(request)
     return tuple(y[:, : weight.shape[2]] for y, weight in zip(found, weights, strict=True))

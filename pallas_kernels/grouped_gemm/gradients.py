@@ -1,13 +1,14 @@
 """Differentiable grouped matmul, built from the matmuls of any backend that works in tiles of rows."""
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_gemm.groups import aligned_rows, realign
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
+from pallas_kernels.weight_only.packed import PackedWeight, is_packed
 
 
 class Products(Protocol):
@@ -41,19 +42,26 @@ class Products(Protocol):
 
 
 def multiply(products: Products, request: GroupedMatmulRequest) -> jax.Array:
-    """Compute the grouped matmul differentiably; if groups do not start at tile boundaries, copy them there first."""
+    """Compute the grouped matmul differentiably; if groups do not start at tile boundaries, copy them there first.
+
+    Packed matrices are constants: their gradient is zero.
+    """
     return _multiply(products, request.alignment, request.x, request.weights, request.group_sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(products: Products, alignment: int, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+def _multiply(
+    products: Products, alignment: int, x: jax.Array, weights: jax.Array | PackedWeight, sizes: jax.Array
+) -> jax.Array:
     return _forward(products, alignment, x, weights, sizes)[0]
 
 
-def _forward(products: Products, alignment: int, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple:
+def _forward(
+    products: Products, alignment: int, x: jax.Array, weights: jax.Array | PackedWeight, sizes: jax.Array
+) -> tuple:
     rows = x.shape[0]
     x = _to_tiles(products, alignment, x, sizes)
-    out = products.rows(x, weights, sizes, False)
+    out = products.rows(x, cast(jax.Array, weights), sizes, False)  # packed ones only for backends that take them
     return _from_tiles(products, alignment, out, sizes, rows), (x, weights, sizes)
 
 
@@ -62,7 +70,8 @@ def _backward(products: Products, alignment: int, saved: tuple, d_out: jax.Array
     rows = d_out.shape[0]
     d_out = _to_tiles(products, alignment, d_out.astype(x.dtype), sizes)
     d_x = products.rows(d_out, weights, sizes, True)
-    return _from_tiles(products, alignment, d_x, sizes, rows), products.matrices(x, d_out, sizes), None
+    d_weights = None if is_packed(weights) else products.matrices(x, d_out, sizes)
+    return _from_tiles(products, alignment, d_x, sizes, rows), d_weights, None
 
 
 _multiply.defvjp(_forward, _backward)

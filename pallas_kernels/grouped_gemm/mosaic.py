@@ -8,6 +8,7 @@ from pallas_kernels.grouped_gemm.mosaic_kernels import Kernels
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 from pallas_kernels.hopper import target as hopper
 from pallas_kernels.target import Target, current_target, multiprocessors
+from pallas_kernels.weight_only.packed import is_packed
 
 TILE_ROWS = 128
 # Tests set this to run the kernels on a CPU.
@@ -24,6 +25,8 @@ def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
     reason = unsupported_target(request.target)
     if reason is not None:
         return reason
+    if is_packed(request.weights):
+        return "takes plain matrices; these are packed in few bits"
     if request.x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {request.x.dtype}"
     _, width, columns = request.weights.shape

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_gemm.groups import group_bounds
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
+from pallas_kernels.weight_only.packed import is_packed
 
 
 def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
@@ -16,7 +17,7 @@ def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
 def multiply(request: GroupedMatmulRequest) -> Float[Array, "R F"]:
     """Multiply the rows of each group with its matrix, by the definition: [R, F] in the dtype of x."""
     x = request.x
-    weights = request.weights
+    weights = request.weights.dense() if is_packed(request.weights) else request.weights
     starts, _ = group_bounds(request.group_sizes, request.alignment)
     row = jnp.arange(x.shape[0])[:, None]
     in_group = (row >= starts) & (row < starts + request.group_sizes)

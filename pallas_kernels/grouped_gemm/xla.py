@@ -1,6 +1,9 @@
 """Grouped matmul in XLA: a loop over tiles of rows, each multiplied with its group's matrix, on any device.
 
 (XLA's own `lax.ragged_dot` is, except on TPUs, a matmul of every row with every group's matrix, and a mask.)
+
+Matrices that are packed in few bits are dequantized one at a time, each where a tile needs it: in float32, then rounded
+to the dtype of the rows. Those of empty groups are not read.
 """
 
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.grouped_gemm import gradients
 from pallas_kernels.grouped_gemm.groups import group_of_tiles
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
+from pallas_kernels.weight_only.packed import PackedWeight, is_packed
 
 SMALLEST_TILE = 8
 LARGEST_TILE = 512
@@ -49,7 +53,7 @@ class Tiles:
 
     tile: int
 
-    def rows(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
+    def rows(self, x: jax.Array, weights: jax.Array | PackedWeight, sizes: jax.Array, transposed: bool) -> jax.Array:
         """Multiply each row with its group's matrix: [R, D] -> [R, F], or [R, F] -> [R, D] if `transposed`."""
         tiles = x.reshape(-1, self.tile, x.shape[1])
         groups, used = group_of_tiles(sizes, self.tile, tiles.shape[0])
@@ -58,7 +62,10 @@ class Tiles:
 
         def step(_: None, item: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
             rows, group, index = item
-            matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
+            if is_packed(weights):
+                matrix = weights.take(group).dense(x.dtype)
+            else:
+                matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
             out = lax.dot_general(rows, matrix, contracted, preferred_element_type=accumulated)
             return None, jnp.where(index < used, out, 0).astype(x.dtype)
 

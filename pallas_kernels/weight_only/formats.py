@@ -47,6 +47,22 @@ class Format(ABC):
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         """Dequantize the matrix to float32 [out, in]."""
 
+    def unit(self, arrays: Arrays) -> tuple[int, int]:
+        """Return of how many outputs, and of how many inputs, whole parts of a matrix are, such as groups with a scale.
+
+        1 if they can have any size. The arrays may be those of a stack of matrices.
+        """
+        sizes: dict[str | None, list[int]] = {"out": [], "in": [], None: []}
+        for name, array in arrays.items():
+            for dim, size in zip(self.dims_of[name], array.shape[-2:], strict=True):
+                sizes[dim] += [size] if size > 1 else []  # one scale for all serves any part of them
+        return tuple(max(sizes[dim], default=1) // min(sizes[dim], default=1) for dim in ("out", "in"))  # type: ignore
+
+    def with_unit(self, outputs: int, inputs: int) -> "Format":
+        """Return the format of the same values with scales repeated so that `unit` is (outputs, inputs)."""
+        del outputs, inputs
+        return self
+
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
         """Return the stored arrays of only the rows `ids` of the matrix."""
         return {name: array[ids] for name, array in arrays.items()}
@@ -70,6 +86,10 @@ class IntegerFormat(Format):
     @property
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
         return {"q": ("out", "in"), "scales": ("out", "in"), "zeros": ("out", "in")}
+
+    def with_unit(self, outputs: int, inputs: int) -> "IntegerFormat":
+        grid = self.grid
+        return self if grid.group_size is None else dataclasses.replace(self, grid=Grid(grid.bits, inputs))
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         q = arrays["q"].astype(jnp.float32)
@@ -99,12 +119,18 @@ class RoundedInputFormat(IntegerFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Float8Format(Format):
-    """FP8 numbers (e4m3) with a scale for each row or each group of inputs: w = q * scale.
+    """FP8 numbers (e4m3) with a scale for each row, each group of inputs or each block: w = q * scale.
 
-    Arrays: `q` float8_e4m3fn [out, in]; `scales` float [out, groups].
+    Arrays: `q` float8_e4m3fn [out, in]; `scales` float [out, groups], or [out / rows, in / columns] rounded up, for
+    blocks of rows x columns, as DeepSeek-V3 stores its weights (arXiv:2412.19437, section 3.3).
+
+    Attributes:
+      rows, columns: outputs and inputs of a block; None: there are no blocks.
     """
 
     name: ClassVar[str] = "float8"
+    rows: int | None = None
+    columns: int | None = None
 
     @property
     def bits_of(self) -> Mapping[str, int]:
@@ -114,18 +140,35 @@ class Float8Format(Format):
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
         return {"q": ("out", "in"), "scales": ("out", "in")}
 
+    def unit(self, arrays: Arrays) -> tuple[int, int]:
+        if self.rows is None or self.columns is None:
+            return super().unit(arrays)
+        rows, columns = arrays["scales"].shape[-2:]
+        return self.rows if rows > 1 else 1, self.columns if columns > 1 else 1
+
+    def with_unit(self, outputs: int, inputs: int) -> "Float8Format":
+        return self if self.rows is None else Float8Format(outputs, inputs)
+
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         q = arrays["q"].astype(jnp.float32)
         scales = arrays["scales"].astype(jnp.float32)
-        return q * jnp.repeat(scales, q.shape[1] // scales.shape[1], axis=1)
+        if self.rows is None or self.columns is None:
+            return q * jnp.repeat(scales, q.shape[1] // scales.shape[1], axis=1)
+        if scales.shape[0] < q.shape[0]:  # otherwise each row has its own, as from `take_rows`
+            scales = jnp.repeat(scales, self.rows, axis=0)[: q.shape[0]]
+        return q * jnp.repeat(scales, self.columns, axis=1)[:, : q.shape[1]]
+
+    def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
+        return {"q": arrays["q"][ids], "scales": arrays["scales"][ids if self.rows is None else ids // self.rows]}
 
 
 @dataclasses.dataclass(frozen=True)
 class LookupFormat(Format):
-    """Indices into a table of 2^bits values: w = codebook[index].
+    """Indices into a table of 2^bits values: w = codebook[index], or codebook[index] * 2^exponent.
 
     Arrays: `indices` uint4 or uint8 [out, in]; `codebook` float [tables, 2^bits], where each of the tables serves
-    out / tables consecutive rows.
+    out / tables consecutive rows; `exponents` int8 [out, groups] if groups of inputs have a power of two, as in MXFP4,
+    whose table has the values of FP4.
 
     Attributes:
       bits: bits of an index, 1 to 8.
@@ -136,24 +179,28 @@ class LookupFormat(Format):
 
     @property
     def bits_of(self) -> Mapping[str, int]:
-        return {"indices": self.bits}
+        return {"indices": self.bits, "exponents": 8}
 
     @property
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
-        return {"indices": ("out", "in"), "codebook": (None, None)}
+        return {"indices": ("out", "in"), "codebook": (None, None), "exponents": ("out", "in")}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         indices = arrays["indices"].astype(jnp.int32)
         codebook = arrays["codebook"].astype(jnp.float32)
         rows = indices.reshape(codebook.shape[0], -1)
-        return jnp.take_along_axis(codebook, rows, axis=1).reshape(indices.shape)
+        values = jnp.take_along_axis(codebook, rows, axis=1).reshape(indices.shape)
+        if "exponents" not in arrays:
+            return values
+        scales = powers_of_two(arrays["exponents"])
+        return values * jnp.repeat(scales, indices.shape[1] // scales.shape[1], axis=1)
 
     def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
-        indices = arrays["indices"]
         codebook = arrays["codebook"]
+        rows = {name: array[ids] for name, array in arrays.items() if name != "codebook"}
         if codebook.shape[0] > 1:
-            codebook = codebook[ids // (indices.shape[0] // codebook.shape[0])]
-        return {"indices": indices[ids], "codebook": codebook}
+            codebook = codebook[ids // (arrays["indices"].shape[0] // codebook.shape[0])]
+        return {**rows, "codebook": codebook}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,23 +27,25 @@ from pallas_kernels.weight_only.rounding_grid import Grid
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedWeight:
-    """A weight of shape [*inputs, *outputs], stored in few bits as a matrix [out, in].
+    """A weight of shape [*stack, *inputs, *outputs], stored in few bits as matrices [out, in].
 
     Attributes:
-      arrays: the stored arrays, by the names that the format gives them.
-      format: how they represent the matrix.
-      inputs, outputs: the dims of the weight that the matrix flattens, contracted ones first.
+      arrays: the stored arrays, by the names that the format gives them, each with the dims of `stack` first.
+      format: how they represent a matrix.
+      inputs, outputs: the dims of the weight that a matrix flattens, contracted ones first.
+      stack: dims that count matrices, such as those of the experts of a layer; () for one matrix.
     """
 
     arrays: dict[str, jax.Array]
     format: Format = dataclasses.field(metadata={"static": True})
     inputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     outputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    stack: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight, [*inputs, *outputs]."""
-        return (*self.inputs, *self.outputs)
+        """Shape of the weight, [*stack, *inputs, *outputs]."""
+        return (*self.stack, *self.inputs, *self.outputs)
 
     @property
     def ndim(self) -> int:
@@ -59,13 +61,42 @@ class PackedWeight:
         bits = self.format.bits_of
         return sum(-(-x.size * bits.get(k, 8 * x.dtype.itemsize) // 8) for k, x in self.arrays.items())
 
-    def matrix(self) -> Float[Array, "out in"]:
-        """Dequantize the weight to a float32 matrix [out, in]."""
-        return self.format.dense(self.arrays)
+    def matrix(self) -> Float[Array, "*stack out in"]:
+        """Dequantize the weight to a float32 matrix [out, in], or to a stack of them."""
+        dense = self.format.dense
+        for _ in self.stack:
+            dense = jax.vmap(dense)
+        return dense(self.arrays)
 
     def dense(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "..."]:
-        """Dequantize the weight to a plain array [*inputs, *outputs]."""
-        return self.matrix().T.reshape(self.shape).astype(dtype)
+        """Dequantize the weight to a plain array [*stack, *inputs, *outputs]."""
+        return self.matrix().swapaxes(-1, -2).reshape(self.shape).astype(dtype)
+
+    def divisible(self, outputs: int, inputs: int) -> "PackedWeight":
+        """Return the same weight, with scales repeated where parts of `outputs` x `inputs` values need their own.
+
+        Parts, such as the shards of several devices, may then end within a group or block that had one scale.
+        """
+        unit = self.format.unit(self.arrays)
+        smaller = math.gcd(unit[0], outputs), math.gcd(unit[1], inputs)
+        if smaller == unit:
+            return self
+        sizes = math.prod(self.outputs), math.prod(self.inputs)
+        arrays = dict(self.arrays)
+        for name, array in arrays.items():
+            for axis, dim in enumerate(self.format.dims_of[name]):
+                kind = ("out", "in").index(dim) if dim else 0
+                place = len(self.stack) + axis
+                if dim and 1 < array.shape[place] < sizes[kind]:
+                    array = jnp.repeat(array, unit[kind] // smaller[kind], axis=place)
+                    array = jax.lax.slice_in_dim(array, 0, -(-sizes[kind] // smaller[kind]), axis=place)
+            arrays[name] = array
+        return dataclasses.replace(self, arrays=arrays, format=self.format.with_unit(*smaller))
+
+    def take(self, index: Int[Array, ""]) -> "PackedWeight":
+        """Return the weight at an index of the first dim of `stack`, still packed, such as one expert's."""
+        arrays = {name: jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for name, x in self.arrays.items()}
+        return dataclasses.replace(self, arrays=arrays, stack=self.stack[1:])
 
     def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... in"]:
         """Dequantize rows `ids` of the matrix to float32, as an embedding lookup does."""
@@ -82,10 +113,20 @@ class PackedWeight:
             raise ValueError(f"{inputs} and {outputs} are not the dims of a weight {self.inputs} by {self.outputs}.")
         return dataclasses.replace(self, inputs=inputs, outputs=outputs)
 
+    @property
+    def device_bytes(self) -> int:
+        """Size of the arrays in the memory of a device in bytes, where integers of up to 4 bits take half a byte."""
+        return sum(map(device_bytes, self.arrays.values()))
+
     def astype(self, dtype: jax.typing.DTypeLike) -> "PackedWeight":
         """Return the weight unchanged: it is cast only when it is multiplied."""
         del dtype
         return self
+
+
+def device_bytes(x: jax.Array) -> int:
+    """Return the bytes of an array in the memory of its devices; `x.nbytes` counts a byte for int4 and uint4."""
+    return -(-x.size // 2) if x.dtype in (jnp.int4, jnp.uint4) else x.nbytes
 
 
 def is_packed(x: object) -> TypeGuard[PackedWeight]:
@@ -115,7 +156,8 @@ def concatenate_outputs(weights: Sequence[object], axis: int) -> PackedWeight | 
     first = packed[0]
     if any(described(weight) != described(first) for weight in packed):
         return None
-    if any(dims[0] != "out" for dims in first.format.dims_of.values()):
+    whole = all(array.shape[0] == math.prod(weight.outputs) for weight in packed for array in weight.arrays.values())
+    if first.stack or not whole or any(dims[0] != "out" for dims in first.format.dims_of.values()):
         return None
     outputs = (*first.outputs[:place], sum(weight.outputs[place] for weight in packed), *first.outputs[place + 1 :])
     arrays = {name: jnp.concatenate([weight.arrays[name] for weight in packed]) for name in first.arrays}

@@ -44,6 +44,8 @@ def make_request(
         ValueError: an argument breaks a rule; the message gives the rule and the values.
     """
     x = jnp.asarray(x)
+    if weight.stack:
+        raise ValueError(f"the weight must be one matrix, got a stack {list(weight.stack)}; call `grouped_matmul`")
     contracted = len(weight.inputs)
     if x.shape[x.ndim - contracted :] != weight.inputs:
         raise ValueError(f"the last dims of x {list(x.shape)} must be the weight's inputs {list(weight.inputs)}")

@@ -316,6 +316,8 @@ def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
         return f"reads integers with scales and lookup tables; the weight is {weight.format}"
     if isinstance(weight.format, RoundedInputFormat):
         return "multiplies activations as they are; the weight asks for inputs rounded to int8"
+    if "exponents" in weight.arrays:
+        return "reads lookup tables without exponents of groups (MXFP4); the weight has some"
     if "zeros" in weight.arrays:
         return "reads integers without zero points; the weight has some"
     if x.dtype not in (jnp.bfloat16, jnp.float16):

@@ -104,7 +104,9 @@ def _integer_product_backward(
 _integer_product.defvjp(_integer_product_forward, _integer_product_backward)
 
 
-def _times_float8(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
+def _times_float8(x: jax.Array, arrays: Arrays, format: Float8Format) -> jax.Array:
+    if format.rows is not None:
+        return _times_transposed(x, format.dense(arrays).astype(x.dtype))
     return _times_scaled(x, arrays["q"].astype(x.dtype), arrays["scales"])
 
 

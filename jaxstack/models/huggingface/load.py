@@ -6,7 +6,7 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,16 @@ from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
 from jaxstack.models.huggingface.quantization_config import Quantization, read_quantization
 from jaxstack.models.huggingface.quantized_weights import (
     AnyQuantized,
+    Mxfp4Experts,
     QuantizedTensor,
     describe_quantization_differences,
     open_quantized,
+    stack_packed,
 )
 from jaxstack.models.huggingface.tensors import Leaf, explicit_slices, find_leaves, whole
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, make_rules
+from jaxstack.parallel.mesh import place_packed
 from jaxstack.parameter_paths import nest
 from pallas_kernels import PackedWeight
 
@@ -99,8 +102,9 @@ def read_parameters(
     Args:
       directory, config, ignore, report: as in `from_huggingface`.
       shardings: the layout of each plain parameter.
-      packed: True returns quantized weights as `PackedWeight` where a parameter is one tensor, as those of unrolled
-        layers are, and one of its formats stores the same; otherwise all are plain numbers.
+      packed: True returns quantized weights as `PackedWeight` where a parameter is one tensor, or one for each expert,
+        as those of unrolled layers are, and one of its formats stores the same; otherwise all are plain numbers. Host
+        memory then holds a whole packed parameter at a time.
       direct_storage: True reads plain parameters by GPUDirect Storage where this machine has it, and reports whether.
 
     Raises:
@@ -137,20 +141,30 @@ def _read(
     with WeightFiles(directory) as files:
         quantized = check_files(files, family, config, leaves, quantization)
         found: Arrays = {}
+        kept: dict[str, PackedWeight] = {}
         for leaf in leaves:
-            tensor = quantized.get(leaf.names[0]) if packed and leaf.is_matrix else None
-            weight = _pack(tensor, leaf, place(leaf)) if isinstance(tensor, QuantizedTensor) else None
-            found[leaf.path] = _read_leaf(files, leaf, place(leaf), read) if weight is None else weight
+            weight = _pack(quantized, leaf) if packed else None
+            if weight is None:
+                found[leaf.path] = _read_leaf(files, leaf, place(leaf), read)
+            else:
+                found[leaf.path] = weight = place_packed(weight, place(leaf), transposed=leaf.is_table)
+                kept |= dict.fromkeys(leaf.names, weight)
         if quantization is not None:
-            kept = [value for value in found.values() if isinstance(value, PackedWeight)]
             for line in describe_quantization_differences(quantization, quantized, kept):
                 report(f"{directory}: {line}")
         return found
 
 
-def _pack(tensor: QuantizedTensor, leaf: Leaf, sharding: jax.sharding.Sharding | None) -> PackedWeight | None:
-    outputs, inputs = (tuple(leaf.shape[dim] for dim in dims) for dims in leaf.row.order)
-    return tensor.pack(inputs, outputs, sharding, leaf.is_table)
+def _pack(quantized: Mapping[str, AnyQuantized], leaf: Leaf) -> PackedWeight | None:
+    """Return a parameter, still quantized, in host memory; None if it is not, or no packed format stores the same."""
+    tensors = [quantized.get(name) for name in leaf.names]
+    if leaf.is_matrices:
+        return tensors[0].pack(leaf.outputs) if isinstance(tensors[0], Mxfp4Experts) else None
+    if not leaf.is_matrix:
+        return None
+    outputs, inputs = (tuple(leaf.piece[dim] for dim in dims) for dims in leaf.row.order)
+    packed = [tensor.pack(inputs, outputs) if isinstance(tensor, QuantizedTensor) else None for tensor in tensors]
+    return stack_packed(packed) if leaf.leading_dims else packed[0]
 
 
 def check_files(

@@ -27,14 +27,15 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.huggingface.files import WeightFiles
 from jaxstack.models.huggingface.quantization_config import Quantization, Scheme
 from jaxstack.models.huggingface.tensors import explicit_slices
-from jaxstack.parallel.mesh import place_packed
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
 from pallas_kernels.weight_only.formats import (
     BlockFloatFormat,
     Float8Format,
     IntegerFormat,
+    LookupFormat,
     RoundedInputFormat,
+    index_dtype,
     integer_dtype,
     powers_of_two,
 )
@@ -113,24 +114,23 @@ class QuantizedTensor:
         values *= self._by_column(self._scales(rows), rows)[:, columns]
         return values
 
-    def pack(
-        self, inputs: tuple[int, ...], outputs: tuple[int, ...], sharding: jax.sharding.Sharding | None, table: bool
-    ) -> PackedWeight | None:
-        """Return the weight, still quantized, as a `PackedWeight`; None if no packed format represents it exactly.
+    def pack(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> PackedWeight | None:
+        """Return the weight, still quantized, in arrays of NumPy; None if no packed format represents it exactly.
 
         Args:
           inputs, outputs: the dims that the matrix flattens.
-          sharding: layout of the plain weight [*inputs, *outputs]; None: one device.
-          table: True if the plain weight is [*outputs, *inputs], as that of an embedding.
         """
         scheme = self.scheme
         rows = self.shape[0]
-        if scheme.strategy == "block" or self._order is not None or (scheme.kind, scheme.bits) == ("int", 1):
+        integers = scheme.kind == "int" and (scheme.bits == 1 or scheme.block is not None)
+        if integers or self._order is not None:
             return None
         everything = slice(0, rows)
-        q = self._integers(everything)
-        scales = self._scales(everything)
+        q: Any = self._integers(everything)
+        scales: Any = self._scales(everything)
         zeros = self._zeros(everything)
+        if scheme.block is not None:
+            return PackedWeight({"q": q, "scales": scales}, Float8Format(*scheme.block), inputs, outputs)
         arrays: dict[str, Any] = {"q": q, "scales": np.broadcast_to(scales, (rows, scales.shape[1]))}
         if scheme.kind == "float":
             format = Float8Format()
@@ -140,7 +140,7 @@ class QuantizedTensor:
             arrays["q"] = q.astype(dtype)
             if zeros is not None:
                 arrays["zeros"] = np.broadcast_to(zeros, arrays["scales"].shape).astype(dtype)
-        return place_packed(PackedWeight(arrays, format, inputs, outputs), sharding, transposed=table)
+        return PackedWeight(arrays, format, inputs, outputs)
 
     def _integer_format(self) -> IntegerFormat:
         scheme = self.scheme
@@ -270,6 +270,24 @@ class Mxfp4Experts:
         start = inputs.start - 32 * groups.start
         return values[..., start : start + inputs.stop - inputs.start].swapaxes(1, 2)
 
+    def pack(self, outputs: slice) -> PackedWeight | None:
+        """Return a part of the outputs of all experts, still quantized, in arrays of NumPy; None if a scale is NaN.
+
+        Blocks whose scale is 2^-127 become 0.
+        """
+        experts, inputs, _ = self.shape
+        codes = np.asarray(self._blocks[:])[:, outputs]
+        scales = np.asarray(self._scales[:])[:, outputs]
+        if np.any(scales == 255):
+            return None
+        indices = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*scales.shape[:2], inputs)
+        arrays: dict[str, Any] = {
+            "indices": indices.astype(index_dtype(4)),
+            "codebook": np.broadcast_to(_FP4, (experts, 1, 16)),
+            "exponents": (scales.astype(np.int16) - 127).astype(np.int8),
+        }
+        return PackedWeight(arrays, LookupFormat(4), (inputs,), (scales.shape[1],), (experts,))
+
 
 AnyQuantized = QuantizedTensor | Mxfp4Experts
 
@@ -299,20 +317,34 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
     return {**found, **opened}
 
 
+def stack_packed(weights: Sequence[PackedWeight | None]) -> PackedWeight | None:
+    """Stack packed weights in arrays of NumPy, such as those of experts, along a new first dim; None if one is None.
+
+    None also if they differ in their format or the shapes of their arrays.
+    """
+    packed = [weight for weight in weights if weight is not None]
+    described = [(w.format, w.inputs, w.outputs, {k: (x.shape, x.dtype) for k, x in w.arrays.items()}) for w in packed]
+    if len(packed) < len(weights) or any(other != described[0] for other in described):
+        return None
+    first = packed[0]
+    arrays: dict[str, Any] = {name: np.stack([weight.arrays[name] for weight in packed]) for name in first.arrays}
+    return PackedWeight(arrays, first.format, first.inputs, first.outputs, (len(packed),))
+
+
 def describe_quantization_differences(
-    quantization: Quantization, found: Mapping[str, AnyQuantized], packed: Sequence[PackedWeight]
+    quantization: Quantization, found: Mapping[str, AnyQuantized], packed: Mapping[str, PackedWeight]
 ) -> list[str]:
     """Return warnings on how jaxstack's computation differs from that for which the checkpoint was quantized.
 
     Args:
       quantization: the schemes in config.json.
-      found: the quantized weights.
-      packed: those of them that are read as packed weights; the others are read as plain numbers.
+      found: the quantized weights by the names of their tensors.
+      packed: the packed weights that are read from those of them that are not read as plain numbers.
     """
     lines = []
     if dense := len(found) - len(packed):
         lines.append(f"{dense} of {len(found)} quantized weights are read as plain float32 numbers")
-    here = sum(isinstance(weight.format, RoundedInputFormat) for weight in packed)
+    here = sum(isinstance(weight.format, RoundedInputFormat) for weight in packed.values())
     if rounded := sum(tensor.scheme.activations for tensor in found.values()) - here:
         lines.append(f"the inputs of {rounded} layers, which vLLM would round to few bits, are not rounded here")
     if quantization.kv_cache:
@@ -323,6 +355,10 @@ def describe_quantization_differences(
 def unsupported_reason(weight: PackedWeight, format: str) -> str | None:
     """Return why a packed weight cannot be written in a compressed-tensors format, or None if it can."""
     stored = weight.format
+    if weight.stack:
+        return "it is a stack of experts"
+    if isinstance(stored, Float8Format) and stored.rows is not None:
+        return "it has a scale for each block"
     if format == "float-quantized":
         return None if isinstance(stored, Float8Format) else "it is not in FP8"
     if not isinstance(stored, IntegerFormat | BlockFloatFormat):

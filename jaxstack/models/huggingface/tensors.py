@@ -132,10 +132,25 @@ class Leaf:
 
     @property
     def is_matrix(self) -> bool:
-        """True if one whole [out, in] tensor stores the parameter, so that it may be loaded as a packed weight."""
+        """True if whole [out, in] tensors store the parameter, one or one for each expert, so that it may be packed."""
         order = [dim for dims in reversed(self.row.order) for dim in dims]
-        whole = self.leading_dims == 0 and self.row.joined is None and not self.row.pairs and len(self.row.order) == 2
+        unrolled = self.leading_dims == self.row.leading
+        whole = unrolled and self.row.joined is None and not self.row.pairs and len(self.row.order) == 2
         return whole and (self.is_table or order == sorted(order))
+
+    @property
+    def is_matrices(self) -> bool:
+        """True if the parameter is all of, or a part of the outputs of, one tensor [experts, in, out]."""
+        whole = self.leading_dims == 0 and self.row.of_experts and self.row.order == ((0,), (1,), (2,))
+        return whole and self.row.joined in (None, 2)
+
+    @property
+    def outputs(self) -> slice:
+        """Part of the last dim of its tensors that the parameter takes where it `is_matrices`."""
+        if self.row.interleaved:
+            step = self.joined_size // self.shape[-1]
+            return slice(self.start // self.shape[-1], None, step)
+        return slice(self.start, self.start + self.shape[-1])
 
     def read(self, source: Any, index: Sequence[slice], on_device: bool = False) -> Any:
         """Read a slice of one piece from its tensor, reading little more than needed.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import grouped_matmul_alignment
+from pallas_kernels import PackedWeight, grouped_matmul_alignment
 from pallas_kernels.grouped_gemm.groups import aligned_rows, group_bounds
 
 
@@ -153,8 +153,8 @@ def group_of_rows(sizes: Int[Array, " G"], rows: int, alignment: int) -> Int[Arr
     return jnp.minimum(found, sizes.shape[0] - 1)
 
 
-Kernels = Mapping[str, jax.Array]
-"""Matrices and biases of the experts, by name, each with a leading dim of experts."""
+Kernels = Mapping[str, jax.Array | PackedWeight]
+"""Matrices and biases of the experts, by name, each with a leading dim of experts; matrices may be packed."""
 
 Compute = Callable[[jax.Array, jax.Array, Kernels, jax.Array, int], jax.Array]
 """(rows [R, D], their weights [R], kernels, sizes of the groups [G], their alignment) -> weighted results [R, D].

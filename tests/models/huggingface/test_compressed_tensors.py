@@ -149,7 +149,7 @@ def test_other_layouts_of_scales(tmp_path):
     with written(tmp_path / "tensor", weight=Q, weight_scale=scale[0, :1]) as files:
         tensor = QuantizedTensor(files, "m", whole)
         np.testing.assert_array_equal(tensor[:], Q * scale[0, 0])
-        weight = tensor.pack((8,), (6,), None, False)
+        weight = tensor.pack((8,), (6,))
         assert weight is not None
         np.testing.assert_array_equal(weight.matrix(), Q * scale[0, 0])
     blocks = Scheme("float-quantized", 8, "float", strategy="block", block=(4, 4))
@@ -159,7 +159,9 @@ def test_other_layouts_of_scales(tmp_path):
         expected = q.astype(np.float32) * np.repeat(np.repeat(scale[:2, :2], 4, 0), 4, 1)[:6]
         np.testing.assert_array_equal(tensor[:], expected)
         np.testing.assert_array_equal(tensor[3:5, 2:7], expected[3:5, 2:7])
-        assert tensor.pack((8,), (6,), None, False) is None
+        weight = tensor.pack((8,), (6,))
+        assert weight is not None
+        np.testing.assert_array_equal(weight.matrix(), expected)
 
 
 def test_groups_of_reordered_columns(tmp_path):
@@ -173,7 +175,7 @@ def test_groups_of_reordered_columns(tmp_path):
     with written(tmp_path / "ordered", **arrays, weight_g_idx=order) as files:
         tensor = QuantizedTensor(files, "m", scheme)
         np.testing.assert_array_equal(tensor[1:5], (q * scale[:, order])[1:5])
-        assert tensor.pack((8,), (6,), None, False) is None
+        assert tensor.pack((8,), (6,)) is None
     with written(tmp_path / "plain", **arrays, weight_g_idx=np.full(8, -1, np.int32)) as files:
         np.testing.assert_array_equal(QuantizedTensor(files, "m", scheme)[:], q * np.repeat(scale, 2, 1))
     with written(tmp_path / "wrong", **arrays) as files, pytest.raises(ConfigError, match=r"weight_scale is \[6, 4\]"):

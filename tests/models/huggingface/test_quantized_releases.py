@@ -1,19 +1,25 @@
 """Releases whose files are quantized in formats of their own: gpt-oss in MXFP4, DeepSeek in FP8 by blocks."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jaxstack.checkpoint.compressed import named_leaves
+from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.models import from_huggingface
 from jaxstack.models.huggingface.files import WeightFiles, read_json, write_json
 from jaxstack.models.huggingface.quantized_weights import Mxfp4Experts
+from pallas_kernels.weight_only.packed import is_packed
+from tests.stored.decoders import decoder_of
 
 FIXTURES = Path(__file__).parent
 
@@ -77,6 +83,8 @@ def test_any_slice_of_experts_in_mxfp4_is_read(gpt_oss):
         found = Mxfp4Experts(files, name)
         part = (slice(1, 3), slice(5, 31), slice(2, 9))
         np.testing.assert_array_equal(found[part], values[name][part])
+        packed = found.pack(slice(1, None, 2))
+        np.testing.assert_array_equal(packed.matrix(), values[name][..., 1::2].swapaxes(1, 2))
 
 
 def test_scales_that_do_not_fit_the_blocks_are_refused(gpt_oss, tmp_path):
@@ -88,7 +96,9 @@ def test_scales_that_do_not_fit_the_blocks_are_refused(gpt_oss, tmp_path):
         from_huggingface(broken)
 
 
-def test_weights_in_fp8_by_blocks_are_products_with_their_scales(tmp_path):
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    """The fixture with all projections in FP8 by blocks of 8 x 8, and their values."""
     tensors = load_file(str(FIXTURES / "deepseek-v3" / "model.safetensors"))
     size = 8  # the latent's projection has 20 rows: its last block is half full
     wanted = {}
@@ -101,12 +111,48 @@ def test_weights_in_fp8_by_blocks_are_products_with_their_scales(tmp_path):
         tensors |= {name: stored, f"{name}_scale_inv": scales}
         wanted[name] = stored.astype(np.float32) * wide
     said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [size, size], "activation_scheme": "dynamic"}
-    folder = copy("deepseek-v3", tmp_path / "model", tensors, said)
+    return copy("deepseek-v3", tmp_path_factory.mktemp("fp8") / "model", tensors, said), wanted
+
+
+def test_weights_in_fp8_by_blocks_are_products_with_their_scales(deepseek, tmp_path):
+    folder, wanted = deepseek
     found = parameter(from_huggingface(folder, report=lambda line: None), "decoder/layers/0/attention/kv_a_proj/kernel")
     name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     np.testing.assert_array_equal(found if found.ndim == 2 else found[0], wanted[name].T)
     broken = json.loads((folder / "config.json").read_text())
     broken["quantization_config"]["weight_block_size"] = None
-    write_json(folder / "config.json", broken)
+    write_json(tmp_path / "config.json", broken)
     with pytest.raises(ConfigError, match=r"weight_block_size None"):
-        from_huggingface(folder)
+        from_huggingface(tmp_path)
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(("name", "most", "layers"), [("gpt_oss", 0.6, 4), ("deepseek", 1.1, 2)])
+def test_weights_stay_packed_for_generation(request, name, most, layers):
+    """Logits and tokens are those of the dequantized model; `most` bounds the bytes of a quantized weight."""
+    folder = request.getfixturevalue(name)[0]
+    plain = decoder_of(folder, ["parallel.data=1"], form="plain")
+    packed = decoder_of(folder, ["parallel.data=1"])
+    kept = {path: leaf for path, leaf in named_leaves(packed.params).items() if is_packed(leaf)}
+    experts = [path for path, leaf in kept.items() if leaf.stack]
+    assert len(experts) == 3 * layers
+    assert all(leaf.device_bytes <= most * math.prod(leaf.shape) for leaf in kept.values() if leaf.ndim > 1)
+    saved = sum(4 * math.prod(leaf.shape) - leaf.device_bytes for leaf in kept.values())
+    assert plain.weight_bytes - packed.weight_bytes == saved
+    prompts = np.random.default_rng(0).integers(0, 64, (2, 8), np.int32)
+    chosen = np.stack(list(packed.generate(prompts.tolist(), 4, Sampling(temperature=0))), axis=1)
+    tokens = np.concatenate([prompts, chosen], axis=1)
+    logits = plain.logits(tokens)
+    np.testing.assert_allclose(packed.logits(tokens), logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(chosen, np.argmax(logits[:, 7:-1], axis=-1))
+
+
+@pytest.mark.exhaustive
+def test_packed_experts_are_split_over_devices(gpt_oss):
+    folder = gpt_oss[0]
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 12), np.int32)
+    whole = decoder_of(folder, ["parallel.data=1"])
+    split = decoder_of(folder, ["parallel.tensor=2", "parallel.expert=2"])
+    kernel = split.params["decoder"]["layers"]["1"]["mlp"]["down_proj"]["kernel"]
+    assert kernel.arrays["indices"].sharding.spec == jax.P("expert", None, "tensor")
+    np.testing.assert_allclose(split.logits(tokens), whole.logits(tokens), rtol=1e-5, atol=2e-5)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import NotSupported, grouped_matmul, grouped_matmul_alignment, record_choices
+from pallas_kernels import NotSupported, PackedWeight, grouped_matmul, grouped_matmul_alignment, record_choices
 from pallas_kernels.grouped_gemm.groups import aligned_rows, realign
+from pallas_kernels.weight_only.formats import Float8Format
 from tests.compilation import fully_optimized
 from tests.marks import longer
 from tests.pallas_kernels.grouped_gemm.cases import Case, check, run
@@ -42,6 +43,25 @@ def test_rows_of_no_group_are_zero():
         for start, size in zip(case.starts, case.sizes, strict=True):
             mine[start : start + size] = True
         assert not np.any(np.asarray(out)[~mine]) and np.all(np.any(np.asarray(out)[mine], axis=1))
+
+
+def test_packed_matrices_are_multiplied_as_their_values():
+    """And x has its gradient; the packed matrices are constants."""
+    q = jax.random.normal(jax.random.key(1), (3, 5, 4)).astype(jnp.float8_e4m3fn)
+    scales = jax.random.uniform(jax.random.key(2), (3, 2, 1))
+    weights = PackedWeight({"q": q, "scales": scales}, Float8Format(4, 4), (4,), (5,), (3,))
+    x = jax.random.normal(jax.random.key(0), (32, 4))
+    sizes = jnp.asarray([1, 0, 20])
+
+    @jax.jit
+    def product_and_gradient(weights):
+        y, pullback = jax.vjp(lambda x: grouped_matmul(x, weights, sizes), x)
+        return y, pullback(y)[0]
+
+    for found, wanted in zip(product_and_gradient(weights), product_and_gradient(weights.dense()), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"weights \[4, 5\]"):
+        grouped_matmul(x, weights.take(0), sizes)
 
 
 def test_sizes_are_data():

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import Grid, PackedWeight, packed_matmul
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
-from pallas_kernels.weight_only.formats import IntegerFormat, powers_of_two
+from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat, powers_of_two
 from pallas_kernels.weight_only.packed import pack_block_float, pack_float8, pack_integers, pack_lookup, pack_low_rank
 
 OUT = 6
@@ -34,22 +34,31 @@ def packed(kind: str):
         q = W.astype(jnp.float8_e4m3fn)
         scales = jnp.full((OUT, 1), 0.5)
         return pack_float8(q, scales), np.asarray(q, np.float32) / 2
+    if kind == "float8_blocks":
+        q = W.astype(jnp.float8_e4m3fn)
+        scales = np.asarray([[0.5, 2], [3, 1]], np.float32)  # blocks of 4 x 12, the last ones smaller
+        weight = PackedWeight({"q": jnp.asarray(q), "scales": jnp.asarray(scales)}, Float8Format(4, 12), (IN,), (OUT,))
+        return weight, np.asarray(q, np.float32) * np.kron(scales, np.ones((4, 12)))[:OUT, :IN]
     if kind == "block_float":
         grid = Grid(6, 4)
         exponents = jnp.full((OUT, IN // 4), -3)
         q = grid.quantize(W, powers_of_two(exponents))
         return pack_block_float(grid, q, exponents), np.asarray(q, np.float32) / 8
-    if kind == "lookup":
+    if kind in ("lookup", "lookup_exponents"):
         indices = np.random.default_rng(0).integers(0, 8, (OUT, IN))
         codebook = np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32)
-        rows = np.repeat(codebook, OUT // 2, axis=0)
-        return pack_lookup(3, jnp.asarray(indices), jnp.asarray(codebook)), np.take_along_axis(rows, indices, 1)
+        weight = pack_lookup(3, jnp.asarray(indices), jnp.asarray(codebook))
+        expected = np.take_along_axis(np.repeat(codebook, OUT // 2, axis=0), indices, 1)
+        if kind == "lookup":
+            return weight, expected
+        weight.arrays["exponents"] = exponents = jnp.asarray([[-1, 2]] * OUT, jnp.int8)
+        return weight, expected * np.repeat(2.0 ** np.asarray(exponents), IN // 2, 1)
     u = W[:, :2]
     v = W[:2]
     return pack_low_rank(u, v), np.asarray(u, np.float64) @ np.asarray(v, np.float64)
 
 
-KINDS = ("int8", "int4", "zeros", "float8", "block_float", "lookup", "low_rank")
+KINDS = ("int8", "int4", "zeros", "float8", "float8_blocks", "block_float", "lookup", "lookup_exponents", "low_rank")
 
 
 @pytest.mark.quick
@@ -76,6 +85,14 @@ def test_dims_of_heads_are_those_of_the_layer():
     np.testing.assert_allclose(split.dense(), expected.T.reshape(4, 4, 2, 3))
     with pytest.raises(ValueError, match="not the dims"):
         weight.with_dims((4, 5), (2, 3))
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("int4", (1, 4)), ("float8_blocks", (1, 4)), ("lookup_exponents", (1, 4))])
+def test_parts_that_end_within_a_group_get_scales_of_their_own(kind, unit):
+    weight, _ = packed(kind)
+    smaller = weight.divisible(3, 4)
+    assert smaller.format.unit(smaller.arrays) == unit
+    np.testing.assert_array_equal(smaller.matrix(), weight.matrix())
 
 
 def test_a_wrong_input_is_one_message():
