@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,18 @@ def open_chats(config: ChatConfig, tokenizer: Tokenizer) -> Chats:
         return Chats(tokenizer, None, config)
     date = datetime.date.fromisoformat(config.date)
     return Chats(tokenizer, choose_template(config.template, tokenizer.chat, date), config)
+
+
+def encode_answer(prompt: str | Sequence[Mapping[str, Any]], answer: str, chats: Chats) -> np.ndarray:
+    """Return the ids [n] int32 of a prompt with its answer, as in training, to the token that ends the answer.
+
+    Raises:
+      ConfigError: it is no prompt, the answer is empty, or one of them contains special tokens.
+      JaxstackError: the template refuses it.
+    """
+    record = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "completion": answer}
+    [example] = _encoded(_Reader(chats).read(record, "the answer"), chats)
+    return example.ids[: np.flatnonzero(example.answers)[-1] + 1]
 
 
 def open_examples(

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from jaxstack.config.base import Component
 from jaxstack.errors import ConfigError
@@ -105,6 +105,18 @@ class Scorer(Protocol):
     def close(self) -> None: ...
 
 
+class RewardModel(Protocol):
+    """Interface of a loaded reward model; see `jaxstack.run.load.load_reward_model`."""
+
+    def encode(self, prompt: str | Sequence[Mapping[str, Any]], answer: str) -> list[int]: ...
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> Any: ...
+
+
+LoadModel: TypeAlias = Callable[[str], RewardModel]
+"""Loads the reward model of a run directory."""
+
+
 class Reward(Component):
     """Base class of the rewards that a configuration can choose by `name`."""
 
@@ -129,12 +141,16 @@ class Reward(Component):
         """Do what can fail before there are samples. It may raise any exception."""
         return
 
-    def open(self) -> Scorer:
+    def open(self, load_model: LoadModel | None) -> Scorer:
         """Return the reward ready for use.
+
+        Args:
+          load_model: loads reward models.
 
         Raises:
           ConfigError: it cannot be computed here.
         """
+        del load_model
         return _Here(self)
 
 
@@ -212,7 +228,8 @@ class SeparateReward(SampleReward):
     time_limit: float = Field(default=10.0, gt=0, le=3600)
     """Seconds for all answers of a step, and again for each alone if one of them failed."""
 
-    def open(self) -> Scorer:
+    def open(self, load_model: LoadModel | None) -> Scorer:
+        del load_model
         return _Elsewhere(self, self.time_limit)
 
 
@@ -252,6 +269,8 @@ class Regex(SeparateReward):
 class JsonSchema(SeparateReward):
     """1 if the answer, or the block in its Markdown fence, is JSON that fits a schema."""
 
+    # Loaded under either name, as a stored configuration has the field's.
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
     name: Literal["json_schema"] = "json_schema"
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     """The schema; null: it is in `column`. Keywords that are not supported are refused."""
@@ -390,7 +409,8 @@ class Python(Reward):
     def prepare(self) -> None:
         _imported(self.path)
 
-    def open(self) -> Scorer:
+    def open(self, load_model: LoadModel | None) -> Scorer:
+        del load_model
         scorer = _Elsewhere(self, self.time_limit)
         problem = scorer.prepare()
         if problem is not None:
@@ -452,7 +472,8 @@ class UnitTests(ColumnReward):
     def judge(self, sample: Sample) -> float:
         raise NotImplementedError  # `open` returns what tests many answers at a time
 
-    def open(self) -> Scorer:
+    def open(self, load_model: LoadModel | None) -> Scorer:
+        del load_model
         limits = sandbox.Limits(self.time_limit, self.memory, self.processes, self.folder)
         try:
             return _Tested(self, sandbox.Sandbox(limits, self.isolation, self.workers))
@@ -491,7 +512,56 @@ class _Tested:
         self._box.close()
 
 
-REWARDS = (Exact, Contains, Regex, JsonSchema, Number, Expression, Length, UnitTests, Python)
+class Model(SampleReward):
+    """The reward that a reward model gives, which `jaxstack.train` made with `preference.loss: reward_model`.
+
+    Prompt and answer are written with the reward model's own chat template. It is computed in the trainer's process.
+    """
+
+    name: Literal["model"] = "model"
+    path: str
+    """Its run directory."""
+    batch_tokens: int = Field(default=16384, ge=1)
+    """Tokens, with padding, that are computed at a time."""
+
+    def judge(self, sample: Sample) -> float:
+        raise NotImplementedError  # `open` returns what computes many answers at a time
+
+    def open(self, load_model: LoadModel | None) -> Scorer:
+        if load_model is None:
+            raise ValueError("rewards with a reward model need load_model, such as jaxstack.run.load.load_reward_model")
+        return _Modelled(load_model(self.path), self.batch_tokens)
+
+
+class _Modelled:
+    """Computes the rewards of a reward model, answers of like length together."""
+
+    def __init__(self, model: RewardModel, batch_tokens: int):
+        self._model = model
+        self._batch_tokens = batch_tokens
+
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = []
+        encoded: dict[int, list[int]] = {}
+        for row, sample in enumerate(samples):
+            try:
+                encoded[row] = self._model.encode(sample.prompt, sample.answer)
+                outcomes.append(0.0)
+            except Exception as error:
+                outcomes.append(Failure(_told(error)))
+        left = sorted(encoded, key=lambda row: len(encoded[row]))
+        while left:
+            rows = left[-max(1, self._batch_tokens // len(encoded[left[-1]])) :]
+            for row, reward in zip(rows, self._model([encoded[row] for row in rows]), strict=True):
+                outcomes[row] = float(reward)
+            del left[-len(rows) :]
+        return outcomes
+
+    def close(self) -> None:
+        pass
+
+
+REWARDS = (Exact, Contains, Regex, JsonSchema, Number, Expression, Length, UnitTests, Model, Python)
 """Every reward that the section `reward` can choose by `name`. A new one is added here."""
 
 if TYPE_CHECKING:
@@ -505,12 +575,13 @@ class Rewards:
 
     Args:
       config: the rewards.
+      load_model: loads reward models, for `name: model`.
 
     Raises:
       ConfigError: there is none, or one of them cannot be computed here.
     """
 
-    def __init__(self, config: Sequence[Reward]):
+    def __init__(self, config: Sequence[Reward], load_model: LoadModel | None = None):
         if not config:
             raise ConfigError("reward is empty; give at least one reward, such as reward=[{name: exact}].")
         self.config = tuple(config)
@@ -521,7 +592,10 @@ class Rewards:
             for reward in config:
                 seen[reward.kind] += 1
                 number = seen[reward.kind]
-                self._scorers[f"{reward.kind}_{number}" if number > 1 else reward.kind] = reward.weight, reward.open()
+                self._scorers[f"{reward.kind}_{number}" if number > 1 else reward.kind] = (
+                    reward.weight,
+                    reward.open(load_model),
+                )
         except BaseException:
             self.close()
             raise
@@ -580,13 +654,17 @@ def check_columns(config: Sequence[Reward], columns: Iterable[str], where: str) 
             )
 
 
-def build_rewards(config: Sequence[Reward]) -> Rewards:
+def build_rewards(config: Sequence[Reward], load_model: LoadModel | None = None) -> Rewards:
     """Make the rewards of a configuration's section `reward` ready for use.
+
+    Args:
+      config: the rewards.
+      load_model: loads reward models, for `name: model`; `jaxstack.run.load.load_reward_model`.
 
     Raises:
       ConfigError: there is none, a function cannot be imported, or there is no sandbox for generated code.
     """
-    return Rewards(config)
+    return Rewards(config, load_model)
 
 
 def _all_outcomes(scorer: Scorer, samples: Sequence[Sample]) -> list[Outcome]:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_overrides, merge_trees
+from jaxstack.data.chat import Chats, encode_answer, open_chats
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Params, cast_shapes
 from jaxstack.decoding.decoder import Decoder
@@ -299,14 +300,23 @@ class RewardModel:
     Args:
       module: the model with its reward head.
       params: its parameters.
-      tokenizer: the tokenizer that it was trained with, with its chat template.
+      chats: the tokenizer and the chat template that it was trained with.
     """
 
-    def __init__(self, module: ModuleArrays, params: Params, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, module: ModuleArrays, params: Params, chats: Chats):
+        self.tokenizer = chats.tokenizer
+        self._chats = chats
         self._params = params
         non_params = initial_variables(module)
         self._rewards = jax.jit(lambda params, *batch: module.merge(params, non_params).rewards(*batch)[0])
+
+    def encode(self, prompt: str | Sequence[Mapping[str, Any]], answer: str) -> list[int]:
+        """Return a prompt (a text or messages) with its answer as token ids, as the model was trained on them.
+
+        Raises:
+          ConfigError: the answer is empty, or one of them contains special tokens.
+        """
+        return encode_answer(prompt, answer, self._chats).tolist()
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the reward of each sequence of token ids, [B] float32, read at its last token, the stop token."""
@@ -353,7 +363,8 @@ def load_reward_model(directory: str | Path, overrides: Sequence[str] = (), *, s
 
     module = ModuleArrays(make)
     wanted, _ = module.split_added(cast_shapes(module, setting.rules))
-    return RewardModel(module, {**stored.read(wanted, unrolled, step=step), "reward_head": head}, stored.tokenizer)
+    chats = open_chats(config.data.chat, stored.tokenizer)
+    return RewardModel(module, {**stored.read(wanted, unrolled, step=step), "reward_head": head}, chats)
 
 
 def check_finite(params: Params, stored: StoredModel) -> None:

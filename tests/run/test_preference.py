@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 import jaxstack.evaluate as evaluate
 import jaxstack.train as command
 from jaxstack.errors import ConfigError
+from jaxstack.reinforce.rewards import Model, Sample, build_rewards
 from jaxstack.run.load import load_reward_model
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
@@ -101,8 +102,12 @@ def test_a_reward_model_is_trained_with_adapters_stopped_and_loaded(folder, tune
     score = load_reward_model(folder / "reward")
     asked = "<|im_start|>user\nwhat is b<|im_end|>\n<|im_start|>assistant\n"
     texts = [f"{asked}{answer}<|im_end|>" for answer in ("it is b yes", "no")]
-    rewards = score([ids.tolist() for ids, _ in score.tokenizer.encode_marked(texts)])
+    ids = [ids.tolist() for ids, _ in score.tokenizer.encode_marked(texts)]
+    rewards = score(ids)
     assert rewards.shape == (2,) and rewards[0] > rewards[1]
+    assert score.encode("what is b", "it is b yes") == ids[0]
+    with build_rewards([Model(path=str(folder / "reward"), weight=2)], load_reward_model) as model:
+        assert model([Sample([{"role": "user", "content": "what is b"}], "it is b yes")])[0].total == 2 * rewards[0]
     with pytest.raises(ConfigError, match="dpo is no reward model"):
         load_reward_model(folder / "dpo")
 
