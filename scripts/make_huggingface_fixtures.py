@@ -100,6 +100,14 @@ MODELS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "gemma4-shared-keys": (  # the last four layers read keys and values of layers 1 and 2
+        "Gemma4Text",
+        {
+            **SMALL, **GEMMA4, "num_hidden_layers": 7, "intermediate_size": 16, "num_kv_shared_layers": 4,
+            "layer_types": ["sliding_attention"] + ["sliding_attention", "full_attention"] * 3,
+            "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
+        },
+    ),
     "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "smollm3": ("SmolLM3", {**SMALL, "num_hidden_layers": 4, "no_rope_layer_interval": 4, "pad_token_id": 1}),
     "granite": (

@@ -11,9 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxstack.models import ModelConfig
+from jaxstack.models.embedding import Embedding
 from jaxstack.models.linear import Linear
 from jaxstack.models.moe_layer import Experts
-from jaxstack.models.transformer import Embedding, Transformer
+from jaxstack.models.transformer import Transformer
 from jaxstack.parameter_paths import weight_paths
 from pallas_kernels.weight_only.packed import PackedWeight
 

@@ -223,10 +223,10 @@ def _working_copies(shape: ModelShape, layouts: LayoutTable, prefetch: bool) -> 
 
 
 def _buffers(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats:
-    """Return the bytes of buffers for tokens routed to experts, and for keys and values from other devices."""
+    """Return the bytes of buffers: for tokens routed to experts, keys and values from other devices, layers' inputs."""
     rows = microbatch_tokens_per_device(layouts, tokens)
     tensor = layouts["tensor"]
     copies = shape.routed * shape.hidden * (shape.exchange_factor * (layouts["expert"] > 1) + 1) * 2
     experts = copies * rows * _COMPUTE * (shape.mixtures > 0)
     keys = np.where(layouts["context"] > 1, 2 * shape.key * 2 * (_COMPUTE + 4) * rows / tensor, 0)
-    return experts + keys
+    return experts + keys + 2 * shape.layer_inputs * rows * _COMPUTE  # with their gradients

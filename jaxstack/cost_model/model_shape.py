@@ -36,6 +36,7 @@ class ModelShape:
       shared_width: width of all shared experts together.
       exchange_factor: rows of one all-to-all relative to an even load.
       vocabulary: rows of the embedding.
+      layer_inputs: numbers per token of the embeddings of all layers; 0 without them.
       tied: True if embedding and head are one table.
       attention_parameters: parameters of the token mixers' matrices, as a mean over layers.
       dense_parameters: parameters of a dense feed-forward sublayer.
@@ -63,6 +64,7 @@ class ModelShape:
     shared_width: int
     exchange_factor: float
     vocabulary: int
+    layer_inputs: int
     tied: bool
     attention_parameters: float
     dense_parameters: int
@@ -75,8 +77,8 @@ class ModelShape:
 
     @property
     def tables(self) -> int:
-        """Number of parameters outside of the layers: embedding and output head."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+        """Number of parameters outside of the layers: embedding and output head, table of the layers' embeddings."""
+        return self.vocabulary * (self.hidden * (1 if self.tied else 2) + self.layer_inputs)
 
     @property
     def all_experts(self) -> int:
@@ -118,7 +120,9 @@ def model_shape(model: ModelConfig) -> ModelShape:
     mixtures = kinds.count("experts") + kinds.count("both")
     expert = d * model.expert_size * inner if moe else 0
     shared = moe.n_shared_experts * model.expert_size if moe else 0
-    dense = d * model.feed_forward_size
+    widths = [model.feed_forward_width(layer) for layer in layers_in_training(model)]
+    width = sum(widths) // layers
+    dense = d * width
     active = (moe.num_experts_per_tok * model.expert_size + shared) * d if moe else 0
     return ModelShape(
         layers=layers,
@@ -130,13 +134,14 @@ def model_shape(model: ModelConfig) -> ModelShape:
         key=key,
         heads=model.num_heads,
         head_dim=model.width_per_head,
-        feed_forward=model.feed_forward_size,
+        feed_forward=width,
         gated=model.mlp == "gated",
         routed=moe.num_experts_per_tok if moe else 0,
         expert_width=model.expert_size if moe else 0,
         shared_width=shared,
         exchange_factor=moe.exchange_factor if moe else 0.0,
         vocabulary=model.vocab_size,
+        layer_inputs=model.num_layers * (model.hidden_size_per_layer_input or 0),
         tied=model.tie_word_embeddings,
         attention_parameters=count_mixers(model).matmul / layers,
         dense_parameters=dense * inner,

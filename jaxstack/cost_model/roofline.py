@@ -134,11 +134,13 @@ def model_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
       model: with `vocab_size` set.
       work: the part of the step that one device computes.
     """
-    dense = model.dense_layers * work.microbatches
+    widths = collections.Counter(
+        model.feed_forward_width(layer) for layer in model.layers() if layer.feed_forward in ("dense", "both")
+    )
     mixtures = model.mixture_layers * work.microbatches
     return [
         *_attention_operators(model, work),
-        *(_dense_operators(model, work, dense) if dense else []),
+        *(op for width, layers in widths.items() for op in _dense_operators(model, work, width, layers)),
         *(_mixture_operators(model, work, mixtures) if mixtures else []),
         *_elementwise_operators(model, work),
         *_end_operators(model, work),
@@ -189,7 +191,8 @@ def _projections(model: ModelConfig, layer: Layer, tensor: int) -> tuple[str, fl
     heads, kv, h = _size_of_heads(model, layer, tensor)
     mixer = layer.mixer
     if mixer is None or mixer.own_heads is None:
-        return "query, key, value projection", (heads + 2 * kv) * h, heads * h
+        keys_and_values = 0 if layer.reuses is not None else 2 * kv
+        return "query, key, value projection", (heads + keys_and_values) * h, heads * h
     columns = mixer_module(mixer).count(model, layer).matmul / model.hidden_size / tensor
     return f"input projections ({mixer.title})", columns - heads * h, heads * h
 
@@ -200,9 +203,10 @@ def _size_of_heads(model: ModelConfig, layer: Layer, tensor: int) -> tuple[float
     return heads.num_heads / tensor, heads.num_kv_heads / min(tensor, heads.num_kv_heads), heads.head_dim
 
 
-def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[OperatorCost]:
+def _dense_operators(model: ModelConfig, work: Workload, width: int, layers: int) -> list[OperatorCost]:
     d = model.hidden_size
-    f = model.feed_forward_size / work.tensor
+    f = width / work.tensor
+    calls = layers * work.microbatches
     inner = 2 if model.mlp == "gated" else 1
     return [
         _matmul("feed-forward, gate and up" if inner == 2 else "feed-forward, up", work, d, inner * f, calls),

@@ -56,12 +56,14 @@ class DraftPrograms:
       together: number of layers that run together while guessing; 1: the draft model is run exactly.
 
     Raises:
-      ConfigError: layers that run together are stacked.
+      ConfigError: layers that run together are stacked, or read more than the residual stream.
     """
 
     def __init__(self, target: Programs, model: ModelOnMesh, width: int, together: int = 1):
         if together > 1 and model.config.scan_layers and model.config.num_layers > 1:
             raise ConfigError("engine.draft_layers_together needs a draft model with model.scan_layers=false.")
+        if together > 1:
+            model.config.check_independent_layers("engine.draft_layers_together", "leave it out")
         self.target = target
         self.model = model
         self.width = width

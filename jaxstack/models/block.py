@@ -19,6 +19,7 @@ from jaxstack.models.mlp import MLPS, PlainMLP
 from jaxstack.models.moe.router import RouterSums
 from jaxstack.models.moe_layer import MoE
 from jaxstack.models.norm import LayerInput, Norm, make_norm
+from jaxstack.models.per_layer_embedding import PerLayerInput
 from jaxstack.models.remat import MATMULS_SAVED
 from jaxstack.parallel import save_for_backward, shard
 
@@ -77,10 +78,11 @@ class Block(nnx.Module):
         self.mlp_post_norm = norm(layer.feed_forward and config.post_norms)
         scalar = nnx.Param(jnp.ones(1, jnp.float32), logical_axes=("norm",)) if config.layer_scalars else None
         self.layer_scalar = scalar
+        self.per_layer_input = PerLayerInput(config, rngs) if config.hidden_size_per_layer_input else None
         self.dropout = config.dropout
         self.residual_multiplier = config.residual_multiplier
         cut = layer.feed_forward == "dense" and config.remat not in MATMULS_SAVED
-        self.chunked_width = config.feed_forward_size if cut else None
+        self.chunked_width = config.feed_forward_width(layer) if cut else None
         """Width of the activations that decides into how many chunks the MLP is cut; None: it is never cut."""
 
     def __call__(
@@ -110,9 +112,9 @@ class Block(nnx.Module):
                 x = self._add(x, update, self.attention_post_norm, attention_key)
         if self.mlp is not None:
             with jax.named_scope("mlp"):
-                update, x, router_sums = self._feed_forward(x, context.slots is not None, context.experts)
+                update, x, router_sums = self._feed_forward(x, context.slots is not None, context.beside.experts)
                 x = self._add(x, update, self.mlp_post_norm, mlp_key)
-        return self._scale(x), cache, router_sums
+        return self._end(x, context), cache, router_sums
 
     def make_cache(self, make: Callable[[TokenMixer], LayerCache], layers: int | None = None) -> LayerCache:
         """Create the mixer's empty cache by calling `make`; None if the layer has no mixer.
@@ -136,7 +138,9 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             return self.attention(normalize(self.attention_norm, x)[0], context, cache)
 
-    def finish(self, x: Float[Array, "B T D"], update: Float[Array, "B T D"] | None) -> Float[Array, "B T D"]:
+    def finish(
+        self, x: Float[Array, "B T D"], update: Float[Array, "B T D"] | None, context: Context
+    ) -> Float[Array, "B T D"]:
         """Complete the layer after `attend`: add its output to the residual stream; run the feed-forward sublayer."""
         with jax.named_scope("mlp"):
             if update is not None:
@@ -144,10 +148,13 @@ class Block(nnx.Module):
             if self.mlp is not None:
                 update, x, _ = self._feed_forward(x, True)
                 x = self._add(x, update, self.mlp_post_norm, None)
-            return self._scale(x)
+            return self._end(x, context)
 
-    def _scale(self, x: jax.Array) -> jax.Array:
-        """Multiply the layer's output by its learned number, if it has one."""
+    def _end(self, x: jax.Array, context: Context) -> jax.Array:
+        """Add what the layer's own embedding gives, and multiply by the layer's learned number, if it has them."""
+        if self.per_layer_input is not None and context.beside.inputs is not None:
+            with jax.named_scope("per_layer_input"):
+                x = add_to_residual(x, self.per_layer_input(x, context.beside.inputs))
         return x if self.layer_scalar is None else x * self.layer_scalar[...].astype(x.dtype)
 
     def _feed_forward(
@@ -180,6 +187,8 @@ class Block(nnx.Module):
 def _make_feed_forward(config: ModelConfig, layer: Layer, rngs: nnx.Rngs) -> nnx.Module | None:
     if layer.feed_forward is None:
         return None
+    if (width := config.feed_forward_width(layer)) != config.feed_forward_size:
+        config = config.model_copy(update={"intermediate_size": width})
     if layer.feed_forward == "both":
         return ExpertsBesideMLP(config, rngs)
     return MoE(config, rngs) if layer.feed_forward == "experts" else MLPS[config.mlp](config, rngs)

@@ -58,6 +58,9 @@ LAYER_TYPES = {
 """The types of layers by the name that `ModelConfig.layer_types` has for them."""
 
 
+LayerKind = tuple[str, bool, Literal["keeps", "reuses"] | None]
+"""(Layer type, has a mixture of experts, use of its keys), from which a layer's record follows."""
+
 _NOT_SOFTMAX = (
     "parametrization: mup is known for softmax over scores of queries and keys; attention.name {model.attention.name} "
     f"is another function of them. Use one of {', '.join(_SOFTMAX_KINDS)}."
@@ -155,6 +158,14 @@ class ModelConfig(Component):
     """Number of layers for multi-token prediction after the last layer: each predicts one token further, in training
     with the weight `train.mtp_loss_weight` (DeepSeek-V3 and GLM-4.5 have 1)."""
 
+    num_kv_shared_layers: int = Field(default=0, ge=0)
+    """Number of layers, the last ones, without keys and values: they attend to those of the last earlier layer of the
+    same type (Gemma 4 E2B and E4B). Needs attention.name gemma4."""
+    use_double_wide_mlp: bool = False
+    """True gives these layers feed-forward sublayers of twice `intermediate_size` (Gemma 4 E2B)."""
+    hidden_size_per_layer_input: int | None = Field(default=None, ge=1)
+    """Width of an embedding of each layer, which the layer adds to the residual stream (Gemma 4 E2B and E4B); the table
+    has a row of num_layers times as many numbers for each token. Left out: there are none."""
     layer_scalars: bool = False
     """Multiply the output of each layer, the residual stream, by a learned number (Gemma 4)."""
     tie_word_embeddings: bool = False
@@ -242,7 +253,7 @@ class ModelConfig(Component):
                 f"moe.swiglu_limit needs mlp: gated (found {self.mlp}) and no n_shared_experts (found "
                 f"{self.moe.n_shared_experts}), to which it does not apply."
             )
-        if problem := self._width_problem():
+        if problem := self._width_problem() or self._sharing_problem():
             raise ValueError(problem)
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(ScoreOptions)}
         options |= {"num_kv_heads": self.kv_heads, "head_dim": self.width_per_head}
@@ -290,6 +301,51 @@ class ModelConfig(Component):
             )
         return None
 
+    def _sharing_problem(self) -> str | None:
+        """Return why layers cannot share keys and values, or have embeddings of their own, or None if they can."""
+        shared = self.num_kv_shared_layers
+        own = self.num_layers - shared
+        if self.num_nextn_predict_layers and (shared or self.hidden_size_per_layer_input):
+            return (
+                f"num_nextn_predict_layers ({self.num_nextn_predict_layers}) must be 0 with num_kv_shared_layers and "
+                "hidden_size_per_layer_input: a layer for multi-token prediction has no keys, values and embeddings "
+                "of other layers."
+            )
+        if self.use_double_wide_mlp and not shared:
+            return "use_double_wide_mlp needs num_kv_shared_layers, the layers that it is for; leave it out."
+        if not shared:
+            return None
+        if not self.attention.shares_keys:
+            return f"num_kv_shared_layers ({shared}) needs attention.name gemma4; found {self.attention.name}."
+        if own < 1:
+            return f"num_kv_shared_layers ({shared}) must be less than num_layers ({self.num_layers})."
+        if self.use_double_wide_mlp and self.moe is not None:
+            return "use_double_wide_mlp is for dense layers, without moe; leave one of the two out."
+        names = self._layer_names()
+        if missing := sorted(set(names[own:]) - set(names[:own])):
+            return (
+                f"num_kv_shared_layers ({shared}): the last {shared} layers attend to keys of earlier layers of their "
+                f"type, but layers 1 to {own} have none of type {missing[0]}; share fewer layers."
+            )
+        return None
+
+    def check_independent_layers(self, what: str, way_out: str) -> None:
+        """Check that a layer's output follows from its input, as it must where layers run apart from each other.
+
+        Args:
+          what: what runs them so, such as "a pipeline".
+          way_out: end of the message, such as "set parallel.pipeline=1".
+
+        Raises:
+          ConfigError: layers also read keys and values of others, or embeddings of their own.
+        """
+        if not _layers_are_independent(self):
+            raise ConfigError(
+                f"{what} passes only the residual stream from layer to layer, but the layers of this model read more: "
+                f"num_kv_shared_layers is {self.num_kv_shared_layers}, hidden_size_per_layer_input is "
+                f"{self.hidden_size_per_layer_input}; {way_out}."
+            )
+
     @property
     def kv_heads(self) -> int:
         """Number of key/value heads; equal to `num_heads` where `num_kv_heads` is not set."""
@@ -313,6 +369,11 @@ class ModelConfig(Component):
         if self.mlp == "plain":
             return 4 * self.hidden_size
         return -(-self.hidden_size * 8 // 3 // 64) * 64
+
+    def feed_forward_width(self, layer: Layer) -> int:
+        """Return the width of a layer's dense feed-forward sublayer."""
+        wide = self.use_double_wide_mlp and layer.reuses is not None
+        return self.feed_forward_size * (2 if wide else 1)
 
     @property
     def expert_size(self) -> int:
@@ -363,14 +424,28 @@ class ModelConfig(Component):
         records = {kind: self._layer(*kind) for kind in set(kinds)}
         return tuple(records[kind] for kind in kinds)
 
-    def _layer_kinds(self) -> tuple[tuple[str, bool], ...]:
-        """Return (layer type, has a mixture of experts) of each layer, from which its record follows."""
-        return tuple(
-            (self.layer_types[i % len(self.layer_types)], self.moe is not None and self.moe.is_mixture_layer(i))
-            for i in range(self.num_layers)
-        )
+    def _layer_names(self) -> list[str]:
+        """Return the layer type of each layer."""
+        return [self.layer_types[i % len(self.layer_types)] for i in range(self.num_layers)]
 
-    def _layer(self, name: str, mixture: bool) -> Layer:
+    def _layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Return (layer type, has a mixture of experts, use of its keys) of each layer, from which its record follows.
+
+        The keys of a layer are its own (None), its own and kept for later layers (keeps), or those of another (reuses).
+        """
+        names = self._layer_names()
+        own = self.num_layers - self.num_kv_shared_layers
+        last = {name: i for i, name in enumerate(names[:own])}
+
+        def use_of_keys(i: int) -> Literal["keeps", "reuses"] | None:
+            if LAYER_TYPES[names[i]].mixer is None or names[i] not in names[own:]:
+                return None
+            return "reuses" if i >= own else "keeps" if last[names[i]] == i else None
+
+        mixture = [self.moe is not None and self.moe.is_mixture_layer(i) for i in range(self.num_layers)]
+        return tuple((name, mixture[i], use_of_keys(i)) for i, name in enumerate(names))
+
+    def _layer(self, name: str, mixture: bool, keys: Literal["keeps", "reuses"] | None) -> Layer:
         kind = LAYER_TYPES[name]
         local = kind.windowed and self.rope_local_base_freq is not None
         rotates = kind.mixer is not None and kind.rotates and self.positions == "rope"
@@ -380,6 +455,8 @@ class ModelConfig(Component):
             chunk=self.attention_chunk_size if kind.chunked else None,
             rotation=("local" if local else "global") if rotates else None,
             feed_forward=(_feed_forward(self.moe) if mixture else "dense") if kind.feed_forward else None,
+            keeps=name if keys == "keeps" else None,
+            reuses=name if keys == "reuses" else None,
         )
 
     def windows(self) -> tuple[int | None, ...]:
@@ -427,10 +504,10 @@ class ModelConfig(Component):
 
 
 @functools.lru_cache(maxsize=64)
-def _repeated_pattern(kinds: tuple[tuple[str, bool], ...]) -> tuple[int, int]:
+def _repeated_pattern(kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
     """Return (start, period) of the repeated layers with the fewest layers to compile: one period and the rest."""
 
-    def period_of(kinds: tuple[tuple[str, bool], ...]) -> int:
+    def period_of(kinds: tuple[LayerKind, ...]) -> int:
         fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
         return next(fits, len(kinds))
 
@@ -449,9 +526,18 @@ def _near_divisors(number: int, near: int) -> str:
     return f"{below} or {above}" if above != below else str(below)
 
 
+def _layers_are_independent(model: ModelConfig) -> bool:
+    return not (model.num_kv_shared_layers or model.hidden_size_per_layer_input)
+
+
 def _has_attention(name: str, model: ModelConfig) -> bool:
     return model.attention.name == name
 
+
+_READ_MORE = (
+    "the layers of this model read more: model.num_kv_shared_layers is {model.num_kv_shared_layers}, "
+    "model.hidden_size_per_layer_input is {model.hidden_size_per_layer_input}"
+)
 
 FEATURES = (
     Feature("unrolled layers", "model", lambda model: not model.scan_layers, ("model.scan_layers=false",)),
@@ -483,6 +569,38 @@ FEATURES = (
         "model",
         lambda model: model.num_nextn_predict_layers > 0,
         ("model.num_nextn_predict_layers=1",),
+    ),
+    Feature(
+        "per-layer embeddings or shared keys",
+        "model",
+        lambda model: not _layers_are_independent(model),
+        ("model.hidden_size_per_layer_input=16",),
+        excludes=(
+            Excludes(
+                "pipeline",
+                "a stage gets only the residual stream of the stage before it",
+                "parallel.pipeline ({parallel.pipeline}) passes only the residual stream from stage to stage, but "
+                f"{_READ_MORE}; set parallel.pipeline=1 and use fsdp, tensor or context.",
+            ),
+            Excludes(
+                "muP",
+                "how the learning rates of their weights depend on the width is not known",
+                "parametrization: mup does not know how learning rates depend on the width where "
+                f"{_READ_MORE}; use parametrization: standard.",
+            ),
+            Excludes(
+                "prefetch",
+                "the loop that gathers ahead has gradients of the residual stream and of weights only",
+                "parallel.prefetch ({parallel.prefetch}) has gradients of the residual stream and of weights only, but "
+                f"{_READ_MORE}; remove parallel.prefetch.",
+            ),
+            Excludes(
+                "multi-token prediction",
+                "the layers that predict have no keys, values and embeddings of the model's layers",
+                "num_nextn_predict_layers ({model.num_nextn_predict_layers}) must be 0, as the layers that predict "
+                f"have no keys, values and embeddings of the model's layers, but {_READ_MORE}.",
+            ),
+        ),
     ),
     Feature("tied embeddings", "model", lambda model: model.tie_word_embeddings, ("model.tie_word_embeddings=true",)),
     Feature("dropout", "model", lambda model: model.dropout > 0, ("model.dropout=0.1",)),

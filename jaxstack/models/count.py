@@ -14,6 +14,7 @@ from jaxstack.models.experts_beside_mlp import ExpertsBesideMLP
 from jaxstack.models.layer import Layer, ParameterCount
 from jaxstack.models.mixers import mixer_module
 from jaxstack.models.norm import count_norm_parameters
+from jaxstack.models.per_layer_embedding import count_per_layer_embeddings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,7 @@ class ModelSize:
 
     Attributes:
       total: all parameters.
-      embedding: token and position tables.
+      embedding: tables of tokens and positions, and of each layer.
       matmul: matrices that multiply a token's activations: the head, tied or not, and the experts of one token. Layers
         for multi-token prediction, which training computes, count, and each of them multiplies by the head once more.
       active: parameters that take part in the computation of one token; less than `total` with experts.
@@ -52,9 +53,10 @@ def count_parameters(config: ModelConfig) -> ModelSize:
     predicted = config.num_nextn_predict_layers
     mixtures = sum(layer.feed_forward in ("experts", "both") for layer in layers_in_training(config))
     idle = [mixtures * count for count in _idle_experts(config)]
-    matmul = sum(layer.matmul for layer in layers) + predicted * 2 * d * d - idle[0]
-    total = outside + sum(map(sum, layers)) + predicted * (2 * d * d + 3 * norm)
-    return ModelSize(total, embedding + rows * d, matmul + (1 + predicted) * head, total - sum(idle))
+    table, per_layer = count_per_layer_embeddings(config)
+    matmul = sum(layer.matmul for layer in layers) + predicted * 2 * d * d - idle[0] + per_layer.matmul
+    total = outside + sum(map(sum, layers)) + predicted * (2 * d * d + 3 * norm) + table + sum(per_layer)
+    return ModelSize(total, embedding + rows * d + table, matmul + (1 + predicted) * head, total - sum(idle))
 
 
 def layers_in_training(config: ModelConfig) -> tuple[Layer, ...]:
@@ -98,7 +100,7 @@ def _feed_forward(config: ModelConfig, layer: Layer) -> ParameterCount:
         parts = [_feed_forward(config, dataclasses.replace(layer, feed_forward=kind)) for kind in ("dense", "experts")]
         return ParameterCount(*map(sum, zip(*parts, ExpertsBesideMLP.count_scales(config), strict=True)))
     if layer.feed_forward == "dense":
-        f = config.feed_forward_size
+        f = config.feed_forward_width(layer)
         return ParameterCount(d * f * (inner + 1), (f * inner + d) * config.mlp_bias)
     moe = config.moe
     assert moe is not None

@@ -5,7 +5,7 @@ Dims: B batch, T query length, D model, K kv heads, H head_dim.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -89,6 +89,54 @@ class CacheSlots(NamedTuple):
         return jnp.maximum(self.seen, self.queries.max(axis=1) + 1)
 
 
+class Kept(NamedTuple):
+    """Keys and values that a layer computed and later layers attend to as well, see `Layer.keeps`."""
+
+    key: Float[Array, "B T K H"]
+    value: Float[Array, "B T K H"]
+    cache: LayerCache | None
+    """The layer's cache while decoding: pages with these tokens, or another cache without them; None: there is none."""
+
+
+class CacheAndKept(NamedTuple):
+    """What a mixer returns in place of its updated cache where later layers reuse its keys and values."""
+
+    cache: LayerCache | None
+    kept: dict[str, Kept]
+    """One entry, by the name in `Layer.keeps`."""
+
+
+class Beside(NamedTuple):
+    """Arrays that layers read beside the residual stream: those of all layers, or, within a layer, of this one."""
+
+    kept: dict[str, Kept] | None = None
+    """Keys and values that earlier layers left for later ones, by name."""
+    inputs: Float[Array, "*L B T d"] | None = None
+    """Embeddings of each layer, see `jaxstack.models.per_layer_embedding`."""
+    experts: Int[Array, "B T *L k"] | None = None
+    """Experts that tokens are sent to; None: the routers choose."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if gradients flow through these arrays."""
+        return self.kept is not None or self.inputs is not None
+
+    def of_layer(self, number: Int[Array, ""] | int, index: int | None = None) -> "Beside":
+        """Return what the layer `number` reads.
+
+        Args:
+          index: its index in `inputs`, where these are of some of the layers only; None: its number.
+        """
+        inputs = None if self.inputs is None else self.inputs[number if index is None else index]
+        return Beside(self.kept, inputs, None if self.experts is None else self.experts[:, :, number])
+
+    def after(self, cache: LayerCache | CacheAndKept | None) -> "tuple[Beside, LayerCache | None]":
+        """Return what the layers after one may read, given the updated cache that it returned; and that cache."""
+        if not isinstance(cache, CacheAndKept):
+            return self, cache
+        return self._replace(kept={**(self.kept or {}), **cache.kept}), cache.cache
+
+
 class Context(NamedTuple):
     """Inputs that all layers of one forward pass share, such as positions and rotary angles."""
 
@@ -101,14 +149,10 @@ class Context(NamedTuple):
     """Positions in the cache while decoding; None: there is no cache."""
     counted: bool = False
     """True if positions are 0..T-1 in every row."""
-    experts: Int[Array, "B T *layers k"] | None = None
-    """Experts that tokens are sent to, of all layers or of one; None: the routers choose."""
+    beside: Beside = Beside()
+    """What layers read beside the residual stream."""
     records_experts: bool = False
     """True if mixtures of experts return the experts of each token."""
-
-    def experts_of(self, number: Int[Array, ""] | int) -> Int[Array, "B T k"] | None:
-        """Return the experts that tokens are sent to in layer `number`, where this has those of all layers."""
-        return None if self.experts is None else self.experts[:, :, number]
 
 
 class Mixer(Component):
@@ -116,6 +160,9 @@ class Mixer(Component):
 
     Each has a `name`. `jaxstack.models.mixers.MIXERS` has the module that computes it.
     """
+
+    shares_keys: ClassVar[bool] = False
+    """True if layers can attend to the keys and values of earlier ones, see `Layer.reuses`."""
 
     @property
     def title(self) -> str:
@@ -173,6 +220,9 @@ class Layer:
       rotation: name of the rotations of queries and keys in `Context.angles`; None: they are not rotated.
       feed_forward: its feed-forward sublayer, dense, a mixture of experts, or both, whose outputs are added; None: the
         layer has only a mixer.
+      keeps: name under which its keys and values are kept for later layers; None: no other layer reads them.
+      reuses: name of the kept keys and values that its queries attend to in place of its own, of which it has none;
+        None: it attends to its own.
     """
 
     mixer: Mixer | None
@@ -180,6 +230,8 @@ class Layer:
     chunk: int | None = None
     rotation: str | None = None
     feed_forward: Literal["dense", "experts", "both"] | None = "dense"
+    keeps: str | None = None
+    reuses: str | None = None
 
 
 class ParameterCount(NamedTuple):

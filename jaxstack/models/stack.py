@@ -17,7 +17,7 @@ from jaxstack.models.adapters import set_adapter_dropout_keys
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key
-from jaxstack.models.layer import Context, Layer, LayerCache
+from jaxstack.models.layer import Beside, Context, Layer, LayerCache
 from jaxstack.models.layer_weights import (
     Weights,
     add_layers_logical_axis,
@@ -36,8 +36,8 @@ Caches = list[LayerCache] | None
 LayerOutput = tuple[jax.Array, LayerCache | None, RouterSums | None]
 """(x [B, T, D], cache, the router's sums over tokens, None for a dense layer) after one layer."""
 
-RunLayer = Callable[[jax.Array, Weights, LayerCache | None, jax.Array | None, jax.Array | None], LayerOutput]
-"""(x, weights, cache, dropout key, experts that tokens are sent to) -> output of one layer."""
+RunLayer = Callable[[jax.Array, Weights, LayerCache | None, jax.Array | None, Beside], LayerOutput]
+"""(x, weights, cache, dropout key, what the layer reads beside x) -> output of one layer."""
 
 
 def make_stacked_blocks(make: Callable[[nnx.Rngs], Block], keys: Key[Array, " layers"]) -> Block:
@@ -113,7 +113,8 @@ class Stack(nnx.Module):
         Returns:
           x, the caches, and the sums over tokens of all layers' routers (None if all layers are dense).
         """
-        x, new_caches, sums = self.run_before_scan(x, context, caches, key, dtype)
+        x, new_caches, sums, beside = self._run_single(range(self.scanned.start), x, context, caches, key, dtype)
+        context = context._replace(beside=beside)
         if self.scanned:
             x, found, scan_sums = self._scan(x, context, caches, key, dtype)
             new_caches = new_caches + found
@@ -130,7 +131,7 @@ class Stack(nnx.Module):
         dtype: jax.typing.DTypeLike,
     ) -> tuple[Float[Array, "B T D"], list[LayerCache], RouterSums | None]:
         """Run the unstacked layers before the scan; return x, their caches and the sums of their routers."""
-        return self._run_single(range(self.scanned.start), x, context, caches, key, dtype)
+        return self._run_single(range(self.scanned.start), x, context, caches, key, dtype)[:3]
 
     def run_after_scan(
         self,
@@ -141,7 +142,7 @@ class Stack(nnx.Module):
         dtype: jax.typing.DTypeLike,
     ) -> tuple[Float[Array, "B T D"], list[LayerCache], RouterSums | None]:
         """Run the unstacked layers after the scan; return x, their caches and the sums of their routers."""
-        return self._run_single(range(self.scanned.stop, len(self.layers)), x, context, caches, key, dtype)
+        return self._run_single(range(self.scanned.stop, len(self.layers)), x, context, caches, key, dtype)[:3]
 
     def run_repetition(
         self,
@@ -156,6 +157,7 @@ class Stack(nnx.Module):
 
         Args:
           weights: gathered weights of the pattern's layers, from `gather_layers`.
+          context: with `beside.inputs` of these layers only.
           step: number of the repetition.
 
         Returns:
@@ -167,7 +169,7 @@ class Stack(nnx.Module):
             number = self.start + step * self.period + i
             run = _layer_runner(nnx.graphdef(self.layers[self.start + i]), context)
             cache = caches[i] if caches else None
-            x, cache, own = run(x, state, cache, fold_key(key, number), context.experts_of(number))
+            x, cache, own = run(x, state, cache, fold_key(key, number), context.beside.of_layer(number, i))
             new_caches.append(cache)
             sums.append(_recorded(own, context))
         return x, (new_caches, sums)
@@ -189,7 +191,8 @@ class Stack(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """Run one unstacked layer with its cache while decoding; return x and the updated cache."""
         graphdef, state = nnx.split(self.layers[index])
-        x, cache, _ = _with_gathered_weights(_layer_runner(graphdef, context), dtype)(x, state, cache, None, None)
+        run = _with_gathered_weights(_layer_runner(graphdef, context), dtype)
+        x, cache, _ = run(x, state, cache, None, context.beside)
         return x, cache
 
     def run_together(
@@ -222,7 +225,7 @@ class Stack(nnx.Module):
                 updates.append(update)
                 new_caches.append(cache)
             for block, update in zip(blocks, updates, strict=True):
-                x = block.finish(x, update)
+                x = block.finish(x, update, context)
         return x, new_caches
 
     def _run_single(
@@ -233,10 +236,15 @@ class Stack(nnx.Module):
         caches: Caches,
         key: jax.Array | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[jax.Array, list[LayerCache], RouterSums | None]:
-        """Run the unstacked layers `indices` in order; return x, their caches and the sums of their routers."""
+    ) -> tuple[jax.Array, list[LayerCache], RouterSums | None, Beside]:
+        """Run the unstacked layers `indices` in order.
+
+        Returns:
+          x, their caches, the sums of their routers, and what later layers read beside x.
+        """
         new_caches = []
         sums = []
+        beside = context.beside
         numbers = [self.layer_numbers(index)[0] for index in indices]
         runners: dict[nnx.GraphDef, RunLayer] = {}
         for index, number in zip(indices, numbers, strict=True):
@@ -248,10 +256,11 @@ class Stack(nnx.Module):
                 # trace jit would compile it at each call.
                 runners[graphdef] = jax.jit(run) if isinstance(x, Tracer) else run
             cache = caches[index] if caches else None
-            x, cache, own = runners[graphdef](x, state, cache, fold_key(key, number), context.experts_of(number))
+            x, cache, own = runners[graphdef](x, state, cache, fold_key(key, number), beside.of_layer(number))
+            beside, cache = beside.after(cache)
             new_caches.append(cache)
             sums.append(_recorded(own, context))
-        return x, new_caches, self._of_layers(sums, np.array(numbers))
+        return x, new_caches, self._of_layers(sums, np.array(numbers)), beside
 
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
@@ -259,19 +268,26 @@ class Stack(nnx.Module):
         """Run all stacked layers by a scan; return x, their caches and the sums of their routers."""
         states = [nnx.state(self.layers[i]) for i in self.scanned]
 
-        if caches is None and gathers_ahead() and self.remat not in OFFLOADED and not context.records_experts:
+        gathers = caches is None and gathers_ahead() and self.remat not in OFFLOADED
+        # The loop that gathers ahead has gradients of x and the weights only, and returns no experts.
+        if gathers and not context.beside.has_gradients and not context.records_experts:
             x, sums = self._scan_prefetched(x, states, context, key, dtype)
             return x, [], sums
 
         def body(
-            x: jax.Array, layer: tuple[list[Weights], Caches, jax.Array]
+            x: jax.Array, layer: tuple[list[Weights], Caches, jax.Array, jax.Array | None]
         ) -> tuple[jax.Array, tuple[list[LayerCache], list[RouterSums | None]]]:
-            states, caches, step = layer
-            return self.run_repetition(x, gather_layers(states, dtype), context, caches, key, step)
+            states, caches, step, inputs = layer
+            own = context._replace(beside=context.beside._replace(inputs=inputs))
+            return self.run_repetition(x, gather_layers(states, dtype), own, caches, key, step)
 
         body = rematerialise(body, self.remat, scanned=True)
         caches = [caches[i] for i in self.scanned] if caches else None
-        x, (new_caches, sums) = jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats)))
+        inputs = context.beside.inputs
+        if inputs is not None:
+            last = self.start + self.period * self.repeats
+            inputs = inputs[self.start : last].reshape(self.repeats, self.period, *inputs.shape[1:])
+        x, (new_caches, sums) = jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats), inputs))
         return x, new_caches, self._of_layers(sums, np.array([self.layer_numbers(i) for i in self.scanned]))
 
     def _scan_prefetched(
@@ -320,14 +336,10 @@ def _layer_runner(graphdef: nnx.GraphDef, context: Context) -> RunLayer:
     """Return a function that runs a layer with given weights."""
 
     def run(
-        x: jax.Array,
-        weights: Weights,
-        cache: LayerCache | None,
-        key: jax.Array | None,
-        experts: jax.Array | None,
+        x: jax.Array, weights: Weights, cache: LayerCache | None, key: jax.Array | None, beside: Beside
     ) -> LayerOutput:
         block = set_adapter_dropout_keys(nnx.merge(graphdef, weights), key)
-        return block(name_layer_input(x), context._replace(experts=experts), cache, key)
+        return block(name_layer_input(x), context._replace(beside=beside), cache, key)
 
     return run
 
@@ -336,13 +348,9 @@ def _with_gathered_weights(run: RunLayer, dtype: jax.typing.DTypeLike) -> RunLay
     """Wrap a layer function so that it all-gathers and casts the stored weights first."""
 
     def layer(
-        x: jax.Array,
-        state: Weights,
-        cache: LayerCache | None,
-        key: jax.Array | None,
-        experts: jax.Array | None,
+        x: jax.Array, state: Weights, cache: LayerCache | None, key: jax.Array | None, beside: Beside
     ) -> LayerOutput:
         # Profiles show layers under the name of this function.
-        return run(x, gather_weights(state, dtype), cache, key, experts)
+        return run(x, gather_weights(state, dtype), cache, key, beside)
 
     return layer

@@ -120,7 +120,11 @@ def make_repetition_function(model: Transformer) -> RunRepetition:
     """Create a function that runs one repetition of the scanned layer pattern with given weights.
 
     Its weights are an NNX state of the parameters that `is_stacked` selects, without the dim of layers.
+
+    Raises:
+      ConfigError: layers of the model read more than the residual stream.
     """
+    model.config.check_independent_layers("a pipeline", "set parallel.pipeline=1")
     stack = model.decoder
     dtype = model.dtype
 

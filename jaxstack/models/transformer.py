@@ -11,8 +11,8 @@ from jaxstack.models.adapters import adapted_layers
 from jaxstack.models.block import shard_residual
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
+from jaxstack.models.embedding import Embedding
 from jaxstack.models.initialization import (
-    Initializer,
     Width,
     embedding_initializer,
     make_initializer,
@@ -24,64 +24,12 @@ from jaxstack.models.mixers import TokenMixer
 from jaxstack.models.moe.router import RouterSums
 from jaxstack.models.multi_token_prediction import MultiTokenPrediction
 from jaxstack.models.norm import make_norm
+from jaxstack.models.per_layer_embedding import PerLayerEmbedding
 from jaxstack.models.rope import rope_cos_sin
 from jaxstack.models.stack import Caches, Stack
-from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length, with_local_batch
+from jaxstack.parallel import batch_shards, gather_parameter, shard, splits_length
 from jaxstack.precision import PrecisionConfig
 from pallas_kernels import PackedWeight, packed_matmul
-
-
-class Embedding(nnx.Module):
-    """Learned embedding table [rows, D]; a packed low-bit table is stored transposed, like an output head's weight."""
-
-    def __init__(self, rows: int, size: int, axes: tuple[str, str], initialize: Initializer, rngs: nnx.Rngs):
-        self.table = nnx.Param(initialize(rngs.params(), (rows, size), rows), logical_axes=axes)
-        self.axes = axes
-
-    def weight(self, dtype: jax.typing.DTypeLike) -> Float[Array, "rows D"]:
-        """Return the whole table in the compute dtype, all-gathered over the mesh axis `fsdp`."""
-        if isinstance(packed := self.table.get_raw_value(), PackedWeight):
-            return packed.matrix().astype(dtype)
-        return gather_parameter(self.table, dtype)
-
-    def __call__(self, ids: Int[Array, "B T"], dtype: jax.typing.DTypeLike) -> Float[Array, "B T D"]:
-        """Look up the embeddings of int32 ids, in the compute dtype.
-
-        If the rows are sharded over the tensor axis, each device looks up its own rows, and an all-reduce joins them
-        (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
-        """
-        if isinstance(packed := self.table.get_raw_value(), PackedWeight):
-            return packed.rows(ids).astype(dtype)
-        # Rows of the whole table, not of this device's shard.
-        rows = self.table.get_metadata().get("whole_shape", self.table.shape)[0]
-
-        def local(part: jax.Array, ids: jax.Array) -> jax.Array:
-            if part.shape[0] == rows:
-                return part[ids]
-            index = ids - jax.lax.axis_index("tensor") * part.shape[0]
-            own = (index >= 0) & (index < part.shape[0])
-            found = jnp.where(own[..., None], part[jnp.clip(index, 0, part.shape[0] - 1)], 0)
-            return _sum_over_tensor(found)
-
-        return with_local_batch(local, self.table, dtype, ids, tensor=True)
-
-
-@jax.custom_vjp
-def _sum_over_tensor(x: jax.Array) -> jax.Array:
-    return jax.lax.psum(x, "tensor")
-
-
-def _sum_forward(x: jax.Array) -> tuple[jax.Array, None]:
-    return _sum_over_tensor(x), None
-
-
-def _sum_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-    # The incoming gradients are equal on all devices, so their sum needs no second all-reduce.
-    return (gradient * jax.lax.axis_size("tensor"),)
-
-
-_sum_over_tensor.defvjp(_sum_forward, _sum_backward)
-
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output head."""
@@ -142,6 +90,7 @@ class Transformer(nnx.Module):
         self.head = None if head is None else nnx.Param(head, logical_axes=HEAD_AXES)
         self.mtp = MultiTokenPrediction(config, rngs) if config.num_nextn_predict_layers else None
         """The layers that predict tokens after the next, which `jaxstack.loss` trains."""
+        self.per_layer_embedding = PerLayerEmbedding(config, rngs) if config.hidden_size_per_layer_input else None
         self.config = config
         self.dtype = dtype
         scale_initial_weights(self, config)
@@ -240,7 +189,8 @@ class Transformer(nnx.Module):
             of `experts`. They are those before a capacity drops any; those of dense layers are 0.
         """
         context = self._training_context(tokens, positions, segment_ids)
-        context = context._replace(experts=self._checked_experts(experts, tokens), records_experts=records_experts)
+        beside = context.beside._replace(experts=self._checked_experts(experts, tokens))
+        context = context._replace(beside=beside, records_experts=records_experts)
         x, _, routers = self._run(tokens, context, None, dropout_key)
         if routers is not None and routers.experts is not None:
             routers = routers._replace(experts=jnp.moveaxis(routers.experts, 0, 2))
@@ -271,8 +221,7 @@ class Transformer(nnx.Module):
 
         See `hidden` for the arguments.
         """
-        context = self._training_context(tokens, positions, segment_ids)
-        return self._embed(tokens, context, None), context
+        return self._start(tokens, self._training_context(tokens, positions, segment_ids), None)
 
     def _training_context(self, tokens: jax.Array, positions: jax.Array | None, segment_ids: SegmentIds) -> Context:
         counted = positions is None
@@ -355,7 +304,7 @@ class Transformer(nnx.Module):
         context = self.packed_context(positions, slots)
         tokens = tokens.reshape(context.positions.shape)
         if layers_together > 1:
-            x = self._embed(tokens, context, None)
+            x, context = self._start(tokens, context, None)
             x, layers = self.decoder.run_together(x, context, pages, self.dtype, layers_together)
             x = self.leave(x)
         else:
@@ -429,7 +378,7 @@ class Transformer(nnx.Module):
         """Run embedding and layers; return final hidden states [B, T, D], caches and the sums of the routers."""
         embedding_key, layers_key = split_key(key)
         with jax.named_scope("embedding"):
-            x = self._embed(tokens, context, embedding_key)
+            x, context = self._start(tokens, context, embedding_key)
         with jax.named_scope("layers"):
             x, caches, routers = self.decoder(x, context, caches, layers_key, self.dtype)
         return self.leave(x), caches, routers
@@ -446,10 +395,16 @@ class Transformer(nnx.Module):
                 x = x * jnp.asarray(1 / self.config.logits_scaling, x.dtype)
         return shard(x, "batch", "length", "act_embed")
 
-    def _embed(self, tokens: jax.Array, context: Context, key: jax.Array | None) -> jax.Array:
-        """Embed tokens, with positions and dropout, as the input of the first layer."""
+    def _start(self, tokens: jax.Array, context: Context, key: jax.Array | None) -> tuple[jax.Array, Context]:
+        """Embed tokens, with positions and dropout, as the input of the first layer; return it and all layers' context.
+
+        The context gets what each layer adds of its own embedding, if the model has `per_layer_embedding`.
+        """
         x = self._scale_and_place(self.embedding(tokens, self.dtype), context)
-        return shard_residual(drop(x, self.config.dropout, key))
+        if self.per_layer_embedding is not None:
+            beside = context.beside._replace(inputs=self.per_layer_embedding(tokens, x))
+            context = context._replace(beside=beside)
+        return shard_residual(drop(x, self.config.dropout, key)), context
 
     def _scale_and_place(self, x: jax.Array, context: Context) -> jax.Array:
         """Scale token embeddings if the model does so, and add learned position embeddings if it has them."""

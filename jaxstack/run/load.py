@@ -413,12 +413,14 @@ def open_window(
       report: called with a line on the memory that the weights take.
 
     Raises:
-      ConfigError: the directory is a run, or several devices are asked for, or as `jaxstack.run.load.load`.
+      ConfigError: the directory is a run, several devices are asked for, layers read more than the residual stream, or
+        as `jaxstack.run.load.load`.
     """
     if resident_layers < 1:
         raise ConfigError(f"--resident-layers must be at least 1; found {resident_layers}.")
     stored = StoredModel.open(directory, report)
     config = run_config(stored, overrides)
+    config.model.check_independent_layers("--resident-layers", "leave it out")
     model = config.model.model_copy(update={"scan_layers": False})
     layers = stored.open_layers(model)
     if math.prod(config.parallel.degrees.values()) > 1:

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
+from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.attention.kv_cache import (
     KeyCache,
     attend_newest,
@@ -47,6 +48,10 @@ MODELS = {
     },
     "experts, unrolled": {
         **WINDOWS, "scan_layers": False, "moe": MoEConfig(num_experts=4, num_experts_per_tok=2, capacity_factor=None),
+    },
+    "keys of an earlier layer, embeddings of each layer": {
+        **WINDOWS, "num_layers": 6, "num_kv_shared_layers": 4, "use_double_wide_mlp": True, "qk_norm": True,
+        "hidden_size_per_layer_input": 8, "attention": GemmaAttention(),
     },
     "longformer, half of each head rotates": {
         "attention": LongformerAttention(window=4, global_tokens=3), "partial_rotary_factor": 0.5,

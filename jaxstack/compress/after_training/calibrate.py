@@ -172,7 +172,11 @@ class LayerRunner:
 
         Args:
           batches: `tokens` [B, T] int32, and with packing `positions` and `segment_ids` [B, T].
+
+        Raises:
+          ConfigError: layers of the model read more than the residual stream.
         """
+        model.config.check_independent_layers("calibration", "use a method without it, such as rtn")
         found = []
         for batch in batches:
             options = {name: jnp.asarray(batch[name]) for name in ("positions", "segment_ids") if name in batch}

@@ -1,7 +1,7 @@
 """Configuration of Gemma 4's attention; `jaxstack.models.mixers.gemma_attention` computes it."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,8 @@ class GemmaAttention(SoftmaxAttention):
     """Number of key/value heads in layers without a window; left out: num_kv_heads."""
     attention_k_eq_v: bool = False
     """True: the values of layers without a window are the keys before norm and rotation, and are not projected."""
+
+    shares_keys: ClassVar[bool] = True
 
     def layer_heads(self, heads: AttentionSpec) -> AttentionSpec:
         if heads.window is not None:

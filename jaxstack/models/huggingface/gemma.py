@@ -176,16 +176,30 @@ def _write_gemma4_rope(model: ModelConfig) -> dict[str, Any]:
     return {"rope_parameters": by_type}
 
 
-def _off(key: str, default: Any, off: Any, what: str) -> Row:
-    """Create the conversion of a key of a part that is not supported: it must be `off`, or `default` and left out."""
+def _read_sharing(config: Keys) -> dict[str, Any]:
+    """Read which layers reuse keys and values, and the embeddings of each layer, which have the model's vocabulary."""
+    shared = find(config, "num_kv_shared_layers", 0)
+    width = find(config, "hidden_size_per_layer_input", 256) or None
+    rows = find(config, "vocab_size_per_layer_input", 262144)
+    if width and rows != config.get("vocab_size"):
+        raise ConfigError(
+            f"config.json: vocab_size_per_layer_input ({rows}) must be vocab_size ({config.get('vocab_size')})."
+        )
+    wide = find(config, "use_double_wide_mlp", False) and shared > 0
+    return {
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+        "hidden_size_per_layer_input": width,
+    }
 
-    def read(config: Keys) -> dict[str, Any]:
-        found = find(config, key, default)
-        if found != off:
-            raise ConfigError(f"config.json: {key}: {found!r} is not supported, only {off!r} is: there are no {what}.")
-        return {}
 
-    return Row((key,), read, lambda model: {key: off})
+def _write_sharing(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_kv_shared_layers": model.num_kv_shared_layers,
+        "use_double_wide_mlp": model.use_double_wide_mlp,
+        "hidden_size_per_layer_input": model.hidden_size_per_layer_input or 0,
+        "vocab_size_per_layer_input": model.vocab_size,
+    }
 
 
 _EXPERTS = {
@@ -229,6 +243,14 @@ _EXPERT_TENSORS = (
     Tensor("layers/mlp/experts_post_norm/scale", LAYER + "post_feedforward_layernorm_2.weight", ((0,),)),
 )
 
+_PER_LAYER_EMBEDDING = (
+    Tensor("per_layer_embedding/embedding/table", "model.embed_tokens_per_layer.weight", ((0,), (1,))),
+    Tensor("per_layer_embedding/projection", "model.per_layer_model_projection.weight", ((1, 2), (0,))),
+    Tensor("per_layer_embedding/norm/scale", "model.per_layer_projection_norm.weight", ((0,),)),
+    Tensor("layers/per_layer_input/gate/kernel", LAYER + "per_layer_input_gate.weight", ((1,), (0,))),
+    Tensor("layers/per_layer_input/projection/kernel", LAYER + "per_layer_projection.weight", ((1,), (0,))),
+    Tensor("layers/per_layer_input/norm/scale", LAYER + "post_per_layer_input_norm.weight", ((0,),)),
+)
 
 GEMMA4 = Family(
     "gemma4_text",
@@ -251,8 +273,16 @@ GEMMA4 = Family(
             lambda config: _GEMMA4_ROPE.read({**config, "rope_parameters": config.get("rope_parameters") or _ROPE}),
             _write_gemma4_rope,
         ),
-        _off("num_kv_shared_layers", 0, 0, "layers with the keys and values of another"),
-        _off("hidden_size_per_layer_input", 256, 0, "embeddings of each layer"),
+        Row(
+            (
+                "num_kv_shared_layers",
+                "use_double_wide_mlp",
+                "hidden_size_per_layer_input",
+                "vocab_size_per_layer_input",
+            ),
+            _read_sharing,
+            _write_sharing,
+        ),
         Row(("enable_moe_block", *_EXPERTS), _read_experts, _write_experts),
         always(
             norm="rms_norm",
@@ -272,10 +302,12 @@ GEMMA4 = Family(
         *(row._replace(path=row.path.replace("layers/mlp/", "layers/mlp/dense/")) for row in MLP),
         *_EXPERT_TENSORS,
         Tensor("layers/layer_scalar", LAYER + "layer_scalar", ((0,),)),
+        *_PER_LAYER_EMBEDDING,
     ),
     nested=NESTED,
-    ignored=frozenset(["use_double_wide_mlp", "vocab_size_per_layer_input"]),  # of the parts that are off
-    buffers=r".*rotary_emb\..*inv_freq|(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*",
+    # Released files have keys and values of layers that do not use them.
+    buffers=r".*rotary_emb\..*inv_freq|(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*"
+    r"|model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",
 )
 
 GEMMA4_MULTIMODAL = Multimodal(

@@ -96,15 +96,11 @@ class Attention(nnx.Module):
         kind = self.kind.with_weight(*weight)
         if cache is None or slots is None or slots.first:
             q, k, v = self._queries_keys_values(x, context)
-            seen = as_stored(k, v, self.heads.cache_format, self.channel_order())
-            own = {"per_head" if kind.weight_per_head else "whole": weight}
-            segment_ids = _chunk_segments(context, self.heads.chunk, q)
-            out = with_local_heads(self._attend, q, *seen, segment_ids, **own)
+            out = self._attend_without_cache(q, *self._as_stored(k, v), context, *weight)
             cache = cache if cache is None or slots is None else kind.store(k, v, cache, slots, self.heads)
         else:
             out, cache = self._decode(kind, x, context, cache, slots)
-        out = shard(out, "batch", "length", "act_heads", "act_head_dim")
-        return apply_scattered(out, self.o_proj), cache
+        return self._project_output(out), cache
 
     def channel_order(self) -> Int[Array, "*layers K H"] | None:
         """Return the order in which the cache stores the channels of keys; None if it does not reorder them.
@@ -160,12 +156,17 @@ class Attention(nnx.Module):
         # XLA cannot partition the kernel that takes joined heads, which rotates whole heads.
         if self.qkv_proj is not None and angles is not None and plain and whole and not in_slots and not is_sharded():
             return kind.decode_joined(apply_gathered(x, self.qkv_proj)[0], angles, cache, slots, self.heads)
-        q, k, v = self._queries_keys_values(x, context)
+        return self._decode_heads(kind, *self._queries_keys_values(x, context), cache, slots)
+
+    def _decode_heads(
+        self, kind: AttentionKind, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: CacheSlots
+    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+        """Add tokens to the cache, given their heads; return their attention to all tokens so far, and the cache."""
         if slots.pages is None:
             return kind.decode(q, k, v, cache, slots, self.heads)
         # Packed tokens are one row for attention, whatever rows they are for the matmuls.
         row_q, row_k, row_v = (part.reshape(1, -1, *part.shape[2:]) for part in (q, k, v))
-        if in_slots:
+        if not isinstance(cache, PagedKeys):
             decode = functools.partial(kind.decode, heads=self.heads)
             out, cache = decode_slots(decode, (row_q, row_k, row_v), cache, slots)
         else:
@@ -179,20 +180,41 @@ class Attention(nnx.Module):
     def _queries_keys_values(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute q [B, T, N, H], k and v [B, T, K, H], with head norms and rotary positions applied."""
         q, k, v = self._project(x)
-        q = shard(q, "batch", "length", "act_heads", "act_head_dim")
+        q = self._finish_queries(q, context)
         k = shard(k, "batch", "length", "act_kv_heads", "act_head_dim")
         v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q)
+        if self.k_norm is not None:
             k = self.k_norm(k)
-        angles = self._angles(context)
-        if angles is not None:
-            q = apply_rope(q, angles)
+        if (angles := self._angles(context)) is not None:
             k = apply_rope(k, angles)
+        return q, save_for_backward(k), v
+
+    def _finish_queries(self, q: Float[Array, "B T N H"], context: Context) -> Float[Array, "B T N H"]:
+        """Apply the head norm, rotary positions and the scale by position to projected queries."""
+        q = shard(q, "batch", "length", "act_heads", "act_head_dim")
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if (angles := self._angles(context)) is not None:
+            q = apply_rope(q, angles)
         if self.floor_scale is not None:
             steps = jnp.floor((context.positions + 1) / self.floor_scale)
             q = (q * (1 + self.attn_scale * jnp.log1p(steps))[..., None, None]).astype(q.dtype)
-        return save_for_backward(q), save_for_backward(k), v
+        return save_for_backward(q)
+
+    def _as_stored(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys and values with the rounding error of the cache's format, if it has one."""
+        return as_stored(k, v, self.heads.cache_format, self.channel_order())
+
+    def _attend_without_cache(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, *weight: jax.Array
+    ) -> Float[Array, "B T N H"]:
+        """Compute attention of the tokens to each other, given their heads."""
+        own = {"per_head" if self.kind.weight_per_head else "whole": weight}
+        segment_ids = _chunk_segments(context, self.heads.chunk, q)
+        return with_local_heads(self._attend, q, k, v, segment_ids, **own)
+
+    def _project_output(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        return apply_scattered(shard(out, "batch", "length", "act_heads", "act_head_dim"), self.o_proj)
 
     def _project(self, x: LayerInput) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Compute q [B, T, N, H], k and v [B, T, K, H], before head norms and rotary positions."""

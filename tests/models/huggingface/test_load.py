@@ -68,6 +68,18 @@ def test_a_slightly_different_model_has_other_logits(name):
     assert np.abs(found - expected["logits"]).max() > 0.05
 
 
+@pytest.mark.longer
+def test_the_keys_of_another_layer_give_other_logits(monkeypatch):
+    """Layers with a window reuse the keys and values of the last such layer before them, not of the first."""
+    expected = load_file(HERE / "gemma4-shared-keys" / "expected.safetensors")
+    model = from_huggingface(HERE / "gemma4-shared-keys")
+    first, last = model.decoder.layers[:2]
+    assert (first.attention.keeps, last.attention.keeps) == (None, "sliding_attention")
+    first.attention.keeps, last.attention.keeps = last.attention.keeps, first.attention.keeps
+    found = jax.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(expected["tokens"]))
+    assert np.abs(found - expected["logits"]).max() > 0.05
+
+
 @pytest.mark.parametrize(
     ("name", "degrees"),
     [
