@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ class ModelShape:
       head_dim: width of a head.
       feed_forward: width of a dense feed-forward sublayer.
       gated: True if the feed-forward sublayers have a gate.
-      routed: number of routed experts that compute a token; 0 without experts.
+      experts: number of routed experts of a mixture; 0 without experts.
+      routed: number of them that compute a token.
       expert_width: width of one expert.
       shared_width: width of all shared experts together.
       exchange_factor: rows of one all-to-all relative to an even load.
@@ -59,6 +61,7 @@ class ModelShape:
     head_dim: int
     feed_forward: int
     gated: bool
+    experts: int
     routed: int
     expert_width: int
     shared_width: int
@@ -136,6 +139,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         head_dim=model.width_per_head,
         feed_forward=width,
         gated=model.mlp == "gated",
+        experts=moe.num_experts if moe else 0,
         routed=moe.num_experts_per_tok if moe else 0,
         expert_width=model.expert_size if moe else 0,
         shared_width=shared,
@@ -164,7 +168,7 @@ def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
     plain = optimizer.model_copy(update={"groups": ()})
     total = 0.0
     parameters = 0
-    for path, (inputs, outputs, count) in _matrices(shape).items():
+    for path, inputs, outputs, count in _matrices(shape):
         dims = (*inputs, *outputs)
         tree: object = jax.ShapeDtypeStruct(dims, jnp.float32)
         for name in reversed(path.split("/")):
@@ -179,10 +183,10 @@ def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
 def adapter_share(adapters: AdapterConfig, shape: ModelShape) -> float:
     """Return the number of parameters of adapters as a fraction of the base model's, vectors left out.
 
-    Adapters are for the layers' dense matrices alone.
+    Adapters are for the matrices of layers alone, those of routed experts included.
     """
     added = 0
-    for path, (inputs, outputs, count) in _matrices(shape).items():
+    for path, inputs, outputs, count in _matrices(shape):
         rule = next((rule for rule in adapters.rules if re.search(rule.path, path)), None)
         if rule is not None and path.startswith("decoder/"):
             wide = math.prod(inputs)
@@ -194,7 +198,7 @@ def adapter_share(adapters: AdapterConfig, shape: ModelShape) -> float:
 def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelShape) -> float:
     """Return the number of trained parameters, including adapters, as a fraction of the base model's parameters.
 
-    Vectors are left out, and routed experts count as trained if the model has no adapters.
+    Vectors and routers are left out.
 
     Args:
       optimizer: its groups may freeze parameters.
@@ -205,8 +209,8 @@ def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelSha
         return 1.0
     groups = [*((group.path, group.frozen) for group in optimizer.groups), (".*", None)]
     frozen_by_default = bool(adapters.rules)
-    trained = 0 if frozen_by_default else shape.all_experts
-    for path, (inputs, outputs, count) in _matrices(shape).items():
+    trained = 0
+    for path, inputs, outputs, count in _matrices(shape):
         frozen = match(path, groups)
         if not (frozen_by_default if frozen is None else frozen):
             trained += count * math.prod(inputs) * math.prod(outputs)
@@ -215,30 +219,41 @@ def trained_share(optimizer: Optimizer, adapters: AdapterConfig, shape: ModelSha
 
 def _count_matrices(shape: ModelShape) -> int:
     """Return the number of elements of all matrices of a model, routed experts included."""
-    dense = (count * math.prod(inputs) * math.prod(outputs) for inputs, outputs, count in _matrices(shape).values())
-    return shape.all_experts + sum(dense)
+    return sum(m.number * math.prod(m.inputs) * math.prod(m.outputs) for m in _matrices(shape))
 
 
-def _matrices(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Return the shapes of a model's dense matrices: path in layer 0 -> (input dims, output dims, number of layers).
+class _Matrix(NamedTuple):
+    """Path that a matrix of a model has in layer 0, its dims, and the number of such matrices."""
 
-    Embedding and head count as one layer each; routed experts are left out.
-    """
+    path: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    number: int
+
+
+def _matrices(shape: ModelShape) -> list[_Matrix]:
+    """Return the matrices of a model's layers, one for each routed expert, its embedding and head; no routers."""
     d = shape.hidden
-    width = shape.feed_forward
     head = shape.head_dim
     heads = shape.heads
     keys = shape.key // head
-    layers = shape.layers
-    gate = {"decoder/layers/0/mlp/gate_proj/kernel": ((d,), (width,), layers)} if shape.gated else {}
-    return {
-        "decoder/layers/0/attention/q_proj/kernel": ((d,), (heads, head), layers),
-        "decoder/layers/0/attention/k_proj/kernel": ((d,), (keys, head), layers),
-        "decoder/layers/0/attention/v_proj/kernel": ((d,), (keys, head), layers),
-        "decoder/layers/0/attention/o_proj/kernel": ((heads, head), (d,), layers),
-        **gate,
-        "decoder/layers/0/mlp/up_proj/kernel": ((d,), (width,), layers),
-        "decoder/layers/0/mlp/down_proj/kernel": ((width,), (d,), layers),
-        "embedding/table": ((shape.vocabulary,), (d,), 1),
-        **({} if shape.tied else {"head": ((d,), (shape.vocabulary,), 1)}),
-    }
+    layer = "decoder/layers/0"
+    both = shape.dense_layers + shape.mixtures > shape.layers  # a mixture next to an MLP
+    widths = (
+        ("mlp/dense" if both else "mlp", shape.feed_forward, shape.dense_layers),
+        ("mlp/experts" if both else "mlp", shape.expert_width, shape.mixtures * shape.experts),
+        ("mlp/shared_experts", shape.shared_width, shape.mixtures if shape.shared_width else 0),
+    )
+    found = [
+        _Matrix(f"{layer}/attention/q_proj/kernel", (d,), (heads, head), shape.layers),
+        _Matrix(f"{layer}/attention/k_proj/kernel", (d,), (keys, head), shape.layers),
+        _Matrix(f"{layer}/attention/v_proj/kernel", (d,), (keys, head), shape.layers),
+        _Matrix(f"{layer}/attention/o_proj/kernel", (heads, head), (d,), shape.layers),
+        _Matrix("embedding/table", (shape.vocabulary,), (d,), 1),
+    ]
+    for path, width, count in widths:
+        if count:
+            into = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
+            found += [_Matrix(f"{layer}/{path}/{name}/kernel", (d,), (width,), count) for name in into]
+            found.append(_Matrix(f"{layer}/{path}/down_proj/kernel", (width,), (d,), count))
+    return found if shape.tied else [*found, _Matrix("head", (d,), (shape.vocabulary,), 1)]

@@ -1,14 +1,15 @@
-"""Low-rank adapters of dense layers: LoRA (Hu et al. 2021, arXiv:2106.09685), DoRA (Liu et al. 2024, arXiv:2402.09353).
+"""Low-rank adapters of dense layers and of experts: LoRA (Hu et al. 2021, arXiv:2106.09685), DoRA (Liu et al. 2024).
 
 LoRA replaces a layer x W by x W + s (x A) B with s = alpha / rank, A [in, rank] random and B [rank, out] zero, so that
 training starts from the unchanged layer. DoRA also learns the magnitude of each output: it multiplies the result by
 m / |W + s A B|, with norms over the inputs and m [out] starting at |W|; the norm is a constant in the gradient (section
-4.3 of the paper).
+4.3 of arXiv:2402.09353). Experts' weights are stacked, W [experts, in, out], and so are A, B and m: each expert has an
+adapter of its own.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,41 +20,46 @@ from pydantic import Field
 
 from jaxstack.config.base import Component, PathRule
 from jaxstack.config.features import Excludes, Feature
+from jaxstack.errors import ConfigError
 from jaxstack.models.dropout import drop, fold_key
 from jaxstack.models.linear import Kernel, Linear, multiply
+from jaxstack.models.moe_layer import Experts
 from jaxstack.parameter_paths import check_patterns, match_common_value, weight_paths
 from pallas_kernels import PackedWeight, QuantizedWeight
 
 Module = TypeVar("Module", bound=nnx.Module)
 
+Adaptable: TypeAlias = Linear | Experts
+"""A layer that may have an adapter."""
+
 
 class AdapterRule(PathRule):
-    """Adapter settings (method, rank, alpha) of the dense layers whose weight path matches the rule."""
+    """Adapter settings (method, rank, alpha) of the layers whose weight path matches the rule."""
 
     method: Literal["lora", "dora"] = "lora"
     rank: int = Field(default=16, ge=1)
     alpha: float | None = Field(default=None, gt=0)
     """The adapter's output is multiplied by alpha / rank; left out: by 1."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout rate of the adapter's input during training."""
+    """Dropout rate of the adapter's input during training; routed experts support none."""
 
 
 class AdapterConfig(Component):
     """Configuration of a model's adapters. All other parameters are frozen unless `optimizer.groups` says otherwise."""
 
     rules: tuple[AdapterRule, ...] = ()
-    """The first rule whose path occurs in the path of a dense layer's weight decides on its adapter; without a matching
-    rule it has none."""
+    """The first rule whose path occurs in the path of a layer's weight decides on its adapter; without a matching rule
+    it has none."""
 
 
 class Adapter(nnx.Module):
-    """LoRA or DoRA adapter of one dense layer, or of several layers whose weights are stacked."""
+    """LoRA or DoRA adapter of one dense layer, or of several layers or experts whose weights are stacked."""
 
-    def __init__(self, layer: Linear, rule: AdapterRule, rngs: nnx.Rngs):
+    def __init__(self, layer: Adaptable, rule: AdapterRule, rngs: nnx.Rngs):
         kernel = layer.kernel
         known = layer.kernel.get_metadata()
         axes = known["logical_axes"]
-        stacked = int(known["logical_axes"][:1] == ("layers",))
+        stacked = sum(name in ("layers", "expert") for name in axes)
         cut = stacked + layer.contracted
         stack, inputs, outputs = _cut(kernel.shape, stacked, cut)
         rank = rule.rank
@@ -84,14 +90,23 @@ class Adapter(nnx.Module):
         y = y + multiply(jax.lax.dot_general, projected, b, 1) * self.scale
         if self.magnitude is None:
             return y
+        return y * self.output_factors(kernel, a, b).astype(y.dtype)
+
+    def output_factors(self, kernel: Kernel, a: ArrayLike, b: ArrayLike, stacked: int = 0) -> jax.Array:
+        """Return DoRA's factor of each output, m / |W + s A B| [..., out] float32, whose norm is a constant.
+
+        Args:
+          kernel, a, b: this layer's, after `stacked` dims of experts.
+        """
+        assert self.magnitude is not None, "LoRA has no factors"
         if isinstance(kernel, PackedWeight):
             value = kernel.dense()
         else:
             value = kernel.carrier if isinstance(kernel, QuantizedWeight) else kernel
-        adapted = jax.lax.stop_gradient(_adapted_kernel(value, a, b, self.scale, 0))
-        return y * (self.magnitude[...] / _column_norms(adapted, self.contracted)).astype(y.dtype)
+        adapted = jax.lax.stop_gradient(_adapted_kernel(value, a, b, self.scale, stacked))
+        return self.magnitude[...] / _column_norms(adapted, self.contracted, stacked)
 
-    def set_magnitudes(self, layer: Linear) -> None:
+    def set_magnitudes(self, layer: Adaptable) -> None:
         """Set DoRA's magnitudes to the column norms of the layer's current weight, adapter included."""
         if self.magnitude is not None:
             adapted = _adapted_kernel(layer.kernel[...], self.a[...], self.b[...], self.scale, self.stacked)
@@ -131,20 +146,25 @@ def _column_norms(kernel: jax.Array, contracted: int, stacked: int = 0) -> jax.A
 
 
 def add_adapters(model: Module, rules: Sequence[AdapterRule], rngs: nnx.Rngs) -> Module:
-    """Give each dense layer of a Transformer the adapter of the first rule that matches its path, in place.
+    """Give each dense layer and projection of experts of a Transformer the adapter of the first rule for it, in place.
 
     Raises:
-      ConfigError: a rule matches no dense layer, or only some of the layers that one scan runs.
+      ConfigError: a rule matches no such layer, only some of the layers that one scan runs, or has dropout for experts.
     """
     table = [*((rule.path, rule) for rule in rules), (".*", None)]
     seen = {}
-    for path, layer in _dense_layers(model):
+    for path, layer in _adaptable_layers(model):
         names = weight_paths(cast(Any, model), path)
         seen.update(dict.fromkeys(names, 0))
         rule = match_common_value(names, table, "adapters.rules", "get another adapter")
+        if isinstance(layer, Experts) and rule is not None and rule.dropout:
+            raise ConfigError(
+                f"adapters.rules: {names[0]} are weights of routed experts, whose adapters have no dropout; the rule "
+                f"{rule.path!r} has {rule.dropout}. Set it to 0, or put a rule without dropout for them before it."
+            )
         layer.adapter = nnx.data(None if rule is None else Adapter(layer, rule, rngs))
     if rules:
-        check_patterns([rule.path for rule in rules], seen, "adapters.rules, which are for dense layers")
+        check_patterns([rule.path for rule in rules], seen, "adapters.rules, which are for dense layers and experts")
     return model
 
 
@@ -173,9 +193,9 @@ def set_dora_magnitudes(model: Module) -> Module:
     return model
 
 
-def adapted_layers(model: nnx.Module) -> dict[str, Linear]:
-    """Return the dense layers that have a LoRA or DoRA adapter, keyed by their path in the module."""
-    return {"/".join(map(str, path)): layer for path, layer in _dense_layers(model) if layer.adapter is not None}
+def adapted_layers(model: nnx.Module) -> dict[str, Adaptable]:
+    """Return the layers that have a LoRA or DoRA adapter, keyed by their path in the module."""
+    return {"/".join(map(str, path)): layer for path, layer in _adaptable_layers(model) if layer.adapter is not None}
 
 
 def set_adapter_dropout_keys(module: Module, key: Key[Array, "..."] | None) -> Module:
@@ -186,8 +206,8 @@ def set_adapter_dropout_keys(module: Module, key: Key[Array, "..."] | None) -> M
     return module
 
 
-def _dense_layers(model: nnx.Module) -> list[tuple[tuple[Any, ...], Linear]]:
-    return [(path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Linear)]
+def _adaptable_layers(model: nnx.Module) -> list[tuple[tuple[Any, ...], Adaptable]]:
+    return [(path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Linear | Experts)]
 
 
 FEATURES = (

@@ -5,6 +5,7 @@ Dims: B batch, T sequence, D model, E experts, F width of an expert, k experts p
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -27,6 +28,7 @@ from jaxstack.models.moe.router import MoEConfig, RouterSums, Routing, capacity,
 from jaxstack.models.norm import LayerInput, gradient_carrier
 from jaxstack.parallel import TokenSplit, with_local_tokens
 from pallas_kernels import PackedWeight, fp8_grouped_matmul, grouped_matmul
+from pallas_kernels.target import current_target
 from pallas_kernels.weight_only.packed import is_packed
 
 ROUTER_AXES = ("embed", "router")
@@ -66,6 +68,10 @@ class Experts(nnx.Module):
         self.bias = nnx.Param(zeros, logical_axes=(axes[0], axes[2])) if bias else None
         self.fp8 = False
         """True if the grouped matmuls run in FP8 with a scale for every 128 values, see `fp8_grouped_matmul`."""
+        self.contracted = 1
+        self.adapter: Any = nnx.data(None)
+        """`jaxstack.models.adapters.Adapter`, which changes the products before the biases are added; None: no adapter.
+        """
 
 
 class MoE(nnx.Module):
@@ -111,6 +117,7 @@ class MoE(nnx.Module):
             found["balance_bias"] = self.router.balance_bias
         found |= self._further_parameters()
         parameters = {name: _value_and_axes(parameter) for name, parameter in found.items()}
+        parameters |= self._adapters()
 
         def local(
             tokens: tuple[jax.Array, jax.Array | None], parameters: dict[str, Any], split: TokenSplit
@@ -167,6 +174,18 @@ class MoE(nnx.Module):
             )
         return y.reshape(shape), routing
 
+    def _adapters(self) -> dict[str, tuple[jax.Array | PackedWeight, tuple[str, ...]]]:
+        """Return arrays of adapters and their logical axes: A and B, and DoRA's factors of the experts' outputs."""
+        found = {}
+        for name, module in self._projections.items():
+            if (adapter := module.adapter) is None:
+                continue
+            found |= {f"{name}_a": _value_and_axes(adapter.a), f"{name}_b": _value_and_axes(adapter.b)}
+            if adapter.magnitude is not None:
+                factors = adapter.output_factors(module.kernel.get_value(), adapter.a[...], adapter.b[...], stacked=1)
+                found[f"{name}_factors"] = factors, _value_and_axes(adapter.magnitude)[1]
+        return found
+
     def _further_parameters(self) -> dict[str, nnx.Param]:
         """Return the parameters that `_inputs` and `_weights` need, by name; none here."""
         return {}
@@ -190,8 +209,19 @@ class MoE(nnx.Module):
         """
         if self.moe.weight_inputs:
             rows = (rows * weights[:, None]).astype(rows.dtype)
-        group = group_of_rows(sizes, rows.shape[0], alignment) if self.moe.expert_bias else None
-        implementation = self.moe.implementation
+        by_row = self.moe.expert_bias or any(name.endswith("_factors") for name in kernels)
+        group = group_of_rows(sizes, rows.shape[0], alignment) if by_row else None
+        product = partial(
+            grouped_matmul, group_sizes=sizes, alignment=alignment, implementation=self.moe.implementation
+        )
+
+        def adapt(x: jax.Array, y: jax.Array, name: str) -> jax.Array:
+            if f"{name}_a" not in kernels:
+                return y
+            a, b, factors = (cast(Any, kernels.get(f"{name}_{part}")) for part in ("a", "b", "factors"))
+            a, b = _widened(a, b)
+            y = y + product(product(x, a), b) * self._projections[name].adapter.scale
+            return y if factors is None else y * take_group(factors, cast(Any, group)).astype(y.dtype)
 
         def multiply(x: jax.Array, *names: str, weights: jax.Array | None = None) -> tuple[jax.Array, ...]:
             matrices = tuple(kernels[name] for name in names)
@@ -200,9 +230,11 @@ class MoE(nnx.Module):
             elif len(names) > 1:
                 return tuple(y for name in names for y in multiply(x, name, weights=weights))
             else:
-                found = (grouped_matmul(x, matrices[0], sizes, alignment=alignment, implementation=implementation),)
-            if group is None:
+                found = (product(x, matrices[0]),)
+            found = tuple(adapt(x, y, name) for y, name in zip(found, names, strict=True))
+            if not self.moe.expert_bias:
                 return found
+            assert group is not None
             biases = [take_group(cast(jax.Array, kernels[f"{name}_bias"]), group) for name in names]
             biases = [bias if weights is None else bias * weights[:, None] for bias in biases]
             return tuple(y + bias.astype(y.dtype) for y, bias in zip(found, biases, strict=True))
@@ -227,6 +259,12 @@ class MoE(nnx.Module):
     @property
     def _in_fp8(self) -> set[str]:
         return {name for name, module in self._projections.items() if module.fp8}
+
+
+def _widened(a: Float[Array, "G D r"], b: Float[Array, "G r F"]) -> tuple[jax.Array, jax.Array]:
+    """Return A and B with a rank, filled up with zeros, for which there are grouped matmuls on GPUs."""
+    more = -a.shape[2] % 64 if current_target().platform == "cuda" else 0
+    return jnp.pad(a, ((0, 0), (0, 0), (0, more))), jnp.pad(b, ((0, 0), (0, more), (0, 0)))
 
 
 def _value_and_axes(parameter: nnx.Param) -> tuple[jax.Array | PackedWeight, tuple[str, ...]]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxstack.cost_model.model_shape import adapter_share, model_shape
 from jaxstack.errors import ConfigError
 from jaxstack.models import (
     AdapterRule,
@@ -19,8 +20,10 @@ from jaxstack.models import (
     flops_saved_per_token,
     merge_adapters,
 )
-from jaxstack.models.adapters import Adapter, adapted_layers
+from jaxstack.models.adapters import Adapter, AdapterConfig, adapted_layers
 from jaxstack.models.linear import Linear
+from jaxstack.models.moe.router import MoEConfig
+from jaxstack.models.moe_layer import MoE
 from jaxstack.parameter_paths import ADAPTER, path_name
 from jaxstack.run.train import _describe
 from tests.small_runs import make_trainer, run_steps, small_config
@@ -123,6 +126,53 @@ def test_dropout_is_for_training_only_and_differs_between_layers():
     assert float(jnp.abs(one - two).max()) > 1e-3 and float(jnp.abs(one - plain).max()) > 1e-3
     np.testing.assert_array_equal(run(model, jax.random.key(0)), one)
     np.testing.assert_allclose(logits(merge_adapters(model)), plain, atol=1e-5)
+
+
+MIXTURE = MoEConfig(num_experts=3, num_experts_per_tok=2, expert_bias=True)
+EXPERTS = MODEL.model_copy(update={"moe": MIXTURE, "num_layers": 3})
+EXPERT_RULES = (
+    AdapterRule(path="(gate|up)_proj", rank=2, alpha=6),
+    AdapterRule(path="down_proj", method="dora", rank=3),
+)
+
+
+@pytest.mark.longer
+def test_adapters_of_experts_have_the_gradients_of_merged_weights():
+    """For W' = W + s A B those of A and B follow from that of W'; DoRA's of m and B from W' = m V / |V|."""
+    rngs = nnx.Rngs(0)
+    layer = cast(Any, moved(cast(Any, add_adapters(MoE(EXPERTS, rngs), EXPERT_RULES, rngs))))
+    x = jax.random.normal(jax.random.key(1), (1, 6, 32))
+
+    @nnx.jit
+    def values_and_gradients(layer):
+        run = nnx.value_and_grad(lambda layer: jnp.sum(jnp.sin(layer(x)[0])))
+        return run(layer), run(merge_adapters(nnx.clone(layer)))
+
+    (found, gradients), (wanted, of_merged) = values_and_gradients(layer)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    assert list(adapted_layers(layer)) == ["down_proj", "gate_proj", "up_proj"]
+    for name, projection in adapted_layers(layer).items():
+        adapter, own = projection.adapter, gradients[name].adapter
+        a, b = adapter.a[...], adapter.b[...]
+        d_weight = of_merged[name].kernel[...]
+        if adapter.magnitude is not None:
+            whole = projection.kernel[...] + adapter.scale * a @ b
+            direction = whole / jnp.linalg.norm(whole, axis=1, keepdims=True)
+            np.testing.assert_allclose(own.magnitude[...], jnp.sum(d_weight * direction, axis=1), rtol=1e-3, atol=1e-5)
+            d_weight *= adapter.magnitude[...][:, None] * direction / whole
+        np.testing.assert_allclose(own.a[...], adapter.scale * d_weight @ b.mT, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(own.b[...], adapter.scale * a.mT @ d_weight, rtol=1e-3, atol=1e-5)
+
+
+def test_experts_count_in_the_planner_and_refuse_dropout():
+    numbers = 3 * 3 * (2 * 2 * (32 + 48) + 3 * (48 + 32) + 32)
+    model = nnx.eval_shape(lambda: model_of(EXPERTS, EXPERT_RULES))
+    added = sum(sum(p.size for p in jax.tree.leaves(nnx.state(x.adapter))) for x in adapted_layers(model).values())
+    matrices = 3 * (4 * 32 * 32 + 3 * 3 * 32 * 48) + 2 * 64 * 32
+    share = adapter_share(AdapterConfig(rules=EXPERT_RULES), model_shape(EXPERTS))
+    assert added == numbers and share == pytest.approx(numbers / matrices)
+    with pytest.raises(ConfigError, match=r"adapters.rules: .*/mlp/gate_proj/.* routed experts.*has 0.1\. Set it to 0"):
+        model_of(EXPERTS, [AdapterRule(path="gate_proj", dropout=0.1)])
 
 
 ADAPT = "adapters.rules=[{path: attention, rank: 4, alpha: 8}, {path: down_proj, method: dora, rank: 2}]"

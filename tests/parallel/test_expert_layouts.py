@@ -182,6 +182,12 @@ def test_a_capacity_drops_the_same_tokens(overrides):
 
 
 @pytest.mark.exhaustive
+def test_adapters_of_experts_too():
+    rules = "adapters.rules=[{path: mlp/down_proj, method: dora, rank: 4}, {path: mlp, rank: 4}]"
+    assert_trains_as_one_device(*layout(fsdp=2, expert=2, tensor=2), shape=(*DEEPSEEK, rules))
+
+
+@pytest.mark.exhaustive
 def test_given_experts_are_followed_on_every_device():
     """Packed documents, sequences and experts split; experts next to an MLP, recomputed in the backward pass."""
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "beside_mlp": True}
