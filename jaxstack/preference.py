@@ -113,9 +113,12 @@ def _kto(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
 
 
 def _reward_model(pairs: Pairs, settings: "PreferenceConfig") -> Judged:
-    """Likelihood of the preferences under Bradley and Terry's model, with margins (Touvron et al. 2023, 2307.09288)."""
-    del settings
-    return Judged(-jax.nn.log_sigmoid(_difference(pairs.policy) - pairs.margins), pairs.policy)
+    """Likelihood of the preferences under Bradley and Terry's model, with margins (Touvron et al. 2023, 2307.09288).
+
+    Rewards are defined up to a constant, which `center_rewards` holds near 0 (Eisenstein et al. 2023, 2312.09244).
+    """
+    loss = -jax.nn.log_sigmoid(_difference(pairs.policy) - pairs.margins)
+    return Judged(loss + settings.center_rewards * jnp.square(jnp.sum(pairs.policy, axis=-1)), pairs.policy)
 
 
 def _log_odds(log_probability: jax.Array) -> jax.Array:
@@ -175,6 +178,8 @@ class PreferenceConfig(Component):
     """Share of the pairs whose preference is taken to be wrong, for dpo and robust."""
     simpo_gamma: float = Field(default=1.0, ge=0)
     """Margin by which simpo wants the rewards to differ."""
+    center_rewards: float = Field(default=0.0, ge=0)
+    """Weight of the squared sum of a pair's rewards in the loss of reward_model, which holds their mean near 0."""
     reference: str = "init_from"
     """Frozen model of dpo, ipo, robust, hinge and kto: init_from, the model of `run.init_from` (with adapters, the
     model without them); or the directory of a run or Hugging Face checkpoint with the same tokenizer."""
@@ -189,6 +194,7 @@ class PreferenceConfig(Component):
             "sft_weight": without_head,
             "label_smoothing": [name for name, row in LOSSES.items() if row.smooths],
             "simpo_gamma": ["simpo"],
+            "center_rewards": [name for name, row in LOSSES.items() if row.has_head],
             "reference": [name for name, row in LOSSES.items() if row.needs_reference],
         }
         for key, names in others.items():

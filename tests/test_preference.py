@@ -59,6 +59,9 @@ def test_reward_models_equal_reference_values():
     np.testing.assert_allclose(mean_loss(pairs, loss="reward_model"), 0.724077, rtol=1e-6)
     pairs = pairs._replace(margins=jnp.array([0.5, 0.0]))
     np.testing.assert_allclose(mean_loss(pairs, loss="reward_model"), 0.833612, rtol=1e-6)
+    # TRL's center_rewards_coefficient.
+    centered = mean_loss(pairs._replace(margins=0.0), loss="reward_model", center_rewards=0.01)
+    np.testing.assert_allclose(centered, 0.748177, rtol=1e-6)
 
 
 def test_kto_equals_its_reference_value():

@@ -642,6 +642,9 @@ class _Host:
                 raise SandboxError(f"namespaces are not available here ({problem})")
         self._privileged = os.geteuid() == 0 and (self.isolation == "namespaces" or _readable_by_all())
         self._identity = self._user if self._privileged else os.geteuid()
+        ran = self.run({"code": "", "steps": [["value", "1"]], "stdin": None, "token": "try"})
+        if "try [" not in ran["messages"] or ran["problem"] is not None:
+            raise SandboxError(f"a program cannot be run: {ran['problem'] or ran['messages']}")
 
     def _try_namespaces(self, root: str) -> str | None:
         """Return why namespaces cannot be used; None if they can."""
