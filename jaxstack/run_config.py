@@ -101,6 +101,12 @@ class RunConfig(Component):
         """Return the message of each pair of features (`FEATURES`) in use that exclude each other; [] if none do."""
         return conflicts(FEATURES, {name: getattr(self, name) for name in type(self).model_fields})
 
+    @property
+    def is_its_reference(self) -> bool:
+        """True if the reference of preferences is the trained model without its adapters, and no second model."""
+        unfrozen = any(group.frozen is False for group in self.optimizer.groups)
+        return self.preference.reference == "init_from" and bool(self.adapters.rules) and not unfrozen
+
     def _length_problem(self) -> str | None:
         longest = self.model.max_position_embeddings
         if longest is not None and self.train.sequence_length > longest:

@@ -157,6 +157,7 @@ class LayoutModel:
             wide_ends=_wide_ends(config),
             prefetch=config.parallel.prefetch,
             copies=config.parallel.copy_engines != "never",
+            reference=config.preference.loss is not None and config.preference.method.needs_reference,
         )
 
     @property
@@ -175,6 +176,7 @@ class LayoutModel:
             prefetch=self.time.prefetch,
             trained=self.time.trained,
             adapters=adapter_share(self.config.adapters, self.shape),
+            reference=self.time.reference and not self.config.is_its_reference,
         )
 
     def fits(self, layouts: LayoutTable) -> np.ndarray:

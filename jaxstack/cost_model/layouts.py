@@ -201,5 +201,6 @@ def _without_values(message: str) -> str:
 
 
 def count_tokens(config: RunConfig) -> int:
-    """Return the number of tokens of a train step."""
-    return config.train.global_batch_size * config.train.sequence_length
+    """Return the number of tokens of a train step, of preferences those of all sequences of a pair."""
+    sequences = 1 if config.preference.loss is None else config.preference.method.rows
+    return config.train.global_batch_size * sequences * config.train.sequence_length

@@ -4,7 +4,7 @@ Widths: D hidden, Q heads x head_dim, K kv_heads x head_dim, F feed-forward, V v
 float32 weights and the optimizer state. A step additionally needs:
 
 - a working copy in the compute dtype: of all weights with ZeRO 1 and 2 (Rajbhandari et al. 2020), of embedding and
-  head, and of the layer that computes;
+  head, and of the layer that computes; the reference model of preferences, unless it is the model without its adapters;
 - gradients in float32 (in the compute dtype with ZeRO 1), and with gradient accumulation their sums;
 - activations that `model.remat` saves, in the compute dtype, for each token and layer: 4D + 2Q + 2K + 3F values with
   `none` (2D + 2Q + 2K + 2F where scanned layers gather weights, and recompute elementwise results), 2D + 2Q + 2K + 2F
@@ -44,6 +44,7 @@ def memory_parts(
     prefetch: bool = False,
     trained: float = 1.0,
     adapters: float = 0.0,
+    reference: bool = False,
 ) -> dict[str, Floats]:
     """Return the predicted bytes on each device for each layout, by part: weights, gradients, activations and others.
 
@@ -56,6 +57,7 @@ def memory_parts(
       prefetch: `parallel.prefetch`.
       trained: trained parameters over those of the model without adapters; below 1 with adapters or frozen groups.
       adapters: parameters of adapters over those of the model without them; `shape` leaves them out.
+      reference: there is a second, frozen model of the same shape.
     """
     stored = stored_parameters(shape, layouts, zero_from=1)
     gradients = trained * _gradients(shape, layouts)
@@ -69,7 +71,7 @@ def memory_parts(
     return {
         "weights": (1 + adapters) * 4 * stored,
         "optimizer": trained * optimizer_bytes * stored,
-        "working_copies": _working_copies(shape, layouts, prefetch),
+        "working_copies": _working_copies(shape, layouts, prefetch) + reference * _COMPUTE * stored,
         "gradients": gradients,
         "activations": activations,
         "transient": work,

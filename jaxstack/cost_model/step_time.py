@@ -63,6 +63,7 @@ class StepModel:
       prefetch: `parallel.prefetch`.
       wide_ends: number of layers, the first and the last, that FP8 leaves in bfloat16: without a pipeline, with one.
       copies: True if copy engines may move the weights and gradients of unrolled layers.
+      reference: True if a reference model computes each token too, forward only.
     """
 
     shape: ModelShape
@@ -79,6 +80,7 @@ class StepModel:
     wide_ends: tuple[int, int]
     prefetch: bool
     copies: bool
+    reference: bool = False
 
     def parts(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the predicted seconds of a step for each layout, by part: matmuls, communication and others."""
@@ -89,6 +91,13 @@ class StepModel:
         attention = count * layer["attention"]
         elementwise = count * (layer["elementwise"] + head["elementwise"])
         each = self._exposed_per_microbatch(layouts, layer["matmul"] + layer["attention"] + layer["elementwise"])
+        if self.reference:
+            again, attention_again = self._recomputed(layouts)
+            trained = 2 + min(self.trained, 1)
+            matmul = matmul + count * (layer["matmul"] / (trained + again) + head["matmul"] / trained)
+            attention = attention * (1 + _FORWARD_SHARE / (1 + _FORWARD_SHARE * attention_again))
+            elementwise = elementwise * 4 / 3
+            each = each * 4 / 3  # no gradients, one of about three transfers
         work = matmul + attention + elementwise + count * each
         once = self._update_seconds(layouts)
         # Embedding and head run in separate time slots, once for each microbatch, while all stages wait. They

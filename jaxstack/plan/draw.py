@@ -7,6 +7,7 @@ from typing import Any, NotRequired, TypedDict
 
 from jax.sharding import AbstractMesh, AxisType
 
+from jaxstack.cost_model.layouts import count_tokens
 from jaxstack.cost_model.roofline import describe_roofline, find_peak
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.files import write_file
@@ -74,7 +75,7 @@ def describe_plan(config: RunConfig, devices: int | None = None) -> LayoutPlan:
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
     count = count_parameters(config.model)
     train = config.train
-    tokens = train.global_batch_size * train.sequence_length
+    tokens = count_tokens(config)
     flops = model_flops_per_token(config.model, train.sequence_length) * tokens
     plan: LayoutPlan = {
         "name": config.run.name,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxstack.cost_model.cluster import parse_cluster
 from jaxstack.cost_model.forecast import LayoutModel, compute_optimal, forecast, training_budget
-from jaxstack.cost_model.layouts import enumerate_layouts, layout_table_of
+from jaxstack.cost_model.layouts import count_tokens, enumerate_layouts, layout_table_of
 from jaxstack.cost_model.model_shape import optimizer_bytes
 from jaxstack.cost_model.search import faster_part, search_layouts
 from jaxstack.errors import ConfigError
@@ -122,6 +122,23 @@ def test_adapters_need_little_beyond_the_weights():
     frozen_table = config_of(*DENSE, "optimizer.groups=[{path: embedding, frozen: true}]")
     table = 128256 * 4096
     assert LayoutModel(frozen_table, parse_cluster("h200")).time.trained == pytest.approx(1 - table / 8.03e9, rel=1e-3)
+
+
+def test_a_reference_costs_a_forward_pass_and_a_copy_of_the_weights():
+    rules = "adapters.rules=[{path: attention|mlp, rank: 16}]"
+    loss = "preference.loss"
+    layout = layout_table_of(config_of(*DENSE, "parallel.fsdp=8"))
+    kinds = ((f"{loss}=simpo",), (f"{loss}=dpo",), (f"{loss}=simpo", rules), (f"{loss}=dpo", rules))
+    models = [LayoutModel(config_of(*DENSE, *more), parse_cluster("h200")) for more in kinds]
+    memory = [sum(part[0] for part in model.memory(layout).values()) for model in models]
+    matmul = [model.seconds(layout)["matmul"][0] for model in models]
+    assert memory[1] - memory[0] == pytest.approx(2 * models[0].shape.total / 8, rel=1e-3)
+    assert memory[3] == memory[2]  # the model without its adapters is its own reference
+    assert matmul[1] / matmul[0] == pytest.approx(4 / 3, rel=0.02) and 1.45 < matmul[3] / matmul[2] < 1.5
+    # Both sequences of a pair are counted, for KTO also that of the drift.
+    assert [count_tokens(config_of(*DENSE, *more)) for more in ((), *kinds[:2], (f"{loss}=kto",))] == [
+        factor * models[0].time.tokens // 2 for factor in (1, 2, 2, 3)
+    ]
 
 
 def test_forecasts_scale_as_they_should():
