@@ -30,7 +30,8 @@ def make_parser() -> CommandParser:
         default="dense",
         metavar="NAME",
         help="form of packed weights: dense (default), or for vLLM, by compressed-tensors: pack-quantized (integers), "
-        "int-quantized (8 bits, activations too), float-quantized (FP8, activations too)",
+        "int-quantized (8 bits, activations too), float-quantized (FP8, activations too); fp8 (blocks, as DeepSeek) or "
+        "mxfp4 (experts, as gpt-oss) of weights that were read so",
     )
     export.add_argument("--model-type", metavar="NAME", help="e.g. llama (default: the simplest that fits the model)")
     export.add_argument("--max-shard-gb", type=float, default=5.0, metavar="N", help="size limit of a file (5 GB)")

@@ -161,8 +161,8 @@ def export_checkpoint(
       output: directory to write.
       step: step of the run's checkpoint; default: the newest.
       dtype: dtype of the files: float32, bfloat16 or float16.
-      format: `dense`, or a format of compressed-tensors for the packed weights of dense layers in a compressed model;
-        `dtype` is then that of all other weights.
+      format: `dense`, or a format of `quantization_config.FORMATS` for the packed weights of dense layers and experts
+        in a compressed model; `dtype` is then that of all other weights.
       model_type: Hugging Face's name of the model family; default: the simplest family that can express the model.
       max_shard_bytes: size limit of each file.
       warn: called with each warning.
@@ -212,7 +212,7 @@ def _dense_reader(
 ) -> Callable[[str], np.ndarray | PackedWeight]:
     """Return a function that reads a parameter of a run by its path.
 
-    Packed weights are unpacked, except those of dense layers that `format` stores.
+    Packed weights are unpacked, except those of dense layers and experts that `format` stores.
     """
     if format is not None and not stored.packed:
         raise ConfigError(

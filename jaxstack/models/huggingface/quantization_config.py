@@ -1,4 +1,4 @@
-"""Reads and writes `quantization_config` in a checkpoint's config.json, in the form of compressed-tensors."""
+"""Reads and writes `quantization_config` in config.json, in the forms of compressed-tensors, DeepSeek and gpt-oss."""
 
 import dataclasses
 import re
@@ -13,13 +13,16 @@ from jaxstack.models.huggingface.files import CONFIG, read_json
 
 KEY = "quantization_config"
 """Key of config.json."""
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
-"""Formats that are written."""
-_READ = (*FORMATS, "naive-quantized")
+_WRITTEN = ("pack-quantized", "int-quantized", "float-quantized")
+_READ = (*_WRITTEN, "naive-quantized")
 _METHOD = "compressed-tensors"
-_FP8 = "fp8"
-_MXFP4 = "mxfp4"
-"""A `quant_method` without schemes: its tensors are found by their names."""
+FP8 = "fp8"
+"""The `quant_method` of DeepSeek, with a scale for each block of a matrix, and the name of this format."""
+MXFP4 = "mxfp4"
+"""The `quant_method` of gpt-oss, without schemes: its tensors are found by their names."""
+FORMATS = (*_WRITTEN, FP8, MXFP4)
+"""Formats that are written."""
+_DENSE_OF_GPT_OSS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 _PER_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
 """Settings of inputs that are rounded with a scale for each token, computed from the token itself."""
 _INT8_TOKENS = {**_PER_TOKEN, "num_bits": 8, "type": "int"}
@@ -115,14 +118,14 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if not said:
         return None
     method = said.get("quant_method") if isinstance(said, Mapping) else None
-    if method == _MXFP4:
+    if method == MXFP4:
         return Quantization(())
-    if method == _FP8 and isinstance(said, Mapping):
+    if method == FP8 and isinstance(said, Mapping):
         return _read_fp8(said)
     if method != _METHOD:
         raise ConfigError(
             f"config.json: {KEY} has quant_method {method!r}; these are read: {_METHOD}, which llm-compressor writes, "
-            f"{_MXFP4} (gpt-oss) and {_FP8} (DeepSeek)."
+            f"{MXFP4} (gpt-oss) and {FP8} (DeepSeek)."
         )
     for key in ("sparsity_config", "transform_config"):
         other = said.get(key) or {}
@@ -141,10 +144,13 @@ def _read_fp8(said: Mapping[str, Any]) -> Quantization:
     block = said.get("weight_block_size")
     if said.get("fmt", "e4m3") != "e4m3" or not isinstance(block, list) or len(block) != 2:
         raise _refused(f"fmt {said.get('fmt')!r} with weight_block_size {block!r}", "FP8 (e4m3) in blocks is read")
-    scheme = Scheme(
-        "float-quantized", 8, "float", "block", block=(block[0], block[1]), activations=True, scales="weight_scale_inv"
-    )
-    return Quantization(((("Linear",), scheme),))
+    return Quantization(((("Linear",), block_scheme((block[0], block[1]))),))
+
+
+def block_scheme(block: tuple[int, int]) -> Scheme:
+    """Return the scheme of matrices in DeepSeek's FP8, given the rows and columns of a block."""
+    name = "weight_scale_inv"
+    return Scheme("float-quantized", 8, "float", "block", block=block, activations=True, scales=name)
 
 
 def make_quantization_config(schemes: Mapping[str, Scheme], dense: Iterable[str], format: str) -> dict[str, Any]:
@@ -152,9 +158,16 @@ def make_quantization_config(schemes: Mapping[str, Scheme], dense: Iterable[str]
 
     Args:
       schemes: scheme of each quantized module, by name.
-      dense: names of the linear modules that are not quantized.
+      dense: names of the linear modules that are not quantized; with FP8 without routers.
       format: format of all schemes.
+
+    Raises:
+      ConfigError: they have blocks of several sizes, where the format has one for all.
     """
+    if format == MXFP4:
+        return {"quant_method": MXFP4, "modules_to_not_convert": _DENSE_OF_GPT_OSS}
+    if format == FP8:
+        return _write_fp8(set(schemes.values()), sorted(set(dense) - {"lm_head"}))
     modules: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         modules.setdefault(scheme, []).append(name)
@@ -169,6 +182,13 @@ def make_quantization_config(schemes: Mapping[str, Scheme], dense: Iterable[str]
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _write_fp8(schemes: set[Scheme], dense: list[str]) -> dict[str, Any]:
+    if len(blocks := sorted({scheme.block or () for scheme in schemes})) > 1:
+        raise ConfigError(f"weights with blocks of several sizes ({blocks}) cannot be written in the format {FP8}.")
+    said = {"quant_method": FP8, "fmt": "e4m3", "weight_block_size": list(blocks[0]), "activation_scheme": "dynamic"}
+    return {**said, "modules_to_not_convert": dense} if dense else said
 
 
 def _read_group(name: str, group: object, default: object) -> tuple[tuple[str, ...], Scheme]:

@@ -1,4 +1,4 @@
-"""Quantized weights in checkpoint files, read and written in the formats of compressed-tensors.
+"""Quantized weights in checkpoint files, read and written in the formats of compressed-tensors, DeepSeek and gpt-oss.
 
 The weight of a module `M` is a matrix [out, in]:
 
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int8, Int32
 
 from jaxstack.errors import ConfigError
 from jaxstack.models.huggingface.files import WeightFiles
-from jaxstack.models.huggingface.quantization_config import Quantization, Scheme
+from jaxstack.models.huggingface.quantization_config import FP8, MXFP4, Quantization, Scheme, block_scheme
 from jaxstack.models.huggingface.tensors import explicit_slices
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
@@ -355,25 +355,46 @@ def describe_quantization_differences(
 def unsupported_reason(weight: PackedWeight, format: str) -> str | None:
     """Return why a packed weight cannot be written in a compressed-tensors format, or None if it can."""
     stored = weight.format
-    if weight.stack:
-        return "it is a stack of experts"
-    if isinstance(stored, Float8Format) and stored.rows is not None:
-        return "it has a scale for each block"
+    if format == MXFP4:
+        return None if _is_mxfp4(weight) else "it is not in MXFP4"
+    blocks = isinstance(stored, Float8Format) and stored.rows is not None
+    if blocks or format == FP8:
+        return None if blocks and format == FP8 else f"it has {'a' if blocks else 'no'} scale for each block"
     if format == "float-quantized":
         return None if isinstance(stored, Float8Format) else "it is not in FP8"
     if not isinstance(stored, IntegerFormat | BlockFloatFormat):
         return f"it is stored as {stored.name}"
-    if format == "int-quantized" and (stored.grid.bits != 8 or _scales(weight).shape[1] > 1):
+    if format == "int-quantized" and (stored.grid.bits != 8 or _scales(weight).shape[-1] > 1):
         return "it has no integers of 8 bits with one scale for each output"
     if format == "int-quantized" and "zeros" in weight.arrays:
         return "it has zero points"
     return None
 
 
+def _is_mxfp4(weight: PackedWeight) -> bool:
+    exponents = weight.arrays.get("exponents")
+    if weight.format != LookupFormat(4) or exponents is None or 32 * exponents.shape[-1] != weight.inputs[0]:
+        return False
+    return bool(weight.stack) and bool(np.array_equal(weight.arrays["codebook"][0], _FP4[None]))
+
+
+def store_mxfp4(weights: Sequence[PackedWeight]) -> dict[str, np.ndarray]:
+    """Return the tensors of experts in MXFP4, by name suffix; the outputs of several weights take turns."""
+    parts = [(np.asarray(w.arrays["indices"]), np.asarray(w.arrays["exponents"])) for w in weights]
+    codes, exponents = (np.stack(arrays, axis=2) for arrays in zip(*parts, strict=True))
+    codes = codes.astype(np.uint8).reshape(codes.shape[0], -1, exponents.shape[-1], 16, 2)
+    scales = (exponents.astype(np.int16) + 127).astype(np.uint8).reshape(codes.shape[:3])
+    return {"_blocks": codes[..., 0] | codes[..., 1] << 4, "_scales": scales}
+
+
 def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarray]]:
-    """Convert a packed weight to a compressed-tensors format; return its scheme, and its tensors by name suffix."""
+    """Convert a packed matrix to a format of `FORMATS` but MXFP4; return its scheme, and its tensors by name suffix."""
     q = weight.arrays["q"]
     scales = _scales(weight)
+    if format == FP8 and isinstance(weight.format, Float8Format):
+        block = (weight.format.rows or 1, weight.format.columns or 1)
+        scheme = block_scheme(block)
+        return scheme, {"weight": np.asarray(q), scheme.scales: np.asarray(scales)}
     size = None if format == "int-quantized" else _group_size(weight)
     scheme = Scheme(
         format=format,

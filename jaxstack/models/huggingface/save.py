@@ -16,8 +16,8 @@ from jaxstack.models.adapters import adapted_layers, merge_adapters
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import choose_family
 from jaxstack.models.huggingface.files import CONFIG, claim_directory, write_json, write_weights
-from jaxstack.models.huggingface.quantization_config import KEY, Scheme, make_quantization_config
-from jaxstack.models.huggingface.quantized_weights import store
+from jaxstack.models.huggingface.quantization_config import FP8, KEY, MXFP4, Scheme, make_quantization_config
+from jaxstack.models.huggingface.quantized_weights import store, store_mxfp4
 from jaxstack.models.huggingface.tensors import Leaf, find_copies, find_leaves
 from jaxstack.models.transformer import Transformer
 from pallas_kernels import PackedWeight
@@ -82,7 +82,7 @@ def write_checkpoint(
       warn: called with each warning.
 
     Raises:
-      ConfigError: see `to_huggingface`; or a packed weight is not a matrix of its own in this family.
+      ConfigError: see `to_huggingface`; or this family stores a packed weight in another way than the format.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: there is no {dtype!r}; {nearest(dtype, DTYPES)}")
@@ -95,17 +95,24 @@ def write_checkpoint(
     claim_directory(directory)
     schemes: dict[str, Scheme] = {}
 
-    def quantize(leaf: Leaf, weight: PackedWeight) -> Iterator[tuple[str, np.ndarray]]:
-        if not leaf.is_matrix or format is None:
+    def quantize(leaves: list[Leaf], weights: list[PackedWeight]) -> Iterator[tuple[str, np.ndarray]]:
+        leaf = leaves[0]
+        if format is None or not (leaf.is_matrices if format == MXFP4 else leaf.is_matrix):
             raise ConfigError(f"{chosen.model_type} stores {leaf.path} in another order; write it with --format dense.")
-        module = leaf.names[0].removesuffix(".weight")
-        schemes[module], tensors = store(weight, format)
-        yield from ((f"{module}.{part}", tensor) for part, tensor in tensors.items())
+        if format == MXFP4:
+            yield from ((leaf.names[0] + part, tensor) for part, tensor in store_mxfp4(weights).items())
+            return
+        for number, name in enumerate(leaf.names):
+            module = name.removesuffix(".weight")
+            matrix = weights[0].take(jnp.int32(number)) if leaf.leading_dims else weights[0]
+            schemes[module], tensors = store(matrix, format)
+            yield from ((f"{module}.{part}", tensor) for part, tensor in tensors.items())
 
     write_weights(directory, _tensors(leaves, read, jnp.dtype(dtype), quantize), max_shard_bytes)
     said |= {"torch_dtype": dtype, **(extra or {})}
     if format is not None:
-        modules = {name.removesuffix(".weight") for leaf in leaves if leaf.is_linear for name in leaf.names}
+        linear = [leaf for leaf in leaves if leaf.is_linear and (format != FP8 or "router" not in leaf.path)]
+        modules = {name.removesuffix(".weight") for leaf in linear for name in leaf.names}
         said[KEY] = make_quantization_config(schemes, (modules | {"lm_head"}) - schemes.keys(), format)
     # Written last, because a directory without it is not a checkpoint.
     write_json(directory / CONFIG, said)
@@ -116,7 +123,7 @@ def _tensors(
     leaves: list[Leaf],
     read: Callable[[str], Any],
     dtype: np.dtype,
-    quantize: Callable[[Leaf, PackedWeight], Iterator[tuple[str, np.ndarray]]],
+    quantize: Callable[[list[Leaf], list[PackedWeight]], Iterator[tuple[str, np.ndarray]]],
 ) -> Iterator[tuple[str, np.ndarray]]:
     groups: dict[tuple[str, ...], list[Leaf]] = {}
     for leaf in leaves:
@@ -124,7 +131,7 @@ def _tensors(
     for names, group in groups.items():
         arrays = [read(leaf.path) for leaf in group]
         if isinstance(arrays[0], PackedWeight):
-            yield from quantize(group[0], arrays[0])
+            yield from quantize(group, arrays)
             continue
         for number, name in enumerate(names):
             parts = [

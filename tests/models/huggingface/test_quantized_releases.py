@@ -18,7 +18,9 @@ from jaxstack.errors import ConfigError
 from jaxstack.models import from_huggingface
 from jaxstack.models.huggingface.files import WeightFiles, read_json, write_json
 from jaxstack.models.huggingface.quantized_weights import Mxfp4Experts
+from jaxstack.run.convert import export_checkpoint, import_checkpoint
 from pallas_kernels.weight_only.packed import is_packed
+from tests.run.test_compressed_tensors import raw_tensors
 from tests.stored.decoders import decoder_of
 
 FIXTURES = Path(__file__).parent
@@ -145,6 +147,19 @@ def test_weights_stay_packed_for_generation(request, name, most, layers):
     logits = plain.logits(tokens)
     np.testing.assert_allclose(packed.logits(tokens), logits, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(chosen, np.argmax(logits[:, 7:-1], axis=-1))
+
+
+@pytest.mark.parametrize(("name", "format"), [("gpt_oss", "mxfp4"), ("deepseek", "fp8")])
+def test_files_come_back_bit_by_bit(request, name, format, tmp_path):
+    folder = request.getfixturevalue(name)[0]
+    import_checkpoint(folder, tmp_path / "run", warn=lambda line: None)
+    export_checkpoint(tmp_path / "run", tmp_path / "back", dtype="bfloat16", format=format, warn=lambda line: None)
+    before, after = (raw_tensors(part) for part in (folder, tmp_path / "back"))
+    stored = {key: value for key, value in before.items() if value[0] in ("F8_E4M3", "U8") or "scale" in key}
+    assert before.keys() == after.keys() and len(stored) > 10
+    assert {key: after[key] for key in stored} == stored
+    said, again = (read_json(part / "config.json")["quantization_config"] for part in (folder, tmp_path / "back"))
+    assert again | {"modules_to_not_convert": None} == said | {"modules_to_not_convert": None}
 
 
 @pytest.mark.exhaustive
