@@ -142,6 +142,7 @@ def model_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:
         *_attention_operators(model, work),
         *(op for width, layers in widths.items() for op in _dense_operators(model, work, width, layers)),
         *(_mixture_operators(model, work, mixtures) if mixtures else []),
+        *(_per_layer_operators(model, work, width) if (width := model.hidden_size_per_layer_input) else []),
         *_elementwise_operators(model, work),
         *_end_operators(model, work),
     ]
@@ -247,6 +248,17 @@ def _mixture_operators(model: ModelConfig, work: Workload, calls: int) -> list[O
             _matmul("shared experts, down", work, shared, d, calls),
         ]
     return found
+
+
+def _per_layer_operators(model: ModelConfig, work: Workload, width: int) -> list[OperatorCost]:
+    d = model.hidden_size
+    layers = model.num_layers
+    calls = layers * work.microbatches
+    return [
+        _matmul("per-layer embeddings, of all layers", work, d, layers * width, work.microbatches),
+        _matmul("per-layer embeddings, gate", work, d, width, calls),
+        _matmul("per-layer embeddings, projection", work, width, d, calls),
+    ]
 
 
 def _elementwise_operators(model: ModelConfig, work: Workload) -> list[OperatorCost]:

@@ -115,5 +115,6 @@ def dense_softmax_problem(model: ModelConfig) -> str | None:
         "residual_multiplier": model.residual_multiplier != 1,
         "logits_scaling": model.logits_scaling != 1,
         "layer_scalars": model.layer_scalars,
+        "hidden_size_per_layer_input": model.hidden_size_per_layer_input,
     }
     return next((name for name, found in given.items() if found), None)

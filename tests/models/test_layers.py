@@ -1,29 +1,37 @@
 """Layers as records: types of layers, layers of one sublayer, and scans over any repeating pattern."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxstack.compress.after_training.calibrate import LayerRunner
 from jaxstack.cost_model.model_shape import model_shape
 from jaxstack.cost_model.roofline import Workload, model_operators
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decoder import Decoder
 from jaxstack.decoding.engine import Engine
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.models import ModelConfig, Transformer, count_parameters
+from jaxstack.errors import ConfigError
+from jaxstack.models import ModelConfig, Transformer, count_parameters, preset_config
 from jaxstack.models.attention import SoftmaxAttention
+from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.layer import Layer
 from jaxstack.models.restack import restack
+from jaxstack.models.stages import make_repetition_function
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.parallel.sharding_context import logical_axis_rules
+from jaxstack.run.load import open_window
 from tests.serve.test_engine import expected, prompts
 
 SHAPE = dict(
     vocab_size=61, hidden_size=32, num_layers=7, num_heads=4, num_kv_heads=2, intermediate_size=48,
     initialization="fan_in", initializer_range=0.5, max_position_embeddings=128, sliding_window=8,
 )  # fmt: skip
+SHARED_KEYS = Path(__file__).parent / "huggingface" / "gemma4-shared-keys"
 TYPES = ("attention_only", "feed_forward_only", "sliding_attention")
 
 
@@ -83,6 +91,15 @@ def test_the_cost_model_counts_the_sublayers_that_there_are():
     assert shape.matmul == 7 * shape.active_layer_parameters + 61 * 32
 
 
+def test_the_cost_model_counts_reused_keys_and_embeddings_of_each_layer():
+    config = preset_config("gemma4-e2b")
+    work = Workload(rows=1, length=64)
+    matmuls = [operator for operator in model_operators(config, work) if operator.kind == "matmul"]
+    flops = sum(operator.flops * operator.calls for operator in matmuls)
+    assert flops == 6 * count_parameters(config).matmul * work.tokens
+    assert model_shape(config).tables == 262144 * (1536 + 35 * 256)
+
+
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.exhaustive
 def test_layers_of_one_sublayer_are_generated_from_and_served(scan):
@@ -94,6 +111,14 @@ ADDED = {
     "one norm of all heads": dict(qk_norm="all_heads"),
     "factors": dict(scale_embeddings=3.0, residual_multiplier=0.5, logits_scaling=2.0),
     "half of each head rotates": dict(partial_rotary_factor=0.5),
+    "keys of earlier layers, embeddings of each layer": dict(
+        layer_types=("sliding_attention", "full_attention"),
+        attention=GemmaAttention(),
+        qk_norm=True,
+        num_kv_shared_layers=4,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=8,
+    ),
     "layers without rotary positions": dict(layer_types=("full_attention", "full_attention_no_rope")),
 }
 
@@ -126,6 +151,21 @@ def test_one_norm_of_all_heads_is_the_same_where_devices_share_the_heads():
             return np.asarray(run(params, others))
 
     np.testing.assert_allclose(logits(2), logits(1), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        make_repetition_function,
+        lambda model: LayerRunner(model.dtype, None).embed(model, []),
+        lambda model: open_window(SHARED_KEYS, 2),
+    ],
+    ids=["pipeline", "calibration", "layers read from disk"],
+)
+def test_what_runs_layers_apart_refuses_those_that_read_more_than_their_input(run):
+    model = nnx.eval_shape(lambda: make(ModelConfig(**SHAPE, hidden_size_per_layer_input=8)))
+    with pytest.raises(ConfigError, match="passes only the residual stream .* hidden_size_per_layer_input is 8"):
+        run(model)
 
 
 def test_a_model_without_any_norm_is_refused():

@@ -120,6 +120,29 @@ def test_unrolled_layers_too(overrides):
     assert_trains_as_one_device(*overrides, shape=("model.scan_layers=false",))
 
 
+SHARED_KEYS = (
+    "model.num_layers=6",  # the last four are scanned
+    "model.num_kv_heads=2",
+    "model.num_kv_shared_layers=4",
+    "model.use_double_wide_mlp=true",
+    "model.hidden_size_per_layer_input=8",
+    "model.attention={name: gemma4, global_head_dim: 8}",
+    "model.layer_types=[sliding_attention,full_attention]",
+    "model.sliding_window=5",
+    "model.rope_local_base_freq=100.0",
+    "model.qk_norm=true",
+    "model.post_norms=true",
+    "optimizer.eps=1e-3",  # norms of values and of updates: smaller gradients, of which rounding is a larger part
+    "train.global_batch_size=8",
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("overrides", [layout(1, 2, 2), ("parallel.context=2", "model.remat=full")], ids=" ".join)
+def test_keys_of_earlier_layers_and_embeddings_of_each_layer_too(overrides):
+    assert_trains_as_one_device(*overrides, shape=(*SHARED_KEYS, *(o for o in overrides if o.startswith("model."))))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

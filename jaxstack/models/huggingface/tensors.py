@@ -136,7 +136,8 @@ class Leaf:
         order = [dim for dims in reversed(self.row.order) for dim in dims]
         unrolled = self.leading_dims == self.row.leading
         whole = unrolled and self.row.joined is None and not self.row.pairs and len(self.row.order) == 2
-        return whole and (self.is_table or order == sorted(order))
+        multiplied = self.path.rpartition("/")[2] in ("kernel", "head")
+        return whole and (self.is_table or (multiplied and order == sorted(order)))
 
     @property
     def is_matrices(self) -> bool:

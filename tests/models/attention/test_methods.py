@@ -257,6 +257,9 @@ GEMMA = "model={qk_norm: true, attention: {name: gemma4, global_head_dim: 24}}"
             [GEMMA, "model.layer_types=[sliding_attention, full_attention]", "model.sliding_window=4"],
             "separate rotations",
         ),
+        (["model.num_kv_shared_layers=2"], "num_kv_shared_layers (2) needs attention.name gemma4; found softmax"),
+        ([GEMMA, "model.num_kv_shared_layers=4"], "num_kv_shared_layers (4) must be less than num_layers (4)"),
+        ([GEMMA, "model.use_double_wide_mlp=true"], "use_double_wide_mlp needs num_kv_shared_layers"),
         ([GEMMA, "model.attention.num_global_kv_heads=3"], "must be divisible by attention.num_global_kv_heads (3)"),
         (["model.attention={name: linear}", "model.query_pre_attn_scalar=5.0"], "scales scores"),
         (
