@@ -182,11 +182,11 @@ class MatrixShapeRule(PathRule):
 
 KNOWN = (
     MatrixShapeRule(path=r"(^|/)(\w*embed\w*|\w*head)(/|$)", adamw=True),
-    MatrixShapeRule(path=r"(^|/)[qkvzxbc]_proj/(kernel|adapter/b)$", outputs=2),
+    MatrixShapeRule(path=r"(^|/)([qkvzxbc]|q_b|kv_b)_proj/(kernel|adapter/b)$", outputs=2),
     MatrixShapeRule(path=r"(^|/)o_proj/(kernel|adapter/a)$", inputs=2),
     MatrixShapeRule(path=".*"),
 )
-"""Rules that follow those of the configuration. All heads of an attention projection are one side of one matrix."""
+"""Rules that follow those of the configuration. All heads of a mixer's projection are one side of one matrix."""
 
 
 class MatrixOptimizer(Optimizer):

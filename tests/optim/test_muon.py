@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxstack.errors import ConfigError
+from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.linear import Linear
 from jaxstack.optim.base import MatrixShapeRule
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import AdamW, Muon
@@ -83,6 +86,23 @@ def test_heads_are_one_side_and_layers_and_experts_count_matrices():
     np.testing.assert_allclose(
         update_of("mlp/up_proj/kernel", experts)[1, 2], update_of("kernel", experts[1, 2]), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        {"attention": {"name": "latent", "q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 8}, "head_dim": 72},
+        {"layer_types": ("ssd",)},
+    ],
+    ids=["latent", "ssd"],
+)
+def test_the_sides_of_a_matrix_are_the_dims_of_its_layer(mixer):
+    config = ModelConfig(vocab_size=16, hidden_size=32, num_layers=1, num_heads=4, **mixer)
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+    layers = {"/".join(map(str, path)): x for path, x in nnx.iter_modules(model) if isinstance(x, Linear)}
+    rules = {path: Muon().rule(f"{path}/kernel") for path in layers}
+    sides = {path: (rule.inputs, rule.outputs) for path, rule in rules.items()}
+    assert sides == {path: (x.contracted, x.kernel.ndim - x.contracted) for path, x in layers.items()}
 
 
 @pytest.mark.longer
