@@ -74,7 +74,8 @@ def test_a_process_with_jax_alone_generates(folder):
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.longer),
-                                  pytest.param("gemma3", marks=pytest.mark.exhaustive)])  # fmt: skip
+                                  pytest.param("gemma3", marks=pytest.mark.exhaustive),
+                                  pytest.param("gemma4-shared-keys", marks=pytest.mark.exhaustive)])  # fmt: skip
 def test_other_families(name, tmp_path, unchecked_shapes):
     stablehlo.write(make_source(name), tmp_path)
     wanted = expected(name)

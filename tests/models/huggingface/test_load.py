@@ -161,3 +161,9 @@ def test_a_text_model_is_found_under_the_prefixes_of_multimodal_files(tmp_path):
     outer = {"language_model." + n: x for n, x in tensors.items()}
     vision = {"vision_model.class_embedding": np.zeros(8, np.float32)}
     same_weights("llama4", {"model_type": "llama4", "text_config": text, "vision_config": {}}, {**outer, **vision})
+    text, tensors = stored("gemma4-shared-keys")
+    outer = {n.replace("model.", "model.language_model."): x for n, x in tensors.items()}
+    outer |= {
+        f"model.language_model.layers.6.self_attn.{n}.weight": np.zeros(8, np.float32) for n in ("k_proj", "k_norm")
+    }
+    same_weights("gemma4-shared-keys", {"model_type": "gemma4", "text_config": text}, outer)
