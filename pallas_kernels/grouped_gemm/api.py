@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.fp8.blockwise import BLOCK
-from pallas_kernels.grouped_gemm import mosaic, reference, xla
+from pallas_kernels.grouped_gemm import mosaic, reference, triton, xla
 from pallas_kernels.grouped_gemm.fp8 import FP8_BACKENDS, Fp8GroupedRequest
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest, make_request
 from pallas_kernels.weight_only.packed import PackedWeight
@@ -27,6 +27,13 @@ BACKENDS = (
         "our Hopper kernels, one launch for all groups",
         mosaic.unsupported_reason,
         mosaic.multiply,
+        opaque=True,
+    ),
+    Backend(
+        "triton",
+        "reads packed matrices as stored",
+        triton.unsupported_reason,
+        triton.multiply,
         opaque=True,
     ),
     Backend("xla", "a loop over tiles of rows, on every device", xla.unsupported_reason, xla.multiply),
@@ -118,17 +125,22 @@ def fp8_grouped_matmul(
     return tuple(y[:, : weight.shape[2]] for y, weight in zip(found, weights, strict=True))
 
 
-def grouped_matmul_alignment(rows: int, groups: int, *, fp8: bool = False, implementation: str | None = None) -> int:
+def grouped_matmul_alignment(
+    rows: int, groups: int, *, fp8: bool = False, packed: bool = False, implementation: str | None = None
+) -> int:
     """Return the alignment in rows at which groups should start, so that `grouped_matmul` need not copy them.
 
     Args:
         rows: total number of rows.
         groups: number of groups.
         fp8: True if `fp8_grouped_matmul` multiplies the rows too.
+        packed: True if the matrices are packed in few bits.
         implementation: name of a backend, or None for the automatic choice.
     """
     if fp8:
         return BLOCK
+    if packed:
+        return triton.preferred_tile(rows, groups)
     if implementation == "mosaic" or (implementation is None and mosaic.unsupported_target() is None):
         return mosaic.TILE_ROWS
     return xla.preferred_tile(rows, groups)

@@ -1,4 +1,4 @@
-"""Triton matmul of 1 to 64 rows with a packed weight (integers, or indices into lookup tables), read once, as stored.
+"""Triton matmul of 1 to 64 rows with a packed weight (integers, FP8 or indices into lookup tables), read as stored.
 
 At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
 than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
@@ -14,17 +14,18 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.target import Target, automatic_axes, multiprocessors
 from pallas_kernels.triton_support import triton_call, unsupported_target
 from pallas_kernels.weight_only import xla
-from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat, RoundedInputFormat
+from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat, LookupFormat, RoundedInputFormat
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest
 
 _LEAST_CAPABILITY = (9, 0)
-_MOST_ROWS = 64
+MOST_ROWS = 64
+"""Rows that the kernel multiplies with a matrix at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,10 @@ class ProductPlan:
         groups: scales per output; 1 for indices.
         tile: see `Tile`.
         tables: lookup tables, each of which serves outputs / tables consecutive outputs.
-        entries: values of a table; 0 for integers.
+        entries: values of a table; 0 for integers and FP8.
+        scale_rows: consecutive outputs that share their scales, as in blocks of FP8.
+        exponent_size: inputs that share an exponent; 0: there are none.
+        tiles: tiles of `rows` rows, each multiplied with one of several matrices; 0: there is one matrix.
     """
 
     rows: int
@@ -73,6 +77,19 @@ class ProductPlan:
     tile: Tile
     tables: int = 1
     entries: int = 0
+    scale_rows: int = 1
+    exponent_size: int = 0
+    tiles: int = 0
+
+    @property
+    def all_rows(self) -> int:
+        """Number of rows of all tiles."""
+        return self.rows * max(1, self.tiles)
+
+    @property
+    def constants(self) -> int:
+        """Number of scales, or of values in tables, of a matrix."""
+        return self.tables * self.entries or -(-self.outputs // self.scale_rows) * self.groups
 
     @property
     def padded_rows(self) -> int:
@@ -193,18 +210,39 @@ def default_tile(outputs: int, inputs: int, groups: int, rows: int, tables: int 
     return Tile(block_out, block_in, ranges, 1, 4, 4)
 
 
-def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
-    """Return the Triton kernel's compile-time constants for a call, with tile sizes chosen for it unless given."""
+def make_plan(request: PackedMatmulRequest, tile: Tile | None = None, tiles: int = 0) -> ProductPlan:
+    """Return the Triton kernel's compile-time constants for a call, with tile sizes chosen for it unless given.
+
+    Args:
+        request: the call.
+        tile: sizes of the parts of the product.
+        tiles: number of parts of the rows of x that are multiplied with one matrix of a stack each; 0: one matrix.
+    """
     weight = request.weight
     bits = stored_bits(request)
-    rows = request.x.shape[0]
-    outputs, inputs = stored_matrix(weight).shape
+    rows = request.x.shape[0] // max(1, tiles)
+    outputs, inputs = stored_matrix(weight).shape[-2:]
     lookup = isinstance(weight.format, LookupFormat)
-    tables, entries = weight.arrays["codebook"].shape if lookup else (1, 0)
-    groups = 1 if lookup else weight.arrays["scales"].shape[1]
+    tables, entries = weight.arrays["codebook"].shape[-2:] if lookup else (1, 0)
+    groups = 1 if lookup else weight.arrays["scales"].shape[-1]
     default = default_tile(outputs, inputs, groups, rows, tables, 8 // bits)
-    default = dataclasses.replace(default, assembly=request.x.dtype == jnp.bfloat16)
-    plan = ProductPlan(rows, inputs, outputs, 8 // bits, groups, tile or default, tables, entries)
+    float8 = isinstance(weight.format, Float8Format)
+    default = dataclasses.replace(default, assembly=request.x.dtype == jnp.bfloat16 and not float8)
+    if tiles:  # which are enough programs
+        default = dataclasses.replace(default, ranges=1)
+    plan = ProductPlan(
+        rows,
+        inputs,
+        outputs,
+        8 // bits,
+        groups,
+        tile or default,
+        tables,
+        entries,
+        scale_rows=(weight.format.rows or 1) if isinstance(weight.format, Float8Format) else 1,
+        exponent_size=inputs // weight.arrays["exponents"].shape[-1] if "exponents" in weight.arrays else 0,
+        tiles=tiles,
+    )
     measured = MEASURED.get((bits, outputs, inputs, 8 if rows <= 8 else 16))
     if tile is not None or measured is None or rows > 16:
         return plan
@@ -236,26 +274,46 @@ def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Ar
 def _product(
     out_dtype: jax.typing.DTypeLike, target: Target, tile: Tile | None, x: jax.Array, weight: PackedWeight
 ) -> jax.Array:
+    return _launch(PackedMatmulRequest(x, weight, out_dtype, target), tile)
+
+
+def multiply_tiles(request: PackedMatmulRequest, groups: Int32[Array, " tiles"]) -> Float[Array, "rows out"]:
+    """Multiply equal parts of the rows of x with one matrix of a stack each, by the Triton kernel.
+
+    Args:
+        request: the call, with a weight whose `stack` is (matrices,).
+        groups: the matrix of each part, or -1 for a result of 0.
+    """
+    return _launch(request, None, groups)
+
+
+def _launch(request: PackedMatmulRequest, tile: Tile | None, groups: jax.Array | None = None) -> jax.Array:
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
-    plan = make_plan(PackedMatmulRequest(x, weight, out_dtype, target), tile)
+    x = request.x
+    weight = request.weight
+    out_dtype = request.out_dtype
+    plan = make_plan(request, tile, 0 if groups is None else groups.shape[0])
     stored = stored_matrix(weight)
     ranges = plan.tile.ranges
     if plan.halves == 2:
         # A change of the type alone: XLA stores the integer at the even place in the low half of a byte.
-        stored = jax.lax.bitcast_convert_type(stored.reshape(plan.outputs, plan.inputs // 2, 2), jnp.int8)
+        pairs = stored.reshape(*stored.shape[:-1], plan.inputs // 2, 2)
+        stored = jax.lax.bitcast_convert_type(pairs, jnp.int8)
     constants = weight.arrays["codebook" if plan.entries else "scales"]
     if plan.entries and plan.halves == 1:
         constants = constants.astype(x.dtype)  # The kernel rounds smaller tables itself.
-    major, minor = target.compute_capability or (0, 0)
-    shape = (plan.rows, plan.outputs)
+    major, minor = request.target.compute_capability or (0, 0)
+    shape = (plan.all_rows, plan.outputs)
     y = triton_call(
         x,
         stored,
         constants,
+        weight.arrays.get("exponents", constants),
+        constants if groups is None else groups,
         kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,
         out_shape=jax.ShapeDtypeStruct(*((shape, out_dtype) if ranges == 1 else ((ranges, *shape), jnp.float32))),
-        grid=(plan.outputs // plan.tile.block_out, ranges),
+        grid=(plan.outputs // plan.tile.block_out, ranges, max(1, plan.tiles)),
         name="packed_matmul",
         num_warps=plan.tile.warps,
         num_stages=plan.tile.stages,
@@ -285,11 +343,24 @@ def _product_backward(
 _product.defvjp(_product_forward, _product_backward)
 
 
+def unsupported_device(target: Target) -> str | None:
+    """Return why the Triton kernel does not run on a device at all, or None if it does."""
+    return unsupported_target(target, _LEAST_CAPABILITY)
+
+
 def unsupported_reason(request: PackedMatmulRequest) -> str | None:
     """Return why the Triton kernel cannot compute a matmul with a packed weight, or None if it can."""
     if reason := unsupported_target(request.target, _LEAST_CAPABILITY):
         return reason
     return _unsupported_shape(request)
+
+
+def unsupported_tiles(x: jax.Array, rows: int, weight: PackedWeight, target: Target) -> str | None:
+    """Return why `multiply_tiles` cannot multiply parts of `rows` rows of x with a stack of matrices, or None."""
+    if reason := unsupported_target(target, _LEAST_CAPABILITY):
+        return reason
+    part = jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype)
+    return _unsupported_shape(PackedMatmulRequest(part, weight, x.dtype, target))  # type: ignore[arg-type]
 
 
 def fallback_reason(request: PackedMatmulRequest) -> str | None:
@@ -303,8 +374,8 @@ def fallback_reason(request: PackedMatmulRequest) -> str | None:
         return None
     if automatic_axes():
         return "it cannot partition the Triton kernel over a mesh of several devices"
-    if request.x.shape[0] > _MOST_ROWS:
-        return f"the Triton kernel takes at most {_MOST_ROWS} rows: prompts and larger batches have more"
+    if request.x.shape[0] > MOST_ROWS:
+        return f"the Triton kernel takes at most {MOST_ROWS} rows: prompts and larger batches have more"
     reason = _unsupported_shape(request)
     return reason and f"the Triton kernel {reason}"
 
@@ -312,25 +383,30 @@ def fallback_reason(request: PackedMatmulRequest) -> str | None:
 def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
     x = request.x
     weight = request.weight
-    if not isinstance(weight.format, (IntegerFormat, LookupFormat)):
-        return f"reads integers with scales and lookup tables; the weight is {weight.format}"
+    plain = isinstance(weight.format, Float8Format) and weight.format.rows is None and not weight.stack
+    if plain or not isinstance(weight.format, (IntegerFormat, LookupFormat, Float8Format)):
+        return f"reads integers with scales, FP8 by blocks and lookup tables; the weight is {weight.format}"
     if isinstance(weight.format, RoundedInputFormat):
         return "multiplies activations as they are; the weight asks for inputs rounded to int8"
-    if "exponents" in weight.arrays:
-        return "reads lookup tables without exponents of groups (MXFP4); the weight has some"
     if "zeros" in weight.arrays:
         return "reads integers without zero points; the weight has some"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs activations in bfloat16 or float16; got {x.dtype}"
-    if not 1 <= x.shape[0] <= _MOST_ROWS:
-        return f"takes 1 to {_MOST_ROWS} rows; got {x.shape[0]}"
-    outputs, inputs = stored_matrix(weight).shape
-    if outputs % 16 or inputs % 128:
-        return f"needs outputs that are a multiple of 16 and inputs of 128; got {outputs} and {inputs}"
+    if not 1 <= x.shape[0] <= MOST_ROWS:
+        return f"takes 1 to {MOST_ROWS} rows; got {x.shape[0]}"
+    outputs, inputs = stored_matrix(weight).shape[-2:]
+    least = 32 if weight.stack else 128
+    if outputs % 16 or inputs % least:
+        return f"needs outputs that are a multiple of 16 and inputs of {least}; got {outputs} and {inputs}"
     if isinstance(weight.format, LookupFormat):
-        together = outputs // weight.arrays["codebook"].shape[0]
+        together = outputs // weight.arrays["codebook"].shape[-2]
+        exponents = weight.arrays.get("exponents")
+        if exponents is not None and (inputs % exponents.shape[-1] or inputs // exponents.shape[-1] % 2):
+            return f"needs exponents of an even number of inputs; got {exponents.shape[-1]} for {inputs}"
         return f"needs tables of a multiple of 16 outputs each; got {together}" if together % 16 else None
-    groups = weight.arrays["scales"].shape[1]
+    if isinstance(weight.format, Float8Format) and weight.format.columns and inputs % weight.format.columns:
+        return f"needs whole blocks of {weight.format.columns} inputs; got {inputs} inputs"
+    groups = weight.arrays["scales"].shape[-1]
     if groups > 1 and inputs // groups % 32:
         return f"needs groups of a multiple of 32 inputs; got {inputs // groups}"
     return None

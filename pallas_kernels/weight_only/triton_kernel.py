@@ -1,7 +1,7 @@
 """Triton kernels of the packed matmul for few rows: they read weights as stored, and convert them in registers."""
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
@@ -68,9 +68,14 @@ def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
 
 
 @triton.jit
-def _convert(stored, half: tl.constexpr, table, plan: tl.constexpr, like):
-    """Return the values of stored bytes, or of their halves as in `_widen`; those of indices are in the table."""
-    if plan.entries > 0:
+def _convert(stored, half: tl.constexpr, table, power, plan: tl.constexpr, like):
+    """Return the values of stored bytes, or of their halves as in `_widen`; those of indices are in the table.
+
+    With `plan.exponent_size` they are multiplied by `power`.
+    """
+    if plan.exponent_size > 0:
+        return look_up(stored, half, table, plan, like) * power
+    elif plan.entries > 0:
         return look_up(stored, half, table, plan, like)
     else:
         return _widen(stored, half, plan, like)
@@ -89,14 +94,46 @@ def _load_activations(x, place, valid, plan: tl.constexpr):
 
 
 @triton.jit
-def product_kernel(x, q, constants, out, plan: tl.constexpr):
+def _load_powers(exponents, position, output, plan: tl.constexpr, like):
+    """Return the powers of two of stored bytes at `position` in the rows `output`, in the dtype of `like`."""
+    size: tl.constexpr = plan.exponent_size // plan.halves
+    power = tl.load(exponents + output * (plan.inputs // plan.exponent_size) + position // size)
+    bits = (power.to(tl.int32) + 127) << 23
+    return bits.to(tl.float32, bitcast=True).to(like.dtype.element_ty)
+
+
+@triton.jit
+def _move_to_tile(x, q, constants, exponents, groups, out, plan: tl.constexpr):
+    """Return the pointers of this program's tile of rows and its group's matrix, and 0 for a tile of no group, or 1."""
+    if plan.tiles == 0:
+        return x, q, constants, exponents, out, 1
+    else:
+        tile = tl.program_id(2).to(tl.int64)
+        found = tl.load(groups + tile)
+        group = tl.maximum(found, 0).to(tl.int64)
+        x += tile * (plan.rows * plan.inputs)
+        q += group * (plan.outputs * plan.inputs // plan.halves)
+        constants += group * plan.constants
+        if plan.exponent_size > 0:
+            exponents += group * (plan.outputs * plan.inputs // plan.exponent_size)
+        out += tile * (plan.rows * plan.outputs)
+        return x, q, constants, exponents, out, (found >= 0).to(tl.int32)
+
+
+@triton.jit
+def product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
     """Multiply x [rows, in] with a block of the packed matrix's rows, summing over one range of the inputs.
 
     The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves]. `constants` are
-    the scales [out, groups] of integers, or the tables [tables, entries] of indices. `out` is [rows, out] if there is
-    one range, otherwise float32 [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which
-    has at least 16 rows, and the activations are the right one, which has at least 8 columns.
+    the scales of numbers, [out / scale_rows, groups], or the tables [tables, entries] of indices. `exponents`
+    [out, in / exponent_size] are read if `exponent_size` is not 0. `out` is [rows, out] if there is one range,
+    otherwise float32 [ranges, rows, out]. A tile of the matrix is the left operand of a tensor core, which has at least
+    16 rows, and the activations are the right one, which has at least 8 columns.
+
+    With `tiles` there is a third program id, the tile of `rows` rows of x [tiles * rows, in], and `groups` [tiles] has
+    the number of its matrix in q [matrices, out, in / halves] and the other arrays, or -1, for which the result is 0.
     """
+    x, q, constants, exponents, out, active = _move_to_tile(x, q, constants, exponents, groups, out, plan)
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves
     block_out: tl.constexpr = plan.block_out
@@ -114,39 +151,44 @@ def product_kernel(x, q, constants, out, plan: tl.constexpr):
     if plan.entries > 0:
         table = load_table(constants, block, plan, x)
     else:
-        scale = tl.load(constants + output * plan.groups + first * plan.block_in // plan.group_size).to(tl.float32)
-    for step in range(first, first + plan.steps):
+        scale_of = constants + output // plan.scale_rows * plan.groups
+        scale = tl.load(scale_of + first * plan.block_in // plan.group_size).to(tl.float32)
+    for step in range(first, first + plan.steps * active):
         stored = tl.load(here + step * width)
         low, high = _load_activations(x, row[None] * stride + step * width + column[:, None], row_valid, plan)
         # With a scale for each group the sum starts anew, as it is multiplied by the scale.
         partial = total
         if plan.groups > 1:
             partial = tl.zeros([block_out, padded_rows], tl.float32)
+        power = 1
+        if plan.exponent_size > 0:
+            power = _load_powers(exponents, (step * width + column)[None], output[:, None], plan, x)
         if plan.halves == 1:
-            partial = tl.dot(_convert(stored, 0, table, plan, x), low, partial)
+            partial = tl.dot(_convert(stored, 0, table, power, plan, x), low, partial)
         else:
-            partial = tl.dot(_convert(stored, 1, table, plan, x), low, partial)
-            partial = tl.dot(_convert(stored, 2, table, plan, x), high, partial)
+            partial = tl.dot(_convert(stored, 1, table, power, plan, x), low, partial)
+            partial = tl.dot(_convert(stored, 2, table, power, plan, x), high, partial)
         if plan.groups > 1:
             total += partial * scale[:, None]
             # Loads of two bytes are not pipelined by the compiler: this one is waited for in the next step.
             group = tl.minimum((step + 1) * plan.block_in // plan.group_size, plan.groups - 1)
-            scale = tl.load(constants + output * plan.groups + group).to(tl.float32)
+            scale = tl.load(scale_of + group).to(tl.float32)
         else:
             total = partial
     if plan.groups == 1 and plan.entries == 0:
         total *= scale[:, None]
-    target = out + (part * plan.rows + row)[None] * plan.outputs + output[:, None]
+    target = out + (part * plan.all_rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, total.to(out.dtype.element_ty), row_valid)
 
 
 @triton.jit
-def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
+def sliced_product_kernel(x, q, constants, exponents, groups, out, plan: tl.constexpr):
     """Multiply x with a block of rows of the packed matrix; a program's warps divide the inputs and add their sums.
 
     Neighbouring blocks of inputs belong to different warps, which do not wait for each other before the end.
     A step thus reads long pieces of each row, which memory serves faster than short ones that are far apart.
     """
+    x, q, constants, exponents, out, active = _move_to_tile(x, q, constants, exponents, groups, out, plan)
     width: tl.constexpr = plan.block_in // plan.halves
     stride: tl.constexpr = plan.inputs // plan.halves
     block_out: tl.constexpr = plan.block_out
@@ -166,19 +208,23 @@ def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
     if plan.entries > 0:
         table = load_table(constants, block, plan, x)
     else:
-        scale_of = constants + (output * plan.groups)[None]
+        scale_of = constants + (output // plan.scale_rows * plan.groups)[None]
         scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
-    for step in range(0, plan.steps * slices, slices):
+    for step in range(0, plan.steps * slices * active, slices):
         stored = tl.load(here + step * width)
         low, high = _load_activations(x, beside + step * width, row_valid[None, None], plan)
         partial = total
         if plan.groups > 1:
             partial = tl.zeros([slices, block_out, padded_rows], tl.float32)
+        power = 1
+        if plan.exponent_size > 0:
+            position = ((first[:, None] + step) * width + column)[:, None, :]
+            power = _load_powers(exponents, position, output[None, :, None], plan, x)
         if plan.halves == 1:
-            partial = tl.dot(_convert(stored, 0, table, plan, x), low, partial)
+            partial = tl.dot(_convert(stored, 0, table, power, plan, x), low, partial)
         else:
-            partial = tl.dot(_convert(stored, 1, table, plan, x), low, partial)
-            partial = tl.dot(_convert(stored, 2, table, plan, x), high, partial)
+            partial = tl.dot(_convert(stored, 1, table, power, plan, x), low, partial)
+            partial = tl.dot(_convert(stored, 2, table, power, plan, x), high, partial)
         if plan.groups > 1:
             total += partial * scale[:, :, None]
             group = tl.minimum((first + step + slices) * plan.block_in // plan.group_size, plan.groups - 1)
@@ -187,6 +233,6 @@ def sliced_product_kernel(x, q, constants, out, plan: tl.constexpr):
             total = partial
     result = tl.sum(total, 0)
     if plan.groups == 1 and plan.entries == 0:
-        result *= tl.load(constants + output).to(tl.float32)[:, None]
-    target = out + (part * plan.rows + row)[None] * plan.outputs + output[:, None]
+        result *= tl.load(constants + output // plan.scale_rows).to(tl.float32)[:, None]
+    target = out + (part * plan.all_rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, result.to(out.dtype.element_ty), row_valid[None])

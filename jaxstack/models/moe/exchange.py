@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import PackedWeight, grouped_matmul_alignment
 from pallas_kernels.grouped_gemm.groups import aligned_rows, group_bounds
+from pallas_kernels.weight_only.packed import is_packed
 
 
 class Rows(NamedTuple):
@@ -184,9 +185,13 @@ def compute_on_this_device(
       fp8: True if `compute` multiplies in FP8.
     """
     count = jax.tree.leaves(kernels)[0].shape[0]
-    alignment = grouped_matmul_alignment(experts.size, count, fp8=fp8)
+    alignment = grouped_matmul_alignment(experts.size, count, fp8=fp8, packed=_is_packed(kernels))
     rows, sizes = arrange(experts, count, alignment)
     return sum_rows(compute(take_rows(x, rows), take_weights(weights, rows), kernels, sizes, alignment), rows)
+
+
+def _is_packed(kernels: Kernels) -> bool:
+    return any(map(is_packed, kernels.values()))
 
 
 def count_buffer_rows(assignments: int, devices: int, factor: float, max_rows: int) -> int:
@@ -267,7 +272,7 @@ def _run_round(static: _Static, operands: Operands, plan: ExchangePlan, number: 
     slot = jnp.arange(slots, dtype=jnp.int32) + number * slots
     ends = jnp.cumsum(plan.arriving, axis=1)
     groups = (slot[None, :, None] >= ends[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1, 1)
-    alignment = grouped_matmul_alignment(devices * slots, local, fp8=static.fp8)
+    alignment = grouped_matmul_alignment(devices * slots, local, fp8=static.fp8, packed=_is_packed(kernels))
     local_rows, sizes = arrange(groups, local, alignment)
     results = static.compute(
         take_rows(received, local_rows), take_weights(weights, local_rows), kernels, sizes, alignment

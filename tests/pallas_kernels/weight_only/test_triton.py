@@ -5,6 +5,7 @@ Triton decides at its import whether kernels are interpreted, so that runs in a 
 """
 
 import dataclasses
+import functools
 import sys
 import warnings
 
@@ -13,11 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Grid, NotSupported, PackedWeight, lowering_platform, packed_matmul, record_choices
+from pallas_kernels import (
+    Grid,
+    NotSupported,
+    PackedWeight,
+    grouped_matmul,
+    lowering_platform,
+    packed_matmul,
+    record_choices,
+)
 from pallas_kernels.target import Target
 from pallas_kernels.weight_only import triton
 from pallas_kernels.weight_only.api import _tell_fallback
-from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat, LowRankFormat
+from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat, LookupFormat, LowRankFormat
 from pallas_kernels.weight_only.packed import pack_integers, pack_lookup
 from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 from pallas_kernels.weight_only.triton import Tile
@@ -42,6 +51,12 @@ SLICED = Tile(16, 64, 1, 4, 4, 2)
 LOOKUPS = {f"lookup{bits}_{rows}": (bits, rows, (SLICED, WHOLE)[(bits + rows) % 2])
            for bits in (1, 2, 3, 4, 8) for rows in (1, 4, 16)}  # fmt: skip
 FEW_LOOKUPS = ("lookup1_1", "lookup2_16", "lookup3_4", "lookup4_1", "lookup8_16")
+TILES = {
+    "mxfp4": Tile(16, 64, 2, 1, 2, 2, assembly=False),
+    "mxfp4_sliced": Tile(16, 64, 1, 4, 4, 2, assembly=False),
+    "fp8_blocks": Tile(16, 64, 1, 1, 2, 2, assembly=False),
+    "fp8_blocks_sliced": Tile(32, 64, 1, 2, 2, 2, assembly=False),
+}
 OUT = 32
 IN = 256
 
@@ -75,23 +90,57 @@ def interpret(name: str) -> None:
     assert triton.tile_problem(plan) is None
     if plan.halves == 2:
         q = ((q[:, 1::2] << 4) | (q[:, ::2] & 15)).astype(np.int8)
-    arrays = [Array(x, "fp16"), Array(q, "i8"), constants]
+    arrays = [Array(x, "fp16"), Array(q, "i8"), constants, constants, constants]
     out = np.full((tile.ranges, rows, OUT), np.nan, np.float32)
     kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
     kernel[(OUT // tile.block_out, tile.ranges)](*arrays, Array(out, "fp32"), plan=plan)
     np.testing.assert_allclose(out.sum(0), x.astype(np.float32) @ np.asarray(weight.dense()), rtol=2e-5, atol=2e-5)
 
 
+def interpret_tiles(name: str) -> None:
+    """Tiles of rows with a matrix each: MXFP4, or FP8 by blocks."""
+    from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
+
+    tile = TILES[name]
+    random = np.random.default_rng(0)
+    rows, matrices = 5, 3
+    x = random.normal(size=(3 * rows, IN)).astype(np.float16)
+    groups = np.asarray([2, 0, -1], np.int32)
+    if name.startswith("mxfp4"):
+        indices = random.integers(0, 16, (matrices, OUT, IN)).astype(np.uint8)
+        codebook = np.broadcast_to(np.arange(16, dtype=np.float32) - 5.5, (matrices, 1, 16)).copy()
+        exponents = random.integers(-4, 3, (matrices, OUT, IN // 32)).astype(np.int8)
+        stored = {"indices": jnp.asarray(indices, jnp.uint4), "codebook": codebook, "exponents": exponents}
+        q = Array((indices[..., ::2] | indices[..., 1::2] << 4).view(np.int8), "i8")
+        weight = PackedWeight(stored, LookupFormat(4), (IN,), (OUT,), (matrices,))
+        constants = (Array(codebook, "fp32"), Array(exponents, "i8"))
+    else:
+        values = jnp.asarray(random.normal(size=(matrices, OUT, IN)), jnp.float8_e4m3fn)
+        scales = random.uniform(size=(matrices, OUT // 16, IN // 64)).astype(np.float32)
+        weight = PackedWeight({"q": values, "scales": scales}, Float8Format(16, 64), (IN,), (OUT,), (matrices,))
+        q = Array(np.asarray(values), "fp8e4nv")
+        constants = (Array(scales, "fp32"),) * 2
+    plan = triton.make_plan(PackedMatmulRequest(jnp.asarray(x), weight, jnp.float32, Target("cuda", (9, 0))), tile, 3)
+    assert triton.tile_problem(plan) is None
+    out = np.full((tile.ranges, 3 * rows, OUT), np.nan, np.float32)
+    kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
+    arrays = (Array(x, "fp16"), q, *constants, Array(groups, "i32"), Array(out, "fp32"))
+    kernel[(OUT // tile.block_out, tile.ranges, 3)](*arrays, plan=plan)
+    dense = np.asarray(weight.dense())
+    wanted = [x[:rows].astype(np.float32) @ dense[2], x[rows : 2 * rows].astype(np.float32) @ dense[0]]
+    np.testing.assert_allclose(out.sum(0), np.concatenate([*wanted, 0 * wanted[0]]), rtol=1e-4, atol=1e-4)
+
+
 @needs_triton
 def test_the_kernels_multiply_by_the_matrix():
-    done = run_interpreted(__spec__.name, *CASES, *FEW_LOOKUPS)
+    done = run_interpreted(__spec__.name, *CASES, *FEW_LOOKUPS, "mxfp4", "fp8_blocks_sliced")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @needs_triton
 @pytest.mark.exhaustive
 def test_the_kernels_look_up_indices_of_any_bits():
-    done = run_interpreted(__spec__.name, *LOOKUPS)
+    done = run_interpreted(__spec__.name, *LOOKUPS, *TILES)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -144,6 +193,25 @@ def test_compiled_for_hopper_no_values_of_a_table_are_written(bits, rows):
 
 
 @needs_triton
+@pytest.mark.parametrize("tile", [8, 64])
+def test_compiled_for_hopper_one_kernel_multiplies_all_experts(tile):
+    """gpt-oss-20b in MXFP4: no values are written."""
+    size = 2880
+    arrays = {
+        "indices": S((32, size, size), jnp.uint4),
+        "codebook": S((32, 1, 16), jnp.float32),
+        "exponents": S((32, size, size // 32), jnp.int8),
+    }
+    weight = PackedWeight(arrays, LookupFormat(4), (size,), (size,), (32,))
+    with lowering_platform("cuda"):
+        product = functools.partial(grouped_matmul, alignment=tile)
+        compiled = compile_for_hopper(product, S((16 * tile, size), jnp.bfloat16), weight, S((32,), jnp.int32))
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 1
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 1024 and memory.argument_size_in_bytes < 0.56 * 32 * size**2
+
+
+@needs_triton
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("tile", sorted({tile for key, tile in triton.MEASURED.items() if key[0] == 4}, key=str))
@@ -179,17 +247,23 @@ def test_the_choice_and_its_reasons():
     int4 = abstract(4, 128)
     arrays = {"u": S((4096, 64), jnp.bfloat16), "v": S((64, 14336), jnp.bfloat16)}
     low_rank = PackedWeight(arrays, LowRankFormat(), (14336,), (4096,))
+
+    def float8(columns: int) -> PackedWeight:
+        q, scales = S((4096, 14336), jnp.float8_e4m3fn), S((32, -(-14336 // columns)), jnp.float32)
+        return PackedWeight({"q": q, "scales": scales}, Float8Format(128, columns), (14336,), (4096,))
+
     zeros = dataclasses.replace(int4, arrays={**int4.arrays, "zeros": S((4096, 112), jnp.int4)})
     calls = {
         "got float32": (S((1, 14336), jnp.float32), int4),
         "got 65": (S((65, 14336), jnp.bfloat16), int4),
         "LowRankFormat": (x, low_rank),
+        "whole blocks": (x, float8(100)),
         "zero points": (x, zeros),
         "multiple of 16": (x, abstract(8, outputs=4100)),
         "multiple of 32": (x, abstract(4, 16)),
         "tables of a multiple of 16": (x, abstract_lookup(4, 4096 // 8)),
     }
-    supported = (int4, abstract_lookup(1), abstract_lookup(4, 4096 // 16), abstract_lookup(8))
+    supported = (int4, float8(128), abstract_lookup(1), abstract_lookup(4, 4096 // 16), abstract_lookup(8))
     for words, call in (*calls.items(), *(("", (x, weight)) for weight in supported)):
         with lowering_platform("cuda"), record_choices() as choices:
             jax.eval_shape(packed_matmul, *call)
@@ -238,4 +312,4 @@ if __name__ == "__main__":
     let_numpy_index()
     let_assembly_run()
     for case in sys.argv[1:]:
-        interpret(case)
+        interpret_tiles(case) if case in TILES else interpret(case)
