@@ -33,6 +33,7 @@ from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.stored import StoredModel
 from jaxstack.stored.huggingface import SEQUENCE_LENGTH, HuggingFaceCheckpoint
 from jaxstack.stored.model import copy_stop_tokens
+from jaxstack.stored.run_directory import TrainingRun
 from pallas_kernels import PackedWeight
 
 DENSE = "dense"
@@ -156,6 +157,8 @@ def export_checkpoint(
 ) -> ExportedCheckpoint:
     """Make a Hugging Face checkpoint from a run, reading and writing one parameter at a time.
 
+    A reward model becomes a sequence classifier with one label, whose head is `score.weight`.
+
     Args:
       source: run directory.
       output: directory to write.
@@ -182,7 +185,8 @@ def export_checkpoint(
     read = _dense_reader(stored, step, packed, warn)
     tokenizer = stored.tokenizer if stored.has_tokenizer else None
     ids = {} if tokenizer is None else _special_token_ids(tokenizer)
-    family = write_checkpoint(read, config.model, output, model_type, dtype, max_shard_bytes, ids, packed, warn)
+    head = stored.read_reward_head(step) if isinstance(stored, TrainingRun) and stored.is_reward_model else None
+    family = write_checkpoint(read, config.model, output, model_type, dtype, max_shard_bytes, ids, packed, warn, head)
     copy_stop_tokens(stored, output)
     if tokenizer is not None and (tokenizer_json := tokenizer.tokenizer_json()) is not None:
         write_file(output / "tokenizer.json", tokenizer_json.encode())

@@ -181,14 +181,19 @@ class TrainingRun(RunDirectory):
             others = jax.jit(functools.partial(module.from_plain, wanted=module.abstract_non_params))(others)
         return params, others
 
+    @property
+    def is_reward_model(self) -> bool:
+        """True if the run trained a reward model, whose head is in its checkpoints."""
+        preference = self.section("preference", PreferenceConfig)
+        return preference.loss is not None and preference.method.has_head
+
     def read_reward_head(self, step: int | None = None) -> np.ndarray:
         """Read the weights [D] float32 of a reward model's head.
 
         Raises:
           ConfigError: the run did not train a reward model, or has no checkpoint of `step`.
         """
-        preference = self.section("preference", PreferenceConfig)
-        if preference.loss is None or not preference.method.has_head:
+        if not self.is_reward_model:
             raise ConfigError(f"{self.directory} is no reward model; train one with preference.loss=reward_model.")
         head = np.empty(self.model.hidden_size, np.float32)
         return self._restore(self.choose_step(step), {"params": {"reward_head": head}})["params"]["reward_head"]

@@ -6,12 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import jaxstack.evaluate as evaluate
 import jaxstack.train as command
 from jaxstack.errors import ConfigError
 from jaxstack.reinforce.rewards import Model, Sample, build_rewards
+from jaxstack.run.convert import export_checkpoint
 from jaxstack.run.load import load_reward_model
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
@@ -108,6 +110,9 @@ def test_a_reward_model_is_trained_with_adapters_stopped_and_loaded(folder, tune
     assert score.encode("what is b", "it is b yes") == ids[0]
     with build_rewards([Model(path=str(folder / "reward"), weight=2)], load_reward_model) as model:
         assert model([Sample([{"role": "user", "content": "what is b"}], "it is b yes")])[0].total == 2 * rewards[0]
+    export_checkpoint(folder / "reward", folder / "classifier", warn=lambda _: None)
+    assert load_file(folder / "classifier" / "model.safetensors")["score.weight"].any()
+    assert "Qwen3ForSequenceClassification" in (folder / "classifier" / "config.json").read_text()
     with pytest.raises(ConfigError, match="dpo is no reward model"):
         load_reward_model(folder / "dpo")
 

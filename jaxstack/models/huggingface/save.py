@@ -1,5 +1,6 @@
 """Export of models to Hugging Face checkpoints, one parameter at a time."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -72,6 +73,7 @@ def write_checkpoint(
     extra: dict[str, Any] | None = None,
     format: str | None = None,
     warn: Callable[[str], None] = warnings.warn,
+    reward_head: np.ndarray | None = None,
 ) -> str:
     """Write a Hugging Face checkpoint, reading one parameter at a time; return its model_type.
 
@@ -80,9 +82,11 @@ def write_checkpoint(
       extra: further keys of config.json.
       format: format of packed weights, of `quantization.FORMATS`, which must be able to store each of them.
       warn: called with each warning.
+      reward_head: weights [D] float32 of a reward model, for a checkpoint of a sequence classifier with one label.
 
     Raises:
-      ConfigError: see `to_huggingface`; or this family stores a packed weight in another way than the format.
+      ConfigError: see `to_huggingface`; or this family stores a packed weight in another way than the format, or
+        `transformers` has no sequence classifier of it.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: there is no {dtype!r}; {nearest(dtype, DTYPES)}")
@@ -90,6 +94,9 @@ def write_checkpoint(
     if config.num_nextn_predict_layers and not chosen.copies:
         warn(f"a {chosen.model_type} has no layers for multi-token prediction; they are left out")
         config = config.model_copy(update={"num_nextn_predict_layers": 0})
+    said |= {"torch_dtype": dtype, **(extra or {})}
+    if reward_head is not None:
+        said |= _classifier_keys(chosen.model_type, said["architectures"][0])
     leaves = find_leaves(config, chosen.tensors)
     leaves += find_copies(config, leaves, chosen.copies)
     claim_directory(directory)
@@ -108,8 +115,10 @@ def write_checkpoint(
             schemes[module], tensors = store(matrix, format)
             yield from ((f"{module}.{part}", tensor) for part, tensor in tensors.items())
 
-    write_weights(directory, _tensors(leaves, read, jnp.dtype(dtype), quantize), max_shard_bytes)
-    said |= {"torch_dtype": dtype, **(extra or {})}
+    tensors = _tensors(leaves, read, jnp.dtype(dtype), quantize)
+    if reward_head is not None:
+        tensors = itertools.chain(tensors, [(_HEAD, _cast(_HEAD, reward_head[None], jnp.dtype(dtype)))])
+    write_weights(directory, tensors, max_shard_bytes)
     if format is not None:
         linear = [leaf for leaf in leaves if leaf.is_linear and (format != FP8 or "router" not in leaf.path)]
         modules = {name.removesuffix(".weight") for leaf in linear for name in leaf.names}
@@ -117,6 +126,32 @@ def write_checkpoint(
     # Written last, because a directory without it is not a checkpoint.
     write_json(directory / CONFIG, said)
     return chosen.model_type
+
+
+_HEAD = "score.weight"
+"""Name of the head of a sequence classifier in `transformers`."""
+_CLASSIFIERS = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "smollm3", "phi3", "olmo2", "olmo3"),
+    *("gpt_oss", "deepseek_v2", "deepseek_v3", "gpt2"),
+)
+"""Families of which `transformers` has a sequence classifier that reads the hidden state of the last token."""
+
+
+def _classifier_keys(model_type: str, architecture: str) -> dict[str, Any]:
+    """Return keys of config.json that make a language model a sequence classifier with one label.
+
+    Raises:
+      ConfigError: `transformers` has none of this family.
+    """
+    if model_type not in _CLASSIFIERS:
+        raise ConfigError(
+            f"transformers has no sequence classifier of the family {model_type}, for a reward model's head; "
+            f"give --model-type one of {', '.join(_CLASSIFIERS)} that fits the model, or use the run itself "
+            "(jaxstack.run.load.load_reward_model)."
+        )
+    name = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    labels = {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    return {"architectures": [f"{name}ForSequenceClassification"], **labels}
 
 
 def _tensors(
