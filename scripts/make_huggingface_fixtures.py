@@ -40,6 +40,11 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+DELTA = {
+    "rms_norm_eps": 1e-3,  # a smaller one magnifies rounding errors where a head returns little
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 GPT2 = {
     "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 63,
 }  # fmt: skip
@@ -185,6 +190,17 @@ MODELS = {
             },
         },
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {**SMALL, **DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+         "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3-5": ("Qwen3_5Text", {**SMALL, **DELTA}),
+    "qwen3-5-moe": (
+        "Qwen3_5MoeText",
+        {**{key: x for key, x in SMALL.items() if key != "intermediate_size"}, **DELTA, "num_experts": 4,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         {**SMALL, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -193,7 +209,8 @@ MODELS = {
 }  # fmt: skip
 ARCHITECTURES = {
     "GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma3": "Gemma3ForConditionalGeneration",
-    "Llama4Text": "Llama4ForCausalLM", "Gemma4Text": "Gemma4ForCausalLM",
+    "Llama4Text": "Llama4ForCausalLM", "Gemma4Text": "Gemma4ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxstack.errors import ConfigError
 from jaxstack.models import count_parameters
+from jaxstack.models.attention.gated import GatedAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer import Layer
 from jaxstack.models.mixers import mixer_module
@@ -193,7 +194,8 @@ def _projections(model: ModelConfig, layer: Layer, tensor: int) -> tuple[str, fl
     mixer = layer.mixer
     if mixer is None or mixer.own_heads is None:
         keys_and_values = 0 if layer.reuses is not None else 2 * kv
-        return "query, key, value projection", (heads + keys_and_values) * h, heads * h
+        gates = heads if isinstance(mixer, GatedAttention) else 0
+        return "query, key, value projection", (heads + keys_and_values + gates) * h, heads * h
     columns = mixer_module(mixer).count(model, layer).matmul / model.hidden_size / tensor
     return f"input projections ({mixer.title})", columns - heads * h, heads * h
 

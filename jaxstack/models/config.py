@@ -17,7 +17,7 @@ from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
 from jaxstack.models.layer import Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
-from jaxstack.models.recurrent import StateSpace
+from jaxstack.models.recurrent import GatedDelta, StateSpace
 from jaxstack.models.rope import RopeScaling, Rotation
 from jaxstack.parallel.config import MIXTURE
 
@@ -52,6 +52,7 @@ LAYER_TYPES = {
     "full_attention_no_rope": LayerType(rotates=False),
     "attention_only": LayerType(feed_forward=False),
     "feed_forward_only": LayerType(mixer=None),
+    "delta": LayerType(mixer="delta", rotates=False),
     "ssd": LayerType(mixer="ssd", rotates=False),
     "ssd_only": LayerType(mixer="ssd", rotates=False, feed_forward=False),
 }
@@ -124,11 +125,13 @@ class ModelConfig(Component):
     a query sees the earlier keys of its own chunk of positions (Llama 4), need softmax attention.
     full_attention_no_rope is attention without rotary positions (SmolLM3); attention_only, feed_forward_only and
     ssd_only are layers with one sublayer in place of two; ssd and ssd_only have state space layers (Mamba-2) in place
-    of attention."""
+    of attention, delta has gated DeltaNet (Qwen3-Next)."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Number of keys that a query of a sliding_attention layer sees, itself included."""
     attention_chunk_size: int | None = Field(default=None, ge=1)
     """Number of positions of a chunk in chunked_attention layers; chunks count from the start of a document."""
+    delta: GatedDelta = GatedDelta()
+    """Gated DeltaNet layers, for `layer_types` delta."""
     ssd: StateSpace = StateSpace()
     """State space layers, for `layer_types` ssd and ssd_only."""
     floor_scale: int | None = Field(default=None, ge=1)

@@ -105,7 +105,7 @@ def _feed_forward(config: ModelConfig, layer: Layer) -> ParameterCount:
     moe = config.moe
     assert moe is not None
     expert = _expert(config)
-    matmul = d * moe.num_experts + (moe.num_experts + moe.n_shared_experts) * expert.matmul
+    matmul = d * (moe.num_experts + moe.shared_expert_gate) + (moe.num_experts + moe.n_shared_experts) * expert.matmul
     return ParameterCount(matmul, moe.num_experts * (moe.balance_bias + moe.router_bias + expert.other))
 
 

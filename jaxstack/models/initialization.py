@@ -61,7 +61,7 @@ Role = Literal["input", "hidden", "output", "final_gain"]
 
 _ROLES: tuple[tuple[str, Role], ...] = (
     (r"(^|/)head$", "output"),
-    (r"(^|/)router/kernel$", "output"),
+    (r"(^|/)(router|shared_gate)/kernel$", "output"),
     (r"/kernel$", "hidden"),
     (r".*", "input"),
 )

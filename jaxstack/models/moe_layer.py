@@ -49,6 +49,19 @@ class Router(nnx.Module):
         self.balance_bias = nnx.Param(bias, logical_axes=("router",)) if moe.balance_bias else None
 
 
+class SharedGate(nnx.Module):
+    """The float32 matrix [D, 1] of the gate of the shared experts."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        kernel = make_initializer(config)(rngs.params(), (config.hidden_size, 1), config.hidden_size)
+        self.kernel = nnx.Param(kernel, logical_axes=ROUTER_AXES)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 1"]:
+        """Return each token's gate, between 0 and 1, in the dtype of x."""
+        wide = jnp.sum(x.astype(jnp.float32) * self.kernel[...][:, 0], axis=-1, keepdims=True)
+        return jax.nn.sigmoid(wide).astype(x.dtype)
+
+
 class Experts(nnx.Module):
     """Weights of one projection (up, gate or down) of all experts: [experts, in, out], and biases [experts, out].
 
@@ -92,6 +105,7 @@ class MoE(nnx.Module):
         self.down_proj = Experts((e, f, d), ("expert", "mlp", "embed"), outer, rngs, moe.expert_bias)
         shared = config.model_copy(update={"intermediate_size": moe.n_shared_experts * f})
         self.shared_experts = MLPS[config.mlp](shared, rngs) if moe.n_shared_experts else None
+        self.shared_gate = SharedGate(config, rngs) if moe.shared_expert_gate else None
         self.moe = moe
         self.activation = ACTIVATIONS[config.hidden_act]
 
@@ -130,7 +144,8 @@ class MoE(nnx.Module):
             y, sums, chosen = with_local_tokens(local, (x, experts), parameters, x.dtype, self._in_fp8)
         if self.shared_experts is not None:
             with jax.named_scope("shared_experts"):
-                y = y + self.shared_experts(x)
+                shared = self.shared_experts(x)
+                y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x))
         return y, sums._replace(experts=chosen)
 
     def _local(

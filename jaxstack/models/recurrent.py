@@ -67,3 +67,45 @@ class StateSpace(Mixer):
         return dataclasses.replace(
             heads, num_heads=self.num_heads, num_kv_heads=self.n_groups, head_dim=self.head_dim, window=None
         )
+
+
+class GatedDelta(Mixer):
+    """Gated DeltaNet layers (Yang et al., arXiv:2412.06464), which `layer_types` delta has (Qwen3-Next, Qwen 3.5).
+
+    Each head has a state of key_head_dim x head_dim numbers, which fades by a learned amount with every token, and from
+    which the token's value is corrected.
+    """
+
+    name: Literal["delta"] = "delta"
+    num_heads: int = Field(default=8, ge=1, le=2**16)
+    """Number of heads of values, each with a state."""
+    head_dim: int = Field(default=128, ge=1, le=2**16)
+    """Number of channels of a head of values."""
+    num_key_heads: int = Field(default=4, ge=1, le=2**16)
+    """Number of heads of queries and keys; each is used by num_heads / num_key_heads heads of values."""
+    key_head_dim: int = Field(default=128, ge=1, le=2**16)
+    """Number of channels of a head of queries and keys."""
+    conv_kernel: int = Field(default=4, ge=2, le=64)
+    """Number of tokens that the convolution in front of the recurrence sees, the token itself included."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "GatedDelta":
+        if self.num_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be divisible by num_key_heads ({self.num_key_heads}), the number "
+                "of heads of queries and keys."
+            )
+        return self
+
+    @property
+    def own_heads(self) -> int:
+        return self.num_heads
+
+    def layer_heads(self, heads: AttentionSpec) -> AttentionSpec:
+        return dataclasses.replace(
+            heads,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_key_heads,
+            head_dim=self.head_dim,
+            window=None,
+        )

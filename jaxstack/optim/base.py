@@ -182,8 +182,10 @@ class MatrixShapeRule(PathRule):
 
 KNOWN = (
     MatrixShapeRule(path=r"(^|/)(\w*embed\w*|\w*head)(/|$)", adamw=True),
-    MatrixShapeRule(path=r"(^|/)([qkvzxbc]|q_b|kv_b)_proj/(kernel|adapter/b)$", outputs=2),
-    MatrixShapeRule(path=r"(^|/)o_proj/(kernel|adapter/a)$", inputs=2),
+    MatrixShapeRule(
+        path=r"(^|/)(([qkvzxbc]|q_b|kv_b)_proj|in_proj_[qkvz]|attention/gate_proj)/(kernel|adapter/b)$", outputs=2
+    ),
+    MatrixShapeRule(path=r"(^|/)(o|out)_proj/(kernel|adapter/a)$", inputs=2),
     MatrixShapeRule(path=".*"),
 )
 """Rules that follow those of the configuration. All heads of a mixer's projection are one side of one matrix."""

@@ -5,6 +5,7 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
+from jaxstack.models.attention.gated import GatedAttention
 from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.attention.linear import LinearAttention
@@ -22,7 +23,8 @@ AnyAttention = Annotated[
     | PerformerAttention
     | ProjectedAttention
     | LatentAttention
-    | GemmaAttention,
+    | GemmaAttention
+    | GatedAttention,
     Field(discriminator="name"),
 ]
 """Attention of all layers of a model; in a configuration file its key `name` chooses the kind."""

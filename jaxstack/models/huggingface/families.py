@@ -16,7 +16,15 @@ from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, PHI3, SMO
 from jaxstack.models.huggingface.mixture import GPT_OSS, LLAMA4, LLAMA4_MULTIMODAL, MIXTRAL, QWEN3_MOE
 from jaxstack.models.huggingface.olmo import OLMO2, OLMO3
 from jaxstack.models.huggingface.quantization_config import KEY, read_quantization
-from jaxstack.models.huggingface.qwen import QWEN2, QWEN3
+from jaxstack.models.huggingface.qwen import (
+    QWEN2,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_MULTIMODAL,
+    QWEN3_5_MULTIMODAL,
+    QWEN3_NEXT,
+)
 
 FAMILIES = {
     family.model_type: family
@@ -42,6 +50,9 @@ FAMILIES = {
         GLM4_MOE,  # DeepSeek V3's experts without latent attention
         GLM4_MOE_LITE,  # DeepSeek V3 with other defaults
         LLAMA4,  # attention within chunks, weighted inputs of experts
+        QWEN3_NEXT,  # gated DeltaNet and gated attention, a gate of the shared experts
+        QWEN3_5,  # the same without experts
+        QWEN3_5_MOE,  # Qwen3-Next with other names of tensors
         OLMO3,  # OLMo 2 with windows, and rotary positions that are scaled in the other layers
     )
 }
@@ -51,6 +62,8 @@ MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": GEMMA3_MULTIMODAL,
     "gemma4": GEMMA4_MULTIMODAL,
     "llama4": LLAMA4_MULTIMODAL,
+    "qwen3_5": QWEN3_5_MULTIMODAL,
+    "qwen3_5_moe": QWEN3_5_MOE_MULTIMODAL,
 }
 """Multimodal models by model_type, of which only the text model is read."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
-from jaxstack.models.config import ModelConfig
+from jaxstack.models.config import LAYER_TYPES, ModelConfig
 from jaxstack.models.huggingface.config_fields import Row
 from jaxstack.models.huggingface.tensors import Tensor
 
@@ -51,6 +51,7 @@ class Family:
       model_type, architecture: names in config.json.
       rows: conversion between config.json and `ModelConfig`.
       tensors: conversion between parameters and tensors of the files.
+      alternatives: further rows, which apply in place of those of the same parameters to files that have their tensors.
       copies: tensors that each layer for multi-token prediction has in the files, and that are written but not read.
       prefix: prefix of all tensor names except the head's; files of the bare model leave it out.
       nested: prefixes of tensor names in files of a multimodal model -> those in files of the text model.
@@ -62,11 +63,20 @@ class Family:
     architecture: str
     rows: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
+    alternatives: tuple[Tensor, ...] = ()
     copies: tuple[Tensor, ...] = ()
     prefix: str = "model."
     nested: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     buffers: str = r".*rotary_emb\.inv_freq"
+
+    def tensors_in(self, names: Collection[str]) -> tuple[Tensor, ...]:
+        """Return the rows for files with tensors of these names."""
+
+        def has(row: Tensor) -> bool:
+            return any(name.endswith(row.name.split("{layer}")[-1]) for name in names)
+
+        return (*self.tensors, *filter(has, self.alternatives))
 
     def read(self, config: Mapping[str, Any], ignore: Collection[str] = ()) -> ModelConfig:
         """Convert a config.json to a model configuration.
@@ -164,6 +174,8 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     values = {key: value for key, value in model.model_dump(mode="json").items() if key not in _NOT_COMPARED}
     if model.positions != "rope":
         values.update(rope_theta=None, rope_scaling=None, partial_rotary_factor=None)
+    mixers = {kind.mixer for kind in LAYER_TYPES.values()} - {None, "attention"}
+    values |= {name: None for name in mixers if name and getattr(model, name) not in model.mixers()}
     local = values.pop("rope_local_base_freq")
     used = local if any(model.windows()) else None
     rotations = model.rotations()
@@ -187,6 +199,7 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
             i for i, layer in enumerate(model.layers()) if layer.rotation and rotations[layer.rotation].scaling
         ],
         "layers without rotary positions": [i for i, layer in enumerate(model.layers()) if layer.rotation is None],
+        "token mixers": [getattr(layer.mixer, "name", None) for layer in model.layers()],
         "layers of one sublayer": [
             i for i, layer in enumerate(model.layers()) if not (layer.mixer and layer.feed_forward)
         ],

@@ -137,8 +137,8 @@ def _read(
     read: ByteReader | None = None,
 ) -> Arrays:
     quantization = read_quantization(read_json(directory / CONFIG))
-    leaves = find_leaves(config, family.tensors)
     with WeightFiles(directory) as files:
+        leaves = find_leaves(config, family.tensors_in(files.shapes))
         quantized = check_files(files, family, config, leaves, quantization)
         found: Arrays = {}
         kept: dict[str, PackedWeight] = {}
@@ -267,8 +267,8 @@ class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
     def __init__(self, directory: str | Path, config: ModelConfig):
         family, described = describe(directory)
         check_model(config, described, str(directory))
-        leaves = find_leaves(config, family.tensors)
         self._files = WeightFiles(Path(directory))
+        leaves = find_leaves(config, family.tensors_in(self._files.shapes))
         check_files(self._files, family, config, leaves, None)
         self._leaves = {leaf.path: leaf for leaf in leaves}
 

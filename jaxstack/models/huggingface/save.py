@@ -173,7 +173,7 @@ def _tensors(
                 leaf.row.write(_piece(array, np.unravel_index(number, leaf.shape[: leaf.leading_dims]), name))
                 for leaf, array in zip(group, arrays, strict=True)
             ]
-            yield name, _cast(name, group[0].row.join(parts), dtype)
+            yield name, _cast(name, group[0].row.join(parts, group[0].groups), dtype)
 
 
 def _piece(array: jax.Array | np.ndarray, at: tuple[np.intp, ...], name: str) -> np.ndarray:

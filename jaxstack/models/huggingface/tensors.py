@@ -9,7 +9,7 @@ Dims: D model, N heads, H head_dim, F feed-forward, V vocabulary.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,8 @@ class Tensor(NamedTuple):
     name: str
     """Name of the checkpoint's tensor, with {layer} and {expert}."""
     order: tuple[tuple[int, ...], ...]
-    """Dims of our piece that each dim of the tensor merges: ((1, 2), (0,)) is [N x H, D] for our [D, N, H]."""
+    """Dims of our piece that each dim of the tensor merges: ((1, 2), (0,)) is [N x H, D] for our [D, N, H]. A dim of
+    size 1 merges none."""
     joined: int | None = None
     """Dim of the tensor along which the pieces of all rows of this name follow each other, in the table's order; None:
     the piece is the whole tensor."""
@@ -40,6 +41,10 @@ class Tensor(NamedTuple):
     pairs: bool = False
     """True if the channels 2 i and 2 i + 1 of a head, the last dim of our piece, rotate together; ours are i and i +
     half."""
+
+    groups: Callable[[ModelConfig], int] | None = None
+    """Number of groups of the rows of pieces joined along dim 0: the tensor has the first group of each piece, such as
+    the rows of one head, then the next groups. None: one group."""
 
     @property
     def leading(self) -> int:
@@ -61,8 +66,11 @@ class Tensor(NamedTuple):
             piece = piece[..., np.argsort(even_then_odd(piece.shape[-1]))]
         return piece.transpose(self.dims).reshape(self.shape(piece.shape))
 
-    def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
+    def join(self, pieces: Sequence[np.ndarray], groups: int = 1) -> np.ndarray:
         """Join all pieces of a checkpoint tensor, each as `write` returns it."""
+        if groups > 1:
+            rows = [piece.reshape(groups, -1, *piece.shape[1:]) for piece in pieces]
+            return np.concatenate(rows, axis=1).reshape(-1, *pieces[0].shape[1:])
         if self.interleaved:
             return np.stack(pieces, axis=-1).reshape(*pieces[0].shape[:-1], -1)
         return pieces[0] if self.joined is None else np.concatenate(pieces, axis=self.joined)
@@ -96,6 +104,7 @@ class Leaf:
       variable: abstract variable of the model.
       start: where the parameter's pieces begin along the dim `row.joined` of their tensors.
       joined_size: size of that dim.
+      groups: number of groups of its rows, from `row.groups`.
     """
 
     path: str
@@ -106,6 +115,7 @@ class Leaf:
     variable: nnx.Variable
     start: int = 0
     joined_size: int = 0
+    groups: int = 1
 
     @property
     def piece(self) -> tuple[int, ...]:
@@ -166,6 +176,9 @@ class Leaf:
         sizes = []
         left = list(index[self.leading_dims :])
         for group in self.row.order:
+            if not group:
+                cuts.append(slice(0, 1))
+                continue
             first = group[0]
             inner = math.prod(piece[d] for d in group[1:])
             if all(left[d] == slice(0, piece[d]) for d in group[1:]):
@@ -178,6 +191,8 @@ class Leaf:
             cuts.append(slice(start * inner, stop * inner))
             sizes += [stop - start, *(piece[d] for d in group[1:])]
         step = 1
+        if self.groups > 1:
+            return self._arrange(self._read_groups(source, cuts, on_device), sizes, left)
         if self.row.joined is not None:
             cut = cuts[self.row.joined]
             if self.row.interleaved:
@@ -188,9 +203,25 @@ class Leaf:
         found = source[tuple(cuts)] if on_device else np.asarray(source[tuple(cuts)])
         if step > 1:
             found = found[..., self.start * step // self.joined_size :: step]
+        return self._arrange(found, sizes, left)
+
+    def _read_groups(self, source: Any, cuts: Sequence[slice], on_device: bool) -> Any:
+        """Read rows of this piece from a tensor in which the rows of all pieces take turns, a group of rows each."""
+        rows, all_rows, start = (
+            size // self.groups for size in (self.row.shape(self.piece)[0], self.joined_size, self.start)
+        )
+        first, last = cuts[0].start // rows, -(-cuts[0].stop // rows)
+        read = source[(slice(first * all_rows, last * all_rows), *cuts[1:])]
+        found = read if on_device else np.asarray(read)
+        found = found.reshape(last - first, all_rows, *found.shape[1:])[:, start : start + rows]
+        found = found.reshape(-1, *found.shape[2:])
+        return found[cuts[0].start - first * rows : cuts[0].stop - first * rows]
+
+    def _arrange(self, found: Any, sizes: Sequence[int], left: Sequence[slice]) -> Any:
+        """Return what was read in the order of the parameter's dims, cut further by `left`."""
         found = found.reshape(sizes).transpose(np.argsort(self.row.dims))
         if self.row.pairs:
-            found = found[..., even_then_odd(piece[-1])]
+            found = found[..., even_then_odd(self.piece[-1])]
         return found[tuple(left)]
 
     def pieces(self, index: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -236,7 +267,9 @@ def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
         experts = range(variable.shape[int(stacked)]) if row.leading else range(1)
         names = tuple(row.name.format(layer=n, expert=e) for n in numbers for e in experts)
         order = (numbers[0] if inner else -1, at)
-        found.append((order, Leaf("/".join(path), tuple(variable.shape), leading_dims, names, row, variable)))
+        groups = 1 if row.groups is None else row.groups(config)
+        leaf = Leaf("/".join(path), tuple(variable.shape), leading_dims, names, row, variable, groups=groups)
+        found.append((order, leaf))
     return _place_joined([leaf for _, leaf in sorted(found, key=lambda pair: pair[0])])
 
 

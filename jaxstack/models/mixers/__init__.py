@@ -12,16 +12,19 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxstack.models.attention.base import AttentionKind
+from jaxstack.models.attention.gated import GatedAttention
 from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer import CacheRoom, Context, Layer, LayerCache, Mixer, ParameterCount
 from jaxstack.models.mixers.attention import Attention
+from jaxstack.models.mixers.gated_attention import GatedAttentionLayer
+from jaxstack.models.mixers.gated_delta import GatedDeltaNet
 from jaxstack.models.mixers.gemma_attention import GemmaAttentionLayer
 from jaxstack.models.mixers.latent_attention import MultiHeadLatentAttention
 from jaxstack.models.mixers.state_space import StateSpaceLayer
 from jaxstack.models.norm import LayerInput
-from jaxstack.models.recurrent import StateSpace
+from jaxstack.models.recurrent import GatedDelta, StateSpace
 
 
 @runtime_checkable
@@ -66,8 +69,10 @@ class TokenMixer(Protocol):
 
 MIXERS: dict[type[Mixer], type[TokenMixer]] = {
     GemmaAttention: GemmaAttentionLayer,
+    GatedAttention: GatedAttentionLayer,
     AttentionKind: Attention,
     LatentAttention: MultiHeadLatentAttention,
+    GatedDelta: GatedDeltaNet,
     StateSpace: StateSpaceLayer,
 }
 """The module of each token mixer, by the class (or a base class, which follows it) of its configuration."""

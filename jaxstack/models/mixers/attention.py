@@ -100,7 +100,11 @@ class Attention(nnx.Module):
             cache = cache if cache is None or slots is None else kind.store(k, v, cache, slots, self.heads)
         else:
             out, cache = self._decode(kind, x, context, cache, slots)
-        return self._project_output(out), cache
+        return self._project_output(self._change_output(out, x)), cache
+
+    def _change_output(self, out: Float[Array, "B T N H"], x: LayerInput) -> Float[Array, "B T N H"]:
+        """Return the heads' outputs as they go into the output projection; x is the sublayer's input."""
+        return out
 
     def channel_order(self) -> Int[Array, "*layers K H"] | None:
         """Return the order in which the cache stores the channels of keys; None if it does not reorder them.

@@ -32,6 +32,8 @@ class MoEConfig(Component):
     n_shared_experts: int = Field(default=0, ge=0)
     """Number of additional experts that compute every token, as one MLP of this many times the width (DeepSeekMoE)."""
 
+    shared_expert_gate: bool = False
+    """Multiply the output of the shared experts by sigmoid(w x), a number for each token (Qwen3-Next)."""
     beside_mlp: bool = False
     """Add the experts' outputs to those of a dense MLP, which they do not replace; each of the two has norms of its
     own, and the experts' weights have learned factors (Gemma 4)."""
@@ -83,6 +85,8 @@ class MoEConfig(Component):
             raise ValueError(
                 f"n_shared_experts ({self.n_shared_experts}) must be 0 with beside_mlp, whose MLP computes every token."
             )
+        if self.shared_expert_gate and not self.n_shared_experts:
+            raise ValueError("shared_expert_gate needs shared experts; set n_shared_experts to at least 1.")
         if self.weight_inputs and self.expert_bias:
             raise ValueError("weight_inputs must be false with expert_bias, which applies to weighted outputs.")
         if self.num_experts % self.n_group or self.topk_group > self.n_group:

@@ -13,9 +13,9 @@ from jaxstack.parameter_paths import map_by_path, match
 
 AVERAGED = (
     (r"embed\w*/table$", (-1,)),
-    (r"(^|/)[qk]_proj/kernel$", (-3, -1)),
-    (r"(^|/)[vzxbc]_proj/kernel$", (-3,)),
-    (r"(^|/)o_proj/kernel$", (-3, -2)),
+    (r"(^|/)([qk]_proj|in_proj_[qk])/kernel$", (-3, -1)),
+    (r"(^|/)([vzxbc]_proj|in_proj_[vz]|attention/gate_proj)/kernel$", (-3,)),
+    (r"(^|/)(o|out)_proj/kernel$", (-3, -2)),
     (r"(^|/)[qkvzxbc]_proj/bias$", (-2, -1)),
 )
 """Path -> dims over which squared gradients are averaged: all but the token of a table, the head of queries and keys,

@@ -18,6 +18,7 @@ from jaxstack.models.attention.block_sparse import (
     FixedPattern,
     StridedPattern,
 )
+from jaxstack.models.attention.gated import GatedAttention
 from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.attention.linear import LinearAttention
@@ -32,6 +33,7 @@ from jaxstack.run_config import load_config
 KINDS = {
     "softmax": SoftmaxAttention(),
     "sinks": SoftmaxAttention(sinks=True),
+    "gated": GatedAttention(),
     "latent": LatentAttention(q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
     "gemma4": GemmaAttention(global_head_dim=12, num_global_kv_heads=1, attention_k_eq_v=True),
     "longformer": LongformerAttention(window=4, global_tokens=2),
@@ -42,7 +44,7 @@ KINDS = {
     "performer": PerformerAttention(features=24),
     "projected": ProjectedAttention(block_size=8, summaries=3),
 }
-AS_IF_ALONE = ("softmax", "sinks", "latent", "gemma4", "longformer", "linear", "performer")
+AS_IF_ALONE = ("softmax", "sinks", "gated", "latent", "gemma4", "longformer", "linear", "performer")
 B = 2
 T = 40
 
@@ -240,7 +242,7 @@ GEMMA = "model={qk_norm: true, attention: {name: gemma4, global_head_dim: 24}}"
     ("overrides", "message"),
     [
         (["model.attention={name: linera}"], "model.attention.name cannot be 'linera'; did you mean 'linear'"),
-        (["model.attention={window: 4}"], "choose one of: 'block_sparse', 'gemma4', 'latent', 'linear'"),
+        (["model.attention={window: 4}"], "choose one of: 'block_sparse', 'gated', 'gemma4', 'latent', 'linear'"),
         (
             ["model.attention={name: longformer, windw: 4}"],
             "unknown key 'model.attention.windw'; did you mean 'window'",

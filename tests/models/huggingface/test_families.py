@@ -217,6 +217,44 @@ RELEASED = {
         "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400,
     },
 }  # fmt: skip
+DELTA = {
+    "attention_bias": False, "head_dim": 256, "hidden_act": "silu", "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144, "num_attention_heads": 16, "rms_norm_eps": 1e-06,
+}  # fmt: skip
+RELEASED["qwen3-next-80b-a3b"] = {
+    **DELTA, "model_type": "qwen3_next", "decoder_sparse_step": 1, "full_attention_interval": 4, "hidden_size": 2048,
+    "intermediate_size": 5120, "mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": True,
+    "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+    "output_router_logits": False, "partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_5 = {
+    **DELTA, "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "vocab_size": 248320,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+RELEASED["qwen3.5-4b"] = {
+    "model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056,
+    "tie_word_embeddings": True, "vision_config": {"model_type": "qwen3_5"},
+    "text_config": {
+        **QWEN3_5, "model_type": "qwen3_5_text", "hidden_size": 2560, "intermediate_size": 9216,
+        "num_hidden_layers": 32, "num_key_value_heads": 4, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+RELEASED["qwen3.5-35b-a3b"] = {
+    "model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056,
+    "vision_config": {"model_type": "qwen3_5_moe"},
+    "text_config": {
+        **QWEN3_5, "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "moe_intermediate_size": 512,
+        "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+    },
+}  # fmt: skip
 RELEASED["kimi-k2"] = RELEASED["deepseek-v3"] | {
     "model_type": "kimi_k2", "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1,
     "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
@@ -394,13 +432,16 @@ def test_an_unknown_family_names_the_nearest(tmp_path):
         read_model_config(tmp_path)
 
 
+# Two families that are others with other names of keys or tensors, and a text model.
+_WRITTEN_AS = {"glm4_moe_lite": "deepseek_v3", "qwen3_5_moe_text": "qwen3_next", "gemma3": "gemma3_text"}
+
+
 @pytest.mark.parametrize("folder", FIXTURES, ids=lambda path: path.name)
 def test_what_is_written_reads_as_the_same_model_and_family(folder):
     model = read_model_config(folder)
     family, written = choose_family(model)
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    # GLM's small model is one of DeepSeek V3 with other names and defaults of keys.
-    assert family.model_type == {"glm4_moe_lite": "deepseek_v3", "gemma3": "gemma3_text"}.get(kind, kind)
+    assert family.model_type == _WRITTEN_AS.get(kind, kind)
     assert differences(model, family.read(json.loads(json.dumps(written)))) == []
 
 
@@ -425,6 +466,8 @@ def test_what_is_written_reads_as_the_same_model_and_family(folder):
         "olmo3-7b",
         "glm-4.5-air",
         "llama4-scout",
+        "qwen3-next-80b-a3b",
+        "qwen3.5-4b",
         *MIXTURES,
     ],
 )

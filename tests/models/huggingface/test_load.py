@@ -167,3 +167,16 @@ def test_a_text_model_is_found_under_the_prefixes_of_multimodal_files(tmp_path):
         f"model.language_model.layers.6.self_attn.{n}.weight": np.zeros(8, np.float32) for n in ("k_proj", "k_norm")
     }
     same_weights("gemma4-shared-keys", {"model_type": "gemma4", "text_config": text}, outer)
+    # The release has all experts of a layer in one tensor, and a layer for multi-token prediction.
+    text, tensors = stored("qwen3-5-moe")
+    apart = {n: x for n, x in tensors.items() if ".experts." in n}
+    joined = {n.replace("model.", "model.language_model.", 1): x for n, x in tensors.items() if n not in apart}
+    for layer in range(2):
+        at = f"layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([apart[f"model.{at}.{e}.{name}_proj.weight"] for e in range(4)]) for name in ("gate", "up", "down")
+        )
+        joined[f"model.language_model.{at}.gate_up_proj"] = np.concatenate((gate, up), axis=1)
+        joined[f"model.language_model.{at}.down_proj"] = down
+    joined |= {"mtp.norm.weight": np.zeros(32, np.float32), "model.visual.pos_embed.weight": np.zeros(8, np.float32)}
+    same_weights("qwen3-5-moe", {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}, joined)

@@ -1,4 +1,4 @@
-"""State space layers: counted, packed, decoded, served, and the same on several devices."""
+"""State space layers, and others with states: counted, packed, decoded, served, and the same on several devices."""
 
 import jax
 import numpy as np
@@ -28,8 +28,14 @@ def test_layers_are_counted():
         assert counted == pytest.approx(64 * flops)
 
 
-def test_packed_documents_are_as_if_alone_and_decoding_equals_the_full_forward():
-    model = make(ModelConfig(**{**SHAPE, "num_layers": 1}, ssd=SSD, layer_types=("ssd_only",)))
+DELTA = dict(num_heads=4, head_dim=6, num_key_heads=2, key_head_dim=8)
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(ssd=SSD, layer_types=("ssd_only",)), dict(delta=DELTA, layer_types=("delta",))]
+)
+def test_packed_documents_are_as_if_alone_and_decoding_equals_the_full_forward(settings):
+    model = make(ModelConfig(**{**SHAPE, "num_layers": 1}, **settings))
     tokens = np.random.default_rng(0).integers(0, 61, (2, 24)).astype(np.int32)
     forward = nnx.jit(lambda model, tokens, segment_ids: model(tokens, segment_ids=segment_ids))
     segments = np.stack([np.repeat([3, 1], [9, 15]), np.zeros(24, int)])
@@ -75,6 +81,7 @@ def test_devices_that_share_heads_and_sequences_train_the_same(groups):
     ("overrides", "message"),
     [
         (["model.ssd.n_groups=3"], "num_heads (8) must be divisible by n_groups (3)"),
+        (["model.delta.num_key_heads=3"], "num_heads (8) must be divisible by num_key_heads (3)"),
         (["model.ssd.time_step_min=0.5"], "time_step_min (0.5) must be at most time_step_max (0.1)"),
         (["parallel.tensor=16"], "model.ssd.num_heads (8) must be divisible by parallel.tensor (16)"),
         (["parallel.context=16"], "model.ssd.num_heads (8) must be divisible by parallel.context (16)"),
