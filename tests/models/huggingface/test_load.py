@@ -141,6 +141,7 @@ def test_layers_may_be_unrolled_but_the_function_must_stay():
         from_huggingface(HERE / "qwen3", config=config.model_copy(update={"rope_theta": 500.0}))
 
 
+@pytest.mark.longer
 def test_a_text_model_is_found_under_the_prefixes_of_multimodal_files(tmp_path):
     def same_weights(name: str, config: dict, tensors: dict[str, np.ndarray]) -> None:
         folder = tmp_path / config["model_type"]
