@@ -105,6 +105,12 @@ def _compress() -> CommandModule:
     return compress
 
 
+def _reinforce() -> CommandModule:
+    from jaxstack.reinforce import __main__ as reinforce
+
+    return reinforce
+
+
 def _schema() -> CommandModule:
     from jaxstack import schema
 
@@ -113,6 +119,7 @@ def _schema() -> CommandModule:
 
 COMMANDS = {
     "train": Command("train a model from a configuration file", _train),
+    "reinforce": Command("train a model on the rewards of answers that it samples", _reinforce),
     "launch": Command("start, watch and restart the processes of a node", _launch),
     "generate": Command("sample text from a trained run", _generate),
     "serve": Command("answer OpenAI's completion requests over HTTP with a trained run", _serve),

@@ -51,6 +51,9 @@ _DECIDING = (
     "compression",
     "distill",
     "preference",
+    "policy",
+    "rollout",
+    "reward",
     "local_sgd",
 )
 """Sections of the configuration that decide a run's result; each checkpoint has a copy of them."""
@@ -74,6 +77,8 @@ class LoopSettings:
     run_tasks: Callable[[Callable[[], None]], dict[str, float]] | None = None
     """Evaluates on something else than held-out data, and returns values to log with each evaluation's. Is given a
     function to call now and then as a sign of life."""
+    evaluate_first: bool = False
+    """Evaluate a new run before its first step too."""
     planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further plain data for the report, computed before the run: `roofline`, see `jaxstack.cost_model.roofline`."""
     on_start: Callable[[], None] | None = None
@@ -128,6 +133,8 @@ class Loop:
             log.open_trackers(stack, start, self.settings.settings)
             self._prepare(start)
             stack.push(self._report)
+            if self.settings.evaluate_first and start == 0:
+                self._evaluate(0)
             if start < train.steps:
                 self._steps(start)
             self._evaluate(max(start, train.steps), last=True)

@@ -48,6 +48,10 @@ from jaxstack.parallel.layout_rules import layout_problems, near_multiples, sugg
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.precision import PrecisionConfig
 from jaxstack.preference import PreferenceConfig
+from jaxstack.reinforce import policy as reinforce_policy
+from jaxstack.reinforce.config import RolloutConfig
+from jaxstack.reinforce.policy import PolicyConfig
+from jaxstack.reinforce.rewards import AnyReward
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.stored.model import fill_in_settings
 
@@ -60,6 +64,7 @@ FEATURES: tuple[Feature, ...] = (
     *compression_config.FEATURES,
     *distill.FEATURES,
     *preference.FEATURES,
+    *reinforce_policy.FEATURES,
     *precision.FEATURES,
     *observe_config.FEATURES,
     *optimizers.FEATURES,
@@ -83,6 +88,9 @@ class RunConfig(Component):
     compression: CompressionConfig = CompressionConfig()
     distill: DistillConfig = DistillConfig()
     preference: PreferenceConfig = PreferenceConfig()
+    policy: PolicyConfig = PolicyConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: tuple[AnyReward, ...] = ()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
@@ -90,7 +98,7 @@ class RunConfig(Component):
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
         problem = self._length_problem() or self._batch_problem() or self._microbatch_problem()
-        problem = problem or next(iter(self.conflicts()), None) or self._need_problem()
+        problem = problem or next(iter(self.conflicts()), None) or self._need_problem() or self._rollout_problem()
         if problem:
             raise ValueError(problem)
         if all(degree != -1 for degree in self.parallel.degrees.values()) and (problems := self.layout_problems()):
@@ -161,6 +169,36 @@ class RunConfig(Component):
             given = self.local_sgd != DiLoCo()
             return "local_sgd needs parallel.workers of 2 or more; set it, or remove the section." if given else None
         return self.local_sgd.problem(count)
+
+    def _rollout_problem(self) -> str | None:
+        """Return why rollouts do not fit the rest of the configuration, or None."""
+        policy = self.policy
+        rollout = self.rollout
+        if policy.loss is None:
+            return None
+        batch = self.train.global_batch_size
+        answers = rollout.prompts * policy.samples
+        if batch != answers:
+            return (
+                f"a step trains on all answers of a rollout: train.global_batch_size ({batch}) must be rollout.prompts "
+                f"({rollout.prompts}) x policy.samples ({policy.samples}) = {answers}; set it to that, or leave it out."
+            )
+        if rollout.stale_steps:
+            return (
+                f"rollout.stale_steps ({rollout.stale_steps}) must be 0: answers are sampled with the newest weights."
+            )
+        for name, value in (("train.steps", self.train.steps), ("checkpoint.every_steps", self.checkpoint.every_steps)):
+            if value % policy.updates:
+                return (
+                    f"{name} ({value}) must be divisible by policy.updates ({policy.updates}), so that no rollout is "
+                    f"cut; nearest: {near_multiples(value, policy.updates)}."
+                )
+        if rollout.temperature != 1 and self.model.final_logit_softcapping is not None:
+            return (
+                f"rollout.temperature ({rollout.temperature}) must be 1 with model.final_logit_softcapping "
+                f"({self.model.final_logit_softcapping})."
+            )
+        return None
 
     def layout_problems(self) -> list[str]:
         """Return why this layout, whose degrees must all be given, is not possible; [] if it is."""
@@ -292,12 +330,26 @@ def config_from_tree(
     model = sections.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         sections["model"] = merge_trees(load_preset(model["preset"]), model)
+    _fill_in_batch(sections)
     if _keeps_end_layers_wide(sections) and isinstance(sections.setdefault("model", {}), dict):
         sections["model"] = {"unscanned_end_layers": 1, **sections["model"]}
     for section, default in (("optimizer", "adamw"), ("schedule", "cosine"), ("local_sgd", "diloco")):
         if isinstance(sections.get(section), dict):
             sections[section] = {"name": default, **sections[section]}
     return build_component(RunConfig, sections, origin, overrides)
+
+
+def _fill_in_batch(tree: Tree) -> None:
+    """Set a missing batch size of reinforcement learning to the number of answers of a rollout."""
+    policy = tree.get("policy")
+    if not isinstance(policy, dict) or policy.get("loss") is None:
+        return
+    rollout = tree.get("rollout") or {}
+    prompts = rollout.get("prompts", RolloutConfig().prompts) if isinstance(rollout, dict) else None
+    samples = policy.get("samples", PolicyConfig().samples)
+    train = tree.get("train") or {}
+    if isinstance(train, dict) and isinstance(prompts, int) and isinstance(samples, int):
+        tree["train"] = {"global_batch_size": prompts * samples, **train}
 
 
 def _expand_auto(tree: Mapping[str, object]) -> Tree:

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,24 @@ _LESS_MEMORY = (
 
 def make_parser() -> CommandParser:
     """Return the parser of the command line, without heavy imports, so that --help answers at once."""
-    parser = CommandParser(
-        prog="jaxstack train",
-        description="Train a language model. If the run directory holds a checkpoint, resume from it.",
+    return training_parser(
+        "jaxstack train",
+        "Train a language model. If the run directory holds a checkpoint, resume from it.",
+        "train --config configs/quickstart.yaml",
+        "train --config configs/quickstart.yaml run.name=short train.steps=500",
+        "train --config configs/quickstart.yaml parallel.fsdp=4 parallel.simulate_devices=4",
     )
+
+
+def training_parser(name: str, description: str, *examples: str) -> CommandParser:
+    """Return the parser of a command that trains a run.
+
+    Args:
+      name: the command.
+      description: what it does.
+      examples: command lines, without the beginning that all commands have.
+    """
+    parser = CommandParser(prog=name, description=description)
     parser.add_argument("--config", metavar="FILE", help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
@@ -37,20 +51,33 @@ def make_parser() -> CommandParser:
     group.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
     group.add_argument("--process-id", type=int, metavar="I", help="index of this process, from 0")
     add_tls_arguments(group)
-    return add_examples(
-        parser,
-        "train --config configs/quickstart.yaml",
-        "train --config configs/quickstart.yaml run.name=short train.steps=500",
-        "train --config configs/quickstart.yaml parallel.fsdp=4 parallel.simulate_devices=4",
-    )
+    return add_examples(parser, *examples)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `python -m jaxstack.train` with the arguments `argv`; return its exit code."""
-    parser = make_parser()
+    return run_training_command(make_parser(), argv, _load)
+
+
+def _load() -> Callable[["RunConfig"], object]:
+    from jaxstack.run.train import train
+
+    return train
+
+
+def run_training_command(
+    parser: CommandParser, argv: Sequence[str] | None, load: Callable[[], Callable[["RunConfig"], object]]
+) -> int:
+    """Run a command that trains a run; return its exit code.
+
+    Args:
+      parser: from `training_parser`.
+      argv: the arguments.
+      load: imports the function that trains a run from its configuration.
+    """
     arguments = fill_option_from_overrides(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
-    with tolerate_broken_pipe("jaxstack train"), ExitOnSignal("jaxstack train"):
-        code = _run(arguments)
+    with tolerate_broken_pipe(parser.prog), ExitOnSignal(parser.prog):
+        code = _run(arguments, parser.prog, load)
         # Imported only by a run that has several processes or uses devices; --help and usage errors stay quick.
         coordination = sys.modules.get("jaxstack.distributed.coordination")
         return coordination.exit_at_once_on_failure(code) if coordination is not None else code
@@ -73,7 +100,7 @@ def _check_place(file: Path, config: "RunConfig", overrides: Sequence[str]) -> N
         )
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, name: str, load: Callable[[], Callable[["RunConfig"], object]]) -> int:
     names = {COORDINATOR: args.coordinator, COUNT: args.processes, INDEX: args.process_id}
     os.environ |= {name: str(value) for name, value in names.items() if value is not None} | tls_variables(args)
 
@@ -89,14 +116,14 @@ def _run(args: argparse.Namespace) -> int:
             print(dump_yaml(config), end="")
             return
         from jaxstack.distributed.coordination import as_lost_peer
-        from jaxstack.run.train import train
 
+        train = load()
         try:
             train(config)
         except RuntimeError as error:
             raise as_lost_peer(error) or error from None
 
-    return run_command("jaxstack train", body, _LESS_MEMORY)
+    return run_command(name, body, _LESS_MEMORY)
 
 
 class _Command(ModuleType):

@@ -40,10 +40,11 @@ class SourceConfig(Component):
     which may also be a URL."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of the rows that comes from this source, relative to the other sources' weights."""
-    format: Literal["auto", "text", "jsonl", "parquet", "tokens", "chat", "preference"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "tokens", "chat", "preference", "prompt"] = "auto"
     """auto decides by the name: .jsonl(.gz|.zst), .parquet, a directory with index.json is tokens, anything else
     text. chat: jsonl with `messages`, or `prompt` and `completion`, of which only the answers are trained on.
-    preference: jsonl with `prompt` or `messages`, `chosen` and `rejected`, for `preference.loss`."""
+    preference: jsonl with `prompt` or `messages`, `chosen` and `rejected`, for `preference.loss`.
+    prompt: jsonl with `prompt` or `messages`, and columns for rewards, for `jaxstack.reinforce`."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """The key (jsonl) or column (parquet) of the text."""
 
@@ -112,11 +113,12 @@ class DataConfig(Component):
     @model_validator(mode="after")
     def _preferences_are_not_mixed(self):
         formats = {source.format for source in (*self.sources, *self.held_out)}
-        if "preference" in formats and len(formats) > 1:
-            others = ", ".join(sorted(formats - {"preference"}))
+        found = next((name for name in ("preference", "prompt") if name in formats), None)
+        if found is not None and len(formats) > 1:
+            others = ", ".join(sorted(formats - {found}))
             raise ValueError(
-                f"sources of format preference are not mixed with others; found also {others}. Give all of "
-                "data.sources and data.held_out the format preference, or none."
+                f"sources of format {found} are not mixed with others; found also {others}. Give all of "
+                f"data.sources and data.held_out the format {found}, or none."
             )
         return self
 
@@ -124,3 +126,8 @@ class DataConfig(Component):
     def pairs(self) -> bool:
         """True if the sources are of format preference."""
         return self.sources[0].format == "preference"
+
+    @property
+    def prompts(self) -> bool:
+        """True if the sources are of format prompt."""
+        return self.sources[0].format == "prompt"

@@ -164,6 +164,10 @@ class Data:
         """Number of held-out tokens that an evaluation predicts, within the limit `held_out_max_bytes`."""
         return sum(self._held_out_limits(None))
 
+    def describe(self) -> str:
+        """Return the numbers of tokens as text."""
+        return f"{self.train_tokens:,} training and {self.held_out_tokens:,} held-out tokens"
+
     @property
     def fingerprint(self) -> dict:
         """Description of the data as plain JSON, equal if and only if the batches are; compared when resuming."""

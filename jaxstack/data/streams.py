@@ -83,6 +83,8 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
       ConfigError: sources that cannot be read, or that were prepared with different tokenizers.
       JaxstackError: damaged shards; the message names the file.
     """
+    if config.prompts:
+        raise ConfigError("prompts have no answers to learn; train on them with python -m jaxstack.reinforce.")
     fraction = 0.0 if config.held_out else config.held_out_fraction
     everything = (*config.sources, *config.held_out)
     is_raw = {s: not is_chat(s) and not is_prepared_source(s) and s.path != "synthetic" for s in everything}
@@ -91,7 +93,7 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
     with_chats = any(map(is_chat, everything))
     folder = cache_folder(config.cache_dir) if plans or with_chats else Path()
     training = [plans[s, False] for s in config.sources if is_raw[s]]
-    tokenizer = _choose_tokenizer(config, everything, training, folder, options.report)
+    tokenizer = choose_tokenizer(config, everything, training, folder, options.report)
     opener = _Opener(tokenizer, plans, folder, options, seed, fraction, config.shard_cache)
     if with_chats:
         opener.chats = import_chat().open_chats(config.chat, tokenizer)
@@ -114,8 +116,8 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
 
 
 def is_chat(source: SourceConfig) -> bool:
-    """Return True if a data source consists of chats, or of preferences, which are pairs of chats."""
-    return source.format in ("chat", "preference")
+    """Return True if a data source consists of chats, of preferences, which are pairs of chats, or of prompts."""
+    return source.format in ("chat", "preference", "prompt")
 
 
 def import_chat():
@@ -145,9 +147,21 @@ def is_prepared_source(source: SourceConfig) -> bool:
     return source.format in ("auto", "tokens") and is_prepared(source.path)
 
 
-def _choose_tokenizer(
+def choose_tokenizer(
     config: DataConfig, sources: Sequence[SourceConfig], plans: list[TokenizationPlan], folder: Path, report: Report
 ) -> Tokenizer:
+    """Return the tokenizer that sources share: that of prepared ones, the configured one, or one trained on `plans`.
+
+    Args:
+      config: the configuration of the data.
+      sources: all sources.
+      plans: how raw text among them is read.
+      folder: the cache directory, where trained tokenizers are kept.
+      report: called with a line that names the tokenizer of prepared sources.
+
+    Raises:
+      ConfigError: the tokenizers differ, or there is none.
+    """
     wanted = config.tokenizer
     made = [(s.path, open_folder(s.path, None).tokenizer()) for s in sources if is_prepared_source(s)]
     for path, tokenizer in made[1:]:

@@ -175,7 +175,8 @@ class RunLog:
         self._losses: list[float] = []
         logged = last_logged(self._run_dir)
         self._noise = NoiseScale(start, logged if logged.get("step", 0) <= start else {})
-        train_seconds = logged.get("train_seconds", 0.0) if logged.get("step", 0) <= start else 0.0
+        seconds = logged.get("all_train_seconds", logged.get("train_seconds", 0.0))
+        train_seconds = seconds if logged.get("step", 0) <= start else 0.0
         self._goodput = Goodput(self._run_dir if self.first else None, start, train_seconds)
         self._read_energy({})  # what was used until now, for compiling, is not that of steps
         self._environment: dict[str, Any] = {**(planned or {}), "ran": ran, "schedule": schedule}
@@ -208,7 +209,10 @@ class RunLog:
             self._losses.clear()
         line = {**values, "tokens": tokens, **self._meter.read(), "peak_memory_bytes": peak_memory_bytes()}
         self._goodput.add(self._meter.total_seconds - before)
-        line |= self._goodput.read()
+        productive = self._goodput.read()
+        if "train_seconds" in line:  # of this step, beside the seconds of its rollout
+            productive["all_train_seconds"] = productive.pop("train_seconds")
+        line |= productive
         line |= self._read_energy(line)
         if skipped_steps:
             line["skipped_steps"] = skipped_steps
@@ -232,6 +236,9 @@ class RunLog:
         self._trackers.log(step, values)
         whole = "final_eval_loss" in values
         tokens = f" on the first {values['eval_items']:,.0f} held-out tokens" if whole else ""
+        if "eval_reward" in values:
+            self.say(f"step {step}: held-out reward {_describe_rewards(values)}")
+            return
         self.say(f"step {step}: held-out loss {_describe_evaluation(values, 'eval', tokens)}")
         if whole:
             tokens = f" on all {values['final_eval_items']:,.0f} held-out tokens"
@@ -262,6 +269,12 @@ class RunLog:
             self.say(f"report: {write_report(self._run_dir)}")
         except OSError as error:  # must not hide the error that ended the run
             self.say(f"warning: no report: {error.filename or self._run_dir}: {error.strerror or error}")
+
+
+def _describe_rewards(values: Mapping[str, float]) -> str:
+    """Return an evaluation's rewards of sampled and of greedy answers, and its duration."""
+    seconds = f"{values['eval_seconds']:.1f} s"
+    return f"{values['eval_reward']:.4f} sampled, {values['eval_reward_greedy']:.4f} greedy ({seconds})"
 
 
 def _describe_evaluation(values: Mapping[str, float], prefix: str, tokens: str) -> str:

@@ -322,8 +322,8 @@ def last_logged(run_dir: Path | None) -> dict[str, Any]:
 
 def last_evaluation(run_dir: Path | None, step: int) -> dict[str, Any]:
     """Return the values of the evaluation after `step` steps from a run's metrics.jsonl; empty if there is none."""
-    found = (values for values in _lines_backwards(run_dir) if "eval_loss" in values and values.get("step") == step)
-    return next(found, {})
+    lines = (values for values in _lines_backwards(run_dir) if values.get("step") == step)
+    return next((values for values in lines if values.keys() & {"eval_loss", "eval_reward"}), {})
 
 
 def _lines_backwards(run_dir: Path | None) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component, NameIn
+from jaxstack.config.features import Excludes, Feature
 from jaxstack.loss import IGNORE, Batch, LossSum, add_router_loss, token_losses
 from jaxstack.models import Transformer
 from jaxstack.models.adapters import without_adapters
@@ -425,3 +426,33 @@ def token_log_probabilities(
         hidden = hidden / temperature
     with jax.named_scope("loss"):
         return -token_losses(model, hidden, batch["labels"]), routers
+
+
+_EXCLUDED = (
+    ("pipeline", "answers are sampled by whole models", "parallel.pipeline"),
+    ("context parallelism", "answers are sampled by whole models", "parallel.context"),
+    ("expert parallelism", "answers are sampled with all experts on each device", "parallel.expert"),
+    ("separate runs", "answers are sampled by one copy of the model", "local_sgd"),
+    ("workers", "answers are sampled by one copy of the model", "parallel.workers"),
+    ("dropout", "the sampler has none", "model.dropout"),
+    ("batch ramp", "all answers of a rollout are one batch", "train.batch_ramp"),
+    ("compressed weights", "answers are sampled with plain weights", "compression.rules"),
+    ("distillation", "both are losses of the whole run", "distill.teacher"),
+    ("preferences", "both are losses of the whole run", "preference.loss"),
+    ("FP8 (current)", "answers are sampled without FP8", "precision.fp8"),
+    ("FP8 (delayed)", "answers are sampled without FP8", "precision.fp8"),
+    ("FP8 (blockwise)", "answers are sampled without FP8", "precision.fp8"),
+    ("Sophia", "labels cannot be sampled for the answers", "optimizer.name={optimizer.name}"),
+)
+FEATURES = (
+    Feature(
+        "reinforcement",
+        "policy",
+        lambda policy: policy.loss is not None,
+        excludes=tuple(
+            Excludes(other, reason, f"policy.loss does not support {key}: {reason}; remove one of them.")
+            for other, reason, key in _EXCLUDED
+        ),
+    ),
+)
+"""Features of reinforcement learning, see `jaxstack.config.features`."""

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from flax import nnx
@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from jaxstack.compress.during_training import compress_in_training
+from jaxstack.data.batch_source import BatchSource as OwnSource
 from jaxstack.data.loader import Data
 from jaxstack.distill import check_vocabulary, distillation_loss, empty_model
 from jaxstack.errors import ConfigError
@@ -25,6 +26,7 @@ from jaxstack.models import (
 from jaxstack.optim.base import GroupRule, Optimizer
 from jaxstack.parallel import make_mesh
 from jaxstack.preference import preference_loss
+from jaxstack.reinforce.policy import policy_loss
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
@@ -32,8 +34,9 @@ from jaxstack.trainer import StepWrapper, Trainer
 from jaxstack.worker_steps import FolderWorker, Workers
 
 Batch = Mapping[str, np.ndarray]
-BatchSource: TypeAlias = Data | Callable[[int], Batch] | Iterable[Batch]
+BatchSource: TypeAlias = Data | OwnSource | Callable[[int], Batch] | Iterable[Batch]
 _VOCABULARY_MULTIPLE = 64
+T = TypeVar("T", bound=Trainer)
 
 
 def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
@@ -91,15 +94,20 @@ def companions(config: RunConfig) -> list[Companion]:
     if config.distill.teacher is not None:
         found.append(Companion("teacher", "distill.teacher", config.distill.teacher, "distilling"))
     preference = config.preference
-    if preference.loss is None or not preference.method.needs_reference:
+    policy = config.policy
+    if preference.loss is not None and preference.method.needs_reference:
+        key, directory = "preference.reference", preference.reference
+    elif policy.loss is not None and policy.kl:
+        key, directory = "policy.reference", policy.reference
+    else:
         return found
-    directory = preference.reference
     if directory == "init_from":
         # With adapters alone trained, the model without them is the one that the run starts from.
         unfrozen = any(group.frozen is False for group in config.optimizer.groups)
         directory = config.run.init_from if unfrozen or not config.adapters.rules else None
     if directory is not None:
-        found.append(Companion("reference", "preference.reference", directory, "measuring rewards"))
+        verb = "measuring rewards" if preference.loss is not None else "measuring the divergence"
+        found.append(Companion("reference", key, directory, verb))
     return found
 
 
@@ -127,7 +135,8 @@ def _with_companion(
 def _optimizer(config: RunConfig) -> Optimizer:
     """Return the optimizer of a run, which leaves out the layers for multi-token prediction if nothing trains them."""
     groups = config.optimizer.groups
-    untrained = not config.train.mtp_loss_weight or config.preference.loss is not None
+    answers = config.preference.loss is not None or config.policy.loss is not None
+    untrained = not config.train.mtp_loss_weight or answers
     if config.model.num_nextn_predict_layers and untrained:
         groups = (GroupRule(path="^mtp/", frozen=True), *groups)
     # A configuration's clipping holds even where it is the default: an optimizer in Python has it only if given.
@@ -139,13 +148,15 @@ def make_trainer(
     data: BatchSource,
     devices: Sequence[Any] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-) -> Trainer:
+    kind: type[T] = Trainer,
+) -> T:
     """Build the trainer of a run from its configuration, whose layout and vocabulary size must be resolved.
 
     Args:
       data: batches, in any form that `Trainer` takes.
       devices: devices to build the mesh of; default: all.
       mesh: mesh to use instead. With an `AbstractMesh` the trainer can be described, but cannot run.
+      kind: class of the trainer.
     """
     if config.precision.kv_cache != "none" and config.parallel.pipeline > 1:
         raise ConfigError(
@@ -170,12 +181,15 @@ def make_trainer(
         loss = functools.partial(distillation_loss, **terms, settings=config.distill)
     if config.preference.loss is not None:
         loss = functools.partial(preference_loss, settings=config.preference)
+    if config.policy.loss is not None:
+        sampled = {"temperature": config.rollout.temperature, "length": config.rollout.max_tokens}
+        loss = functools.partial(policy_loss, settings=config.policy, **sampled)
     optimizer: Optimizer | StepWrapper = _optimizer(config)
     if isinstance(config.local_sgd, FolderDiLoCo):
         optimizer = FolderWorker(config.local_sgd, optimizer)
     elif config.parallel.workers > 1:
         optimizer = Workers(config.local_sgd, optimizer)
-    return Trainer(
+    return kind(
         compress_in_training(make, config.compression.rules),
         loss,
         data,

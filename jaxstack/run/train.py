@@ -1,5 +1,6 @@
 """Train a language model from its configuration: connect the processes, prepare data, train, and summarize."""
 
+import contextlib
 import dataclasses
 import math
 import shlex
@@ -74,8 +75,67 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
+class Task:
+    """What a run learns from: its data, trainer and evaluations. This class: texts, chats, and pairs of answers."""
+
+    def __init__(self) -> None:
+        self._baselines: _ByteBaselines | None = None
+
+    def check(self, config: RunConfig) -> None:
+        """Check settings that need neither devices nor data.
+
+        Raises:
+          ConfigError: a setting is not one of this task.
+        """
+        if config.policy.loss is not None:
+            raise ConfigError(
+                f"policy.loss ({config.policy.loss}) trains on answers that the model samples: run python -m "
+                "jaxstack.reinforce, or remove it."
+            )
+        _check_preference(config)
+
+    def open(self, config: RunConfig, say: Callable[[str], None]) -> Any:
+        """Open the data, such as `jaxstack.data.loader.Data`."""
+        return open_data(
+            config.data,
+            sequence_length=config.train.sequence_length,
+            seed=config.run.seed,
+            report=say,
+            workers=available_cores(),
+            mismatched=config.preference.method.mismatched,
+        )
+
+    def make_trainer(self, config: RunConfig, data: Any) -> Trainer:
+        """Make the trainer of a run whose layout and vocabulary are known."""
+        return make_trainer(config, data)
+
+    def settings(self, config: RunConfig, data: Any) -> dict[str, Any]:
+        """Return further fields of `LoopSettings`."""
+        if data.pairs:  # the planner does not know pairs and their reference
+            return {}
+        self._baselines = _ByteBaselines(data)
+        predicted = forecast_here(config)
+        return {"forecast": predicted and predicted.describe(), "describe_evaluation": self._baselines.describe}
+
+    def summarize(self, config: RunConfig, values: Mapping[str, float], say: Callable[[str], None]) -> None:
+        """Report the result of a run, and the command that generates text."""
+        if self._baselines is not None:
+            _compare_with_compressors(values, self._baselines, say)
+        chats = all(is_chat(source) for source in config.data.sources) and config.data.chat.template != "none"
+        prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
+        say(f"next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {prompt}")
+
+    def close(self) -> None:
+        """End what the task has started."""
+        return
+
+
 def train(
-    config: RunConfig | str | Path, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_line
+    config: RunConfig | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    report: Callable[[str], None] = print_line,
+    task: Task | None = None,
 ) -> TrainedRun:
     """Train the run that a configuration describes, or resume it from its newest checkpoint.
 
@@ -84,6 +144,7 @@ def train(
         vocabulary of None are filled in.
       overrides: `section.key=value` for the values of a file to replace.
       report: called with each line of progress, on the first process, unless `observe.progress` is off.
+      task: what the run learns from; None: `Task()`.
 
     Returns:
       The run with the values that were logged last.
@@ -94,7 +155,9 @@ def train(
     """
     if not isinstance(config, RunConfig):
         config = load_config(config, overrides)
+    task = task or Task()
     _check_settings(config)
+    task.check(config)
     warnings = _connect(config)
     automatic = config.parallel.auto
     config = Setting.of(config, "train").config
@@ -110,49 +173,35 @@ def train(
     check_state_size(config)
     branch(config, say)
     _note_many_layers(config, say)
-    length = config.train.sequence_length
-    workers = available_cores()
-    with doing("reading the data"):
-        data = open_data(
-            config.data,
-            sequence_length=length,
-            seed=config.run.seed,
-            report=say,
-            workers=workers,
-            mismatched=config.preference.method.mismatched,
-        )
-    config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
-    _check_companions(config, data.tokenizer)
-    with doing("tracing the model"):
-        trainer = make_trainer(config, data)
-    if warning := check_memory(trainer):
-        say(f"warning: {warning}")
-    flops = _describe(config, data, trainer, say)
-    load_companions(config, trainer, say)
-    predicted = None if data.pairs else forecast_here(config)  # the planner does not know pairs and their reference
-    baselines = _ByteBaselines(data)
-    tasks = TrainingTasks(config, trainer, data.tokenizer)
-    values = trainer.fit(
-        config.directory,
-        LoopSettings(
+    with contextlib.closing(task):
+        with doing("reading the data"):
+            data = task.open(config, say)
+        config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
+        _check_companions(config, data.tokenizer)
+        with doing("tracing the model"):
+            trainer = task.make_trainer(config, data)
+        if warning := check_memory(trainer):
+            say(f"warning: {warning}")
+        flops = _describe(config, data, trainer, say)
+        load_companions(config, trainer, say)
+        tasks = TrainingTasks(config, trainer, data.tokenizer)
+        settings = LoopSettings(
             checkpoint=config.checkpoint,
             observe=config.observe,
             resilience=config.resilience,
             flops_per_token=flops,
             planned=_planned(config),
-            forecast=predicted and predicted.describe(),
             settings=config.model_dump(mode="json", by_alias=True),
-            describe_evaluation=None if data.pairs else baselines.describe,
             run_tasks=tasks.run,
             on_start=lambda: _write_run_files(config, data),
             on_new_run=lambda: _start_from(config, trainer, say),
             say=say,
-        ),
-    )
-    for line in describe_compression(trainer.module, trainer.state.params):
-        say(line)
-    if first:
-        _summarize(config, values, baselines, say)
+        )
+        values = trainer.fit(config.directory, dataclasses.replace(settings, **task.settings(config, data)))
+        for line in describe_compression(trainer.module, trainer.state.params):
+            say(line)
+        if first:
+            task.summarize(config, values, say)
     return TrainedRun(config.directory, config, values)
 
 
@@ -169,7 +218,6 @@ def _check_settings(config: RunConfig) -> None:
         )
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         StoredModel.open(config.run.init_from)
-    _check_preference(config)
 
 
 def _note_many_layers(config: RunConfig, say: Callable[[str], None]) -> None:
@@ -180,7 +228,7 @@ def _note_many_layers(config: RunConfig, say: Callable[[str], None]) -> None:
         )
 
 
-def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:
+def _describe(config: RunConfig, data: Any, trainer: Trainer, say: Callable[[str], None]) -> float:
     """Report the model, devices and layout that will run; return the model FLOPs per token."""
     frozen = trainer.frozen_parameters()
     model = config.model
@@ -228,7 +276,7 @@ def _connect(config: RunConfig) -> list[str]:
     return check_program(dump_yaml(config), limits.connect_seconds)
 
 
-def _write_run_files(config: RunConfig, data: Data) -> None:
+def _write_run_files(config: RunConfig, data: Any) -> None:
     """Write the configuration and the tokenizer into the run directory."""
     directory = config.directory
     try:
@@ -246,7 +294,7 @@ def _describe_frozen(total: int, frozen: int) -> str:
     return f"{trained:,} parameters are trained ({trained / total:.2%}); {frozen:,} are frozen, without optimizer state"
 
 
-def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> str:
+def _describe_run(config: RunConfig, data: Any, flops: float, frozen: bool) -> str:
     """Return the lines printed at the start of a run: model, devices, layout, tokens, FLOPs per token."""
     count = count_parameters(config.model)
     degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
@@ -254,7 +302,7 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
     layout = f"{config.parallel.workers} workers of {layout}" if config.parallel.workers > 1 else layout
     device = jax.devices()[0]
     sizes = BatchSizes(config.train)
-    sequences = config.preference.method.rows if data.pairs else 1
+    sequences = config.preference.method.rows if config.data.pairs else 1
     tokens = sizes.rows_before(config.train.steps) * sequences * config.train.sequence_length
     name = config.model.preset or "model"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -265,9 +313,9 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
         f"{plural(config.model.num_layers, 'layer')}; "
         f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
-        f"{plural(config.train.steps, 'step')} of {sizes.describe()}{f' pairs x {sequences}' * data.pairs} x "
+        f"{plural(config.train.steps, 'step')} of {sizes.describe()}{f' pairs x {sequences}' * config.data.pairs} x "
         f"{config.train.sequence_length} tokens = {tokens:,} tokens; "
-        f"{data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
+        f"{data.describe()}; "
         f"{flops / 1e6:,.1f} model MFLOP per token (6 x matmul parameters + causal attention"
         f"{', without the gradients of frozen weights' * frozen})"
     )
@@ -291,19 +339,16 @@ class _ByteBaselines:
         return compression_baselines(self._full_text) if self._full_text else {}
 
 
-def _summarize(
-    config: RunConfig, values: Mapping[str, float], baselines: _ByteBaselines, say: Callable[[str], None]
+def _compare_with_compressors(
+    values: Mapping[str, float], baselines: _ByteBaselines, say: Callable[[str], None]
 ) -> None:
-    """Report the final bits per byte of the model and of gzip and xz, and the command that generates text."""
+    """Report the final bits per byte of the model and of gzip and xz."""
     bits = values.get("final_eval_bits_per_byte", values.get("eval_bits_per_byte"))
     if bits is not None:
         with doing("compressing the held-out text with gzip and xz"):
             compressors = baselines.compressors()
         others = ", ".join(f"{name}: {value:.4f}" for name, value in compressors.items())
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
-    chats = all(is_chat(source) for source in config.data.sources) and config.data.chat.template != "none"
-    prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
-    say(f"next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {prompt}")
 
 
 def _check_companions(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -53,6 +53,12 @@ _NOT_PLAIN = {
     "peak_memory_bytes",
     "data_wait_fraction",
     "train_seconds",
+    "all_train_seconds",
+    "rollout_seconds",
+    "reward_seconds",
+    "reward",
+    "eval_reward",
+    "eval_reward_greedy",
     "goodput",
     *ENERGY_KEYS,
     *NOISE_KEYS,
@@ -206,6 +212,10 @@ def _result_tiles(
         tiles.append(("Training loss", f"{loss:.4f}", "mean since the line before"))
     elif (loss := _last(metrics, "loss")) is not None:
         tiles.append(("Training loss", f"{loss:.4f}", "last logged"))
+    for label, name in (("Held-out reward", "reward"), ("Greedy reward", "reward_greedy")):
+        if (value := _last(metrics, f"eval_{name}")) is not None:
+            first = float(metrics[f"eval_{name}"].finite[0])
+            tiles.append((label, f"{value:.3f}", f"held-out, first {first:.3f}"))
     for label, name in (("Held-out loss", "loss"), ("Bits per byte", "bits_per_byte")):
         if (value := _last(metrics, f"eval_{name}")) is not None:
             best = float(np.min(metrics[f"eval_{name}"].finite))
@@ -255,7 +265,7 @@ def _median(metrics: Mapping[str, Series], key: str) -> float | None:
 
 def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> str:
     schedule = _schedule(environment.get("schedule"))
-    charts = [_loss_chart(metrics), *_known_charts(metrics, schedule), *energy_charts(metrics)]
+    charts = [*_reward_charts(metrics), _loss_chart(metrics), *_known_charts(metrics, schedule), *energy_charts(metrics)]
     others = [key for key in metrics if key not in _NOT_PLAIN and not key.startswith("final_eval_")]
     charts += [Chart(key, [Curve(key, metrics[key])]) for key in others[:_MAX_OTHER_CHARTS]]
     figures = [figure for figure in map(render_chart, charts) if figure]
@@ -266,6 +276,20 @@ def _schedule(points: object) -> Series:
     """Return a run's planned learning rates, [step, rate] in `points`, as a series; malformed entries are skipped."""
     pairs = points if isinstance(points, list) else []
     return make_series(tuple(pair) for pair in pairs if isinstance(pair, list) and len(pair) == 2)
+
+
+def _reward_charts(metrics: Mapping[str, Series]) -> list[Chart]:
+    """Return the curves of rewards and of the seconds of each phase, of a run with reinforcement learning."""
+    rewards = metrics.get("reward")
+    if rewards is None:
+        return []
+    empty = make_series([])
+    held_out = [Curve("held-out, sampled", metrics.get("eval_reward", empty), "second")]
+    held_out.append(Curve("held-out, greedy", metrics.get("eval_reward_greedy", empty), "dashed"))
+    looks = {"rollout_seconds": "first", "train_seconds": "second", "reward_seconds": "dashed"}
+    phases = [Curve(name.removesuffix("_seconds"), metrics.get(name, empty), look) for name, look in looks.items()]
+    curves = [Curve("train", rewards, "faint"), Curve("train, smoothed", smooth(rewards)), *held_out]
+    return [Chart("Reward", curves, wide=True), Chart("Phases of a step", phases, "s", from_zero=True)]
 
 
 def _loss_chart(metrics: Mapping[str, Series]) -> Chart:

@@ -1,0 +1,35 @@
+"""Configuration of rollouts: how many prompts are answered, and how the engine samples the answers."""
+
+from pydantic import Field
+
+from jaxstack.config.base import Component
+
+
+class SamplerConfig(Component):
+    """Configuration of the engine that samples answers between the train steps."""
+
+    slots: int | None = Field(default=None, ge=1)
+    """Largest number of answers that are sampled at a time; null: all of a rollout, at most 256. Each takes room for
+    `train.sequence_length` tokens in the cache of keys and values, which is free while the model trains."""
+    page_size: int = Field(default=16, ge=1)
+    """Tokens per page of the cache."""
+    decode_steps: int = Field(default=8, ge=1, le=64)
+    """Number of tokens of each answer that one program samples, before the host looks which answers have ended."""
+
+
+class RolloutConfig(Component):
+    """Configuration of a rollout: prompts, length and temperature of their answers."""
+
+    prompts: int = Field(default=16, ge=1)
+    """Number of prompts of a rollout, each with `policy.samples` answers."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Token limit of an answer, its stop token included."""
+    temperature: float = Field(default=1.0, gt=0, le=100)
+    """Divisor of the logits, when answers are sampled and when they are trained on."""
+    stale_steps: int = Field(default=0, ge=0)
+    """Number of train steps by which the sampler's weights may be behind. Only 0 is supported: each rollout is sampled
+    with the newest weights."""
+    eval_prompts: int = Field(default=256, ge=1)
+    """Largest number of held-out prompts that an evaluation answers, each once at the temperature and once greedily."""
+    engine: SamplerConfig = SamplerConfig()
+    """The engine that samples."""

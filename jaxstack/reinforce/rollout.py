@@ -1,0 +1,245 @@
+"""Rollouts: prompts are answered by the newest weights, the answers are rewarded, and they become a batch of a step.
+
+Dimensions: P prompts, G answers to each, B = P G rows of a batch, T tokens of a row.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxstack.data.batch_source import HostBatch
+from jaxstack.data.prompts import Prompt, Prompts
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.loss import IGNORE
+from jaxstack.reinforce.config import RolloutConfig
+from jaxstack.reinforce.policy import PolicyConfig
+from jaxstack.reinforce.rewards import RewardResult, Rewards, Sample
+from jaxstack.reinforce.sampler import Answer, Sampler
+from jaxstack.state import TrainState
+
+_EVALUATION = 2**31
+"""Offset of the seeds of evaluations, whose answers are then not those of training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """Answers to the prompts of a step as a batch, and values for the metrics.
+
+    Attributes:
+      batch: arrays [B, T] of `jaxstack.reinforce.policy.policy_loss`.
+      metrics: values of the answers, such as `reward`.
+    """
+
+    batch: HostBatch
+    metrics: Mapping[str, float]
+
+
+class Rollouts:
+    """Makes the batches of a run: each needs the weights after the step before.
+
+    It is a `BatchSource` whose batches are made when they are asked for: to be read without reading ahead.
+
+    Args:
+      prompts: the prompts.
+      rewards: the rewards.
+      policy: number of answers, advantages, updates.
+      config: number of prompts, length and temperature of answers.
+      length: T.
+      seed: of the sampled answers.
+      say: reports rewards that fail.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        rewards: Rewards,
+        policy: PolicyConfig,
+        config: RolloutConfig,
+        length: int,
+        seed: int,
+        say: Callable[[str], None],
+    ):
+        self.prompts = prompts
+        self._rewards = rewards
+        self._policy = policy
+        self._config = config
+        self._length = length
+        self._seed = seed
+        self._say = say
+        self._sampler: Sampler | None = None
+        self._state: Callable[[], TrainState] | None = None
+        self.current: Rollout | None = None
+        """The newest rollout."""
+
+    def attach(self, sampler: Sampler, state: Callable[[], TrainState]) -> None:
+        """Set the sampler, and the function that returns the train state with the newest weights."""
+        self._sampler = sampler
+        self._state = state
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.prompts.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary size that the model needs."""
+        return self.prompts.vocab_size
+
+    def describe(self) -> str:
+        """Return the numbers of prompts as text."""
+        return self.prompts.describe()
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Description of the prompts, which is compared when resuming."""
+        return self.prompts.fingerprint
+
+    @property
+    def source_listing(self) -> list[dict[str, Any]]:
+        """The files of the prompts."""
+        return self.prompts.source_listing
+
+    @property
+    def largest(self) -> int:
+        """Largest number of answers that are sampled at a time."""
+        held_out = 2 * min(len(self.prompts.held_out), self._config.eval_prompts)
+        return max(self._config.prompts * self._policy.samples, held_out)
+
+    def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> HostBatch:
+        """Return a batch without answers: the shapes and dtypes of all batches."""
+        del number, rows
+        return self._empty(global_batch_size)
+
+    def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
+        """Yield a batch for each step from `start` on; each is sampled when it is asked for."""
+        del global_batch_size, rows
+        for step in itertools.count(start):
+            number, update = divmod(step, self._policy.updates)
+            if update == 0 or self.current is None:
+                self.current = self._roll_out(number)
+            else:
+                no_time = {"rollout_seconds": 0.0, "reward_seconds": 0.0}
+                self.current = dataclasses.replace(self.current, metrics={**self.current.metrics, **no_time})
+            yield self.current.batch
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Answer the held-out prompts once at the temperature and once greedily; None if there are none.
+
+        Returns:
+          `eval_reward`, `eval_reward_greedy`, and of the sampled answers `eval_answer_tokens` and `eval_truncated`.
+        """
+        asked = self.prompts.held_out[: self._config.eval_prompts]
+        if not asked:
+            return None
+        began = time.perf_counter()
+        seeds = [_EVALUATION + number for number in range(len(asked))]
+        temperatures = [self._config.temperature] * len(asked) + [0.0] * len(asked)
+        answers = self._answer([*asked, *asked], temperatures, seeds * 2)
+        results = self._reward([*asked, *asked], answers)
+        totals = np.array([result.total for result in results]).reshape(2, -1)
+        sampled = answers[: len(asked)]
+        return {
+            "eval_reward": float(totals[0].mean()),
+            "eval_reward_greedy": float(totals[1].mean()),
+            "eval_answer_tokens": float(np.mean([len(answer.tokens) for answer in sampled])),
+            "eval_truncated": float(np.mean([answer.truncated for answer in sampled])),
+            "eval_items": float(len(asked)),
+            "eval_seconds": time.perf_counter() - began,
+        }
+
+    def _roll_out(self, number: int) -> Rollout:
+        """Sample, reward and arrange the answers of rollout `number`."""
+        began = time.perf_counter()
+        samples = self._policy.samples
+        asked = [prompt for prompt in self.prompts.deal(number, self._config.prompts) for _ in range(samples)]
+        first = self._seed * 7919 + number * len(asked)
+        seeds = [(first + row) % _EVALUATION for row in range(len(asked))]
+        answers = self._answer(asked, [self._config.temperature] * len(asked), seeds)
+        sampled = time.perf_counter()
+        results = self._reward(asked, answers)
+        rewards = np.array([result.total for result in results], np.float32).reshape(-1, samples)
+        useful = np.ptp(rewards, axis=1) > 0
+        metrics = {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std(1, ddof=min(1, samples - 1)).mean()),
+            "useful_groups": float(useful.mean()),
+            "answer_tokens": float(np.mean([len(answer.tokens) for answer in answers])),
+            "truncated": float(np.mean([answer.truncated for answer in answers])),
+            "rollout_seconds": sampled - began,
+            "reward_seconds": time.perf_counter() - sampled,
+        }
+        if len(self._rewards.names) > 1:
+            for name in self._rewards.names:
+                metrics[f"reward_{name}"] = float(np.mean([result.parts[name] for result in results]))
+        return Rollout(self._arrange(asked, answers, rewards, useful), metrics)
+
+    def _answer(self, prompts: Sequence[Prompt], temperatures: Sequence[float], seeds: Sequence[int]) -> list[Answer]:
+        assert self._sampler is not None and self._state is not None, "attach a sampler first"
+        self._sampler.load(self._state())
+        try:
+            ids = [prompt.ids for prompt in prompts]
+            return self._sampler.sample(ids, self._config.max_tokens, temperatures, seeds)
+        finally:
+            self._sampler.unload()
+
+    def _reward(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[RewardResult]:
+        decode = self.prompts.tokenizer.decode
+        found = self._rewards(
+            [
+                Sample(
+                    prompt.text,
+                    decode(answer.tokens[: answer.text_tokens]),
+                    prompt.columns,
+                    answer.truncated,
+                    len(answer.tokens),
+                )
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+        )
+        failed = [(number, result.error) for number, result in enumerate(found) if result.error is not None]
+        if failed:
+            number, error = failed[0]
+            prompt, answer = prompts[number], answers[number]
+            text = decode(answer.tokens[: answer.text_tokens])
+            self._say(
+                f"warning: {len(failed):,} of {len(found):,} answers have no reward, which counts as 0; the first: "
+                f"{error} (prompt {_shown(prompt.text)}, answer {_shown(text)})"
+            )
+        return found
+
+    def _arrange(
+        self, prompts: Sequence[Prompt], answers: Sequence[Answer], rewards: np.ndarray, useful: np.ndarray
+    ) -> HostBatch:
+        """Return the answers as a batch, one in each row."""
+        batch = self._empty(len(answers))
+        advantages = self._policy.advantages(rewards).ravel()
+        counts = np.repeat(useful | (not self._policy.drop_equal_groups), self._policy.samples)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            ids = [*prompt.ids, *answer.tokens]
+            batch["tokens"][row, : len(ids) - 1] = ids[:-1]
+            places = slice(len(prompt.ids) - 1, len(ids) - 1)
+            batch["labels"][row, places] = answer.tokens
+            batch["sampler_logprobs"][row, places] = answer.log_probabilities
+            batch["advantages"][row, places] = advantages[row]
+            if counts[row] and not (answer.truncated and self._policy.overlong == "mask"):
+                batch["shares"][row, places] = 1 / len(answer.tokens)
+        return batch
+
+    def _empty(self, rows: int) -> dict[str, np.ndarray]:
+        shape = (rows, self._length)
+        names = ["sampler_logprobs", "advantages", "shares", *["old_logprobs"] * (self._policy.updates > 1)]
+        return {
+            "tokens": np.zeros(shape, np.int32),
+            "labels": np.full(shape, IGNORE, np.int32),
+            **{name: np.zeros(shape, np.float32) for name in names},
+        }
+
+
+def _shown(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 200 else f"{shown[:197]}..."

@@ -1,0 +1,142 @@
+"""Reinforcement learning as the task of a run: prompts, rewards, a trainer that samples, evaluations by rewards."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxstack.data.prompts import open_prompts
+from jaxstack.errors import ConfigError
+from jaxstack.reinforce.policy import LOSSES
+from jaxstack.reinforce.rewards import Rewards, build_rewards, check_columns
+from jaxstack.reinforce.rollout import Rollouts
+from jaxstack.reinforce.sampler import Sampler
+from jaxstack.reinforce.trainer import PolicyTrainer
+from jaxstack.run.build import make_trainer
+from jaxstack.run.train import Task, TrainedRun, print_line, train
+from jaxstack.run_config import RunConfig
+from jaxstack.stored import StoredModel
+from jaxstack.trainer import Trainer
+
+
+def reinforce(
+    config: RunConfig | str | Path, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_line
+) -> TrainedRun:
+    """Train a run on the rewards of answers that it samples, or resume it from its newest checkpoint.
+
+    Args:
+      config: the run's configuration, from `load_config`, or the YAML file that holds it.
+      overrides: `section.key=value` for the values of a file to replace.
+      report: called with each line of progress, unless `observe.progress` is off.
+
+    Returns:
+      The run with the values that were logged last, such as `reward` and `eval_reward`.
+
+    Raises:
+      ConfigError: the configuration cannot run here.
+      JaxstackError: the run failed, or was stopped by a signal after saving.
+    """
+    return train(config, overrides, report=report, task=ReinforcementTask())
+
+
+class ReinforcementTask(Task):
+    """Prompts that the model answers, and the rewards of the answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rewards: Rewards | None = None
+
+    def check(self, config: RunConfig) -> None:
+        """Check settings that need neither devices nor data.
+
+        Raises:
+          ConfigError: a loss, a reward or prompts are missing, or a setting does not go with them.
+        """
+        policy = config.policy
+        if policy.loss is None:
+            raise ConfigError(f"jaxstack.reinforce needs a loss; set policy.loss to {', '.join(LOSSES)}.")
+        if not config.data.prompts:
+            raise ConfigError(
+                "jaxstack.reinforce answers prompts; give sources of them, data.sources=[{path: FILE, format: prompt}]."
+            )
+        if not config.reward:
+            raise ConfigError("jaxstack.reinforce needs a reward, such as reward=[{name: exact}].")
+        if policy.kl and policy.reference == "init_from" and config.run.init_from is None:
+            raise ConfigError(
+                f"policy.kl ({policy.kl}) compares with the model that the run starts from; set run.init_from to it, "
+                "or policy.reference to another model's directory."
+            )
+        if any(rule.dropout for rule in config.adapters.rules):
+            raise ConfigError("policy.loss does not support dropout; set the dropout of all adapters.rules to 0.")
+        for name, value in (
+            ("train.z_loss", config.train.z_loss),
+            ("train.eval_tokens", config.train.eval_tokens),
+            ("resilience.spike_threshold", config.resilience.spike_threshold),  # losses are near 0
+        ):
+            if value:
+                raise ConfigError(f"policy.loss does not support {name} ({value}); remove it.")
+        if _room(config) < 1:
+            raise ConfigError(
+                f"train.sequence_length ({config.train.sequence_length}) must exceed rollout.max_tokens "
+                f"({config.rollout.max_tokens}), to leave room for the prompt."
+            )
+
+    def open(self, config: RunConfig, say: Callable[[str], None]) -> Rollouts:
+        """Open the prompts and the rewards.
+
+        Raises:
+          ConfigError: there are several processes, or prompts or rewards cannot be read.
+        """
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"jaxstack.reinforce runs in one process, with all GPUs of a machine; found {jax.process_count()}."
+            )
+        prompts = open_prompts(config.data, _room(config), config.run.seed, _stop_tokens(config), say)
+        check_columns(config.reward, prompts.columns(), config.data.sources[0].path)
+        self._rewards = build_rewards(config.reward)
+        return Rollouts(
+            prompts, self._rewards, config.policy, config.rollout, config.train.sequence_length, config.run.seed, say
+        )
+
+    def make_trainer(self, config: RunConfig, data: Rollouts) -> Trainer:
+        """Make the trainer, and the sampler that uses its weights."""
+        trainer = make_trainer(config, data, kind=PolicyTrainer)
+        trainer.policy = config.policy
+        trainer.temperature = config.rollout.temperature
+        data.attach(
+            Sampler(
+                trainer,
+                config.rollout.engine,
+                requests=data.largest,
+                longest=data.prompts.longest,
+                context=config.train.sequence_length,
+                vocab_size=data.vocab_size,
+                stop_tokens=data.prompts.stop_tokens,
+            ),
+            lambda: trainer.state,
+        )
+        return trainer
+
+    def settings(self, config: RunConfig, data: Rollouts) -> dict[str, Any]:
+        """Return further fields of `LoopSettings`."""
+        return {"evaluate_first": True}
+
+    def close(self) -> None:
+        """End the processes of the rewards."""
+        if self._rewards is not None:
+            self._rewards.close()
+
+
+def _room(config: RunConfig) -> int:
+    """Return the largest number of tokens of a prompt."""
+    return config.train.sequence_length - config.rollout.max_tokens
+
+
+def _stop_tokens(config: RunConfig) -> frozenset[int]:
+    """Return the ids that end a text of the model that the run starts from; a resumed run has a copy of them."""
+    for directory in (config.run.init_from, config.run.branch_from, str(config.directory)):
+        stored = None if directory is None else StoredModel.find(Path(directory))
+        if stored is not None:
+            return frozenset(stored.stop_tokens)
+    return frozenset()

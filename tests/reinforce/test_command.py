@@ -1,0 +1,77 @@
+"""Reinforcement learning by the command: rewards that rise, metrics, exact resuming, adapters, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from jaxstack.reinforce.task import reinforce
+from jaxstack.run_config import load_config
+
+FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
+WORDS = [*"abcdef", "what", "is", "it", "yes", "no"]
+METRICS = {
+    *("loss", "reward", "reward_std", "useful_groups", "answer_tokens", "truncated", "entropy", "clip_share", "kl"),
+    *("sampler_logprob_difference", "rollout_seconds", "train_seconds"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint as on the Hub, with a tokenizer of words; prompts; a configuration."""
+    place = tmp_path_factory.mktemp("reinforce")
+    source = shutil.copytree(FIXTURE, place / "qwen3")
+    words = ["<unk>", "user", "assistant", *WORDS]
+    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    model.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    model.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    lines = [json.dumps({"prompt": f"what is {WORDS[i % 6]} {WORDS[i % 5]}", "wanted": "yes"}) for i in range(30)]
+    (place / "prompts.jsonl").write_text("\n".join(lines))
+    config = {
+        "run": {"dir": str(place), "name": "grpo", "init_from": str(source)},
+        "data": {
+            "sources": [{"path": str(place / "prompts.jsonl"), "format": "prompt"}],
+            "chat": {"template": "chatml"},
+            "held_out_fraction": 0.2,
+        },
+        "reward": [{"name": "contains", "column": "wanted"}],
+        "policy": {"loss": "grpo", "samples": 4, "overlong": "keep"},
+        "rollout": {"prompts": 2, "max_tokens": 4, "engine": {"slots": 8, "page_size": 4}},
+        "train": {"steps": 4, "sequence_length": 16},
+        "schedule": {"name": "constant"},
+        "optimizer": {"learning_rate": 0.01},
+        "parallel": {"fsdp": 4, "data": 2},
+        "checkpoint": {"every_steps": 2},
+        "observe": {"trackers": ["jsonl"], "log_every": 1, "progress": False},
+    }
+    (place / "grpo.yaml").write_text(json.dumps(config))
+    return place
+
+
+def metrics_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(folder) -> dict:
+    return dict(reinforce(load_config(folder / "grpo.yaml")).metrics)
+
+
+def test_a_run_logs_its_rewards(folder, trained):
+    lines = metrics_of(folder / "grpo")
+    steps = [line for line in lines if "reward" in line]
+    assert len(steps) == 4 and all(line.keys() >= METRICS for line in steps)
+    assert max(line["sampler_logprob_difference"] for line in steps) < 1e-4
+    evaluations = [line for line in lines if "eval_reward" in line]
+    assert [line["step"] for line in evaluations] == [0, 4] and all("eval_reward_greedy" in x for x in evaluations)
+
+
+def test_a_stopped_run_goes_on_exactly(folder, trained):
+    reinforce(load_config(folder / "grpo.yaml", ["run.name=stopped", "train.steps=2"]))
+    resumed = reinforce(load_config(folder / "grpo.yaml", ["run.name=stopped"])).metrics
+    names = ["loss", "grad_norm", "reward", "answer_tokens", "eval_reward"]
+    assert [resumed[name] for name in names] == [trained[name] for name in names]
