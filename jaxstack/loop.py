@@ -237,9 +237,11 @@ class Loop:
                 profiler.finish_step(step, metrics)
                 self.done = step
                 pending.append((step, metrics, waited))
-                saving = manager is not None and (self.save_postponed or manager.should_save(step, train.steps))
+                whole = step % self.trainer.steps_together == 0
+                due = manager is not None and (self.save_postponed or manager.should_save(step, train.steps))
+                saving = due and whole
                 evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
-                stopping = stop.reached()
+                stopping = stop.reached() and whole
                 if saving or evaluating or stopping or step == train.steps:
                     while pending:
                         self._read(*pending.popleft())

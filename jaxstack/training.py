@@ -139,6 +139,9 @@ class Training:
     Its arguments and errors are those of `Trainer`.
     """
 
+    steps_together = 1
+    """Number of steps after which a checkpoint can be saved: those that share data that is not saved."""
+
     def __init__(
         self,
         module: nnx.Module | NNXFactory | ModuleArrays,

@@ -30,6 +30,7 @@ from jaxstack.models.moe.router import MoEConfig
 from jaxstack.observe.what_ran import summarise_program
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES
+from jaxstack.reinforce.rewards import REWARDS
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from jaxstack.tune import __main__ as tune
@@ -42,7 +43,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SECTIONS = RunConfig.model_fields
-BY_NAME = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "local_sgd": METHODS}
+BY_NAME = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "local_sgd": METHODS, "reward": REWARDS}
 
 
 def by_name(paths: list[Path]) -> Any:
@@ -175,7 +176,7 @@ def check_command(words: list[str]) -> None:
     if name == "tune":
         parser = tune.make_parser(arguments)
         arguments = arguments[arguments[0] in tune.SUBCOMMANDS :]
-    if name not in ("train", "plan", "tune"):
+    if name not in ("train", "reinforce", "plan", "tune"):
         intermixed = name in ("generate", "evaluate", "serve")
         parser.parse_intermixed_args(arguments) if intermixed else parser.parse_args(arguments)
         return
@@ -287,8 +288,8 @@ def test_yaml_blocks_are_configurations(path):
 
 @by_name(CONFIGS)
 def test_configs_load_and_open_with_their_command(path):
-    load_config(path)
-    assert path.read_text().startswith(f"# python -m jaxstack.train --config configs/{path.name}\n")
+    command = "train" if load_config(path).policy.loss is None else "reinforce"
+    assert path.read_text().startswith(f"# python -m jaxstack.{command} --config configs/{path.name}\n")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -314,9 +315,9 @@ def test_configuration_page_has_every_key_with_its_default(section):
             start = f"| `{part.model_fields['name'].default}` |"
             row = next(line for line in text.splitlines() if line.startswith(start))
             common = {"name", "learning_rate", "weight_decay", "clip_norm", "groups", "balance_rate", "warmup_steps"}
-            common |= {"every", "synchronous_steps"}
-            for name in part.model_fields.keys() - common:
-                assert f"`{name}`" in row, f"{part.__name__}.{name}"
+            common |= {"every", "synchronous_steps", "weight"}
+            for name, field in part.model_fields.items():
+                assert name in common or f"`{field.alias or name}`" in row, f"{part.__name__}.{name}"
         return
     component = SECTIONS[section].annotation
     assert isinstance(component, type) and issubclass(component, Component)

@@ -82,12 +82,10 @@ class Prompts:
 
     def deal(self, number: int, count: int) -> list[Prompt]:
         """Return the `count` prompts of rollout `number`: each epoch goes through all prompts in a new order."""
-        places = range(number * count, (number + 1) * count)
-        return [self.train[self._order(place // len(self.train))[place % len(self.train)]] for place in places]
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - prompts live as long as the run
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self.train))
+        size = len(self.train)
+        places = [divmod(place, size) for place in range(number * count, (number + 1) * count)]
+        orders = {epoch: np.random.default_rng((self._seed, epoch)).permutation(size) for epoch, _ in places}
+        return [self.train[orders[epoch][place]] for epoch, place in places]
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -17,8 +17,8 @@ def make_parser() -> CommandParser:
         "jaxstack reinforce",
         "Train a language model on the rewards of answers that it samples. If the run directory holds a checkpoint, "
         "resume from it.",
-        "reinforce --config configs/reinforce-sort.yaml",
-        "reinforce --config configs/reinforce-sort.yaml run.name=gspo policy.loss=gspo",
+        "reinforce --config configs/reinforce-brackets.yaml",
+        "reinforce --config configs/reinforce-brackets.yaml run.name=gspo policy.loss=gspo",
     )
 
 

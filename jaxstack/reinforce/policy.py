@@ -449,6 +449,7 @@ FEATURES = (
         "reinforcement",
         "policy",
         lambda policy: policy.loss is not None,
+        ("policy.loss=grpo", "rollout.prompts=2"),
         excludes=tuple(
             Excludes(other, reason, f"policy.loss does not support {key}: {reason}; remove one of them.")
             for other, reason, key in _EXCLUDED

@@ -1,6 +1,7 @@
 """Reinforcement learning as the task of a run: prompts, rewards, a trainer that samples, evaluations by rewards."""
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxstack.reinforce.rollout import Rollouts
 from jaxstack.reinforce.sampler import Sampler
 from jaxstack.reinforce.trainer import PolicyTrainer
 from jaxstack.run.build import make_trainer
+from jaxstack.run.load import load_reward_model
 from jaxstack.run.train import Task, TrainedRun, print_line, train
 from jaxstack.run_config import RunConfig
 from jaxstack.stored import StoredModel
@@ -94,7 +96,7 @@ class ReinforcementTask(Task):
             )
         prompts = open_prompts(config.data, _room(config), config.run.seed, _stop_tokens(config), say)
         check_columns(config.reward, prompts.columns(), config.data.sources[0].path)
-        self._rewards = build_rewards(config.reward)
+        self._rewards = build_rewards(config.reward, load_reward_model)
         return Rollouts(
             prompts, self._rewards, config.policy, config.rollout, config.train.sequence_length, config.run.seed, say
         )
@@ -103,6 +105,7 @@ class ReinforcementTask(Task):
         """Make the trainer, and the sampler that uses its weights."""
         trainer = make_trainer(config, data, kind=PolicyTrainer)
         trainer.policy = config.policy
+        trainer.steps_together = config.policy.updates
         trainer.temperature = config.rollout.temperature
         data.attach(
             Sampler(
@@ -121,6 +124,11 @@ class ReinforcementTask(Task):
     def settings(self, config: RunConfig, data: Rollouts) -> dict[str, Any]:
         """Return further fields of `LoopSettings`."""
         return {"evaluate_first": True}
+
+    def summarize(self, config: RunConfig, values: Mapping[str, float], say: Callable[[str], None]) -> None:
+        """Report the command that generates text."""
+        chat = "" if config.data.chat.template == "none" else "--chat "
+        say(f'next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {chat}--prompt "..."')
 
     def close(self) -> None:
         """End the processes of the rewards."""

@@ -30,6 +30,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.parallel import ParallelConfig
 from jaxstack.preference import PreferenceConfig
+from jaxstack.reinforce.policy import PolicyConfig
 from jaxstack.run.build import make_trainer
 from jaxstack.run.load import check_finite, load, run_config, sets_layout
 from jaxstack.run.setting import Setting
@@ -297,8 +298,9 @@ def open_evaluation(
     Raises:
       ConfigError: the tokenizer is another model's.
     """
-    # No checkpoint holds a teacher, and the text is not pairs of answers.
-    config = config.model_copy(update={"distill": DistillConfig(), "preference": PreferenceConfig()})
+    # No checkpoint holds a teacher, and the text has neither pairs of answers nor sampled ones.
+    losses = {"distill": DistillConfig(), "preference": PreferenceConfig(), "policy": PolicyConfig()}
+    config = config.model_copy(update=losses)
     data = _open_text(config, stored, text, report)
     rows = config.model.vocab_size or 0
     if data.tokenizer.vocab_size > rows:

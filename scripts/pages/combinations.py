@@ -10,7 +10,7 @@ from scripts.pages.page import Page
 FAMILIES = {
     "layouts": ("parallel", "local_sgd"),
     "training and model": ("train", "observe", "model"),
-    "weights and precision": ("adapters", "compression", "distill", "preference", "precision"),
+    "weights and precision": ("adapters", "compression", "distill", "preference", "policy", "precision"),
     "optimizers": ("optimizer",),
 }
 """Family of features -> sections of the configuration. A table has a family's features as columns."""

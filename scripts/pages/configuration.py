@@ -22,6 +22,9 @@ from jaxstack.models.recurrent import GatedDelta, StateSpace
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES, Schedule
+from jaxstack.reinforce.config import SamplerConfig
+from jaxstack.reinforce.policy import SamplerCorrection
+from jaxstack.reinforce.rewards import REWARDS, Reward
 from jaxstack.run_config import RunConfig
 from jaxstack.tune.space import StudyConfig
 from scripts.pages.page import Page
@@ -34,6 +37,8 @@ BASES = {
     "local_sgd": (WorkerMethod, METHODS),
 }
 """Section that is chosen by name -> its base class and the components that one can choose."""
+PARTS = {"policy": {"sampler_correction": SamplerCorrection}, "rollout": {"engine": SamplerConfig}}
+"""Section -> its keys that are components with a table of their own."""
 SEE = {
     "run.init_from": "[Fine-tuning](finetuning.md)",
     "run.branch_from": "[Tuning](tuning.md#a-long-run-with-decays-that-branch-off)",
@@ -126,7 +131,8 @@ def named_table(components: Sequence[type[BaseModel]], shared: Iterable[str] = (
     """
     rows = []
     for component in components:
-        keys = {k: f for k, f in component.model_fields.items() if k != "name" and k not in shared}
+        fields = component.model_fields.items()
+        keys = {field.alias or k: field for k, field in fields if k != "name" and k not in shared}
         texts = ", ".join(named_key(key, field) for key, field in keys.items())
         rows.append(f"| `{component.model_fields['name'].default}` |{f' {texts} ' if texts else ' '}|\n")
     return NAMED_HEAD.replace("defaults |", f"defaults{more} |") + "".join(rows)
@@ -168,7 +174,10 @@ def tables_of(section: str) -> tuple[list[str], list[str]]:
     if section in BASES:
         base, components = BASES[section]
         return [shared_table(base, components)], [named_table(components, base.model_fields)]
+    if section == "reward":
+        return [], [named_table(REWARDS, Reward.model_fields)]
     keyed = [table(section, RunConfig.model_fields[section].annotation)]  # pyright: ignore[reportArgumentType]
+    keyed += [table(f"{section}.{key}", part, f"{key}.") for key, part in PARTS.get(section, {}).items()]
     if section != "model":
         return keyed, []
     patterns = get_args(BlockSparseAttention.model_fields["pattern"].annotation)

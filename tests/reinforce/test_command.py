@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+import jaxstack.reinforce.__main__ as command
+import jaxstack.train as train_command
 from jaxstack.reinforce.task import reinforce
 from jaxstack.run_config import load_config
 
@@ -56,6 +58,29 @@ def metrics_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_wrong_configurations_are_one_message(folder, capsys):
+    """The rule, the values and the way out; exit code 2, before the model is built."""
+    cases = {
+        "policy.samples=1": "policy: samples is 1, but advantage group_std compares the answers",
+        "train.global_batch_size=6": "must be rollout.prompts (2) x policy.samples (4) = 8",
+        "rollout.stale_steps=1": "rollout.stale_steps (1) must be 0",
+        "policy.updates=3": "train.steps (4) must be divisible by policy.updates (3)",
+        "parallel.context=2": "policy.loss does not support parallel.context",
+        "policy.loss=null": "jaxstack.reinforce needs a loss; set policy.loss to grpo, dr_grpo",
+        "reward=[]": "jaxstack.reinforce needs a reward",
+        "data.sources.0.format=chat": "jaxstack.reinforce answers prompts",
+        "rollout.max_tokens=16": "train.sequence_length (16) must exceed rollout.max_tokens (16)",
+        "rollout.max_tokens=8": "prompts of",
+        "reward=[{name: exact}]": "reward exact needs the column 'answer' in",
+    }
+    for override, message in cases.items():
+        assert command.main(["--config", str(folder / "grpo.yaml"), override]) == 2, override
+        said = capsys.readouterr().err
+        assert message in said and "Traceback" not in said, override
+    assert train_command.main(["--config", str(folder / "grpo.yaml")]) == 2
+    assert "run python -m jaxstack.reinforce" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def trained(folder) -> dict:
     return dict(reinforce(load_config(folder / "grpo.yaml")).metrics)
@@ -75,3 +100,13 @@ def test_a_stopped_run_goes_on_exactly(folder, trained):
     resumed = reinforce(load_config(folder / "grpo.yaml", ["run.name=stopped"])).metrics
     names = ["loss", "grad_norm", "reward", "answer_tokens", "eval_reward"]
     assert [resumed[name] for name in names] == [trained[name] for name in names]
+
+
+def test_several_updates_with_adapters_and_a_reference(folder):
+    """The reference is the model without its adapters: the first step has no divergence from it, the second has."""
+    adapters = "adapters.rules=[{path: attention, rank: 2}]"
+    more = ["run.name=lora", adapters, "policy.loss=dapo", "policy.kl=0.1", "policy.updates=2", "train.steps=2"]
+    reinforce(load_config(folder / "grpo.yaml", more))
+    first, second = [line for line in metrics_of(folder / "lora") if "reward" in line]
+    assert first["kl"] == 0 and second["kl"] > 0
+    assert first["reward"] == second["reward"] and second["rollout_seconds"] == 0

@@ -265,7 +265,8 @@ def _median(metrics: Mapping[str, Series], key: str) -> float | None:
 
 def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> str:
     schedule = _schedule(environment.get("schedule"))
-    charts = [*_reward_charts(metrics), _loss_chart(metrics), *_known_charts(metrics, schedule), *energy_charts(metrics)]
+    charts = [*_reward_charts(metrics), _loss_chart(metrics)]
+    charts += [*_known_charts(metrics, schedule), *energy_charts(metrics)]
     others = [key for key in metrics if key not in _NOT_PLAIN and not key.startswith("final_eval_")]
     charts += [Chart(key, [Curve(key, metrics[key])]) for key in others[:_MAX_OTHER_CHARTS]]
     figures = [figure for figure in map(render_chart, charts) if figure]
