@@ -78,7 +78,6 @@ class Adapter(nnx.Module):
         self.scale = rule.alpha / rank if rule.alpha is not None else 1.0
         self.dropout = rule.dropout
         self.contracted = layer.contracted
-        self.stacked = stacked
         self.key: jax.Array | None = nnx.data(None)
         """Key of the dropout mask, which `set_adapter_dropout_keys` sets for one forward pass."""
 
@@ -92,36 +91,38 @@ class Adapter(nnx.Module):
             return y
         return y * self.output_factors(kernel, a, b).astype(y.dtype)
 
-    def output_factors(self, kernel: Kernel, a: ArrayLike, b: ArrayLike, stacked: int = 0) -> jax.Array:
-        """Return DoRA's factor of each output, m / |W + s A B| [..., out] float32, whose norm is a constant.
-
-        Args:
-          kernel, a, b: this layer's, after `stacked` dims of experts.
-        """
+    def output_factors(self, kernel: Kernel, a: ArrayLike, b: ArrayLike) -> jax.Array:
+        """Return DoRA's factor of each output, m / |W + s A B| [..., out] float32, whose norm is a constant."""
         assert self.magnitude is not None, "LoRA has no factors"
         if isinstance(kernel, PackedWeight):
             value = kernel.dense()
         else:
             value = kernel.carrier if isinstance(kernel, QuantizedWeight) else kernel
+        stacked = self._count_stacked(a)
         adapted = jax.lax.stop_gradient(_adapted_kernel(value, a, b, self.scale, stacked))
         return self.magnitude[...] / _column_norms(adapted, self.contracted, stacked)
 
     def set_magnitudes(self, layer: Adaptable) -> None:
         """Set DoRA's magnitudes to the column norms of the layer's current weight, adapter included."""
         if self.magnitude is not None:
-            adapted = _adapted_kernel(layer.kernel[...], self.a[...], self.b[...], self.scale, self.stacked)
-            self.magnitude[...] = _column_norms(adapted, self.contracted, self.stacked)
+            adapted = self.merge(layer.kernel[...], self.a[...], self.b[...])
+            self.magnitude[...] = _column_norms(adapted, self.contracted, self._count_stacked(self.a[...]))
 
     def merge(self, kernel: ArrayLike, a: ArrayLike, b: ArrayLike, magnitude: ArrayLike | None = None) -> jax.Array:
         """Merge the adapter into the kernel: return a float32 kernel that gives the same outputs on its own.
 
         The arrays are passed in because this adapter may be abstract.
         """
-        adapted = _adapted_kernel(kernel, a, b, self.scale, self.stacked)
+        stacked = self._count_stacked(a)
+        adapted = _adapted_kernel(kernel, a, b, self.scale, stacked)
         if magnitude is None:
             return adapted
-        ratio = jnp.asarray(magnitude) / _column_norms(adapted, self.contracted, self.stacked)
-        return adapted * jnp.expand_dims(ratio, tuple(range(self.stacked, self.stacked + self.contracted)))
+        ratio = jnp.asarray(magnitude) / _column_norms(adapted, self.contracted, stacked)
+        return adapted * jnp.expand_dims(ratio, tuple(range(stacked, stacked + self.contracted)))
+
+    def _count_stacked(self, a: ArrayLike) -> int:
+        """Return the number of leading dims of A: those of layers, which are missing inside of a scan, and experts."""
+        return jnp.ndim(a) - self.contracted - 1
 
 
 def _cut(shape: Sequence[int], *cuts: int) -> list[tuple[int, ...]]:

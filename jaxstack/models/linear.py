@@ -77,6 +77,15 @@ class Linear(nnx.Module):
         """Add the adapter's output and the bias, where the layer has them, to y = x @ kernel."""
         return self.add_bias(y if self.adapter is None else self.adapter(x, y, self.kernel.get_value()))
 
+    def whole_kernel(self) -> Float[Array, "..."]:
+        """Return the matrix that the layer multiplies with, unpacked, and with its adapter merged."""
+        stored = self.kernel.get_value()
+        kernel = stored.dense() if isinstance(stored, PackedWeight) else stored
+        if (adapter := self.adapter) is None:
+            return kernel
+        magnitude = None if adapter.magnitude is None else adapter.magnitude[...]
+        return adapter.merge(kernel, adapter.a[...], adapter.b[...], magnitude)
+
     def add_bias(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
         """Add the bias to y, if the layer has one."""
         if self.bias is None:

@@ -197,7 +197,7 @@ class MoE(nnx.Module):
                 continue
             found |= {f"{name}_a": _value_and_axes(adapter.a), f"{name}_b": _value_and_axes(adapter.b)}
             if adapter.magnitude is not None:
-                factors = adapter.output_factors(module.kernel.get_value(), adapter.a[...], adapter.b[...], stacked=1)
+                factors = adapter.output_factors(module.kernel.get_value(), adapter.a[...], adapter.b[...])
                 found[f"{name}_factors"] = factors, _value_and_axes(adapter.magnitude)[1]
         return found
 

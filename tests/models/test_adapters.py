@@ -128,6 +128,20 @@ def test_dropout_is_for_training_only_and_differs_between_layers():
     np.testing.assert_allclose(logits(merge_adapters(model)), plain, atol=1e-5)
 
 
+def test_decoding_with_absorbed_matrices_adapts_them_too():
+    """Latent attention multiplies the matrix that expands latents with queries and outputs; layers are scanned."""
+    latent = {"name": "latent", "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    config = ModelConfig(vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, head_dim=8, attention=latent)
+    model = moved(model_of(config, [AdapterRule(path="kv_b_proj", method="dora", rank=3)]))
+
+    @nnx.jit
+    def last_logits(model):
+        _, cache = model.prefill(TOKENS[:, :8], jnp.full(2, 8), 9)
+        return model.decode(TOKENS[:, 8:9], jnp.full((2, 1), 8), cache)[0], model(TOKENS[:, :9])[:, -1:]
+
+    np.testing.assert_allclose(*last_logits(model), rtol=1e-4, atol=1e-5)
+
+
 MIXTURE = MoEConfig(num_experts=3, num_experts_per_tok=2, expert_bias=True)
 EXPERTS = MODEL.model_copy(update={"moe": MIXTURE, "num_layers": 3})
 EXPERT_RULES = (

@@ -26,7 +26,7 @@ from jaxstack.models.linear import Linear, apply_scattered, apply_together
 from jaxstack.models.norm import LayerInput, Norm, make_norm
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
-from pallas_kernels import PackedWeight, context_attention, flash_attention
+from pallas_kernels import context_attention, flash_attention
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -112,8 +112,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def _expansion(self, dtype: jax.typing.DTypeLike) -> Float[Array, "R N keys_and_values"]:
         """Return the matrix that expands the latent to each head's keys, without rotated channels, and values."""
-        kernel = self.kv_b_proj.kernel.get_value()
-        return (kernel.dense() if isinstance(kernel, PackedWeight) else kernel).astype(dtype)
+        return self.kv_b_proj.whole_kernel().astype(dtype)
 
     def _attend_expanded(self, q: jax.Array, latent: jax.Array, context: Context) -> Float[Array, "B T N V"]:
         """Compute attention among the tokens of this call, with keys and values expanded from their latents."""
