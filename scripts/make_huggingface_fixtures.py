@@ -201,6 +201,12 @@ MODELS = {
         {**{key: x for key, x in SMALL.items() if key != "intermediate_size"}, **DELTA, "num_experts": 4,
          "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     ),
+    "mamba2": (
+        "Mamba2",
+        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 16,
+         "n_groups": 2, "expand": 2, "chunk_size": 8, "tie_word_embeddings": True,
+         "bos_token_id": 0, "eos_token_id": 63},
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         {**SMALL, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,

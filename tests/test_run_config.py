@@ -29,7 +29,7 @@ PUBLISHED = {
     "olmo3-7b": 7.3e9, "gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9, "deepseek-v2-lite": 15.7e9, "deepseek-v3": 671e9,
     "kimi-k2": 1.03e12, "phi4-mini": 3.84e9, "llama4-scout": 107.8e9, "gemma3-4b": 3.88e9, "glm-4.5-air": 106.85e9,
     "glm-4.7-flash": 29.9e9, "gemma4-31b": 30.7e9, "gemma4-26b-a4b": 25.2e9, "gemma4-e2b": 4.65e9, "gemma4-e4b": 7.5e9,
-    "qwen3-next-80b-a3b": 79.67e9, "qwen3.5-4b": 4.206e9, "qwen3.5-35b-a3b": 34.66e9,
+    "qwen3-next-80b-a3b": 79.67e9, "qwen3.5-4b": 4.206e9, "qwen3.5-35b-a3b": 34.66e9, "mamba2-2.7b": 2.7e9,
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ They are here because `ModelConfig` has a key for each, and the mixers import `M
 """
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -37,10 +37,8 @@ class StateSpace(Mixer):
     """Smallest initial step size dt, by which a state fades and is written to."""
     time_step_max: float = Field(default=0.1, gt=0)
     """Largest initial step size; those of the heads are spread evenly in their logarithm."""
-    time_step_floor: float = Field(default=0.0, ge=0)
-    """Step sizes below this are replaced by it; the lower of two numbers in `time_step_limit` of config.json."""
-    time_step_ceiling: float | None = Field(default=None, gt=0)
-    """Step sizes above this are replaced by it; left out: there is no limit."""
+    time_step_limit: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)] | None] = (0.0, None)
+    """Step sizes below the first number or above the second are replaced by it; null: there is no such limit."""
 
     @model_validator(mode="after")
     def _check(self) -> "StateSpace":
@@ -48,11 +46,14 @@ class StateSpace(Mixer):
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be divisible by n_groups ({self.n_groups}), the number of groups."
             )
-        for low, high in (("time_step_min", "time_step_max"), ("time_step_floor", "time_step_ceiling")):
-            if getattr(self, high) is not None and getattr(self, low) > getattr(self, high):
-                raise ValueError(
-                    f"{low} ({getattr(self, low)}) must be at most {high} ({getattr(self, high)}); exchange them."
-                )
+        if self.time_step_min > self.time_step_max:
+            raise ValueError(
+                f"time_step_min ({self.time_step_min}) must be at most time_step_max ({self.time_step_max}); exchange "
+                "them."
+            )
+        low, high = self.time_step_limit
+        if high is not None and low > high:
+            raise ValueError(f"time_step_limit must be [smallest, largest]; found [{low}, {high}]; exchange them.")
         return self
 
     @property

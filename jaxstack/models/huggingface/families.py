@@ -13,6 +13,7 @@ from jaxstack.models.huggingface.files import CONFIG, list_tensors, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL, GEMMA4, GEMMA4_MULTIMODAL
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import GRANITE, LLAMA, MISTRAL, PHI3, SMOLLM3
+from jaxstack.models.huggingface.mamba import MAMBA2
 from jaxstack.models.huggingface.mixture import GPT_OSS, LLAMA4, LLAMA4_MULTIMODAL, MIXTRAL, QWEN3_MOE
 from jaxstack.models.huggingface.olmo import OLMO2, OLMO3
 from jaxstack.models.huggingface.quantization_config import KEY, read_quantization
@@ -53,6 +54,7 @@ FAMILIES = {
         QWEN3_NEXT,  # gated DeltaNet and gated attention, a gate of the shared experts
         QWEN3_5,  # the same without experts
         QWEN3_5_MOE,  # Qwen3-Next with other names of tensors
+        MAMBA2,  # state space layers alone
         OLMO3,  # OLMo 2 with windows, and rotary positions that are scaled in the other layers
     )
 }

@@ -172,10 +172,17 @@ def differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:
 
 def _computed(model: ModelConfig) -> dict[str, Any]:
     values = {key: value for key, value in model.model_dump(mode="json").items() if key not in _NOT_COMPARED}
-    if model.positions != "rope":
+    layers = model.layers()
+    if model.positions == "rope" and not any(layer.rotation for layer in layers):
+        values["positions"] = "none"
+    if values["positions"] != "rope":
         values.update(rope_theta=None, rope_scaling=None, partial_rotary_factor=None)
-    mixers = {kind.mixer for kind in LAYER_TYPES.values()} - {None, "attention"}
-    values |= {name: None for name in mixers if name and getattr(model, name) not in model.mixers()}
+    mixers = {kind.mixer for kind in LAYER_TYPES.values() if kind.mixer}
+    values |= {name: None for name in mixers if getattr(model, name) not in model.mixers()}
+    if values["ssd"]:
+        values["ssd"] |= dict.fromkeys(("time_step_min", "time_step_max"))  # of the initialization
+    if not any(layer.feed_forward for layer in layers):
+        values.update(mlp=None, hidden_act=None, mlp_bias=None)
     local = values.pop("rope_local_base_freq")
     used = local if any(model.windows()) else None
     rotations = model.rotations()
@@ -183,14 +190,18 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     if moe is not None:
         moe = {key: value for key, value in moe.items() if key not in _NOT_COMPARED_OF_EXPERTS}
         moe["moe_intermediate_size"] = model.expert_size
+    attends = values["attention"] is not None
+    if not attends:
+        values.update(num_heads=None, qk_norm=None, qkv_bias=None, output_bias=None, attn_logit_softcapping=None)
     return {
         **values,
         "moe": moe,
         "rope_local_base_freq": used or values["rope_theta"],
-        "num_kv_heads": model.kv_heads,
-        "head_dim": model.width_per_head,
+        "num_kv_heads": model.kv_heads if attends else None,
+        "head_dim": model.width_per_head if attends else None,
         "intermediate_size": model.feed_forward_size if model.dense_layers else None,
-        "query_pre_attn_scalar": float(f"{model.score_divisor:.10g}"),  # some files have a power of it
+        # Some files have a power of it.
+        "query_pre_attn_scalar": float(f"{model.score_divisor:.10g}") if attends else None,
         "scale_embeddings": model.embedding_factor,
         "windows a layer": list(model.windows()),
         "chunks a layer": [layer.chunk for layer in model.layers()],
@@ -199,7 +210,7 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
             i for i, layer in enumerate(model.layers()) if layer.rotation and rotations[layer.rotation].scaling
         ],
         "layers without rotary positions": [i for i, layer in enumerate(model.layers()) if layer.rotation is None],
-        "token mixers": [getattr(layer.mixer, "name", None) for layer in model.layers()],
+        "token mixers": [getattr(layer.mixer, "name", None) for layer in layers],
         "layers of one sublayer": [
             i for i, layer in enumerate(model.layers()) if not (layer.mixer and layer.feed_forward)
         ],

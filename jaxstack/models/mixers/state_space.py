@@ -167,9 +167,8 @@ class StateSpaceLayer(nnx.Module):
     def _step_sizes(self, dt: Float[Array, "B T N"], bias: Float[Array, " N"]) -> Float[Array, "B T N"]:
         """Return the positive step sizes in float32, within the limits of the configuration."""
         dt = jax.nn.softplus(dt.astype(jnp.float32) + bias)
-        if self.kind.time_step_floor or self.kind.time_step_ceiling is not None:
-            dt = jnp.clip(dt, self.kind.time_step_floor, self.kind.time_step_ceiling)
-        return dt
+        low, high = self.kind.time_step_limit
+        return dt if not low and high is None else jnp.clip(dt, low, high)
 
     def _decode(
         self, x: jax.Array, b: jax.Array, c: jax.Array, dt: jax.Array, cache: StateSpaceCache, slots: CacheSlots

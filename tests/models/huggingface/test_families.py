@@ -1,6 +1,7 @@
 """config.json of the families: what released files say, what is refused, what an export writes."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,14 @@ RELEASED = {
         "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
         "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
     },
+    "mamba2-2.7b": {
+        "model_type": "mamba2", "chunk_size": 256, "conv_kernel": 4, "expand": 2, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2560, "initializer_range": 0.1, "layer_norm_epsilon": 1e-05, "n_groups": 1,
+        "norm_before_gate": False, "num_heads": 80, "num_hidden_layers": 64, "rescale_prenorm_residual": False,
+        "residual_in_fp32": True, "rms_norm": True, "state_size": 128, "tie_word_embeddings": True,
+        "time_step_floor": 0.0001, "time_step_limit": [0.0, math.inf], "time_step_max": 0.1, "time_step_min": 0.001,
+        "time_step_rank": 160, "use_bias": False, "use_conv_bias": True, "vocab_size": 50288,
+    },
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2", "attention_bias": False, "aux_loss_alpha": 0.001, "first_k_dense_replace": 1,
         "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512,
@@ -303,6 +312,16 @@ def test_gemma3_of_transformers_4_has_windows_in_a_pattern_and_a_base_of_their_o
     assert [i for i, window in enumerate(model.windows()) if window is None] == [5, 11, 17, 23]
     assert (model.rope_theta, model.rope_local_base_freq, model.qk_norm) == (1e6, 1e4, True)
     assert (model.tie_word_embeddings, model.final_logit_softcapping, model.attention_scale) == (True, None, 1 / 16)
+
+
+def test_limits_of_step_sizes_are_read_with_infinity_in_both_spellings():
+    mamba = {"model_type": "mamba2", "num_heads": 4, "head_dim": 8, "hidden_size": 16, "n_groups": 1}
+    for high in (math.inf, {"__float__": "Infinity"}):
+        model = read({**mamba, "time_step_limit": [0.25, high]})
+        assert model.ssd.time_step_limit == (0.25, None)
+    written = FAMILIES["mamba2"].write(model)
+    assert read(written) == model and written["time_step_limit"] == [0.25, {"__float__": "Infinity"}]
+    assert "time_step_limit" not in FAMILIES["mamba2"].write(read(mamba))
 
 
 def test_llama_scaling_is_read_in_both_spellings():

@@ -48,6 +48,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
 WRONG = {
     "olmo3, YaRN in windows too": ("olmo3", {"rope_local_base_freq": None}),
     "phi3, short factors": ("phi3", {"rope_scaling": {"long_factor": [1.0, 1.0, 1.0]}}),
+    "mamba2, limits of step sizes": ("mamba2", {"ssd": {"time_step_limit": [0.1, 1.5]}}),
     "glm4-moe, all channels rotate": ("glm4-moe", {"partial_rotary_factor": 1.0}),
     "gemma4, all channels rotate": ("gemma4-dense", {"rope_scaling": {"partial_rotary_factor": 1.0}}),
     "llama4, longer chunks": ("llama4", {"attention_chunk_size": 64}),
@@ -88,6 +89,7 @@ def test_the_keys_of_another_layer_give_other_logits(monkeypatch):
         ("gemma2", {"fsdp": 2, "tensor": 2, "data": 2}),
         ("qwen2", {"fsdp": 4, "tensor": 2}),
         ("phi3", {"fsdp": 4, "tensor": 2}),
+        ("mamba2", {"fsdp": 4, "tensor": 2}),
         ("qwen3-moe", {"expert": 4, "fsdp": 2}),
     ],
     ids=str,

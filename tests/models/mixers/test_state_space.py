@@ -82,6 +82,7 @@ def test_devices_that_share_heads_and_sequences_train_the_same(groups):
     [
         (["model.ssd.n_groups=3"], "num_heads (8) must be divisible by n_groups (3)"),
         (["model.delta.num_key_heads=3"], "num_heads (8) must be divisible by num_key_heads (3)"),
+        (["model.ssd.time_step_limit=[0.5, 0.1]"], "must be [smallest, largest]; found [0.5, 0.1]"),
         (["model.ssd.time_step_min=0.5"], "time_step_min (0.5) must be at most time_step_max (0.1)"),
         (["parallel.tensor=16"], "model.ssd.num_heads (8) must be divisible by parallel.tensor (16)"),
         (["parallel.context=16"], "model.ssd.num_heads (8) must be divisible by parallel.context (16)"),
