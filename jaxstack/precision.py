@@ -33,7 +33,7 @@ from pallas_kernels import (
 from pallas_kernels.fp8.blockwise import BLOCK, quantize_weight
 from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, quantize
 
-_PROJECTIONS = r"/(attention/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)/kernel$"
+_PROJECTIONS = r"/(attention/((q|k|v|o|gate)_proj|in_proj_(q|k|v|z)|out_proj)|mlp/(gate|up|down)_proj)/kernel$"
 
 
 class Fp8Rule(PathRule):

@@ -81,8 +81,8 @@ class GatedDeltaNet(nnx.Module):
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Apply the sublayer to x [B, T, D]; also return the cache with this call's tokens added."""
-        layers = (self.in_proj_q, self.in_proj_k, self.in_proj_v, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-        q, k, v, z, beta, dt = apply_together(x, *layers)
+        q, k, v, z = apply_together(x, self.in_proj_q, self.in_proj_k, self.in_proj_v, self.in_proj_z)
+        beta, dt = apply_together(x, self.in_proj_b, self.in_proj_a)  # never in FP8, as the others may be
         q, k = (shard(y, "batch", "length", "act_kv_heads", "act_head_dim") for y in (q, k))
         v, z = (shard(y, "batch", "length", "act_heads", "act_head_dim") for y in (v, z))
         beta, dt = (shard(y, "batch", "length", "act_heads") for y in (beta, dt))
