@@ -48,18 +48,19 @@ class Format(ABC):
         """Dequantize the matrix to float32 [out, in]."""
 
     def unit(self, arrays: Arrays) -> tuple[int, int]:
-        """Return of how many outputs, and of how many inputs, whole parts of a matrix are, such as groups with a scale.
+        """Return the numbers of outputs and of inputs that share a scale; 1 if all share it, or none do.
 
-        1 if they can have any size. The arrays may be those of a stack of matrices.
+        A matrix can be cut into parts at multiples of them. The arrays may be those of a stack of matrices.
         """
         sizes: dict[str | None, list[int]] = {"out": [], "in": [], None: []}
         for name, array in arrays.items():
             for dim, size in zip(self.dims_of[name], array.shape[-2:], strict=True):
                 sizes[dim] += [size] if size > 1 else []  # one scale for all serves any part of them
-        return tuple(max(sizes[dim], default=1) // min(sizes[dim], default=1) for dim in ("out", "in"))  # type: ignore
+        outputs, inputs = (max(sizes[dim], default=1) // min(sizes[dim], default=1) for dim in ("out", "in"))
+        return outputs, inputs
 
-    def with_unit(self, outputs: int, inputs: int) -> "Format":
-        """Return the format of the same values with scales repeated so that `unit` is (outputs, inputs)."""
+    def with_unit(self, outputs: int | None, inputs: int | None) -> "Format":
+        """Return the format of the same values with scales repeated for a smaller `unit`; None: it is as before."""
         del outputs, inputs
         return self
 
@@ -87,9 +88,8 @@ class IntegerFormat(Format):
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
         return {"q": ("out", "in"), "scales": ("out", "in"), "zeros": ("out", "in")}
 
-    def with_unit(self, outputs: int, inputs: int) -> "IntegerFormat":
-        grid = self.grid
-        return self if grid.group_size is None else dataclasses.replace(self, grid=Grid(grid.bits, inputs))
+    def with_unit(self, outputs: int | None, inputs: int | None) -> "IntegerFormat":
+        return self if inputs is None else dataclasses.replace(self, grid=Grid(self.grid.bits, inputs))
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         q = arrays["q"].astype(jnp.float32)
@@ -146,8 +146,8 @@ class Float8Format(Format):
         rows, columns = arrays["scales"].shape[-2:]
         return self.rows if rows > 1 else 1, self.columns if columns > 1 else 1
 
-    def with_unit(self, outputs: int, inputs: int) -> "Float8Format":
-        return self if self.rows is None else Float8Format(outputs, inputs)
+    def with_unit(self, outputs: int | None, inputs: int | None) -> "Float8Format":
+        return self if self.rows is None else Float8Format(outputs or self.rows, inputs or self.columns)
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         q = arrays["q"].astype(jnp.float32)

@@ -91,7 +91,8 @@ class PackedWeight:
                     array = jnp.repeat(array, unit[kind] // smaller[kind], axis=place)
                     array = jax.lax.slice_in_dim(array, 0, -(-sizes[kind] // smaller[kind]), axis=place)
             arrays[name] = array
-        return dataclasses.replace(self, arrays=arrays, format=self.format.with_unit(*smaller))
+        changed = (new if new < old else None for new, old in zip(smaller, unit, strict=True))
+        return dataclasses.replace(self, arrays=arrays, format=self.format.with_unit(*changed))
 
     def take(self, index: Int[Array, ""]) -> "PackedWeight":
         """Return the weight at an index of the first dim of `stack`, still packed, such as one expert's."""

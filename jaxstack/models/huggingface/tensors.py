@@ -146,7 +146,7 @@ class Leaf:
         order = [dim for dims in reversed(self.row.order) for dim in dims]
         unrolled = self.leading_dims == self.row.leading
         whole = unrolled and self.row.joined is None and not self.row.pairs and len(self.row.order) == 2
-        multiplied = self.path.rpartition("/")[2] in ("kernel", "head")
+        multiplied = self.path.rpartition("/")[2] in ("kernel", "head") and "/router/" not in self.path
         return whole and (self.is_table or (multiplied and order == sorted(order)))
 
     @property

@@ -3,6 +3,7 @@
 scripts/make_compressed_tensors_fixtures.py makes them.
 """
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -30,13 +31,14 @@ from jaxstack.models.huggingface.quantized_weights import (
     QuantizedTensor,
     open_quantized,
     pack_words,
+    stack_packed,
     store,
     unpack_words,
 )
 from jaxstack.module_arrays.module import ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from pallas_kernels import Grid, PackedWeight
-from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat
+from pallas_kernels.weight_only.formats import Float8Format, IntegerFormat, RoundedInputFormat
 
 FIXTURES = Path(__file__).parent / "compressed_tensors"
 KINDS = ("int4", "int4-zeros", "int8", "fp8")
@@ -180,6 +182,15 @@ def test_groups_of_reordered_columns(tmp_path):
         np.testing.assert_array_equal(QuantizedTensor(files, "m", scheme)[:], q * np.repeat(scale, 2, 1))
     with written(tmp_path / "wrong", **arrays) as files, pytest.raises(ConfigError, match=r"weight_scale is \[6, 4\]"):
         QuantizedTensor(files, "m", Scheme("pack-quantized", 4))
+
+
+def test_weights_of_experts_are_stacked():
+    weight = PackedWeight({"q": Q, "scales": np.ones((6, 1), np.float32)}, RoundedInputFormat(), (8,), (6,))
+    stacked = stack_packed([weight, weight])
+    assert stacked is not None and stacked.format == IntegerFormat(Grid(8)) and stacked.shape == (2, 8, 6)
+    np.testing.assert_array_equal(stacked.take(1).matrix(), Q)
+    assert stack_packed([weight, None]) is None
+    assert stack_packed([weight, dataclasses.replace(weight, outputs=(2, 3))]) is None
 
 
 def test_zero_points_and_fp8_are_stored_again():

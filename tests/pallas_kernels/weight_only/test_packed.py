@@ -1,5 +1,7 @@
 """Packed weights: their values, products and bytes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +95,9 @@ def test_parts_that_end_within_a_group_get_scales_of_their_own(kind, unit):
     smaller = weight.divisible(3, 4)
     assert smaller.format.unit(smaller.arrays) == unit
     np.testing.assert_array_equal(smaller.matrix(), weight.matrix())
+    once = dataclasses.replace(weight, arrays={**weight.arrays, "scales": jnp.asarray([[0.5, 2]])})
+    if kind == "float8_blocks":
+        assert once.divisible(3, 4).format == Float8Format(4, 4), "all outputs still share their scales"
 
 
 def test_a_wrong_input_is_one_message():
