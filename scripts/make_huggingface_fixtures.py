@@ -152,6 +152,12 @@ MODELS = {
         {**SMALL, **LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4,
          "topk_group": 2, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
+    "deepseek-v32": (
+        "DeepseekV32",
+        # Few heads of the indexer would give ties, scores that are exactly 0.
+        {**SMALL, **LATENT, "num_hidden_layers": 2, "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4,
+         "topk_group": 2, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 12},
+    ),
     "glm4-moe": (
         "Glm4Moe",
         {**SMALL, "num_hidden_layers": 3, "head_dim": 8, "attention_bias": True, "use_qk_norm": True,

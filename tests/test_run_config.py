@@ -27,6 +27,7 @@ PUBLISHED = {
     "qwen3-8b": 8.19e9, "mistral-7b": 7.24e9, "gemma2-2b": 2.61e9, "llama3-1b": 1.236e9 + 128256 * 2048,
     "mixtral-8x7b": 46.7e9, "qwen3-30b-a3b": 30.5e9, "smollm3-3b": 3.08e9, "granite3-8b": 8.17e9, "olmo2-7b": 7.3e9,
     "olmo3-7b": 7.3e9, "gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9, "deepseek-v2-lite": 15.7e9, "deepseek-v3": 671e9,
+    "deepseek-v3.2": 671.9e9,
     "kimi-k2": 1.03e12, "phi4-mini": 3.84e9, "llama4-scout": 107.8e9, "gemma3-4b": 3.88e9, "glm-4.5-air": 106.85e9,
     "glm-4.7-flash": 29.9e9, "gemma4-31b": 30.7e9, "gemma4-26b-a4b": 25.2e9, "gemma4-e2b": 4.65e9, "gemma4-e4b": 7.5e9,
     "qwen3-next-80b-a3b": 79.67e9, "qwen3.5-4b": 4.206e9, "qwen3.5-35b-a3b": 34.66e9, "mamba2-2.7b": 2.7e9,

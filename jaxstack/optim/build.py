@@ -1,6 +1,7 @@
 """Builds an Optax optimizer from the configurations of an optimizer and a learning-rate schedule."""
 
 import operator
+import re
 from collections.abc import Callable
 
 import chex
@@ -58,6 +59,8 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 BALANCE = r"(^|/)balance_bias$"
 """Path of the bias that balances the load of experts; its "gradient" is the load."""
+INDEXER = re.compile(r"(^|/)indexer/")
+"""Path of the parameters that choose keys (`SparseLatentAttention`): they have no gradient, and must not decay."""
 
 
 def build_optimizer(
@@ -166,14 +169,16 @@ def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str
     """Return a function that tells from a parameter's path whether the parameter is frozen (not trained).
 
     The first matching group with `frozen` decides. Otherwise, in a model with adapters, all are frozen but these and a
-    reward head.
+    reward head; an indexer is frozen in any model.
     """
     rules = [(group.path, group.frozen) for group in optimizer.groups]
     has_adapters = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
 
     def is_frozen(path: str) -> bool:
         chosen = match(path, [*rules, (".*", None)])
-        return chosen if chosen is not None else has_adapters and not ADDED.search(path)
+        if chosen is not None:
+            return chosen
+        return bool(INDEXER.search(path)) or (has_adapters and not ADDED.search(path))
 
     return is_frozen
 

@@ -13,6 +13,7 @@ from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.attention.softmax import SoftmaxAttention
+from jaxstack.models.attention.sparse_latent import SparseLatentAttention
 from jaxstack.models.layer import Mixer
 
 AnyAttention = Annotated[
@@ -23,6 +24,7 @@ AnyAttention = Annotated[
     | PerformerAttention
     | ProjectedAttention
     | LatentAttention
+    | SparseLatentAttention
     | GemmaAttention
     | GatedAttention,
     Field(discriminator="name"),

@@ -1,14 +1,16 @@
-"""Hugging Face formats of DeepSeek V2, V3, R1 and V3.1 (2024, 2025) and Kimi K2 (2025), with latent attention and
+"""Hugging Face formats of DeepSeek V2, V3, R1, V3.1 and V3.2 (2024, 2025) and Kimi K2 (2025), with latent attention and
 mixtures, and of GLM-4.5 to 4.7 (Zeng et al. 2025, arXiv:2508.06471), with the same mixtures.
 
 Layers for multi-token prediction follow the last layer in the files, each with copies of the embedding and the head.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jaxstack.errors import ConfigError
 from jaxstack.models.attention.latent import LatentAttention
+from jaxstack.models.attention.sparse_latent import SparseLatentAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.config_fields import Keys, Row, activation, always, find, fixed, rope, same
 from jaxstack.models.huggingface.family import Family
@@ -33,7 +35,23 @@ def _write_attention(model: ModelConfig) -> dict[str, Any]:
     return {**keys, "num_key_value_heads": model.num_heads}
 
 
-def _shape(norm_eps: float = 1e-6) -> tuple[Row, ...]:
+_ATTENTION_KEYS = Row((*_WIDTHS, *_HEADS), _read_attention, _write_attention)
+_INDEX = ("index_topk", "index_n_heads", "index_head_dim")
+
+
+def _read_sparse_attention(config: Keys) -> dict[str, Any]:
+    fields = _read_attention(config)
+    index = {key: config.get(key) for key in _INDEX if config.get(key) is not None}
+    return {**fields, "attention": {**fields["attention"], "name": "sparse_latent", **index}}
+
+
+def _write_sparse_attention(model: ModelConfig) -> dict[str, Any]:
+    kind = model.attention
+    index = kind if isinstance(kind, SparseLatentAttention) else SparseLatentAttention()
+    return {**_write_attention(model), **{key: getattr(index, key) for key in _INDEX}}
+
+
+def _shape(norm_eps: float = 1e-6, attention: Row = _ATTENTION_KEYS) -> tuple[Row, ...]:
     return (
         same("vocab_size", "vocab_size"),
         same("hidden_size", "hidden_size"),
@@ -43,7 +61,7 @@ def _shape(norm_eps: float = 1e-6) -> tuple[Row, ...]:
         same("rms_norm_eps", "norm_eps", norm_eps),
         same("initializer_range", "initializer_range", 0.02),
         same("tie_word_embeddings", "tie_word_embeddings", False),
-        Row((*_WIDTHS, *_HEADS), _read_attention, _write_attention),
+        attention,
         fixed("attention_bias", False),
         fixed("moe_layer_freq", 1),
         activation("hidden_act", "silu"),
@@ -120,18 +138,23 @@ DEEPSEEK_V2 = Family(
     ignored=_TRAINING | {"num_nextn_predict_layers"},
 )
 
-DEEPSEEK_V3 = Family(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    rows=(
-        *_shape(),
+
+def _v3_rows(attention: Row = _ATTENTION_KEYS, chosen: Callable[[Keys], dict[str, Any]] = _chosen) -> tuple[Row, ...]:
+    return (
+        *_shape(attention=attention),
         max_positions(4096),
         rope(),
-        expert_keys(_EXPERTS, _chosen, scoring_func="sigmoid", balance_bias=True),
+        expert_keys(_EXPERTS, chosen, scoring_func="sigmoid", balance_bias=True),
         _PREDICTION_LAYERS,
         fixed("scoring_func", "sigmoid"),
         fixed("topk_method", "noaux_tc"),
-    ),
+    )
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    rows=_v3_rows(),
     tensors=(*_TENSORS, *_PREDICTION),
     copies=_COPIES,
     ignored=_TRAINING,
@@ -172,9 +195,9 @@ GLM4_MOE = Family(
 )
 
 
-def _read_dense_layers(config: Keys) -> dict[str, Any]:
+def _read_dense_layers(config: Keys, chosen: Callable[[Keys], dict[str, Any]] = _glm_chosen) -> dict[str, Any]:
     """Return the fields of `MoEConfig`, with the number of dense layers from either of two keys."""
-    fields = _glm_chosen(config)
+    fields = chosen(config)
     types = config.get("mlp_layer_types")
     if types is None:
         return fields
@@ -194,6 +217,8 @@ def _write_dense_layers(model: ModelConfig) -> dict[str, Any]:
     return {"mlp_layer_types": [kinds.get(layer.feed_forward or "", "none") for layer in model.layers()]}
 
 
+_DENSE_LAYERS = Row(("mlp_layer_types",), lambda config: {}, _write_dense_layers)
+
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
@@ -203,7 +228,7 @@ GLM4_MOE_LITE = Family(
         rope(),
         fixed("partial_rotary_factor", 1.0),
         expert_keys(_EXPERTS, _read_dense_layers, scoring_func="sigmoid", balance_bias=True),
-        Row(("mlp_layer_types",), lambda config: {}, _write_dense_layers),
+        _DENSE_LAYERS,
         _PREDICTION_LAYERS,
         fixed("scoring_func", "sigmoid"),
         fixed("topk_method", "noaux_tc"),
@@ -211,4 +236,37 @@ GLM4_MOE_LITE = Family(
     tensors=(*_TENSORS, *_PREDICTION),
     copies=_COPIES,
     ignored=_GLM_TRAINING,
+)
+
+
+def _check_layer_types(config: Keys) -> dict[str, Any]:
+    """Check that the indexer chooses in all layers; as no field says so, none is returned."""
+    if set(types := config.get("layer_types") or ["indexed_attention"]) != {"indexed_attention"}:
+        raise ConfigError(f"config.json: layer_types of a deepseek_v32 must all be indexed_attention; found {types}.")
+    return {}
+
+
+_INDEXER = (
+    Tensor("layers/attention/indexer/q_proj/kernel", LAYER + "self_attn.indexer.wq_b.weight", ((1,), (0,))),
+    Tensor("layers/attention/indexer/k_proj/kernel", LAYER + "self_attn.indexer.wk.weight", ((1,), (0,))),
+    Tensor("layers/attention/indexer/k_norm/scale", LAYER + "self_attn.indexer.k_norm.weight", ((0,),)),
+    Tensor("layers/attention/indexer/k_norm/bias", LAYER + "self_attn.indexer.k_norm.bias", ((0,),)),
+    Tensor(
+        "layers/attention/indexer/weights_proj/kernel", LAYER + "self_attn.indexer.weights_proj.weight", ((1,), (0,))
+    ),
+)
+_SPARSE_KEYS = Row((*_WIDTHS, *_HEADS, *_INDEX), _read_sparse_attention, _write_sparse_attention)
+
+DEEPSEEK_V32 = Family(
+    "deepseek_v32",
+    "DeepseekV32ForCausalLM",
+    rows=(
+        *_v3_rows(_SPARSE_KEYS, lambda config: _read_dense_layers(config, _chosen)),
+        _DENSE_LAYERS,
+        Row(("layer_types",), _check_layer_types, lambda model: {}),
+        fixed("mlp_bias", False),
+    ),
+    tensors=(*_TENSORS, *_PREDICTION, *_INDEXER),
+    copies=_COPIES,
+    ignored=_TRAINING,
 )

@@ -7,7 +7,14 @@ from typing import Any
 
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2
+from jaxstack.models.huggingface.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    KIMI_K2,
+)
 from jaxstack.models.huggingface.family import Family, Multimodal, differences
 from jaxstack.models.huggingface.files import CONFIG, list_tensors, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL, GEMMA4, GEMMA4_MULTIMODAL
@@ -47,6 +54,7 @@ FAMILIES = {
         GPT_OSS,  # attention sinks, biases of experts
         DEEPSEEK_V2,  # latent attention
         DEEPSEEK_V3,  # groups of experts, chosen with a bias
+        DEEPSEEK_V32,  # attention to keys that an indexer chooses
         KIMI_K2,  # DeepSeek V3 under another name
         GLM4_MOE,  # DeepSeek V3's experts without latent attention
         GLM4_MOE_LITE,  # DeepSeek V3 with other defaults

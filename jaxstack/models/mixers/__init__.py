@@ -15,6 +15,7 @@ from jaxstack.models.attention.base import AttentionKind
 from jaxstack.models.attention.gated import GatedAttention
 from jaxstack.models.attention.gemma import GemmaAttention
 from jaxstack.models.attention.latent import LatentAttention
+from jaxstack.models.attention.sparse_latent import SparseLatentAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer import CacheRoom, Context, Layer, LayerCache, Mixer, ParameterCount
 from jaxstack.models.mixers.attention import Attention
@@ -22,6 +23,7 @@ from jaxstack.models.mixers.gated_attention import GatedAttentionLayer
 from jaxstack.models.mixers.gated_delta import GatedDeltaNet
 from jaxstack.models.mixers.gemma_attention import GemmaAttentionLayer
 from jaxstack.models.mixers.latent_attention import MultiHeadLatentAttention
+from jaxstack.models.mixers.sparse_latent_attention import SparseMultiHeadLatentAttention
 from jaxstack.models.mixers.state_space import StateSpaceLayer
 from jaxstack.models.norm import LayerInput
 from jaxstack.models.recurrent import GatedDelta, StateSpace
@@ -71,6 +73,7 @@ MIXERS: dict[type[Mixer], type[TokenMixer]] = {
     GemmaAttention: GemmaAttentionLayer,
     GatedAttention: GatedAttentionLayer,
     AttentionKind: Attention,
+    SparseLatentAttention: SparseMultiHeadLatentAttention,
     LatentAttention: MultiHeadLatentAttention,
     GatedDelta: GatedDeltaNet,
     StateSpace: StateSpaceLayer,

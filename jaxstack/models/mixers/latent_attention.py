@@ -71,37 +71,50 @@ class MultiHeadLatentAttention(nnx.Module):
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Apply the sublayer to x [B, T, D]; also return the cache with this call's tokens added."""
-        q, latent = self._queries_and_latent(x, context)
+        q, latent, _ = self._project(x, context)
         slots = context.slots
         if cache is None or slots is None or slots.first:
             out = self._attend_expanded(q, latent, context)
             cache = cache if cache is None or slots is None else self._store(latent, cache, slots)
         else:
-            absorbed = self._absorb(q)
-            values, cache = self._attend_absorbed(absorbed, latent, cache, slots)
-            out = jnp.einsum("btnr,rnv->btnv", values, self._expansion(values.dtype)[..., self._nope :])
-        out = shard(out, "batch", "length", "act_heads", "act_head_dim")
-        return apply_scattered(out, self.o_proj), cache
+            values, cache = self._attend_absorbed(self._absorb(q), latent, cache, slots)
+            out = self._expand_values(values)
+        return self._output(out), cache
+
+    def _output(self, out: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+        return apply_scattered(shard(out, "batch", "length", "act_heads", "act_head_dim"), self.o_proj)
 
     @property
     def _nope(self) -> int:
         return self.kind.qk_nope_head_dim
 
-    def _queries_and_latent(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array]:
-        """Return the queries [B, T, N, H] and, as one array [B, T, R + P], the latent and the shared channels."""
+    def _project(
+        self, x: LayerInput, context: Context, *further: Linear
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """Project the input of the sublayer.
+
+        Args:
+          further: more layers that are applied to x.
+
+        Returns:
+          The queries [B, T, N, H]; as one array [B, T, R + P] the latent and the shared channels; the latent of
+          queries, if there is one, and the products of the further layers.
+        """
         if self.q_a_proj is None or self.q_a_norm is None or self.q_b_proj is None:
             assert self.q_proj is not None
-            q, latent = apply_together(x, self.q_proj, self.kv_a_proj)
+            q, latent, *others = apply_together(x, self.q_proj, self.kv_a_proj, *further)
         else:
-            low, latent = apply_together(x, self.q_a_proj, self.kv_a_proj)
-            q = self.q_b_proj(self.q_a_norm(save_for_backward(low)))
+            low, latent, *others = apply_together(x, self.q_a_proj, self.kv_a_proj, *further)
+            low = self.q_a_norm(save_for_backward(low))
+            q = self.q_b_proj(low)
+            others = [low, *others]
         q = shard(q, "batch", "length", "act_heads", "act_head_dim")
         latent = shard(save_for_backward(latent), "batch", "length", None)
         rank = self.kind.kv_lora_rank
         normal = self.kv_a_norm(latent[..., :rank])
         shared = self._rotate(latent[..., None, rank:], context)[..., 0, :]
         q = jnp.concatenate([q[..., : self._nope], self._rotate(q[..., self._nope :], context)], axis=-1)
-        return q, jnp.concatenate([normal, shared], axis=-1)
+        return q, jnp.concatenate([normal, shared], axis=-1), others
 
     def _rotate(self, x: Float[Array, "B T heads P"], context: Context) -> Float[Array, "B T heads P"]:
         if self.rotation is None:
@@ -114,14 +127,21 @@ class MultiHeadLatentAttention(nnx.Module):
         """Return the matrix that expands the latent to each head's keys, without rotated channels, and values."""
         return self.kv_b_proj.whole_kernel().astype(dtype)
 
-    def _attend_expanded(self, q: jax.Array, latent: jax.Array, context: Context) -> Float[Array, "B T N V"]:
-        """Compute attention among the tokens of this call, with keys and values expanded from their latents."""
+    def _expand(self, latent: Float[Array, "B T R_P"]) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N V"]]:
+        """Return the keys and values of all heads."""
         rank = self.kind.kv_lora_rank
         expanded = self.kv_b_proj(latent[..., :rank])
         expanded = shard(expanded, "batch", "length", "act_heads", "act_head_dim")
         shared = jnp.broadcast_to(latent[..., None, rank:], (*expanded.shape[:3], self.kind.qk_rope_head_dim))
-        k = jnp.concatenate([expanded[..., : self._nope], shared], axis=-1)
-        v = expanded[..., self._nope :]
+        return jnp.concatenate([expanded[..., : self._nope], shared], axis=-1), expanded[..., self._nope :]
+
+    def _expand_values(self, sums: Float[Array, "B T N R"]) -> Float[Array, "B T N V"]:
+        """Return the heads' outputs, given their weighted sums of latents."""
+        return jnp.einsum("btnr,rnv->btnv", sums, self._expansion(sums.dtype)[..., self._nope :])
+
+    def _attend_expanded(self, q: jax.Array, latent: jax.Array, context: Context) -> Float[Array, "B T N V"]:
+        """Compute attention among the tokens of this call, with keys and values expanded from their latents."""
+        k, v = self._expand(latent)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
             options = {"scale": self.scale, "implementation": self.implementation}

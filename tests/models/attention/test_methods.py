@@ -26,7 +26,10 @@ from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.attention.softmax import SoftmaxAttention
+from jaxstack.models.attention.sparse_latent import SparseLatentAttention
 from jaxstack.module_arrays.module import ModuleArrays
+from jaxstack.optim.build import make_frozen_predicate
+from jaxstack.optim.optimizers import AdamW
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import load_config
 
@@ -35,6 +38,16 @@ KINDS = {
     "sinks": SoftmaxAttention(sinks=True),
     "gated": GatedAttention(),
     "latent": LatentAttention(q_lora_rank=12, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
+    "sparse_latent": SparseLatentAttention(
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        index_topk=9,
+        index_n_heads=16,
+        index_head_dim=6,
+    ),
     "gemma4": GemmaAttention(global_head_dim=12, num_global_kv_heads=1, attention_k_eq_v=True),
     "longformer": LongformerAttention(window=4, global_tokens=2),
     "block_sparse": BlockSparseAttention(
@@ -44,13 +57,13 @@ KINDS = {
     "performer": PerformerAttention(features=24),
     "projected": ProjectedAttention(block_size=8, summaries=3),
 }
-AS_IF_ALONE = ("softmax", "sinks", "gated", "latent", "gemma4", "longformer", "linear", "performer")
+AS_IF_ALONE = ("softmax", "sinks", "gated", "latent", "sparse_latent", "gemma4", "longformer", "linear", "performer")
 B = 2
 T = 40
 
 
 def build(kind: str, **values) -> Transformer:
-    heads = {"num_kv_heads": 4, "head_dim": 12} if kind == "latent" else {"num_kv_heads": 2}
+    heads = {"num_kv_heads": 4, "head_dim": 12} if "latent" in kind else {"num_kv_heads": 2}
     heads |= {"qk_norm": True} if kind == "gemma4" else {}
     return Transformer(
         ModelConfig(
@@ -274,3 +287,12 @@ def test_what_cannot_be_is_refused_before_any_device_work(overrides, message):
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert message in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_an_indexer_is_not_trained_unless_a_group_says_so(models):
+    params = ModuleArrays(lambda rngs: models["sparse_latent"]).abstract_params
+    path = "layers/attention/indexer/k_norm/scale"
+    assert make_frozen_predicate(AdamW(), params)(path)
+    assert not make_frozen_predicate(AdamW(), params)("layers/attention/kv_a_norm/scale")
+    trained = AdamW(groups=({"path": "indexer/", "frozen": False},))
+    assert not make_frozen_predicate(trained, params)(path)

@@ -50,6 +50,7 @@ WRONG = {
     "phi3, short factors": ("phi3", {"rope_scaling": {"long_factor": [1.0, 1.0, 1.0]}}),
     "mamba2, limits of step sizes": ("mamba2", {"ssd": {"time_step_limit": [0.1, 1.5]}}),
     "glm4-moe, all channels rotate": ("glm4-moe", {"partial_rotary_factor": 1.0}),
+    "deepseek-v3.2, more keys": ("deepseek-v32", {"attention": {"index_topk": 6}}),
     "gemma4, all channels rotate": ("gemma4-dense", {"rope_scaling": {"partial_rotary_factor": 1.0}}),
     "llama4, longer chunks": ("llama4", {"attention_chunk_size": 64}),
     "llama4, weighted outputs": ("llama4", {"moe": {"weight_inputs": False}}),
