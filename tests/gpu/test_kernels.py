@@ -13,11 +13,13 @@ from jaxstack.distributed.xla_options import step_options
 from pallas_kernels import (
     Grid,
     NormalisedInput,
+    PackedWeight,
     all_gather_matmul,
     empty_fp8_state,
     flash_attention,
     fp8_multiply,
     fp8_swiglu_mlp,
+    grouped_matmul,
     grouped_matmul_alignment,
     linear_cross_entropy_sum,
     longformer_attention,
@@ -30,6 +32,7 @@ from pallas_kernels import (
     swiglu,
 )
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
+from pallas_kernels.weight_only.formats import Float8Format, LookupFormat
 from pallas_kernels.weight_only.packed import pack_lookup, pack_nearest
 from tests.gpu.conftest import on_hopper
 from tests.pallas_kernels.attention.contract import Case, check
@@ -195,6 +198,30 @@ def test_a_norm_is_the_same_where_it_is_rounded(recipe):
 def test_grouped_matmul(sizes):
     alignment = grouped_matmul_alignment(sum(sizes), len(sizes))
     grouped_cases.check(grouped_cases.Case(sizes, depth=384, columns=256, alignment=alignment), None)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 1, 4), (100, 0, 150, 774)])
+@pytest.mark.parametrize(("kind", "inputs"), [("mxfp4", 2880), ("fp8", 512)])
+def test_grouped_matmul_with_packed_matrices(kind, inputs, sizes):
+    random = np.random.default_rng(0)
+    dims = (len(sizes), 384, inputs)
+    arrays: dict[str, jax.Array]
+    if kind == "mxfp4":
+        exponents = jnp.asarray(random.integers(-4, 3, (*dims[:2], inputs // 32)), jnp.int8)
+        codebook = jnp.broadcast_to(jnp.arange(16, dtype=jnp.float32) - 5.5, (dims[0], 1, 16))
+        arrays = {"indices": jnp.asarray(random.integers(0, 16, dims), jnp.uint4), "codebook": codebook}
+        weight = PackedWeight({**arrays, "exponents": exponents}, LookupFormat(4), (inputs,), dims[1:2], dims[:1])
+    else:
+        scales = jnp.asarray(random.uniform(0.5, 2, (dims[0], 3, inputs // 128)), jnp.float32)
+        arrays = {"q": jnp.asarray(random.normal(size=dims), jnp.float8_e4m3fn), "scales": scales}
+        weight = PackedWeight(arrays, Float8Format(128, 128), (inputs,), dims[1:2], dims[:1])
+    x = jnp.asarray(random.normal(size=(sum(sizes), inputs)), jnp.bfloat16)
+    with record_choices() as choices:
+        found = jax.jit(grouped_matmul)(x, weight, jnp.asarray(sizes))
+    assert [choice.backend for choice in choices] == ["triton"]
+    dense = np.asarray(weight.dense(), np.float64)[np.repeat(np.arange(dims[0]), sizes)]
+    wanted = np.einsum("rd,rdf->rf", np.asarray(x, np.float64), dense)
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0.01, atol=0.01 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("shape", [(384, 256), (1408, 384), (2880, 192)])
