@@ -325,7 +325,7 @@ class ModelConfig(Component):
         if self.use_double_wide_mlp and self.moe is not None:
             return "use_double_wide_mlp is for dense layers, without moe; leave one of the two out."
         names = self._layer_names()
-        if missing := sorted(set(names[own:]) - set(names[:own])):
+        if missing := sorted(name for name in set(names[own:]) - set(names[:own]) if _has_keys(name)):
             return (
                 f"num_kv_shared_layers ({shared}): the last {shared} layers attend to keys of earlier layers of their "
                 f"type, but layers 1 to {own} have none of type {missing[0]}; share fewer layers."
@@ -441,7 +441,7 @@ class ModelConfig(Component):
         last = {name: i for i, name in enumerate(names[:own])}
 
         def use_of_keys(i: int) -> Literal["keeps", "reuses"] | None:
-            if LAYER_TYPES[names[i]].mixer is None or names[i] not in names[own:]:
+            if not _has_keys(names[i]) or names[i] not in names[own:]:
                 return None
             return "reuses" if i >= own else "keeps" if last[names[i]] == i else None
 
@@ -527,6 +527,10 @@ def _near_divisors(number: int, near: int) -> str:
     below = max(d for d in divisors if d <= max(near, 1))
     above = min((d for d in divisors if d >= near), default=below)
     return f"{below} or {above}" if above != below else str(below)
+
+
+def _has_keys(layer_type: str) -> bool:
+    return LAYER_TYPES[layer_type].mixer == "attention"
 
 
 def _layers_are_independent(model: ModelConfig) -> bool:
