@@ -183,6 +183,9 @@ class PreferenceConfig(Component):
     reference: str = "init_from"
     """Frozen model of dpo, ipo, robust, hinge and kto: init_from, the model of `run.init_from` (with adapters, the
     model without them); or the directory of a run or Hugging Face checkpoint with the same tokenizer."""
+    cache_reference: bool = False
+    """Compute the reference's log-probabilities of all pairs once before the training, in place of each step, and keep
+    them in `data.cache_dir`."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's cross-entropy, a mean over its tokens, which is added to the loss."""
 
@@ -196,6 +199,7 @@ class PreferenceConfig(Component):
             "simpo_gamma": ["simpo"],
             "center_rewards": [name for name, row in LOSSES.items() if row.has_head],
             "reference": [name for name, row in LOSSES.items() if row.needs_reference],
+            "cache_reference": [name for name, row in LOSSES.items() if row.needs_reference],
         }
         for key, names in others.items():
             value = getattr(self, key)
@@ -207,6 +211,11 @@ class PreferenceConfig(Component):
     def method(self) -> PreferenceLoss:
         """Row of the loss in `LOSSES`."""
         return LOSSES[self.loss or "dpo"]
+
+    @property
+    def computes_reference(self) -> bool:
+        """True if each step computes the reference: the loss needs one, and its values are not cached."""
+        return self.loss is not None and self.method.needs_reference and not self.cache_reference
 
     @property
     def strength(self) -> float:
@@ -258,7 +267,8 @@ def preference_loss(
       model: the trained model. If the loss needs a reference, that is its companion `reference`, or without one the
         model without its adapters.
       batch: `tokens`, `labels` int32 [P, 2, T] of the chosen and the rejected answer of each pair. Tokens with the
-        label -100 do not count, nor do pairs of which an answer has no label. Optionally `margin` [P] float32. A
+        label -100 do not count, nor do pairs of which an answer has no label. Optionally `margin` [P] float32. With
+        `cache_reference` the answers' log-probabilities under the reference are `reference` [P, 2] float32. A
         reward model reads the reward at the token after the last one with a label, the answer's stop token. For kto
         rows are [P, 3, T], see `jaxstack.data.token_rows.PairRows`.
       train: True adds the losses of routers.
@@ -270,7 +280,9 @@ def preference_loss(
     policy, routers = (_rewards if settings.method.has_head else _answer_sums)(model, batch)
     reference = jnp.zeros_like(policy)
     drift: jax.Array | float = 0.0
-    if settings.method.needs_reference:
+    if settings.cache_reference:
+        reference = batch["reference"]
+    elif settings.method.needs_reference:
         with jax.named_scope("reference"):
             reference, _ = _answer_sums(model.reference or without_adapters(model), batch)
     reference = jax.lax.stop_gradient(reference)
@@ -283,6 +295,19 @@ def preference_loss(
     if train:
         loss = add_router_loss(loss, routers, 1 / (rows * length))
     return loss, values
+
+
+def reference_sums(model: Transformer, batch: Batch, *, pairs: int) -> tuple[LossSum, dict[str, LossSum]]:
+    """Return log-probabilities of answers as the further value `sums` of a loss, [pairs, rows] on every device.
+
+    Args:
+      model: the reference.
+      batch: `tokens`, `labels` int32 [P, rows, T], and `index` int32 [P], the place of each pair in the global batch.
+      pairs: number of pairs of the global batch.
+    """
+    sums, _ = _answer_sums(model, batch)
+    placed = jnp.zeros((pairs, sums.shape[1])).at[batch["index"]].add(sums)
+    return LossSum(jnp.zeros(()), jnp.zeros(())), {"sums": LossSum(placed, jnp.zeros(()))}
 
 
 def _answer_sums(model: Transformer, batch: Batch) -> tuple[jax.Array, RouterSums | None]:

@@ -110,10 +110,9 @@ class RunConfig(Component):
         return conflicts(FEATURES, {name: getattr(self, name) for name in type(self).model_fields})
 
     @property
-    def is_its_reference(self) -> bool:
-        """True if the reference of preferences is the trained model without its adapters, and no second model."""
-        unfrozen = any(group.frozen is False for group in self.optimizer.groups)
-        return self.preference.reference == "init_from" and bool(self.adapters.rules) and not unfrozen
+    def trains_adapters_only(self) -> bool:
+        """True if the trained model without its adapters is the one that the run starts from."""
+        return bool(self.adapters.rules) and not any(group.frozen is False for group in self.optimizer.groups)
 
     def _length_problem(self) -> str | None:
         longest = self.model.max_position_embeddings

@@ -150,6 +150,11 @@ class Data:
         return any(isinstance(rows, PairRows) for rows in self._rows)
 
     @property
+    def pair_rows(self) -> list[PairRows]:
+        """The rows of all sources that are pairs of answers, those of the held-out pairs after those for training."""
+        return [rows for rows in (*self._rows, *self._held_out_rows) if isinstance(rows, PairRows)]
+
+    @property
     def vocab_size(self) -> int:
         """Vocabulary size that the batches need: the tokenizer's ids plus the sentinel tokens of augmentations."""
         return self._augment.vocab_size

@@ -292,17 +292,25 @@ class PairRows(ExampleRows):
         self.count = len(chosen)
         self.labels = int(self._before[-1])
         self.used = float(np.sum(lengths[chosen]) / max(2 * self.count * sequence_length, 1))
+        self.references: np.ndarray | None = None
+        """[count, 2 or 3] float32: log-probabilities under a reference, which rows have too once they are set."""
+
+    @property
+    def identity(self) -> list[object]:
+        """What the tokens and labels of the rows depend on, as plain JSON."""
+        return [self._examples.hashes, self._length, self._mismatched]
 
     def read(self, row: int, limit: int | None = None) -> Row:
         """Return a pair: tokens, labels [2, T] int32, of the chosen answer first, and its margin [] float32.
 
-        With `mismatched` tokens and labels are [3, T].
+        With `mismatched` tokens and labels are [3, T]. With `references` there is also reference [2 or 3] float32.
         """
         shape = (3 if self._mismatched else 2, self._length)
         tokens = np.zeros(shape, np.int32)
         labels = np.full(shape, IGNORE, np.int32)
+        known = {} if self.references is None else {"reference": self.references[row]}
         if limit is not None and limit <= self._before[row]:
-            return {"tokens": tokens, "labels": labels, "margin": np.zeros((), np.float32)}
+            return {"tokens": tokens, "labels": labels, "margin": np.zeros((), np.float32), **known}
         pair = self._pairs[row]
         texts = [self._text(pair, side) for side in (0, 1)]
         if self._mismatched:
@@ -310,7 +318,7 @@ class PairRows(ExampleRows):
         for side, (ids, answers) in enumerate(texts):
             tokens[side, : len(ids)] = ids
             labels[side, : len(ids) - 1] = np.where(answers[1:], ids[1:], IGNORE)
-        return {"tokens": tokens, "labels": labels, "margin": np.asarray(self._examples.margins[pair])}
+        return {"tokens": tokens, "labels": labels, "margin": np.asarray(self._examples.margins[pair]), **known}
 
     def _text(self, pair: int, side: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and answer mask [n] of a prompt with its chosen (side 0) or rejected answer."""

@@ -131,7 +131,9 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
     pairs = config.preference.loss is not None
     names = ("tokens", "labels", *(("segment_ids", "positions") if config.data.packing and not pairs else ()))
     shape = (rows, *((config.preference.method.rows,) if pairs else ()), config.train.sequence_length)
-    batch = {name: np.zeros(shape, np.int32) for name in names}
+    batch: dict[str, np.ndarray] = {name: np.zeros(shape, np.int32) for name in names}
+    if config.preference.cache_reference:
+        batch["reference"] = np.zeros(shape[:2], np.float32)
     began = time.perf_counter()
     with lowering_platform("cuda"):
         compiled = trainer.compile(abstract_batch(batch, trainer.rules, rows))

@@ -95,16 +95,14 @@ def companions(config: RunConfig) -> list[Companion]:
         found.append(Companion("teacher", "distill.teacher", config.distill.teacher, "distilling"))
     preference = config.preference
     policy = config.policy
-    if preference.loss is not None and preference.method.needs_reference:
+    if preference.computes_reference:
         key, directory = "preference.reference", preference.reference
     elif policy.loss is not None and policy.kl:
         key, directory = "policy.reference", policy.reference
     else:
         return found
     if directory == "init_from":
-        # With adapters alone trained, the model without them is the one that the run starts from.
-        unfrozen = any(group.frozen is False for group in config.optimizer.groups)
-        directory = config.run.init_from if unfrozen or not config.adapters.rules else None
+        directory = None if config.trains_adapters_only else config.run.init_from
     if directory is not None:
         verb = "measuring rewards" if preference.loss is not None else "measuring the divergence"
         found.append(Companion("reference", key, directory, verb))

@@ -42,6 +42,7 @@ from jaxstack.run.build import companions, make_trainer, resolve_model
 from jaxstack.run.evaluate import TrainingTasks
 from jaxstack.run.load import load_companions, start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
+from jaxstack.run.reference import add_references
 from jaxstack.run.setting import Setting, forecast_here
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from jaxstack.stored import StoredModel
@@ -178,6 +179,7 @@ def train(
             data = task.open(config, say)
         config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
         _check_companions(config, data.tokenizer)
+        add_references(config, data, say)
         with doing("tracing the model"):
             trainer = task.make_trainer(config, data)
         if warning := check_memory(trainer):

@@ -23,6 +23,7 @@ from jaxstack.optim.schedules import Schedule
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.load import load_companions, start_parameters
 from jaxstack.run.memory_check import check_memory
+from jaxstack.run.reference import add_references
 from jaxstack.run.setting import Setting
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
@@ -219,6 +220,7 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
         "train": config.train.model_copy(update={"steps": rates.steps}),
     }
     config = config.model_copy(update=changed)
+    add_references(config, data, report)
     trainer = make_trainer(config, data)
     check_memory(trainer)
     load_companions(config, trainer, report)

@@ -95,6 +95,20 @@ def test_a_run_with_adapters_needs_no_second_model(folder):
     assert found["tokens"] == 8 * 3 * 16 and 0 <= found["drift"] < 1e-6 < found["eval_drift"]
 
 
+def test_a_cached_reference_gives_the_same_run(folder, tuned, monkeypatch):
+    cached = ["preference.cache_reference=true"]
+    found = train(load_config(folder / "dpo.yaml", [*cached, "run.name=cached"])).metrics
+    assert (found["loss"], found["eval_loss"]) == pytest.approx((tuned["loss"], tuned["eval_loss"]), rel=1e-5)
+    steps = [line for line in metrics_of(folder / "cached") if "loss" in line]
+    assert steps[0]["loss"] == LOG_2 and abs(steps[0]["margin"]) < 1e-6
+    # The same values are read, those of other rows are not.
+    monkeypatch.setattr("jaxstack.run.reference._Reference", None)
+    again = train(load_config(folder / "dpo.yaml", [*cached, "run.name=again", "train.steps=1"])).metrics
+    assert again["loss"] == steps[0]["loss"]
+    with pytest.raises(TypeError, match="NoneType"):
+        train(load_config(folder / "dpo.yaml", [*cached, "run.name=longer", "train.sequence_length=18"]))
+
+
 def test_a_reward_model_is_trained_with_adapters_stopped_and_loaded(folder, tuned):
     more = ["run.name=reward", "preference.loss=reward_model", "adapters.rules=[{path: attention, rank: 2}]"]
     train(load_config(folder / "dpo.yaml", [*more, "train.steps=2"]))
