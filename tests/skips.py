@@ -29,6 +29,7 @@ ALLOWED = {
     "no iverilog installed": "A simulator is no Python package; the circuit is evaluated in Python too.",
     "no curl installed": "The quick start of docs/serving.md asks with curl; tests of the routes ask without it.",
     "mounting a tmpfs needs root": "The outer machine decides who runs the tests.",
+    "namespaces are not available here": "So too for containers; the sandbox's other isolation is attacked everywhere.",
     "--full|one process is tested in": "Faults at full length take an hour: `pytest tests/reliability --full`.",
     "needs (an NVIDIA GPU|two GPUs|a Hopper GPU|Hopper GPUs)": "`python -m pytest -m gpu` runs these on GPUs.",
 }

@@ -75,7 +75,7 @@ def place(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+@pytest.mark.parametrize("isolation", ["namespaces", pytest.param("process", marks=pytest.mark.longer)])
 def test_attacks_fail(isolation, place):
     try:
         found = run_attacks({**ATTACKS, **(STAYS if isolation == "namespaces" else {})}, isolation, place)
