@@ -43,7 +43,8 @@ namespaces: it sees only the installation of Python and /usr, read-only, and an 
 at most `processes` processes; it has no process numbers of others, no network interfaces, no /proc.
 
 process: it cannot create, change or delete any file, nor start a process. It can read what the user can read; where the
-user is not root, that includes /proc with the environment of the user's other processes.
+user is not root, that includes /proc with the environment, and where the kernel does not restrict it the memory, of the
+user's other processes.
 """
 
 
@@ -115,11 +116,16 @@ class Sandbox:
 
     def __init__(self, limits: Limits | None = None, isolation: Isolation | None = None, workers: int | None = None):
         self._limits = limits or Limits()
-        first = _Worker(self._limits, isolation)
-        self.isolation: Isolation = first.isolation
-        count = workers or len(os.sched_getaffinity(0))
-        others = [_Worker(self._limits, self.isolation) for _ in range(count - 1)]
-        self._workers = [first, *others]
+        self._workers: list[_Worker] = []
+        wanted = isolation
+        try:
+            for _ in range(workers or len(os.sched_getaffinity(0))):
+                self._workers.append(_Worker(self._limits, wanted))
+                wanted = self._workers[0].isolation
+        except BaseException:
+            self.close()
+            raise
+        self.isolation: Isolation = self._workers[0].isolation
         self._idle = queue.SimpleQueue[_Worker]()
         for worker in self._workers:
             self._idle.put(worker)
