@@ -66,6 +66,10 @@ _NOT_SOFTMAX = (
     "parametrization: mup is known for softmax over scores of queries and keys; attention.name {model.attention.name} "
     f"is another function of them. Use one of {', '.join(_SOFTMAX_KINDS)}."
 )
+_LATENTS = (
+    "parametrization: mup does not know how learning rates of projections to latents depend on the width; set it to "
+    "standard, or take another attention.name than {model.attention.name}."
+)
 
 
 class ModelConfig(Component):
@@ -295,6 +299,8 @@ class ModelConfig(Component):
             return (
                 f"parametrization: mup is known for attention alone; layer_types has layers of {mixer}; leave them out."
             )
+        if self.attention.name == "latent":
+            return _LATENTS.replace("{model.attention.name}", self.attention.name)
         if self.attention.name not in _SOFTMAX_KINDS:
             return _NOT_SOFTMAX.replace("{model.attention.name}", self.attention.name)
         if self.query_pre_attn_scalar is not None and self.base_head_dim not in (None, self.width_per_head):
@@ -628,6 +634,24 @@ FEATURES = (
             ("block_sparse", ", block_size: 16"),
             ("longformer", ", window: 4"),
         )
+    ),
+    Feature(
+        "latent attention",
+        "model",
+        functools.partial(_has_attention, "latent"),
+        (
+            "model.attention={name: latent, kv_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 8}",
+            "model.head_dim=12",
+        ),
+        excludes=(
+            Excludes("muP", "how learning rates of projections to latents depend on the width is not known", _LATENTS),
+        ),
+    ),
+    Feature(
+        "attention sinks",
+        "model",
+        lambda model: getattr(model.attention, "sinks", False),
+        ("model.attention={name: softmax, sinks: true}",),
     ),
 )
 """Features of a model, see `jaxstack.config.features`."""
