@@ -242,7 +242,7 @@ class Loop:
                 saving = due and whole
                 evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
                 stopping = stop.reached() and whole
-                if saving or evaluating or stopping or step == train.steps:
+                if saving or evaluating or stopping or step == train.steps or self.trainer.waits:
                     while pending:
                         self._read(*pending.popleft())
                 with self.signs.waiting():

@@ -141,6 +141,8 @@ class Training:
 
     steps_together = 1
     """Number of steps after which a checkpoint can be saved: those that share data that is not saved."""
+    waits = False
+    """True if a step is done when `train_step` returns, so that its metrics are read at once."""
 
     def __init__(
         self,

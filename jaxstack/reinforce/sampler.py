@@ -58,7 +58,8 @@ class Sampler:
     Args:
       trainer: trains the model.
       config: sizes.
-      requests: largest number of answers that are asked for at a time.
+      answers: number of answers of a rollout.
+      requests: largest number of answers that are asked for at a time, those of an evaluation included.
       longest: number of tokens of the longest prompt.
       context: largest number of tokens of a prompt with its answer.
       vocab_size: number of ids that may be sampled.
@@ -70,6 +71,7 @@ class Sampler:
         trainer: Trainer,
         config: SamplerConfig,
         *,
+        answers: int,
         requests: int,
         longest: int,
         context: int,
@@ -91,7 +93,7 @@ class Sampler:
         self._config = config
         self._context = context
         unit = self._rules.degree(self._rules.table["batch"])
-        slots = -(-(config.slots or min(requests, _MOST_SLOTS)) // unit) * unit
+        slots = -(-(config.slots or min(answers, _MOST_SLOTS)) // unit) * unit
         self._engine_config = EngineConfig(
             slots=slots,
             context=context,

@@ -111,6 +111,7 @@ class ReinforcementTask(Task):
             Sampler(
                 trainer,
                 config.rollout.engine,
+                answers=config.train.global_batch_size,
                 requests=data.largest,
                 longest=data.prompts.longest,
                 context=config.train.sequence_length,

@@ -23,6 +23,7 @@ class PolicyTrainer(Trainer):
     in as many steps, whose ratios compare with the probabilities before the first.
     """
 
+    waits = True
     policy = PolicyConfig()
     temperature = 1.0
     """Temperature at which answers are sampled."""
