@@ -53,8 +53,7 @@ def step(directory, *features: Feature) -> float:
     def batch(step: int) -> dict[str, np.ndarray]:
         if config.policy.loss is not None:
             found = unpacked_batch_at(step, 16, length, VOCABULARY)
-            names = ("sampler_logprobs", "advantages", "shares")
-            return {**found, **{name: np.full((16, length), 0.1, np.float32) for name in names}}
+            return {**found, **{name: np.full((16, length), 0.1, np.float32) for name in config.policy.arrays}}
         if config.preference.loss is None:
             return batch_at(step, 16, length, VOCABULARY)
         return {name: x.reshape(16, 2, length) for name, x in unpacked_batch_at(step, 32, length, VOCABULARY).items()}

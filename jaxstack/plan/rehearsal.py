@@ -129,9 +129,13 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
     rows = config.train.global_batch_size
     pairs = config.preference.loss is not None
-    names = ("tokens", "labels", *(("segment_ids", "positions") if config.data.packing and not pairs else ()))
+    answers = config.policy.loss is not None
+    packed = config.data.packing and not pairs and not answers
+    names = ("tokens", "labels", *(("segment_ids", "positions") if packed else ()))
     shape = (rows, *((config.preference.method.rows,) if pairs else ()), config.train.sequence_length)
     batch: dict[str, np.ndarray] = {name: np.zeros(shape, np.int32) for name in names}
+    if answers:
+        batch |= {name: np.zeros(shape, np.float32) for name in config.policy.arrays}
     if config.preference.cache_reference:
         batch["reference"] = np.zeros(shape[:2], np.float32)
     began = time.perf_counter()

@@ -320,6 +320,11 @@ class PolicyConfig(Component):
         """Value of `clip`, or else that of the loss."""
         return self.clip or self.method.clip or (0.0, 0.0)
 
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the float32 arrays [B, T] of a batch."""
+        return ("sampler_logprobs", "advantages", "shares", *(("old_logprobs",) if self.updates > 1 else ()))
+
     def advantages(self, rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Return the advantages of the answers to each prompt."""
         return ADVANTAGES[self.baseline](rewards)

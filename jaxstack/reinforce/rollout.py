@@ -232,11 +232,10 @@ class Rollouts:
 
     def _empty(self, rows: int) -> dict[str, np.ndarray]:
         shape = (rows, self._length)
-        names = ["sampler_logprobs", "advantages", "shares", *["old_logprobs"] * (self._policy.updates > 1)]
         return {
             "tokens": np.zeros(shape, np.int32),
             "labels": np.full(shape, IGNORE, np.int32),
-            **{name: np.zeros(shape, np.float32) for name in names},
+            **{name: np.zeros(shape, np.float32) for name in self._policy.arrays},
         }
 
 
