@@ -207,6 +207,23 @@ MODELS = {
         {**{key: x for key, x in SMALL.items() if key != "intermediate_size"}, **DELTA, "num_experts": 4,
          "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {**SMALL, "num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+         "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "shared_intermediate_size": 32,
+         "embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+         "tie_word_embeddings": True},
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {**{key: x for key, x in SMALL.items() if key != "num_hidden_layers"}, "head_dim": 8,
+         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8,
+         "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8, "n_routed_experts": 4,
+         "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 32, "routed_scaling_factor": 1.5,
+         # The smallest step size of transformers, which the releases' own code does not have.
+         "time_step_min": 1e-5, "time_step_floor": 0.05},
+    ),
     "mamba2": (
         "Mamba2",
         {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 16,

@@ -36,6 +36,7 @@ class LayerType:
       chunked: True if a token sees its own chunk of `ModelConfig.attention_chunk_size` positions only.
       rotates: False leaves queries and keys without rotary positions.
       feed_forward: True if it has a feed-forward sublayer.
+      dense: True if that is never a mixture of experts.
     """
 
     mixer: str | None = "attention"
@@ -43,6 +44,7 @@ class LayerType:
     chunked: bool = False
     rotates: bool = True
     feed_forward: bool = True
+    dense: bool = False
 
 
 LAYER_TYPES = {
@@ -52,6 +54,7 @@ LAYER_TYPES = {
     "full_attention_no_rope": LayerType(rotates=False),
     "attention_only": LayerType(feed_forward=False),
     "feed_forward_only": LayerType(mixer=None),
+    "mlp_only": LayerType(mixer=None, dense=True),
     "delta": LayerType(mixer="delta", rotates=False),
     "ssd": LayerType(mixer="ssd", rotates=False),
     "ssd_only": LayerType(mixer="ssd", rotates=False, feed_forward=False),
@@ -127,9 +130,9 @@ class ModelConfig(Component):
     layer_types: tuple[Annotated[str, NameIn(LAYER_TYPES)], ...] = ("full_attention",)
     """Type of each layer, repeated over the depth; sliding_attention, a causal window, and chunked_attention, in which
     a query sees the earlier keys of its own chunk of positions (Llama 4), need softmax attention.
-    full_attention_no_rope is attention without rotary positions (SmolLM3); attention_only, feed_forward_only and
-    ssd_only are layers with one sublayer in place of two; ssd and ssd_only have state space layers (Mamba-2) in place
-    of attention, delta has gated DeltaNet (Qwen3-Next)."""
+    full_attention_no_rope is attention without rotary positions (SmolLM3); attention_only, feed_forward_only, mlp_only
+    (dense, also with `moe`) and ssd_only are layers with one sublayer in place of two; ssd and ssd_only have state
+    space layers (Mamba-2) in place of attention, delta has gated DeltaNet (Qwen3-Next)."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Number of keys that a query of a sliding_attention layer sees, itself included."""
     attention_chunk_size: int | None = Field(default=None, ge=1)
@@ -463,7 +466,9 @@ class ModelConfig(Component):
             window=self.sliding_window if kind.windowed else None,
             chunk=self.attention_chunk_size if kind.chunked else None,
             rotation=("local" if local else "global") if rotates else None,
-            feed_forward=(_feed_forward(self.moe) if mixture else "dense") if kind.feed_forward else None,
+            feed_forward=(
+                (_feed_forward(self.moe) if mixture and not kind.dense else "dense") if kind.feed_forward else None
+            ),
             keeps=name if keys == "keeps" else None,
             reuses=name if keys == "reuses" else None,
         )

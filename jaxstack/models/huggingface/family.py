@@ -211,6 +211,7 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         ],
         "layers without rotary positions": [i for i, layer in enumerate(model.layers()) if layer.rotation is None],
         "token mixers": [getattr(layer.mixer, "name", None) for layer in layers],
+        "layers with experts": [i for i, layer in enumerate(layers) if layer.feed_forward in ("experts", "both")],
         "layers of one sublayer": [
             i for i, layer in enumerate(model.layers()) if not (layer.mixer and layer.feed_forward)
         ],

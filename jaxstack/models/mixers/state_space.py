@@ -74,7 +74,7 @@ class StateSpaceLayer(nnx.Module):
         self.dt_bias = _per_head(_initial_step_bias(rngs.params(), kind))
         self.skip = _per_head(jnp.ones(n, jnp.float32))
         self.norm = GroupsNorm(kind, config.norm_eps)
-        self.o_proj = Linear(
+        self.out_proj = Linear(
             per_head[0], (d,), (*per_head[1], "embed"), rngs=rngs, initialize=outer, bias=kind.use_bias
         )
         self.kind = kind
@@ -103,7 +103,7 @@ class StateSpaceLayer(nnx.Module):
             y = y.reshape(x.shape)
         y = self.norm(y * jax.nn.silu(z.astype(jnp.float32)).astype(y.dtype))
         y = shard(y, "batch", "length", "act_heads", "act_head_dim")
-        return apply_scattered(y, self.o_proj), cache
+        return apply_scattered(y, self.out_proj), cache
 
     def _weights_of_heads(self) -> tuple[jax.Array, ...]:
         """Return what `_recur` needs of each head, heads first; the weights of a group are those of all its heads."""
