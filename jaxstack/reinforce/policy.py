@@ -288,7 +288,7 @@ class PolicyConfig(Component):
     updates: int = Field(default=1, ge=1)
     """Number of train steps with the answers of one rollout."""
     drop_equal_groups: bool = True
-    """Leave groups whose rewards are all equal, which have no gradient, out of the mean."""
+    """Leave groups whose rewards are all equal, which have no gradient, out of the mean; not with batch_std."""
     overlong: Literal["mask", "keep"] = "mask"
     """Answers that reach `rollout.max_tokens`: mask leaves them out of the loss, keep trains on them."""
     sampler_correction: SamplerCorrection = SamplerCorrection()
@@ -319,6 +319,11 @@ class PolicyConfig(Component):
     def bounds(self) -> tuple[float, float]:
         """Value of `clip`, or else that of the loss."""
         return self.clip or self.method.clip or (0.0, 0.0)
+
+    def counts(self, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:
+        """Return which groups count: not those of equal rewards, if advantages compare within groups."""
+        drops = self.drop_equal_groups and self.baseline != "batch_std"
+        return (np.ptp(rewards, axis=1) > 0) | (not drops)
 
     @property
     def arrays(self) -> tuple[str, ...]:

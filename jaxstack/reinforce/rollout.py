@@ -163,11 +163,10 @@ class Rollouts:
         sampled = time.perf_counter()
         results = self._reward(asked, answers)
         rewards = np.array([result.total for result in results], np.float32).reshape(-1, samples)
-        useful = np.ptp(rewards, axis=1) > 0
         metrics = {
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std(1, ddof=min(1, samples - 1)).mean()),
-            "useful_groups": float(useful.mean()),
+            "useful_groups": float(np.mean(np.ptp(rewards, axis=1) > 0)),
             "answer_tokens": float(np.mean([len(answer.tokens) for answer in answers])),
             "truncated": float(np.mean([answer.truncated for answer in answers])),
             "rollout_seconds": sampled - began,
@@ -176,7 +175,7 @@ class Rollouts:
         if len(self._rewards.names) > 1:
             for name in self._rewards.names:
                 metrics[f"reward_{name}"] = float(np.mean([result.parts[name] for result in results]))
-        return Rollout(self._arrange(asked, answers, rewards, useful), metrics)
+        return Rollout(self._arrange(asked, answers, rewards), metrics)
 
     def _answer(self, prompts: Sequence[Prompt], temperatures: Sequence[float], seeds: Sequence[int]) -> list[Answer]:
         assert self._sampler is not None and self._state is not None, "attach a sampler first"
@@ -212,13 +211,11 @@ class Rollouts:
             )
         return found
 
-    def _arrange(
-        self, prompts: Sequence[Prompt], answers: Sequence[Answer], rewards: np.ndarray, useful: np.ndarray
-    ) -> HostBatch:
+    def _arrange(self, prompts: Sequence[Prompt], answers: Sequence[Answer], rewards: np.ndarray) -> HostBatch:
         """Return the answers as a batch, one in each row."""
         batch = self._empty(len(answers))
         advantages = self._policy.advantages(rewards).ravel()
-        counts = np.repeat(useful | (not self._policy.drop_equal_groups), self._policy.samples)
+        counts = np.repeat(self._policy.counts(rewards), self._policy.samples)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             ids = [*prompt.ids, *answer.tokens]
             batch["tokens"][row, : len(ids) - 1] = ids[:-1]

@@ -111,4 +111,11 @@ def test_packing_and_padding_change_nothing(loss):
 def test_a_group_of_one_answer_has_no_others():
     with pytest.raises(ValueError, match="samples is 1, but advantage group_std compares"):
         PolicyConfig(loss="grpo", samples=1)
-    assert PolicyConfig(loss="reinforce++", samples=1).baseline == "batch_std"
+    alone = PolicyConfig(loss="reinforce++", samples=1)
+    assert alone.baseline == "batch_std" and alone.counts(np.ones((3, 1))).all()
+
+
+def test_groups_of_equal_rewards_do_not_count():
+    rewards = np.array([[1.0, 1.0], [0.0, 1.0]])
+    assert PolicyConfig(loss="grpo").counts(rewards).tolist() == [False, True]
+    assert PolicyConfig(loss="grpo", drop_equal_groups=False).counts(rewards).all()
