@@ -213,10 +213,11 @@ def test_scripts_and_modules_that_commands_run_exist(path):
 
 
 def test_files_and_tables_that_the_architecture_names_exist():
-    """A file is the end of a path of the package, however short the page names it."""
+    """A file is the end of a path of the package or of `scripts`, however short the page names it."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/]+\.(?:py|json|yaml))`", text) if not re.search("[A-Z]{4}", name)}
-    files = [path for folder in ("jaxstack", "pallas_kernels", "configs") for path in (ROOT / folder).rglob("*.*")]
+    folders = ("jaxstack", "pallas_kernels", "configs", "scripts")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     assert len(named) > 100
     assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in files)] == []
     code = "\n".join(path.read_text(encoding="utf-8") for path in files if path.suffix == ".py")

@@ -101,7 +101,7 @@ class StateSpaceLayer(nnx.Module):
             packed = [y.reshape(1, -1, *y.shape[2:]) for y in (x, b, c, dt)]
             y, cache = decode_slots(self._decode, packed, cache, slots)
             y = y.reshape(x.shape)
-        y = self.norm(y * jax.nn.silu(z.astype(jnp.float32)).astype(y.dtype))
+        y = self.norm(y, z)
         y = shard(y, "batch", "length", "act_heads", "act_head_dim")
         return apply_scattered(y, self.out_proj), cache
 
@@ -228,7 +228,7 @@ class StateSpaceLayer(nnx.Module):
 
 
 class GroupsNorm(nnx.Module):
-    """RMS normalization over the channels of each group of heads together, x / rms(x) * scale, of [..., N, P].
+    """RMS normalization of y = x silu(gate) over the channels of each group of heads together, y / rms(y) * scale.
 
     It is computed by XLA, which sums squares over the devices that share the heads of a group.
     """
@@ -239,8 +239,9 @@ class GroupsNorm(nnx.Module):
         self.groups = kind.n_groups
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "... N P"]) -> Float[Array, "... N P"]:
-        wide = x.astype(jnp.float32).reshape(*x.shape[:-2], self.groups, -1, x.shape[-1])
+    def __call__(self, x: Float[Array, "... N P"], gate: Float[Array, "... N P"]) -> Float[Array, "... N P"]:
+        wide = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        wide = wide.reshape(*x.shape[:-2], self.groups, -1, x.shape[-1])
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True) + self.eps)
         return (wide.reshape(x.shape) * self.scale[...]).astype(x.dtype)
 
