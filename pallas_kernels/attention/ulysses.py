@@ -26,8 +26,8 @@ def unsupported_heads(num_heads: int, devices: int) -> str | None:
 def with_whole_sequences(
     function: Callable[..., jax.Array],
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K V"],
     segment_ids: Int[Array, "B T"] | None,
     *,
     axis_name: str,
@@ -43,7 +43,7 @@ def with_whole_sequences(
     Args:
         function: returns [B, T, N, ...] for the whole sequences, in their natural order, that it is given.
         q: queries [B, T, N, H] of this device's shard of the sequence.
-        k, v: keys and values [B, T, K, H] of the shard.
+        k, v: keys and values [B, T, K, ...] of the shard, of any widths that `function` takes.
         segment_ids: integers [B, T] of the shard, or None.
         axis_name: mesh axis that the sequence is sharded over.
         layout: "zigzag" or "contiguous", the order in which devices hold the sequence.
