@@ -47,6 +47,7 @@ def test_checkpoints_and_data_alone():
     assert load("checkpoints_and_data").main()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.longer
 def test_embedding_of_a_language_model_in_host_memory():
     assert load("host_embedding").main()

@@ -74,6 +74,7 @@ def test_a_step_computes_and_sends_no_gradient_of_what_is_frozen():
     assert fewer < 0.7 * flops, "forward and the gradients of activations are two thirds"
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_frozen_parameters_resumes_exactly(tmp_path):
     trainer_of(FREEZE, "train.steps=2", "schedule.name=constant").fit(tmp_path / "a")
     wanted = trainer_of(FREEZE, "train.steps=4", "schedule.name=constant")

@@ -199,6 +199,7 @@ def test_sigterm_exits_143_and_interrupt_130(corpus, tmp_path):
         assert process.returncode == code and error.strip() == "stopped; the same command goes on from here"
 
 
+@pytest.mark.exhaustive
 def test_workers_end_when_the_parent_is_killed(tmp_path):
     for i in range(400):
         (tmp_path / "in").mkdir(exist_ok=True)

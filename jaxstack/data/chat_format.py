@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ConfigError, JaxstackError
 
 CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatError(JaxstackError):
+    """Raised for a chat that a template refuses, or whose answers cannot be located in the text."""
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,14 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jaxstack.data.chat_format import ChatFormat, read_template_file
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.data.chat_format import ChatError, ChatFormat, read_template_file
+from jaxstack.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "templates"
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 Span = tuple[int, int]
 """Characters of a text: first, and last (exclusive)."""
-
-
-class ChatError(JaxstackError):
-    """Raised for a chat that a template refuses, or whose answers cannot be located in the text."""
 
 
 class _Generation(jinja2.ext.Extension):

@@ -6,11 +6,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxstack.data.chat_template import ChatError, ChatTemplate
+from jaxstack.data.chat_format import ChatError
 from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.fingerprint import list_sources
 from jaxstack.data.read_documents import Piece, read_records, split_score
@@ -18,6 +18,9 @@ from jaxstack.data.source_files import SourceFile, find_files
 from jaxstack.data.streams import choose_tokenizer, import_chat
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
+
+if TYPE_CHECKING:  # it needs the optional dependency jinja2
+    from jaxstack.data.chat_template import ChatTemplate
 
 Report = Callable[[str], None]
 
@@ -142,7 +145,7 @@ def open_prompts(config: DataConfig, longest: int, seed: int, stop_tokens: froze
 class _Encoder:
     """Encodes a prompt, a text or messages, by the chat template if there is one."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
+    def __init__(self, tokenizer: Tokenizer, template: "ChatTemplate | None"):
         self._tokenizer = tokenizer
         self._template = template
         self.stop_tokens = frozenset({tokenizer.document_start})

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_overrides, merge_trees
-from jaxstack.data.chat import Chats, encode_answer, open_chats
+from jaxstack.data.streams import import_chat
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Params, cast_shapes
 from jaxstack.decoding.decoder import Decoder
@@ -41,6 +41,9 @@ from jaxstack.stored import StoredModel
 from jaxstack.stored.model import Form, initial_variables
 from jaxstack.stored.run_directory import TrainingRun
 from jaxstack.trainer import Trainer
+
+if TYPE_CHECKING:  # it needs the optional dependency jinja2
+    from jaxstack.data.chat import Chats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +306,7 @@ class RewardModel:
       chats: the tokenizer and the chat template that it was trained with.
     """
 
-    def __init__(self, module: ModuleArrays, params: Params, chats: Chats):
+    def __init__(self, module: ModuleArrays, params: Params, chats: "Chats"):
         self.tokenizer = chats.tokenizer
         self._chats = chats
         self._params = params
@@ -316,7 +319,7 @@ class RewardModel:
         Raises:
           ConfigError: the answer is empty, or one of them contains special tokens.
         """
-        return encode_answer(prompt, answer, self._chats).tolist()
+        return import_chat().encode_answer(prompt, answer, self._chats).tolist()
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the reward of each sequence of token ids, [B] float32, read at its last token, the stop token."""
@@ -363,7 +366,7 @@ def load_reward_model(directory: str | Path, overrides: Sequence[str] = (), *, s
 
     module = ModuleArrays(make)
     wanted, _ = module.split_added(cast_shapes(module, setting.rules))
-    chats = open_chats(config.data.chat, stored.tokenizer)
+    chats = import_chat().open_chats(config.data.chat, stored.tokenizer)
     return RewardModel(module, {**stored.read(wanted, unrolled, step=step), "reward_head": head}, chats)
 
 

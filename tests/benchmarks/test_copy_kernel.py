@@ -25,6 +25,7 @@ def interpret() -> None:
     np.testing.assert_array_equal(y, x)
 
 
+@pytest.mark.exhaustive
 def test_every_element_is_copied():
     done = run_interpreted(__spec__.name)
     assert done.returncode == 0, done.stderr[-3000:]

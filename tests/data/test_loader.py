@@ -342,6 +342,7 @@ def test_batches_are_those_of_a_serial_reader_for_any_number_of_threads(byte_con
     assert_batches_equal(take(data.batches(start=start, **ask), 12), serial)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.longer
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_batches_are_those_of_a_serial_reader_for_any_number_of_processes(byte_config, processes):

@@ -60,6 +60,7 @@ def greedy(decoder) -> list[list[int]]:
     return run(decoder, PROMPTS, 12, GREEDY)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("degrees", [{"data": 1}, {"data": 2}, {"tensor": 2}])
 def test_joined_projections_give_the_same_tokens(greedy, degrees):
     decoder = open_decoder(**degrees)

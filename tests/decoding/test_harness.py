@@ -165,6 +165,7 @@ def test_a_task_that_there_is_not_gets_the_nearest_names(source, capsys):
     assert "did you mean 'hellaswag'" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_tasks_during_training(source, tasks, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     (tmp_path / "texts").mkdir()

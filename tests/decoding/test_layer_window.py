@@ -78,6 +78,7 @@ def test_tokens_are_those_of_the_whole_model(family, sampling):
     window.unload()
 
 
+@pytest.mark.exhaustive
 def test_live_bytes_are_at_most_those_of_the_window_and_the_cache(tmp_path, monkeypatch):
     """Two of 40 layers are held, which takes at most a tenth of the memory, the cache included."""
     sizes = {"hidden_size": 128, "num_layers": 40, "num_heads": 4, "num_kv_heads": 1, "intermediate_size": 512}

@@ -31,6 +31,7 @@ def generate(axis: str, processes: int) -> list[list[str]]:
     return [[line for line in text.splitlines() if line.startswith("[[")] for text in said]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "tensor"])
 def test_processes_generate_the_text_of_one(axis):

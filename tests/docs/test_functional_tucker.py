@@ -48,6 +48,7 @@ def test_unrelated_indices_have_independent_priors():
     np.testing.assert_allclose(variance, 0.5, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.trains
 def test_moments_of_an_entry_equal_those_of_samples(monkeypatch):
     monkeypatch.setattr(example, "COORDINATES", 20)

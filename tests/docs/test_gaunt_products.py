@@ -93,6 +93,7 @@ def test_harmonics_of_vectors_equal_those_of_angles():
     np.testing.assert_allclose(example.harmonics(4, jnp.asarray(vectors, jnp.float32)), expected, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.trains
 def test_forces_turn_with_the_cluster_and_mirrors_have_one_energy():
     model = example.Potential(1, nnx.Rngs(0))

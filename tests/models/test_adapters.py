@@ -246,7 +246,7 @@ def test_the_parameters_of_adapters_count_as_trained():
     trainer = trainer_of()
     config = small_config()
     said = []
-    _describe(config, cast(Any, SimpleNamespace(train_tokens=1, held_out_tokens=1)), trainer, said.append)
+    _describe(config, cast(Any, SimpleNamespace(describe=lambda: "")), trainer, said.append)
     numbers = sum(x.size for x in jax.tree.leaves(trainer.module.split_adapters(trainer.abstract_state.params)[1]))
     total = count_parameters(config.model).total
     assert said[-1].startswith(f"{numbers:,} parameters are trained ({numbers / (numbers + total):.2%}); {total:,} are")

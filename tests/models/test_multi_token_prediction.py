@@ -154,6 +154,7 @@ def test_the_layer_may_be_left_out_or_missing(tmp_path):
         from_huggingface(RELEASE, config=config)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [

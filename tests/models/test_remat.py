@@ -66,6 +66,7 @@ def test_offloaded_inputs_of_unrolled_layers_give_the_same_gradients(policy):
     assert_gradients_equal_those_without_remat(policy, scan=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", OFFLOADED)
 def test_offloaded_layer_inputs_leave_the_memory_of_a_gpu(policy):
     """Compiled for an H200: the host holds the inputs of all layers, and the GPU no longer does."""
@@ -129,6 +130,7 @@ def test_beside_offloaded_inputs_attention_is_saved():
     assert str(jax.make_jaxpr(jax.grad(loss))(state)).count("Host") > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["save_attention", "save_dots"])
 @pytest.mark.parametrize("scan", [True, False])
 def test_cudnn_attention_runs_forward_once(policy, scan):

@@ -89,6 +89,7 @@ def test_unrolled_layers_by_copies_train_as_one_device():
     assert_trains_as_one_device("parallel.fsdp=2", "parallel.copy_engines=always", shape=shape)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["current", pytest.param("blockwise", marks=pytest.mark.exhaustive)])
 def test_weights_in_fp8_travel_by_copies(recipe):
     shape = ("parallel.fsdp=2", f"precision.fp8={recipe}", "precision.fp8_rules=[{path: _proj, fp8: true}]")

@@ -119,6 +119,7 @@ def test_shared_experts_and_the_balance_bias_too(overrides):
     assert_trains_as_one_device(*overrides, shape=(*DEEPSEEK, *unrolled))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -136,6 +137,7 @@ def test_attention_sinks_and_biases_of_experts_too(overrides):
     assert_trains_as_one_device(*overrides, shape=(*GPT_OSS, *(o for o in overrides if o.startswith("model."))))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [

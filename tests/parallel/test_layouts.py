@@ -194,6 +194,7 @@ ODD_SHAPE = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -38,6 +38,7 @@ def cases():
             yield pytest.param(name, overrides, marks=marks, id=f"{name} {' '.join(overrides)}")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name, overrides", cases())
 def test_the_losses_are_those_of_one_device(name, overrides):
     found = train(*overrides, shape=shape_of(name))

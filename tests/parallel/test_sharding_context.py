@@ -70,6 +70,7 @@ def test_held_out_loss_is_that_of_one_device():
     assert losses[1]["eval_loss"] == pytest.approx(losses[0]["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("degrees", [{"context": 2}, {"context": 2, "tensor": 2}], ids=str)
 def test_where_a_surrounding_shard_map_has_taken_the_axis(degrees):
     """Arrays are this device's part; the loss is of its own tokens, and gradients are summed by who took the axis."""

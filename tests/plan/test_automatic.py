@@ -32,6 +32,7 @@ def test_layout_has_all_devices_and_the_configurations_batch():
     assert forecast_here(chosen) is None or jax.default_backend() == "gpu"
 
 
+@pytest.mark.exhaustive
 def test_a_run_trains_with_it(tmp_path):
     lines = []
     run = [f"run.dir={tmp_path}", "train.steps=2", "parallel.simulate_devices=8", "checkpoint.every_steps=100"]

@@ -69,6 +69,7 @@ EXPERT_MATMULS = 8 * LAYERS
 """Of a layer: three products, three gradients of weights, one of the input of gate and up, and one of that of down."""
 
 
+@pytest.mark.exhaustive
 @needs_mosaic
 @pytest.mark.parametrize(
     "layout",

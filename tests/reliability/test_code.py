@@ -14,6 +14,8 @@ from jaxstack.run_config import load_config
 from tests.reliability.runs import REPOSITORY
 
 SCANNED = ("jaxstack", "pallas_kernels", "scripts", "benchmarks")
+SANDBOX = "jaxstack/reinforce/sandbox.py"
+"""Runs generated code, which is its purpose, in processes with limits; `tests/reinforce/test_sandbox.py` attacks it."""
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 CALLS = {"yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "yaml.unsafe_load_all", "torch.load", "os.system",
@@ -62,7 +64,7 @@ def test_the_scan_sees(code):
 def test_the_code_runs_nothing_that_it_finds_in_data(record):
     files = [path for folder in SCANNED for path in sorted((REPOSITORY / folder).rglob("*.py"))]
     found = {str(path.relative_to(REPOSITORY)): dangers(path.read_text(encoding="utf-8")) for path in files}
-    assert not {name: lines for name, lines in found.items() if lines}
+    assert [name for name, lines in found.items() if lines] == [SANDBOX]
     assert "class _Loader(yaml.SafeLoader)" in (REPOSITORY / "jaxstack" / "config" / "loader.py").read_text()
     record(
         16, "static scan", f"{len(files)} files: no pickle, eval, exec, unsafe yaml, allow_pickle, trust_remote_code"

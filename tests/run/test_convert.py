@@ -92,6 +92,7 @@ def test_a_converted_run_generates_greedily_what_the_model_says(source, converte
     assert words[likeliest]
 
 
+@pytest.mark.exhaustive
 def test_a_run_starts_from_files_or_from_a_run_and_resumes_without_their_weights(source, converted, tmp_path):
     gone = Path(shutil.copytree(source, tmp_path / "gone"))
     path = config(tmp_path, name="files", init_from=str(gone))

@@ -101,6 +101,7 @@ def test_an_unbroken_run_learns_and_leaves_everything(unbroken):
     assert {"eval_loss", "eval_perplexity", "eval_bits_per_byte"} <= set(last)
 
 
+@pytest.mark.exhaustive
 def test_killed_at_a_random_moment_and_taken_up_again(folder, unbroken):
     name = "killed"
     for low, high in ((2, 20), (25, STEPS - 5)):
@@ -200,6 +201,7 @@ def test_generated_text_is_the_same_for_the_same_seed(folder, unbroken):
     assert re.search(rf"step {STEPS}\b", first.stderr)
 
 
+@pytest.mark.exhaustive
 def test_several_samples_and_an_older_checkpoint(folder, unbroken):
     steps = sorted(int(p.name) for p in (unbroken / "checkpoints").iterdir() if p.name.isdigit())
     found = generate(folder, "--run", str(unbroken), "--samples", "3", "--max-tokens", "5", "--step", str(steps[0]))

@@ -84,6 +84,7 @@ def test_the_quick_start_of_the_page_works(tmp_path):
         process.kill()
 
 
+@pytest.mark.exhaustive
 def test_requests_beyond_the_drain_get_an_error_from_the_process(tmp_path):
     """A whole answer gets status 503, a stream an error event; the process ends by itself, with code 0."""
     model = make_word_model("llama", tmp_path / "llama")

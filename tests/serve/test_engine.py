@@ -31,6 +31,7 @@ SAMPLINGS = [GREEDY, Sampling(1.0), Sampling(0.8, top_k=10), Sampling(1.1, top_p
 SMALL = EngineConfig(slots=4, page_size=4, chunk=16)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["fp8", *longer("int4")])
 def test_answers_over_pages_in_few_bits_are_those_of_the_decoder(name):
     """Pages of chunked prompts, a cached prefix and draft tokens round keys and values as the decoder's cache does."""
@@ -158,6 +159,7 @@ def test_a_repeated_prompt_computes_at_most_a_page_and_a_token(decoder):
         assert 0 < engine.stats.waiting <= sum(nanoseconds.values())
 
 
+@pytest.mark.exhaustive
 def test_warming_up_again_overwrites_no_cached_page(decoder):
     prompt = prompts([65])[0]
     with Engine(decoder, SMALL, start=False) as engine:

@@ -37,6 +37,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("overrides", MESHES, ids=" ".join)
 @pytest.mark.parametrize(("name", "atol"), [("a", 2e-5), ("exported", 2e-5), ("small", 0.1)])
 def test_logits_are_those_of_the_trained_model(runs, name, atol, overrides):

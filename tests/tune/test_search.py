@@ -152,6 +152,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XDG_CACHE_HOME": str(folder / "cache")}
 
 
+@pytest.mark.exhaustive
 def test_a_killed_study_goes_on(tmp_path):
     """Real trials: after SIGKILL of the command its trial is gone too, and the same command resumes it."""
     small_text(tmp_path)

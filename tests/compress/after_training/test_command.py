@@ -36,6 +36,7 @@ def compressed(source, text, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.longer
 def test_the_report_has_bytes_and_losses_before_and_after(compressed, text):
     record = json.loads((compressed / "compression.json").read_text())

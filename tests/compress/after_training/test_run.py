@@ -127,6 +127,7 @@ def test_a_recipe_that_changes_trained_values_gets_a_warning():
     assert "layers/0/q_proj/kernel. The rule {path: .*, method: rtn, bits: 8, scales: largest}" in found[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.longer
 def test_learned_scales_are_packed_exactly(tmp_path):
     """A run that learns scales has the loss of its compressed model; scales of the largest weights have another."""

@@ -194,6 +194,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_two_stages_train_as_one_device():
     assert_trains_as_one_device(f"{MASKED}, {QUANTIZED}", (), "parallel.pipeline=2")
 

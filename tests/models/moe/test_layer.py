@@ -199,6 +199,7 @@ def test_the_loss_of_the_routers_counts_in_training_only():
     assert dense.hidden_and_routers(batch["tokens"])[1] is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "policy", ["full", *(pytest.param(p, marks=pytest.mark.exhaustive) for p in ("save_dots", "save_attention"))]
 )

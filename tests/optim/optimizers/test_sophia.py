@@ -50,6 +50,7 @@ def test_labels_are_drawn_from_the_predictions():
     assert abs(float(jnp.mean(found)) - entropy) < 4 * error
 
 
+@pytest.mark.exhaustive
 def test_a_language_model_learns():
     trainer = make_trainer(
         small_config("optimizer={name: sophia, learning_rate: 0.01, curvature_every: 2}", "train.global_batch_size=16")

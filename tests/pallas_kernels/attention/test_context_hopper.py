@@ -91,6 +91,7 @@ def test_a_window_sends_only_the_chunks_that_it_reaches():
     assert got.total() == 3 * 2 * 2 * KEYS // 2
 
 
+@pytest.mark.exhaustive
 def test_gathering_sends_all_keys_once():
     assert sent("all_gather", False) == {("all-gather", "bf16"): N * 2 * 2 * KEYS}
 

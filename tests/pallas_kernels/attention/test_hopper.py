@@ -129,6 +129,7 @@ def test_the_backward_of_wide_heads_fits_in_shared_memory(packed, kernels):
     assert lowered_kernels(jax.grad(total, argnums=(0, 1, 2)), *shapes(256, head_dim=256)) == kernels
 
 
+@pytest.mark.exhaustive
 @needs_mosaic
 def test_lowers_under_vmap_as_one_launch_each():
     gradient = jax.grad(total, argnums=(0, 1, 2))
@@ -144,6 +145,7 @@ def test_lowers_under_scan_and_checkpoint_without_a_second_forward():
     assert lowered_kernels(again, Q, K, V) == both + 1
 
 
+@pytest.mark.exhaustive
 @needs_mosaic
 def test_lowers_under_shard_map_over_batch_and_heads():
     mesh = hopper_mesh({"data": 2, "tensor": 2})

@@ -64,6 +64,7 @@ def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, ca
     assert "RACE" not in captured.out + captured.err
 
 
+@pytest.mark.exhaustive
 @needs_mosaic
 def test_error_of_warpgroups_beyond_the_queries(monkeypatch):
     """A tile of 192 queries: one of its warpgroups has some, the others' rows would be those of the next sequence."""
@@ -96,6 +97,7 @@ def test_queries_are_not_copied_to_whole_blocks(length, packed, given, monkeypat
     assert seen == [(given, (384, 384) if packed else None)]
 
 
+@pytest.mark.exhaustive
 @needs_mosaic
 def test_error_with_the_query_heads_of_a_key_head_in_several_programs(monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
@@ -158,6 +160,7 @@ def test_error_of_the_kernels_of_wide_heads(monkeypatch, capfd):
     assert "RACE" not in captured.out + captured.err
 
 
+@pytest.mark.exhaustive
 @needs_mosaic
 @pytest.mark.parametrize(("name", "parts"), [("segments_window", 1), ("causal_grouped", 2)])
 def test_error_of_the_backward_whose_warpgroups_share_the_keys(name, parts, monkeypatch, capfd):

@@ -111,6 +111,7 @@ def interpreted():
     return {row["name"]: row["error"] for row in rows}
 
 
+@pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.parametrize("name", [*CASES, "vmap"])
 def test_error_at_most_twice_the_plain_version(name, interpreted):

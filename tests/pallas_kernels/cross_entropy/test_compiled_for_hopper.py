@@ -64,6 +64,7 @@ def test_less_than_a_gibibyte_beside_inputs_and_outputs(form, soft_cap):
     assert extra_bytes(form, 8, "bfloat16", soft_cap) < 0.85 * 2**30
 
 
+@pytest.mark.exhaustive
 def test_less_than_a_gibibyte_whichever_matmuls_the_autotuner_takes():
     assert extra_bytes(linear_cross_entropy_sum, 8, "bfloat16", None, True) < 0.85 * 2**30
 

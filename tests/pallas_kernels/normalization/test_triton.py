@@ -52,6 +52,7 @@ def interpret(centered: bool, past: bool) -> None:
         np.testing.assert_allclose(total, wanted[1 + number], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.parametrize("case", ["10", "11", "01", "00"])
 def test_gradients_are_those_of_the_plain_form(case):
