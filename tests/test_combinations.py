@@ -61,8 +61,8 @@ def step(directory, *features: Feature) -> float:
     return run_steps(make_trainer(config, batch, jax.devices()[:devices]), 1)[0]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("pair", [pair for pair in WORKING if title(pair) in QUICK], ids=title)
-@pytest.mark.quick
 def test_features_work_together(directory, pair):
     assert math.isfinite(step(directory, *pair))
 

@@ -90,6 +90,7 @@ def test_a_test_is_marked_by_what_it_and_its_fixtures_call(pytester):
     assert found["test_fixture"] == found["test_process"] == {"processes", "slow"}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("mark", "runs"), [pytest.param("", "test_first", marks=pytest.mark.longer), ("@pytest.mark.quick", "test_second")]
 )

@@ -112,11 +112,12 @@ class Task:
 
     def settings(self, config: RunConfig, data: Any) -> dict[str, Any]:
         """Return further fields of `LoopSettings`."""
-        if data.pairs:  # the planner does not know pairs and their reference
-            return {}
-        self._baselines = _ByteBaselines(data)
         predicted = forecast_here(config)
-        return {"forecast": predicted and predicted.describe(), "describe_evaluation": self._baselines.describe}
+        found = {"forecast": predicted and predicted.describe()}
+        if data.pairs:  # they are compared, not predicted
+            return found
+        self._baselines = _ByteBaselines(data)
+        return {**found, "describe_evaluation": self._baselines.describe}
 
     def summarize(self, config: RunConfig, values: Mapping[str, float], say: Callable[[str], None]) -> None:
         """Report the result of a run, and the command that generates text."""

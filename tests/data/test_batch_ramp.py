@@ -110,7 +110,7 @@ def make_trainer(data=full_batch, devices: int = 1, schedule=None, **changes) ->
 QUIET = LoopSettings(observe=ObserveConfig(log_every=1, trackers=("jsonl",), progress=False))
 
 
-@pytest.mark.quick
+@pytest.mark.longer
 def test_training_takes_the_rows_in_order_with_the_learning_rate_of_their_batch():
     """Against gradient descent in NumPy: batches of 2, 4 and 8 rows, the learning rate by their square root."""
     trainer = make_trainer()

@@ -31,6 +31,7 @@ def with_parameters(norm, scale, bias=None):
     return norm
 
 
+@pytest.mark.longer
 def test_layer_norm_and_its_gradients_are_those_of_the_formula():
     weights = jnp.cos(jnp.arange(48.0))
 

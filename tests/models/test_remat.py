@@ -56,7 +56,7 @@ def test_every_policy_has_the_same_gradients(policy, scan):
     assert_gradients_equal_those_without_remat(policy, scan)
 
 
-@pytest.mark.parametrize("policy", [pytest.param(OFFLOADED[0], marks=pytest.mark.quick), *OFFLOADED[1:]])
+@pytest.mark.parametrize("policy", OFFLOADED)
 def test_offloaded_layer_inputs_give_the_same_gradients(policy):
     assert_gradients_equal_those_without_remat(policy, scan=True)
 

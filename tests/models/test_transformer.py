@@ -62,6 +62,7 @@ def close(a, b, tolerance: float = 2e-5) -> None:
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_later_token_changes_nothing_before_it(models, tokens, family):
     other = tokens.copy()

@@ -21,6 +21,7 @@ class Two(nnx.Module):
         self.scale = nnx.Param(jnp.ones(16), logical_axes=("norm",))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_a_step_on_parts_is_the_step_on_the_whole(kind):
     module = ModuleArrays(Two)

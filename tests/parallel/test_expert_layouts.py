@@ -282,7 +282,7 @@ def test_slots_are_bounded_by_what_can_be_sent():
     assert count_buffer_rows(1000, 4, 1.5, 60) == 60
 
 
-@pytest.mark.quick
+@pytest.mark.longer
 def test_in_a_shard_map_that_has_taken_the_axes():
     """As in a step that is manual over the batch's axes: each device's own loss, its gradients summed where whole."""
     rules = make_rules(make_mesh(ParallelConfig(data=2, expert=2, tensor=2), jax.devices()))

@@ -75,6 +75,7 @@ def test_cluster_need_not_be_there(tmp_path, capsys):
     assert plan["model_flops_per_step_and_device"] == pytest.approx(flops, rel=0.03)
 
 
+@pytest.mark.longer
 def test_command_draws_mesh_shardings_and_schedule(tmp_path, capsys):
     file = tmp_path / "drawn.yaml"
     file.write_text("model: {preset: tiny}\ntrain: {global_batch_size: 8}\nparallel: {pipeline: 2, fsdp: 2}\n")

@@ -86,6 +86,7 @@ def trained(folder) -> dict:
     return dict(reinforce(load_config(folder / "grpo.yaml")).metrics)
 
 
+@pytest.mark.longer
 def test_a_run_logs_its_rewards(folder, trained):
     lines = metrics_of(folder / "grpo")
     steps = [line for line in lines if "reward" in line]
@@ -95,6 +96,7 @@ def test_a_run_logs_its_rewards(folder, trained):
     assert [line["step"] for line in evaluations] == [0, 4] and all("eval_reward_greedy" in x for x in evaluations)
 
 
+@pytest.mark.longer
 def test_a_stopped_run_goes_on_exactly(folder, trained):
     reinforce(load_config(folder / "grpo.yaml", ["run.name=stopped", "train.steps=2"]))
     resumed = reinforce(load_config(folder / "grpo.yaml", ["run.name=stopped"])).metrics
@@ -102,6 +104,7 @@ def test_a_stopped_run_goes_on_exactly(folder, trained):
     assert [resumed[name] for name in names] == [trained[name] for name in names]
 
 
+@pytest.mark.longer
 def test_several_updates_with_adapters_and_a_reference(folder):
     """The reference is the model without its adapters: the first step has no divergence from it, the second has."""
     adapters = "adapters.rules=[{path: attention, rank: 2}]"

@@ -95,6 +95,7 @@ def test_the_first_update_has_the_gradient_of_reinforce():
         np.testing.assert_allclose(gradient(loss), gradient("reinforce"), atol=1e-7)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("loss", ["dr_grpo", "gspo", "cispo"])
 def test_packing_and_padding_change_nothing(loss):
     """Answers with 0 shares do not count, however they are laid out in rows."""

@@ -72,6 +72,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.longer
 def test_patterns_and_schemas_are_tried_in_another_process():
     """Also an expression that takes forever: only its sample goes without a reward."""
     answers = {

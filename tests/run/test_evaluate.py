@@ -98,6 +98,7 @@ def test_a_file_of_chats_is_read_as_chats(source, tmp_path, capsys, monkeypatch)
     assert "set format" not in line and "template" in line
 
 
+@pytest.mark.longer
 def test_the_length_of_rows_is_said(source, text, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert evaluate.main(["--run", str(source), "--data", str(text[0]), "parallel.data=1"]) == 0

@@ -203,6 +203,7 @@ def test_what_does_not_fit_gets_one_message(source, converted, tmp_path, capsys)
     assert "neither a run directory" in refused(capsys, "--run", str(tmp_path))
 
 
+@pytest.mark.longer
 def test_a_run_directory_of_another_model_gets_one_message(source, converted, tmp_path, capsys):
     other = Path(shutil.copytree(converted, tmp_path / "other"))
     tree = yaml.safe_load((other / "config.yaml").read_text())

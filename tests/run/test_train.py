@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import jaxstack.train as train
-from jaxstack.run.train import _ByteBaselines, _summarize
+from jaxstack.run.train import Task
 from jaxstack.run_config import load_config
 from tests.heartbeats import without_heartbeats
 
@@ -232,7 +232,7 @@ def test_wrong_use_of_generate_is_exit_code_2(folder, unbroken, arguments, said)
 def test_the_command_at_the_end_can_be_copied_whatever_the_directory_is_called(tmp_path):
     lines: list[str] = []
     config = load_config(None, [f"run.dir={tmp_path}/my runs", "run.name=a"])
-    _summarize(config, {}, _ByteBaselines(None), lines.append)
+    Task().summarize(config, {}, lines.append)
     words = shlex.split(lines[-1])
     assert words[words.index("--run") + 1] == f"{tmp_path}/my runs/a"
 

@@ -100,7 +100,7 @@ class SimulatedDraft:
     def __init__(self, target, model, width, together):
         self.target = target
         self.width = width
-        self.together = together
+        self.approximate = together > 1
         self.memory = np.full_like(target.memory, 251)
 
     def run(self, rows, newest, chunks, tokens, mode, mask=None, recent=None):

@@ -52,6 +52,7 @@ def run(folder: Path, *overrides: str, said: list[str] | None = None, **keys):
     return run_study(write_config(folder), study, overrides, report=(said if said is not None else []).append)
 
 
+@pytest.mark.longer
 def test_a_study_runs_all_trials_and_writes_the_best_configuration(tmp_path, trials):
     trials(LOSSES + END)
     said: list[str] = []

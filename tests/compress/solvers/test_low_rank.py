@@ -54,6 +54,7 @@ def test_training_recovers_singular_values_and_vectors():
     assert np.all(np.arccos(np.minimum(cosines, 1)) < 1e-2), np.arccos(np.minimum(cosines, 1))
 
 
+@pytest.mark.longer
 def test_the_penalty_finds_the_rank():
     """A map of rank 2 keeps two ranks; the others are exactly zero, and an export has no trace of them."""
     left = orthogonal(1)

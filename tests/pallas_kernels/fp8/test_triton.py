@@ -178,7 +178,7 @@ def four_bytes(*parts):
 
 
 @needs_triton
-@pytest.mark.parametrize("kernels", [pytest.param("maxima", marks=pytest.mark.quick), "blockwise sources tiles blocks"])
+@pytest.mark.parametrize("kernels", ["maxima", "blockwise sources tiles blocks"])
 def test_the_kernel_rounds_bit_by_bit_as_the_plain_form(kernels):
     done = run_interpreted(__spec__.name, *kernels.split())
     assert done.returncode == 0, done.stderr[-3000:]

@@ -154,6 +154,7 @@ def test_own_feature_map_may_change_the_width():
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
+@pytest.mark.longer
 def test_other_lengths_of_keys_without_causal():
     q, (_, k, v) = arrays(11)[0], arrays(17)
     for kind in ("elu", "performer"):

@@ -57,6 +57,7 @@ def test_fp8_saturates_at_448():
     np.testing.assert_array_equal(round_trip(x, Fp8Codec()), [[[448.0, -448.0, 448.0, 2.0**-9]]])
 
 
+@pytest.mark.longer
 def test_integers_that_hold_their_scale_err_by_at_most_a_step():
     """Half a step; a whole one for the first 16 values, and for the largest magnitudes, which are clipped."""
     x = jax.random.normal(jax.random.key(0), (7, 3, 48)) * 10.0 ** jnp.arange(-3, 4)[:, None, None]

@@ -79,8 +79,8 @@ def test_compiled_for_hopper_one_kernel_reads_and_writes_whole_arrays():
     assert "bf16[4096,768]{1,0} fusion(" not in text and "f32[4096" not in text
 
 
+@pytest.mark.longer
 @needs_triton
-@pytest.mark.quick
 def test_other_arrays_are_for_xla():
     assert "triton_kernel_call" not in compiled(64)
     assert "triton_kernel_call" not in compiled(4096, jnp.float32)

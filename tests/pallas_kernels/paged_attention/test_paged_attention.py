@@ -29,6 +29,7 @@ def test_random_pages_give_the_attention_to_keys_in_a_row(queries, options):
     assert np.isfinite(found).all()
 
 
+@pytest.mark.longer
 def test_values_in_the_first_channels_of_their_keys():
     random = np.random.default_rng(0)
     q = jnp.asarray(random.normal(size=(len(LENGTHS), 2, 4, 12)), jnp.float32)

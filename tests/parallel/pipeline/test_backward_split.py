@@ -100,6 +100,7 @@ def test_views_of_weights_are_not_kept_for_each_microbatch(jitted):
     np.testing.assert_array_equal(dx, wanted[1])
 
 
+@pytest.mark.longer
 def test_a_value_and_its_views_are_saved_once():
     def projected(weights, x, shared, index):
         flat = [x.reshape(-1, D) @ weights[name] for name in ("q", "k")]  # each with a view of its own
