@@ -35,7 +35,7 @@ class Pairs(NamedTuple):
     lengths: Float[Array, "P 2"]
     """Numbers of tokens, at least 1."""
     margins: Float[Array, " P"] | float = 0.0
-    """By how much the data say that the chosen answer is better."""
+    """Difference of quality between the two answers, as the data give it."""
     drift: Float[Array, ""] | float = 0.0
     """Estimate, at least 0, of the divergence of the trained model from the reference; without a gradient."""
 

@@ -200,7 +200,7 @@ def _read(source: SourceConfig, encode: _Encoder) -> Iterator[Prompt]:
 
 @dataclasses.dataclass(frozen=True)
 class _Limit:
-    """What happens to prompts that are too long: they are left out, or an error."""
+    """Treatment of prompts that are too long: they are left out, or raise an error."""
 
     drops: bool
     longest: int

@@ -297,7 +297,7 @@ class PairRows(ExampleRows):
 
     @property
     def identity(self) -> list[object]:
-        """What the tokens and labels of the rows depend on, as plain JSON."""
+        """Everything that the tokens and labels of the rows depend on, as plain JSON."""
         return [self._examples.hashes, self._length, self._mismatched]
 
     def read(self, row: int, limit: int | None = None) -> Row:

@@ -99,11 +99,11 @@ class Kept(NamedTuple):
 
 
 class CacheAndKept(NamedTuple):
-    """What a mixer returns in place of its updated cache where later layers reuse its keys and values."""
+    """Updated cache of a mixer with the keys and values that later layers reuse; returned in place of the cache."""
 
     cache: LayerCache | None
     kept: dict[str, Kept]
-    """One entry, by the name in `Layer.keeps`."""
+    """The keys and values, by the name in `Layer.keeps`."""
 
 
 class Beside(NamedTuple):
@@ -150,7 +150,7 @@ class Context(NamedTuple):
     counted: bool = False
     """True if positions are 0..T-1 in every row."""
     beside: Beside = Beside()
-    """What layers read beside the residual stream."""
+    """Inputs of layers in addition to the residual stream."""
     records_experts: bool = False
     """True if mixtures of experts return the experts of each token."""
 

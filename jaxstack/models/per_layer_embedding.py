@@ -43,7 +43,7 @@ class PerLayerEmbedding(nnx.Module):
 
 
 class PerLayerInput(nnx.Module):
-    """What a layer adds at its end: norm(P (act(G x) * e)), with its own input e."""
+    """The last sublayer of a layer, norm(P (act(G x) * e)), where e is the layer's own embedding of the token."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         assert config.hidden_size_per_layer_input is not None

@@ -18,7 +18,7 @@ from jaxstack.models.layer import Angles
 _POSITIONS_PER_RUN = 1024
 
 REQUIRED: Any = object()
-"""In `SCALINGS`, the default of a key that must be given."""
+"""Stands in `SCALINGS` for the default of a key that must be given."""
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": REQUIRED},
     "llama3": {

@@ -89,7 +89,7 @@ class RewardResult:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a sample has no reward."""
+    """Reason for which a sample has no reward."""
 
     reason: str
 
@@ -460,7 +460,7 @@ class UnitTests(ColumnReward):
     folder: int = Field(default=32, ge=1)
     """Files that an answer may write in its own temporary folder, in MiB."""
     isolation: sandbox.Isolation | None = None
-    """How answers are kept apart: namespaces; or process, which keeps them from changing files, not from reading them.
+    """Isolation of answers: namespaces; or process, which keeps them from changing files, not from reading them.
     null: namespaces where the machine allows them."""
     workers: int | None = Field(default=None, ge=1)
     """Answers that are tested at a time; null: the number of processors."""

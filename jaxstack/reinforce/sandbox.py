@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Isolation = Literal["namespaces", "process"]
-"""How a program is kept apart.
+"""Isolation of a program from the machine.
 
 Always: limits of time, memory of a process and output; no sockets; no signals to, tracing of or limits for processes
 outside; no new privileges; none of the environment variables; it ends with all that it started.
@@ -88,7 +88,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """What a program did.
+    """Result of a program.
 
     Attributes:
       steps: for each step that was reached either (True, its value) or (False, its exception). Values are None, truth

@@ -1,4 +1,4 @@
-"""What rewards read from texts: numbers, the values of arithmetic expressions, code, and JSON that fits a schema.
+"""Find in texts what rewards look for: numbers, values of arithmetic expressions, code, JSON that fits a schema.
 
 Texts come from a model. Nothing of them is evaluated as Python, and all work is bounded by the length of the text.
 """

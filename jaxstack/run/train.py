@@ -77,7 +77,7 @@ def print_line(text: str) -> None:
 
 
 class Task:
-    """What a run learns from: its data, trainer and evaluations. This class: texts, chats, and pairs of answers."""
+    """Data, trainer and evaluations of a run. This class is for texts, chats and pairs of answers."""
 
     def __init__(self) -> None:
         self._baselines: _ByteBaselines | None = None

@@ -46,7 +46,8 @@ def gated_delta_rule(
         log_decay: logarithms of the share of the state that is kept, at most 0.
         beta: how much of the difference is corrected, 0 to 1 (or to 2).
         segment_ids: integers [B, T]; each document begins with an empty state. The tokens of a document are contiguous:
-            the same number after another one is a new document.
+            the same number after another one is a new document. Negative numbers are padding: the state passes over
+            it before the first document.
         state: the state before the first token, of its document; None: zeros.
         scale: factor of the queries; default 1 / sqrt(D).
         implementation: name of a backend in `BACKENDS`; None takes the first that supports the call.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.request import FLOAT_DTYPES
+from pallas_kernels.linear_time_attention.request import find_documents
 from pallas_kernels.target import Target, current_target
 
 
@@ -87,15 +88,10 @@ def make_request(
         state = jnp.zeros(whole, wide)
     if state.shape != whole:
         raise ValueError(f"state must be {list(whole)} (batch, value heads, key width, value width); got {state.shape}")
-    documents = None if segment_ids is None else _documents(jnp.asarray(segment_ids), v)
+    documents = None
+    if segment_ids is not None:
+        documents, hidden = find_documents(jnp.asarray(segment_ids), v.shape[:2])
+        log_decay, beta = (jnp.where(hidden[..., None], 0, x) for x in (log_decay, beta))  # the state passes over it
     factor = k.shape[3] ** -0.5 if scale is None else scale
     log_decay, beta, state = (jnp.asarray(x, wide) for x in (log_decay, beta, state))
     return DeltaRuleRequest(q, k, v, log_decay, beta, documents, state, factor, current_target())
-
-
-def _documents(ids: jax.Array, v: jax.Array) -> jax.Array:
-    if ids.shape != v.shape[:2]:
-        raise ValueError(f"segment_ids must have shape {list(v.shape[:2])} (batch, length); got {list(ids.shape)}")
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"segment_ids must be integers; got {ids.dtype}")
-    return jnp.cumsum(jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)

@@ -21,7 +21,7 @@ _CHUNK = 64
 
 
 class _Chunks(NamedTuple):
-    """What the recurrence over chunks reads of each: [n, B, K, G, C, ...]."""
+    """Inputs of the recurrence over n chunks: [n, B, K, G, C, ...]."""
 
     values: jax.Array
     """(I + A)^-1 beta v: what the tokens would add to an empty state. [..., C, V]."""

@@ -33,7 +33,7 @@ class GatedDeltaCache(NamedTuple):
     state: Float[Array, "B N H V"]
     """float32."""
     q: Float[Array, "B tail K H"]
-    """Of the last W - 1 tokens, in the compute dtype, as the next two."""
+    """Queries of the last W - 1 tokens, in the compute dtype; keys and values follow."""
     k: Float[Array, "B tail K H"]
     v: Float[Array, "B tail N V"]
 

@@ -31,7 +31,7 @@ _KEY_NORM_EPS = 1e-6
 
 
 class Index(NamedTuple):
-    """What the indexer computes for each token."""
+    """Queries, weights and keys of the indexer for each token."""
 
     queries: Float[Array, "B T I J"]
     weights: Float[Array, "B T I"]

@@ -34,7 +34,7 @@ class StateSpaceCache(NamedTuple):
     state: Float[Array, "B N P S"]
     """float32."""
     x: Float[Array, "B tail N P"]
-    """Of the last W - 1 tokens, in the compute dtype, as the next two."""
+    """Inputs of the last W - 1 tokens, in the compute dtype; B and C follow."""
     b: Float[Array, "B tail G S"]
     c: Float[Array, "B tail G S"]
 

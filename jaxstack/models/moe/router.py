@@ -162,7 +162,7 @@ class Routing(NamedTuple):
     sums: RouterSums
     """The router's losses and balance, summed over tokens."""
     chosen: Int[Array, "B T k"]
-    """As `experts`, but before any is dropped."""
+    """The experts of each token before any is dropped."""
 
 
 def route(

@@ -57,7 +57,7 @@ class Totals:
     loss: jax.Array
     others: Any
     own: Any = None
-    """What `first` and the layers add to the loss; None: nothing."""
+    """Terms of the loss from `first` and the layers; None: there are none."""
 
 
 class _State(NamedTuple):

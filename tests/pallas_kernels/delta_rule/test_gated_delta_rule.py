@@ -48,7 +48,7 @@ def test_chunks_equal_the_recurrence(monkeypatch):
 
 
 def test_a_sequence_in_parts_and_padding():
-    """The state carries a sequence from call to call; tokens with beta and log_decay 0 leave it as it is."""
+    """The state carries a sequence from call to call; padding, or beta and log_decay of 0, leave it as it is."""
     *tokens, state = arrays(11)
 
     @jax.jit
@@ -58,13 +58,16 @@ def test_a_sequence_in_parts_and_padding():
             out, state = gated_delta_rule(*(x[:, start:end] for x in tokens), state=state)
             outs.append(out)
         quiet = [*(x[:, :3] for x in tokens[:3]), *(0 * x[:, :3] for x in tokens[3:])]
-        return jnp.concatenate(outs, 1), state, gated_delta_rule(*quiet, state=state)[1]
+        hidden = jnp.full((2, 11), -1)
+        quiet = gated_delta_rule(*quiet, state=state), gated_delta_rule(*tokens, segment_ids=hidden, state=state)
+        return jnp.concatenate(outs, 1), state, *(last for _, last in quiet)
 
-    out, last, after_padding = in_parts(tokens, state)
+    out, last, *after_padding = in_parts(tokens, state)
     wanted, wanted_last = jax.jit(lambda x, state: gated_delta_rule(*x, state=state))(tokens, state)
     np.testing.assert_allclose(out, wanted, atol=1e-6)
     np.testing.assert_allclose(last, wanted_last, atol=1e-6)
-    np.testing.assert_array_equal(after_padding, last)
+    np.testing.assert_array_equal(after_padding[0], last)
+    np.testing.assert_array_equal(after_padding[1], last)
 
 
 def test_arguments_are_checked():
