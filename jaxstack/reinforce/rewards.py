@@ -10,23 +10,13 @@ A reward never ends a run. One that raises an exception, returns no finite numbe
 that sample, and the sample's result tells it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import json
-import math
-import multiprocessing
-import multiprocessing.connection
 import operator
-import os
 import re
-import signal
-import subprocess
 import sys
-import threading
-import time
-import traceback
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,36 +30,16 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from jaxstack.config.base import Component
 from jaxstack.errors import ConfigError
 from jaxstack.reinforce import sandbox, verifiers
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """An answer to a prompt, as a reward sees it.
-
-    Attributes:
-      prompt: a text, or messages with `role` and `content`.
-      answer: the decoded answer, without its stop token.
-      columns: the other keys of the prompt's record.
-      truncated: the answer reached the limit of tokens, and has no stop token.
-      tokens: number of the answer's tokens, the stop token included; None if it is not known.
-    """
-
-    prompt: str | Sequence[Mapping[str, Any]]
-    answer: str
-    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    truncated: bool = False
-    tokens: int | None = None
-
-    def column(self, name: str) -> Any:
-        """Return the value of a column.
-
-        Raises:
-          ValueError: the record does not have it.
-        """
-        value = self.columns.get(name)
-        if value is None:
-            raise ValueError(f"the record has no column {name!r}; its columns: {', '.join(self.columns) or 'none'}")
-        return value
+from jaxstack.reinforce.scorers import (
+    Failure,
+    InAnotherProcess,
+    InThisProcess,
+    Outcome,
+    Sample,
+    Scorer,
+    all_outcomes,
+    describe_error,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,24 +55,6 @@ class RewardResult:
     total: float
     parts: Mapping[str, float]
     error: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """Reason for which a sample has no reward."""
-
-    reason: str
-
-
-Outcome: TypeAlias = float | Failure
-
-
-class Scorer(Protocol):
-    """Interface of a reward that is ready: it may hold processes or a model."""
-
-    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]: ...
-
-    def close(self) -> None: ...
 
 
 class RewardModel(Protocol):
@@ -134,7 +86,7 @@ class Reward(Component):
         return ()
 
     @abstractmethod
-    def score(self, samples: Sequence[Sample]) -> Sequence[float | Failure]:
+    def score(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
         """Return the reward of each sample, before its weight. It may raise any exception."""
 
     def prepare(self) -> None:
@@ -151,13 +103,13 @@ class Reward(Component):
           ConfigError: it cannot be computed here.
         """
         del load_model
-        return _Here(self)
+        return InThisProcess(self)
 
 
 class SampleReward(Reward):
     """Base class of rewards that look at one sample at a time."""
 
-    def score(self, samples: Sequence[Sample]) -> Sequence[float | Failure]:
+    def score(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
         """Return the reward of each sample."""
         return [_attempt(self.judge, sample) for sample in samples]
 
@@ -177,15 +129,11 @@ class ColumnReward(SampleReward):
         return (self.column,)
 
 
-def _attempt(function: Callable[[Sample], float], sample: Sample) -> float | Failure:
+def _attempt(function: Callable[[Sample], float], sample: Sample) -> Outcome:
     try:
         return float(function(sample))
     except Exception as error:
-        return Failure(_told(error))
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:500] if str(error) else type(error).__name__
+        return Failure(describe_error(error))
 
 
 def _texts(expected: Any) -> list[str]:
@@ -230,7 +178,7 @@ class SeparateReward(SampleReward):
 
     def open(self, load_model: LoadModel | None) -> Scorer:
         del load_model
-        return _Elsewhere(self, self.time_limit)
+        return InAnotherProcess(self, self.time_limit)
 
 
 class Regex(SeparateReward):
@@ -411,7 +359,7 @@ class Python(Reward):
 
     def open(self, load_model: LoadModel | None) -> Scorer:
         del load_model
-        scorer = _Elsewhere(self, self.time_limit)
+        scorer = InAnotherProcess(self, self.time_limit)
         problem = scorer.prepare()
         if problem is not None:
             scorer.close()
@@ -506,7 +454,7 @@ class _Tested:
             prefix = "" if self._config.prefix is None else f"{sample.column(self._config.prefix)}\n"
             return verifiers.suite(prefix + verifiers.code_of(sample.answer), sample.column(self._config.column))
         except Exception as error:
-            return Failure(_told(error))
+            return Failure(describe_error(error))
 
     def close(self) -> None:
         self._box.close()
@@ -548,7 +496,7 @@ class _Modelled:
                 encoded[row] = self._model.encode(sample.prompt, sample.answer)
                 outcomes.append(0.0)
             except Exception as error:
-                outcomes.append(Failure(_told(error)))
+                outcomes.append(Failure(describe_error(error)))
         left = sorted(encoded, key=lambda row: len(encoded[row]))
         while left:
             rows = left[-max(1, self._batch_tokens // len(encoded[left[-1]])) :]
@@ -631,7 +579,7 @@ class Rewards:
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Return the rewards of each sample."""
         samples = list(samples)
-        outcomes = {name: _all_outcomes(scorer, samples) for name, (_, scorer) in self._scorers.items()}
+        outcomes = {name: all_outcomes(scorer, samples) for name, (_, scorer) in self._scorers.items()}
         results = []
         for row in range(len(samples)):
             found = {name: outcome[row] for name, outcome in outcomes.items()}
@@ -665,144 +613,3 @@ def build_rewards(config: Sequence[Reward], load_model: LoadModel | None = None)
       ConfigError: there is none, a function cannot be imported, or there is no sandbox for generated code.
     """
     return Rewards(config, load_model)
-
-
-def _all_outcomes(scorer: Scorer, samples: Sequence[Sample]) -> list[Outcome]:
-    """Return a finite number or the reason of a failure for each sample, whatever the reward does."""
-    if not samples:
-        return []
-    try:
-        found = list(scorer(samples))
-    except Exception as error:
-        return [Failure(_told(error))] * len(samples)
-    return [x if isinstance(x, Failure) or math.isfinite(x) else Failure(f"{x} is no finite number") for x in found]
-
-
-class _Here:
-    """Computes a reward in this process."""
-
-    def __init__(self, reward: Reward):
-        self._reward = reward
-
-    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
-        return self._reward.score(samples)
-
-    def close(self) -> None:
-        pass
-
-
-_MOST_HANGS = 3
-"""Samples of a call that may exceed the time limit, each by itself, before the others are given up."""
-
-
-class _Elsewhere:
-    """Computes a reward in another process, which is ended if it takes too long, and started anew at the next call."""
-
-    def __init__(self, reward: Reward, time_limit: float):
-        self._reward = reward
-        self._limit = time_limit
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Any = None
-
-    def prepare(self) -> str | None:
-        """Start the process, and return why the reward's function cannot be imported; None if it can."""
-        found = self._request(None, max(self._limit, _START_LIMIT))
-        return found.reason if isinstance(found, Failure) else None
-
-    def __call__(self, samples: Sequence[Sample]) -> Sequence[Outcome]:
-        found = self._ask(samples)
-        if not isinstance(found, Failure):
-            return found
-        if len(samples) == 1:
-            return [found]
-        outcomes: list[Outcome] = []
-        hangs = 0
-        for sample in samples:
-            if hangs == _MOST_HANGS:
-                outcomes.append(Failure(f"not computed: other answers of this step took over {self._limit:g} s each"))
-                continue
-            found = self._ask([sample])
-            outcomes += [found] if isinstance(found, Failure) else found
-            hangs += isinstance(found, _TooLong)
-        return outcomes
-
-    def _ask(self, samples: Sequence[Sample]) -> list[Outcome] | Failure:
-        if self._process is None and (problem := self.prepare()) is not None:
-            return Failure(problem)
-        found = self._request(list(samples), self._limit)
-        return found if isinstance(found, Failure) else list(found)
-
-    def _request(self, samples: list[Sample] | None, limit: float) -> Any:
-        """Return what the process answers, or a failure."""
-        try:
-            if self._process is None:
-                self._start()
-            self._pipe.send((self._reward, samples))
-            if self._pipe.poll(limit):
-                return self._pipe.recv()
-            failure: Failure = _TooLong(f"took more than {limit:g} s and was ended")
-        except (EOFError, OSError) as error:
-            failure = Failure(f"its process ended, {_told(error)}{self._exit_code()}")
-        except Exception as error:  # a column that cannot be pickled
-            failure = Failure(_told(error))
-        self.close()
-        return failure
-
-    def _start(self) -> None:
-        self._pipe, other = multiprocessing.Pipe()
-        # The trainer holds the GPUs, of whose memory a second process would take a part.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-        environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
-        code = "from jaxstack.reinforce.rewards import _serve; _serve()"
-        command = [sys.executable, "-c", code, str(other.fileno())]
-        self._process = subprocess.Popen(
-            command, pass_fds=[other.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        other.close()
-
-    def _exit_code(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return "" if self._process is None else f", exit code {self._process.wait(1)}"
-        return ""
-
-    def close(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._pipe.close()
-        self._process = None
-
-
-_START_LIMIT = 120.0
-"""Seconds for starting a process and importing a function."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _TooLong(Failure):
-    """A failure because of the time limit."""
-
-
-def _serve() -> None:
-    """Compute rewards for the process that started this one, until that ends."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    with multiprocessing.connection.Connection(int(sys.argv[1])) as pipe, contextlib.suppress(EOFError, OSError):
-        while True:
-            reward, samples = pipe.recv()
-            try:
-                answer = reward.prepare() if samples is None else reward.score(samples)
-            except BaseException as error:
-                answer = Failure(f"{_told(error)}{_place(error)}")
-            pipe.send(answer)
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _place(error: BaseException) -> str:
-    """Return the line at which an exception was raised, as ` (file.py:3)`; "" if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
