@@ -26,6 +26,10 @@ class ResilienceConfig(Component):
     checksum_every_steps: int | None = Field(default=None, ge=1)
     """Compare the replicas of the state every so many steps, and before each save; a difference stops the run. null:
     never."""
+    verify_layout: bool = False
+    """Before a run on several devices, compare one step of a small copy of the model in the run's layout, with its
+    features and precision, with the step of one device; another loss or gradient stops the run. It compiles two small
+    programs."""
     accept_data_change: bool = False
     """Resume with other data, another tokenizer, seed or batch size than the checkpoint's."""
     heartbeat_seconds: int = Field(default=10, ge=2, le=86_400)

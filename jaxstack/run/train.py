@@ -44,6 +44,7 @@ from jaxstack.run.load import load_companions, start_parameters
 from jaxstack.run.memory_check import check_memory, check_state_size
 from jaxstack.run.reference import add_references
 from jaxstack.run.setting import Setting, forecast_here
+from jaxstack.run.verify_layout import verify_layout
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from jaxstack.stored import StoredModel
 from jaxstack.stored.model import copy_stop_tokens
@@ -181,6 +182,8 @@ def train(
         config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
         _check_companions(config, data.tokenizer)
         add_references(config, data, say)
+        if config.resilience.verify_layout:
+            verify_layout(config, say)
         with doing("tracing the model"):
             trainer = task.make_trainer(config, data)
         if warning := check_memory(trainer):
