@@ -73,5 +73,5 @@ def test_a_model_in_integers_computes_nearly_the_same():
 
 def test_other_attention_is_refused():
     config = ModelConfig(vocab_size=61, hidden_size=32, num_layers=1, num_heads=2, attention=LinearAttention())
-    with pytest.raises(ValueError, match="found linear"):
+    with pytest.raises(ValueError, match="found attention.name linear"):
         nnx.eval_shape(lambda: in_integers(Transformer(config, nnx.Rngs(0))))
