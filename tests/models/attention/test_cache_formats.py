@@ -133,7 +133,8 @@ def test_a_sorted_cache_rounds_to_the_same_values_in_any_layout():
 
 def test_what_has_no_cache_of_this_format_is_refused():
     linear = {"attention": LinearAttention(), "scan_layers": False}
-    with pytest.raises(ConfigError, match="needs attention.name softmax, longformer or block_sparse.*found attention.name linear"):
+    message = "needs attention.name softmax, longformer or block_sparse.*found attention.name linear"
+    with pytest.raises(ConfigError, match=message):
         jax.eval_shape(lambda: make_model("int8", **linear).make_cache(1, 8))
     with pytest.raises(ConfigError, match="heads of 8 channels.*blocks of 32.*fp8"):
         jax.eval_shape(lambda: make_model("bfp12", head_dim=8).make_cache(1, 8))
