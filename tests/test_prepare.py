@@ -140,6 +140,7 @@ def wait_for(path: Path, process) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.exhaustive
 def test_goes_on_after_kill_9_and_keeps_finished_shards(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 8000)
     assert main(arguments(corpus, tmp_path / "whole", "--workers", "1", "--quiet")) == 0

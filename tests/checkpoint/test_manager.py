@@ -236,6 +236,7 @@ def test_a_step_that_is_not_there_names_those_that_are(open_manager):
         manager.restore(5, {"x": 1})
 
 
+@pytest.mark.exhaustive
 def test_a_reader_tells_a_save_in_progress_from_one_that_was_cut_off(open_manager, warnings):
     """Another process, such as `generate`, reads the run while it saves."""
     manager = open_manager()

@@ -91,6 +91,7 @@ def small_batches(layout: str, rows: int) -> tuple[list, list]:
     return together, together if layout == "zero" else by_device
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [

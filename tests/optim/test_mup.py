@@ -63,6 +63,7 @@ def test_roles_by_path():
     assert Width(2.0, False).role("final_norm/scale") == "input"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initial_weights_scale_with_the_width_and_not_at_the_base(family):
     changes = FAMILIES[family]

@@ -92,6 +92,7 @@ def test_eight_devices_give_the_loss_curve_of_one(overrides):
     assert_trains_as_one_device(*overrides)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [

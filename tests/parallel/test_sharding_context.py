@@ -59,6 +59,7 @@ def test_a_kernel_by_name_that_cannot_compute_parts_is_refused():
         trainer.compile(trainer.peek_batch())
 
 
+@pytest.mark.exhaustive
 def test_held_out_loss_is_that_of_one_device():
     held_out = [batch_at(step, 4) for step in (7, 8)]
     losses = []

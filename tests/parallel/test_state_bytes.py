@@ -50,6 +50,7 @@ def test_weights_and_moments_are_12_bytes_a_parameter_over_the_devices_that_shar
     assert held == vectors + (whole - vectors) // parts
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scan", ["true", "false"])
 def test_with_zero_2_no_stage_of_a_pipeline_has_whole_gradients(scan):
     """The float32 sums of a stage's two layers: whole with ZeRO-1, in two parts with ZeRO-2."""

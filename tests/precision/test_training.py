@@ -314,6 +314,7 @@ def test_scaling_states_are_no_parameters():
     assert len(jax.tree.leaves(variables)) == len(PROJECTIONS)
 
 
+@pytest.mark.exhaustive
 def test_a_delayed_run_resumes_bit_for_bit(tmp_path):
     settings = LoopSettings(
         checkpoint=CheckpointConfig(every_steps=2),

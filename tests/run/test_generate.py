@@ -84,6 +84,7 @@ def texts(capsys, source: Path, prompts: Path, *more: str) -> list[dict]:
     return [json.loads(line) for line in generate(capsys, *said, *more).splitlines()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.longer
 def test_eight_devices_and_other_batches_give_the_same_texts(source, prompts, capsys):
     found = texts(capsys, source, prompts, ONE, "--seed", "3")

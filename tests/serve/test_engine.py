@@ -176,6 +176,7 @@ def test_warming_up_again_overwrites_no_cached_page(decoder):
         assert handle.cached_tokens == 64
 
 
+@pytest.mark.exhaustive
 def test_too_few_pages_preempt_the_newest_and_change_no_text(decoder):
     """Twelve pages for four requests that need seven each."""
     config = SMALL.model_copy(update={"pages": 12, "context": 40})

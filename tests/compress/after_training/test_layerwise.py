@@ -71,6 +71,7 @@ def test_statistics_are_those_of_the_inputs():
     assert found["mlp/gate_proj"].hessian is None and found["mlp/gate_proj"].mean_abs.shape == (16,)
 
 
+@pytest.mark.exhaustive
 def test_layers_of_a_scan_are_compressed_like_unrolled_ones():
     scanned = _model(3, scan_layers=True)
     unrolled = _model(3)

@@ -64,6 +64,7 @@ def test_prefill_and_steps_give_the_logits_of_the_forward_with_rounded_keys(name
         logits = logits[:, 1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CACHE_FORMATS)
 def test_packed_tokens_over_pages_give_the_logits_of_the_forward_with_rounded_keys(name):
     """Chunks of 18 tokens of two sequences, then single tokens."""

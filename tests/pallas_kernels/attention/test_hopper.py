@@ -117,6 +117,7 @@ def test_lowers_under_jit_and_grad():
     assert forward == 1 and both > forward
 
 
+@pytest.mark.exhaustive
 @needs_mosaic
 @pytest.mark.parametrize(("packed", "kernels"), [(False, 2), (True, 4)])
 def test_the_backward_of_wide_heads_fits_in_shared_memory(packed, kernels):

@@ -185,6 +185,7 @@ def test_the_score_of_masked_entries_times_its_factor_is_exact(scale, soft_cap):
     assert -4e30 < score * factor < -1e29 or score == -(2.0**126)
 
 
+@pytest.mark.exhaustive
 @needs_mosaic
 def test_error_of_the_deterministic_backward(monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)

@@ -53,6 +53,7 @@ def test_three_matmuls_a_chunk_and_the_sum_inside_of_one():
         assert not re.search(rf"= \w+\[{D},{V}\]\S* (add|copy)\(", block)
 
 
+@pytest.mark.exhaustive
 def test_the_per_token_form_computes_the_logits_again():
     counts = [len(_MATMUL.findall(block)) for block in loops(linear_cross_entropy, 8, "bfloat16")]
     assert sum(counts) == 2 * 4, "chunks of two sizes"

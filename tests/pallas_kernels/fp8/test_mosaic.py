@@ -55,6 +55,7 @@ def _assert_as_plain(pairs):
     np.testing.assert_allclose(found, wanted, rtol=2.0**-8, atol=1e-3 * np.abs(wanted).max())
 
 
+@pytest.mark.exhaustive
 @needs_triton
 def test_the_wide_arrays_of_an_mlp_are_written_in_fp8_only():
     """Two results of products, and the gradient of SwiGLU's, are all that is written of [rows, F] in bfloat16."""
