@@ -14,6 +14,7 @@ from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
+from jaxstack.models.attention.latent import LatentAttention
 from jaxstack.models.layer import Layer, Mixer
 from jaxstack.models.moe.router import MoEConfig
 from jaxstack.models.norm import NORMS
@@ -302,7 +303,7 @@ class ModelConfig(Component):
             return (
                 f"parametrization: mup is known for attention alone; layer_types has layers of {mixer}; leave them out."
             )
-        if self.attention.name == "latent":
+        if isinstance(self.attention, LatentAttention):
             return _LATENTS.replace("{model.attention.name}", self.attention.name)
         if self.attention.name not in _SOFTMAX_KINDS:
             return _NOT_SOFTMAX.replace("{model.attention.name}", self.attention.name)

@@ -1,4 +1,4 @@
-"""Where rewards are computed: in this process, or in another one that is ended if it takes too long.
+"""Computes rewards in this process, or in another one that is ended if it takes too long.
 
 A `Scorer` gives each `Sample` a number, or a `Failure` that says why it has none.
 """
