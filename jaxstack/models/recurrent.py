@@ -12,23 +12,36 @@ from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.layer import Mixer
 
 
-class StateSpace(Mixer):
+class Recurrent(Mixer):
+    """Base of the mixers with a state, which layers have by their type."""
+
+    num_heads: int = Field(default=8, ge=1, le=2**16)
+    """Number of heads, each with a state."""
+    conv_kernel: int = Field(default=4, ge=2, le=64)
+    """Number of tokens that the convolution in front of the recurrence sees, the token itself included."""
+
+    @property
+    def described(self) -> str:
+        return f"layer_types {self.title}"
+
+    @property
+    def own_heads(self) -> int:
+        return self.num_heads
+
+
+class StateSpace(Recurrent):
     """State space layers (Mamba-2; Dao & Gu 2024, arXiv:2405.21060), which `layer_types` ssd and ssd_only have.
 
     Each head has a state of head_dim x state_size numbers, which fades by a learned amount with every token.
     """
 
     name: Literal["ssd"] = "ssd"
-    num_heads: int = Field(default=8, ge=1, le=2**16)
-    """Number of heads; num_heads x head_dim is 2 x hidden_size in most models."""
     head_dim: int = Field(default=64, ge=1, le=2**16)
-    """Number of channels of a head."""
+    """Number of channels of a head; num_heads x head_dim is 2 x hidden_size in most models."""
     state_size: int = Field(default=128, ge=1, le=2**16)
     """Numbers in the state for each channel."""
     n_groups: int = Field(default=1, ge=1, le=2**16)
     """Number of groups of heads; a group shares what is written to the states and read from them, and a norm."""
-    conv_kernel: int = Field(default=4, ge=2, le=64)
-    """Number of tokens that the convolution in front of the recurrence sees, the token itself included."""
     use_conv_bias: bool = True
     """Add a bias in the convolution."""
     use_bias: bool = False
@@ -56,21 +69,13 @@ class StateSpace(Mixer):
             raise ValueError(f"time_step_limit must be [smallest, largest]; found [{low}, {high}]; exchange them.")
         return self
 
-    @property
-    def described(self) -> str:
-        return "layer_types ssd"
-
-    @property
-    def own_heads(self) -> int:
-        return self.num_heads
-
     def layer_heads(self, heads: AttentionSpec) -> AttentionSpec:
         return dataclasses.replace(
             heads, num_heads=self.num_heads, num_kv_heads=self.n_groups, head_dim=self.head_dim, window=None
         )
 
 
-class GatedDelta(Mixer):
+class GatedDelta(Recurrent):
     """Gated DeltaNet layers (Yang et al., arXiv:2412.06464), which `layer_types` delta has (Qwen3-Next, Qwen 3.5).
 
     Each head has a state of key_head_dim x head_dim numbers, which fades by a learned amount with every token, and from
@@ -78,16 +83,12 @@ class GatedDelta(Mixer):
     """
 
     name: Literal["delta"] = "delta"
-    num_heads: int = Field(default=8, ge=1, le=2**16)
-    """Number of heads of values, each with a state."""
     head_dim: int = Field(default=128, ge=1, le=2**16)
     """Number of channels of a head of values."""
     num_key_heads: int = Field(default=4, ge=1, le=2**16)
     """Number of heads of queries and keys; each is used by num_heads / num_key_heads heads of values."""
     key_head_dim: int = Field(default=128, ge=1, le=2**16)
     """Number of channels of a head of queries and keys."""
-    conv_kernel: int = Field(default=4, ge=2, le=64)
-    """Number of tokens that the convolution in front of the recurrence sees, the token itself included."""
 
     @model_validator(mode="after")
     def _check(self) -> "GatedDelta":
@@ -97,10 +98,6 @@ class GatedDelta(Mixer):
                 "of heads of queries and keys."
             )
         return self
-
-    @property
-    def own_heads(self) -> int:
-        return self.num_heads
 
     def layer_heads(self, heads: AttentionSpec) -> AttentionSpec:
         return dataclasses.replace(

@@ -148,7 +148,7 @@ def attend_to(
     visible: Bool[Array, "#B #T S"],
     heads: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Compute attention of queries to the cached keys and values that the mask `visible` allows.
 
     Decoding reads the whole cache once per token and is limited by memory bandwidth, so a plain einsum is as fast as a
@@ -169,7 +169,7 @@ def attend_to(
         column = jnp.broadcast_to(sinks.reshape(scores.shape[1:3])[..., None, None], (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, column], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[2]].astype(v.dtype)
-    return jnp.einsum("bkgts,bksh->btkgh", weights, v).reshape(batch, length, num_heads, width)
+    return jnp.einsum("bkgts,bksh->btkgh", weights, v).reshape(batch, length, num_heads, v.shape[-1])
 
 
 def attend_newest(

@@ -173,7 +173,8 @@ class MultiHeadLatentAttention(nnx.Module):
         if slots.pages is None:
             cache, seen, positions = extend(cast(KeyCache, cache), key, _no_values(key), slots)
             visible = (positions >= 0)[:, None] & (positions[:, None] <= slots.queries[..., None])
-            return attend_to(q, KeyCache(seen.key, seen.key), visible, self._spec())[..., :rank], cache
+            latents = KeyCache(seen.key, cast(jax.Array, seen.key)[..., :rank])
+            return attend_to(q, latents, visible, self._spec()), cache
         # Packed tokens are one row for attention, whatever rows they are for the matmuls.
         row_q, row_key = (part.reshape(1, -1, *part.shape[2:]) for part in (q, key))
         cache = put_in_pages(cast(PagedKeys, cache), row_key, _no_values(row_key), slots.pages)

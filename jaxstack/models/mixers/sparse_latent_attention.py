@@ -152,10 +152,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             visible = visible & (ids[:, :, None] == ids[:, None, :])
         visible = jnp.broadcast_to(visible, (q.shape[0], length, length))
         chosen = self.indexer.choose(index.queries, index.weights, index.keys, visible)
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * self.scale
-        scores = jnp.where(chosen[:, None], scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("bnts,bsnv->btnv", weights, v)
+        return attend_to(q, KeyCache(*(jnp.moveaxis(x, 2, 1) for x in (k, v))), chosen, self._spec())
 
     def _attend_cached(
         self, q: jax.Array, latent: jax.Array, index: Index, cache: LayerCache, slots: CacheSlots
@@ -200,8 +197,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
     ) -> Float[Array, "B T N R"]:
         """Return each head's weighted sum of the latents that the indexer chooses among the visible ones."""
         chosen = self.indexer.choose(queries, weights, cast(jax.Array, seen.value)[:, 0], visible)
-        latents = KeyCache(seen.key, seen.key)
-        return attend_to(q, latents, chosen, self._spec())[..., : self.kind.kv_lora_rank]
+        latents = KeyCache(seen.key, cast(jax.Array, seen.key)[..., : self.kind.kv_lora_rank])
+        return attend_to(q, latents, chosen, self._spec())
 
     def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
         """Create an empty cache of latents and index keys with room for `length` tokens in each of `batch` rows."""
