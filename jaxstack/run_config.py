@@ -110,6 +110,15 @@ class RunConfig(Component):
         return conflicts(FEATURES, {name: getattr(self, name) for name in type(self).model_fields})
 
     @property
+    def reference(self) -> tuple[str, str] | None:
+        """Key and value of the frozen model that each step computes to compare with; None: there is none."""
+        if self.preference.computes_reference:
+            return "preference.reference", self.preference.reference
+        if self.policy.loss is not None and self.policy.kl:
+            return "policy.reference", self.policy.reference
+        return None
+
+    @property
     def trains_adapters_only(self) -> bool:
         """True if the trained model without its adapters is the one that the run starts from."""
         return bool(self.adapters.rules) and not any(group.frozen is False for group in self.optimizer.groups)

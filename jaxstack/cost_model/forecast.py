@@ -126,13 +126,6 @@ def _wide_ends(config: RunConfig) -> tuple[int, int]:
     return 2 * plain, 2 * (model.end_layers > 0)
 
 
-def _reference(config: RunConfig) -> str | None:
-    """Return the frozen model that each step computes too, for preferences or a policy's divergence; None without."""
-    if config.preference.computes_reference:
-        return config.preference.reference
-    return config.policy.reference if config.policy.loss is not None and config.policy.kl else None
-
-
 class LayoutModel:
     """Predicts memory and step time for any layouts of one configuration on one cluster.
 
@@ -164,12 +157,14 @@ class LayoutModel:
             wide_ends=_wide_ends(config),
             prefetch=config.parallel.prefetch,
             copies=config.parallel.copy_engines != "never",
-            reference=_reference(config) is not None,
+            reference=config.reference is not None,
         )
 
     @property
-    def _is_own_reference(self) -> bool:
-        return _reference(self.config) == "init_from" and self.config.trains_adapters_only
+    def _has_second_model(self) -> bool:
+        """True if a reference is in memory that is not the model without its adapters."""
+        reference = self.config.reference
+        return reference is not None and not (reference[1] == "init_from" and self.config.trains_adapters_only)
 
     @property
     def usable_bytes(self) -> float:
@@ -187,7 +182,7 @@ class LayoutModel:
             prefetch=self.time.prefetch,
             trained=self.time.trained,
             adapters=adapter_share(self.config.adapters, self.shape),
-            reference=_reference(self.config) is not None and not self._is_own_reference,
+            reference=self._has_second_model,
         )
 
     def fits(self, layouts: LayoutTable) -> np.ndarray:

@@ -16,6 +16,7 @@ scores is part of the router's matrix.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxstack.models.config import ModelConfig
 from jaxstack.parameter_paths import match
@@ -121,3 +123,9 @@ def scale_initial_weights(model: nnx.Module, config: ModelConfig) -> None:
 
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     nnx.update(model, nnx.from_flat_state([(path, scale(path, variable)) for path, variable in flat]))
+
+
+def step_size_bias(key: jax.Array, heads: int, smallest: float = 0.001, largest: float = 0.1) -> Float[Array, " heads"]:
+    """Return biases whose softplus is a step size, spread evenly in its logarithm (Gu & Dao 2023, arXiv:2312.00752)."""
+    steps = jnp.exp(jax.random.uniform(key, (heads,), minval=math.log(smallest), maxval=math.log(largest)))
+    return steps + jnp.log(-jnp.expm1(-steps))

@@ -93,18 +93,13 @@ def companions(config: RunConfig) -> list[Companion]:
     found = []
     if config.distill.teacher is not None:
         found.append(Companion("teacher", "distill.teacher", config.distill.teacher, "distilling"))
-    preference = config.preference
-    policy = config.policy
-    if preference.computes_reference:
-        key, directory = "preference.reference", preference.reference
-    elif policy.loss is not None and policy.kl:
-        key, directory = "policy.reference", policy.reference
-    else:
+    if config.reference is None:
         return found
+    key, directory = config.reference
     if directory == "init_from":
         directory = None if config.trains_adapters_only else config.run.init_from
     if directory is not None:
-        verb = "measuring rewards" if preference.loss is not None else "measuring the divergence"
+        verb = "measuring rewards" if config.preference.loss is not None else "measuring the divergence"
         found.append(Companion("reference", key, directory, verb))
     return found
 

@@ -7,7 +7,6 @@ length 1. The output of a head is normalized, and then multiplied by silu(z).
 Dims: B batch, T length, D model, K key heads of H channels, N value heads of V channels, W taps.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -17,10 +16,10 @@ from jaxtyping import Array, Float
 
 from jaxstack.models.attention.slot_cache import decode_slots, padding_last
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.initialization import make_initializer
+from jaxstack.models.initialization import make_initializer, step_size_bias
 from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, SegmentIds
 from jaxstack.models.linear import Linear, apply_scattered, apply_together
-from jaxstack.models.mixers.short_convolution import ShortConvolution, next_tail, short_convolution
+from jaxstack.models.mixers.short_convolution import ShortConvolution, convolve_and_keep, short_convolution
 from jaxstack.models.norm import LayerInput, make_norm
 from jaxstack.models.recurrent import GatedDelta
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
@@ -72,7 +71,7 @@ class GatedDeltaNet(nnx.Module):
         n = (kind.num_heads,)
         rates = jax.random.uniform(rngs.params(), n, minval=1.0, maxval=16.0)
         self.a_log = nnx.Param(jnp.log(rates), logical_axes=("heads",))
-        self.dt_bias = nnx.Param(_initial_step_bias(rngs.params(), kind.num_heads), logical_axes=("heads",))
+        self.dt_bias = nnx.Param(step_size_bias(rngs.params(), kind.num_heads), logical_axes=("heads",))
         self.norm = make_norm("rms_norm", kind.head_dim, config.norm_eps)
         self.out_proj = Linear(values[0], (d,), (*values[1], "embed"), rngs=rngs, initialize=outer)
         self.kind = kind
@@ -175,13 +174,10 @@ class GatedDeltaNet(nnx.Module):
         decay, beta = (
             jnp.where(there, x, 0) for x in _gates(dt, beta, self.a_log[...], self.dt_bias[...])
         )  # which leaves the state as it is
-        raw = {"q": q, "k": k, "v": v}
-        tails = {name: getattr(cache, name) for name in raw}
-        convolutions = {"q": self.q_conv, "k": self.k_conv, "v": self.v_conv}
-        q, k, v = (convolutions[name](raw[name], tail=tails[name]) for name in raw)
+        convolutions = self.q_conv, self.k_conv, self.v_conv
+        (q, k, v), tails = convolve_and_keep(convolutions, (q, k, v), cache[1:], lengths)
         out, state = gated_delta_rule(_of_length_1(q), _of_length_1(k), v, decay, beta, state=cache.state)
-        after = {name: next_tail(raw[name], tails[name], lengths) for name in raw}
-        return restore(out), GatedDeltaCache(state, **after)
+        return restore(out), GatedDeltaCache(state, *tails)
 
     def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> GatedDeltaCache:
         """Create an empty cache for each of `batch` rows, whatever their length."""
@@ -218,12 +214,6 @@ class GatedDeltaNet(nnx.Module):
         kind = layer.mixer
         assert isinstance(kind, GatedDelta)
         return 18.0 * kind.num_heads * kind.key_head_dim * kind.head_dim
-
-
-def _initial_step_bias(key: jax.Array, heads: int) -> Float[Array, " N"]:
-    """Return biases whose softplus is spread evenly in its logarithm between 0.001 and 0.1."""
-    steps = jnp.exp(jax.random.uniform(key, (heads,), minval=math.log(0.001), maxval=math.log(0.1)))
-    return steps + jnp.log(-jnp.expm1(-steps))
 
 
 def _gates(

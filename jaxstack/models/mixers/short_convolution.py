@@ -12,6 +12,8 @@ A recurrent token mixer applies it to its queries, keys and values (gated delta 
 Dims: B batch, T tokens, W taps; the channels are one dim or several.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -105,3 +107,21 @@ def next_tail(
         return whole[:, x.shape[1] :]
     index = lengths[:, None] + jnp.arange(tail.shape[1])
     return jnp.take_along_axis(whole, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def convolve_and_keep(
+    convolutions: Sequence[ShortConvolution],
+    inputs: Sequence[Float[Array, "B T ..."]],
+    tails: Sequence[Float[Array, "B tail ..."]],
+    lengths: Int[Array, " B"],
+) -> tuple[list[Float[Array, "B T ..."]], list[Float[Array, "B tail ..."]]]:
+    """Apply convolutions while decoding; return their outputs and the tails for the next call.
+
+    Args:
+      convolutions: one for each input.
+      inputs: raw inputs of this call, with padding at the end.
+      tails: those of the tokens before it.
+      lengths: number of tokens of each row.
+    """
+    outputs = [apply(x, tail=tail) for apply, x, tail in zip(convolutions, inputs, tails, strict=True)]
+    return outputs, [next_tail(x, tail, lengths) for x, tail in zip(inputs, tails, strict=True)]

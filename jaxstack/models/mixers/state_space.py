@@ -7,7 +7,6 @@ is multiplied by silu(z) and then normalized over the channels of its group.
 Dims: B batch, T length, D model, N heads, P channels of a head, G groups, S state size, W taps.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -17,10 +16,10 @@ from jaxtyping import Array, Float
 
 from jaxstack.models.attention.slot_cache import decode_slots, padding_last
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.initialization import make_initializer
+from jaxstack.models.initialization import make_initializer, step_size_bias
 from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount, SegmentIds
 from jaxstack.models.linear import Linear, apply_scattered, apply_together
-from jaxstack.models.mixers.short_convolution import ShortConvolution, next_tail, short_convolution
+from jaxstack.models.mixers.short_convolution import ShortConvolution, convolve_and_keep, short_convolution
 from jaxstack.models.norm import LayerInput
 from jaxstack.models.recurrent import StateSpace
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
@@ -71,7 +70,7 @@ class StateSpaceLayer(nnx.Module):
         self.c_conv = convolve(*per_group)
         n = (kind.num_heads,)
         self.a_log = _per_head(jnp.log(jax.random.uniform(rngs.params(), n, minval=1.0, maxval=16.0)))
-        self.dt_bias = _per_head(_initial_step_bias(rngs.params(), kind))
+        self.dt_bias = _per_head(step_size_bias(rngs.params(), kind.num_heads, kind.time_step_min, kind.time_step_max))
         self.skip = _per_head(jnp.ones(n, jnp.float32))
         self.norm = GroupsNorm(kind, config.norm_eps)
         self.out_proj = Linear(
@@ -178,13 +177,10 @@ class StateSpaceLayer(nnx.Module):
         there = jnp.arange(x.shape[1]) < lengths[:, None]
         # A step size of 0 leaves the state as it is.
         dt = jnp.where(there[..., None], self._step_sizes(dt, self.dt_bias[...]), 0)
-        raw = {"x": x, "b": b, "c": c}
-        convolutions = {"x": self.x_conv, "b": self.b_conv, "c": self.c_conv}
-        tails = {name: getattr(cache, name) for name in raw}
-        x, b, c = (convolutions[name](raw[name], tail=tails[name]) for name in raw)
+        convolutions = self.x_conv, self.b_conv, self.c_conv
+        (x, b, c), tails = convolve_and_keep(convolutions, (x, b, c), cache[1:], lengths)
         y, state = ssd(x, dt, -jnp.exp(self.a_log[...]), b, c, state=cache.state)
-        after = {name: next_tail(raw[name], tails[name], lengths) for name in raw}
-        return restore(_add_skip(y, x, self.skip[...])), StateSpaceCache(state, **after)
+        return restore(_add_skip(y, x, self.skip[...])), StateSpaceCache(state, *tails)
 
     def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> StateSpaceCache:
         """Create an empty cache for each of `batch` rows, whatever their length."""
@@ -248,13 +244,6 @@ class GroupsNorm(nnx.Module):
 
 def _per_head(value: Float[Array, " N"]) -> nnx.Param:
     return nnx.Param(value, logical_axes=("heads",))
-
-
-def _initial_step_bias(key: jax.Array, kind: StateSpace) -> Float[Array, " N"]:
-    """Return the biases with which softplus gives step sizes whose logarithms are spread evenly."""
-    low, high = math.log(kind.time_step_min), math.log(kind.time_step_max)
-    dt = jnp.exp(jax.random.uniform(key, (kind.num_heads,), minval=low, maxval=high))
-    return dt + jnp.log(-jnp.expm1(-dt))
 
 
 def _add_skip(y: Float[Array, "B T N P"], x: Float[Array, "B T N P"], skip: Float[Array, " N"]) -> jax.Array:
