@@ -5,19 +5,19 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.remat import OUT_NAME
-from pallas_kernels.delta_rule import reference, xla
+from pallas_kernels.delta_rule import recurrent, xla
 from pallas_kernels.delta_rule.request import make_request
 from pallas_kernels.dispatch import Backend, select
 
 BACKENDS = (
-    Backend("xla", "every call on every device, in chunks of 64 tokens", xla.unsupported_reason, xla.apply),
     Backend(
-        "reference",
-        "the definition that backends are tested against, one token after the other: only if asked for by name",
+        "recurrent",
+        "one token: reads and writes the state once; the definition that backends are tested against",
         lambda request: None,
-        reference.apply,
-        lambda request: "runs only if asked for by name",
+        recurrent.apply,
+        recurrent.lower_priority_reason,
     ),
+    Backend("xla", "every call on every device, in chunks of 64 tokens", lambda request: None, xla.apply),
 )
 
 

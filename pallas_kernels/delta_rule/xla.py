@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.delta_rule import reference
 from pallas_kernels.delta_rule.request import DeltaRuleRequest
+from pallas_kernels.sequence_parts import in_chunks
 
 _CHUNK = 64
 
@@ -37,16 +37,8 @@ class _Chunks(NamedTuple):
     """e^(G_C): what is kept of the state, 0 if the last token is of another document. [n, B, K, G]."""
 
 
-def unsupported_reason(request: DeltaRuleRequest) -> str | None:
-    """Return None, as this backend computes every call of the gated delta rule."""
-    del request
-    return None
-
-
 def apply(request: DeltaRuleRequest) -> tuple[Float[Array, "B T N V"], Float[Array, "B N D V"]]:
     """Return the outputs [B, T, N, V] in the dtype of v, and the state [B, N, D, V] after the last token."""
-    if request.v.shape[1] == 1:
-        return reference.apply(request)
 
     def compute(
         q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array
@@ -83,7 +75,7 @@ def _within_chunks(
 
     def split(x: jax.Array) -> jax.Array:
         """[B, T, K or N, ...] -> [n, B, K, 1 or G, C, ...]; zeros fill the last chunk, and change nothing."""
-        x = _in_chunks(x, chunk)
+        x = in_chunks(x, chunk)
         x = x.reshape(*x.shape[:3], k.shape[2], -1, *x.shape[4:])
         return jnp.moveaxis(x, (1, 2), (0, 4))
 
@@ -95,9 +87,7 @@ def _within_chunks(
     grown = jnp.exp(total)
     rest = jnp.exp(total[..., -1:] - total)
     if request.documents is not None:
-        documents = jnp.moveaxis(_in_chunks(request.documents, chunk, "edge"), 1, 0)[
-            :, :, None, None
-        ]  # [n, B, 1, 1, C]
+        documents = jnp.moveaxis(in_chunks(request.documents, chunk, "edge"), 1, 0)[:, :, None, None]  # [n, B, 1, 1, C]
         last = documents[..., -1:]
         before = jnp.concatenate((documents[:1, ..., :1], last[:-1]))  # the document of the state
         visible = visible & (documents[..., :, None] == documents[..., None, :])
@@ -116,13 +106,6 @@ def _within_chunks(
         wide_k * rest[..., None],
         grown[..., -1],
     )
-
-
-def _in_chunks(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
-    """Cut a sequence into chunks of tokens: reshape [B, T, ...] to [B, n, C, ...], padding the last chunk."""
-    missing = -x.shape[1] % chunk
-    x = jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), mode=mode) if missing else x
-    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
 
 
 @jax.custom_vjp

@@ -12,6 +12,7 @@ from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.request import check_arrays
 from pallas_kernels.linear_time_attention.features import FeatureMap
 from pallas_kernels.linear_time_attention.state import LinearState
+from pallas_kernels.sequence_parts import find_documents
 from pallas_kernels.target import Target, current_target
 
 
@@ -84,23 +85,3 @@ def make_request(
     if segment_ids is not None:
         documents, hidden = find_documents(jnp.asarray(segment_ids), k.shape[:2])
     return LinearAttentionRequest(q, k, v, feature_map, bool(causal), documents, hidden, state, chunk, current_target())
-
-
-def find_documents(ids: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return the number of each token's document in its row, int32 [B, T], and a mask of the padding, from segment ids.
-
-    Args:
-        ids: segment ids; tokens with different neighbouring ids are of different documents, negative ones are padding.
-        shape: (B, T), which the ids must have.
-
-    Raises:
-        ValueError: the ids have another shape, or are not integers.
-    """
-    if ids.shape != shape:
-        raise ValueError(f"segment_ids must have shape {list(shape)} (batch, length); got {list(ids.shape)}")
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"segment_ids must be integers; got {ids.dtype}")
-    # Padding before the first token is counted with that token's document, so that a state passes over it.
-    begun = jnp.cumsum(ids >= 0, axis=1) > 0
-    starts = jnp.pad((ids[:, 1:] != ids[:, :-1]) & begun[:, :-1], ((0, 0), (1, 0)))
-    return jnp.cumsum(starts, axis=1, dtype=jnp.int32), ids < 0

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.linear_time_attention.request import LinearAttentionRequest
 from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
+from pallas_kernels.sequence_parts import in_chunks
 
 _SHORTEST_CHUNK = 64
 _LONGEST_CHUNK = 256
@@ -83,9 +84,9 @@ def _cut(request: LinearAttentionRequest, q: jax.Array, k: jax.Array, v: jax.Arr
         query_chunk = q.shape[1]
     # On a CPU XLA does not support some of the matmuls in bfloat16.
     dtype = jnp.promote_types(v.dtype, jnp.float32) if request.target.platform == "cpu" else v.dtype
-    q = _split(q, query_chunk).reshape(q.shape[0], -1, query_chunk, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
-    k = _split(k, chunk)
-    v = _split(v, chunk)
+    q = in_chunks(q, query_chunk).reshape(q.shape[0], -1, query_chunk, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
+    k = in_chunks(k, chunk)
+    v = in_chunks(v, chunk)
     key = request.feature_map.key(jnp.moveaxis(k, 3, 1))
     query = request.feature_map.query(jnp.moveaxis(q, (3, 4), (1, 3))).values
     counted = _counting(request, chunk)
@@ -102,7 +103,7 @@ def _cut(request: LinearAttentionRequest, q: jax.Array, k: jax.Array, v: jax.Arr
         values.astype(dtype),
         log_weight,
         jnp.moveaxis(v, 3, 1).astype(dtype),
-        None if documents is None else _split(documents, chunk, "edge")[:, None],
+        None if documents is None else in_chunks(documents, chunk, "edge")[:, None],
     )
 
 
@@ -115,21 +116,13 @@ def _chunk(features: int, head_dim: int) -> int:
     return max(_SHORTEST_CHUNK, min(_LONGEST_CHUNK, balanced))
 
 
-def _split(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
-    """Cut a sequence into chunks of tokens: reshape [B, T, ...] to [B, n, C, ...], padding the last chunk."""
-    missing = -x.shape[1] % chunk
-    if missing:
-        x = jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), mode=mode)
-    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
-
-
 def _counting(request: LinearAttentionRequest, chunk: int) -> jax.Array | None:
     """Return a mask [B or 1, 1, chunks, keys], False for padding and keys that no query sees; None if all are True."""
     length = request.k.shape[1]
     if request.hidden is None and length % chunk == 0:
         return None
     counted = jnp.ones((1, length), bool) if request.hidden is None else ~request.hidden
-    return _split(counted, chunk)[:, None]
+    return in_chunks(counted, chunk)[:, None]
 
 
 def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_StateBefore, LinearState]:

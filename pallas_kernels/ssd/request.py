@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.request import FLOAT_DTYPES
-from pallas_kernels.linear_time_attention.request import find_documents
+from pallas_kernels.sequence_parts import find_documents
 from pallas_kernels.target import Target, current_target
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.sequence_parts import in_chunks
 from pallas_kernels.ssd.request import SsdRequest
 
 _SHORTEST_CHUNK = 64
@@ -46,7 +47,7 @@ def _compute(
     narrow = wide if request.target.platform == "cpu" else x.dtype
     options = {"preferred_element_type": wide, "precision": "highest" if narrow == wide else None}
     groups = b.shape[2]
-    x, dt, decay, b, c = (_split(z, size) for z in (x.astype(narrow), dt, decay, b.astype(narrow), c.astype(narrow)))
+    x, dt, decay, b, c = (in_chunks(z, size) for z in (x.astype(narrow), dt, decay, b.astype(narrow), c.astype(narrow)))
     x, dt, decay = (z.reshape(*z.shape[:3], groups, -1, *z.shape[4:]) for z in (x, dt, decay))  # [B, n, C, G, R, ...]
     state = state.reshape(shape[0], groups, -1, *state.shape[2:])
     total = jnp.cumsum(decay, axis=2)
@@ -55,7 +56,7 @@ def _compute(
     seen = jnp.exp(total)  # what the state before the chunk is multiplied by for a token
     keep = seen[:, :, -1]
     if request.documents is not None:
-        documents = _split(request.documents, size, "edge")
+        documents = in_chunks(request.documents, size, "edge")
         first = documents[..., 0]
         last = documents[..., -1]
         before = jnp.concatenate([first[:, :1], last[:, :-1]], axis=1)
@@ -100,14 +101,3 @@ def _chunk(channels: int, width: int) -> int:
     """
     balanced = 2 ** round(math.log2(math.sqrt(channels * width)))
     return max(_SHORTEST_CHUNK, min(_LONGEST_CHUNK, balanced))
-
-
-def _split(z: jax.Array, size: int, mode: str = "constant") -> jax.Array:
-    """Cut a sequence into chunks of tokens: reshape [B, T, ...] to [B, n, C, ...], padding the last chunk.
-
-    With zeros for dt and the decay the padding leaves the state as it is.
-    """
-    missing = -z.shape[1] % size
-    if missing:
-        z = jnp.pad(z, ((0, 0), (0, missing), *[(0, 0)] * (z.ndim - 2)), mode=mode)
-    return z.reshape(z.shape[0], -1, size, *z.shape[2:])

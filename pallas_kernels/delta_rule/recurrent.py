@@ -1,4 +1,4 @@
-"""The gated delta rule by definition, token by token, for tests of every backend and for single tokens.
+"""The gated delta rule as its recurrence: the definition, and one step of decoding.
 
 Dims: B batch, T tokens, K key heads, N value heads, D key width, V value width.
 """
@@ -8,6 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.delta_rule.request import DeltaRuleRequest
+
+
+def lower_priority_reason(request: DeltaRuleRequest) -> str | None:
+    """Return why the recurrence is not the first choice: it is serial, and reads the state at each token."""
+    tokens = request.v.shape[1]
+    return None if tokens == 1 else f"takes one token after the other ({tokens}), chunks take many at once"
 
 
 def apply(request: DeltaRuleRequest) -> tuple[Float[Array, "B T N V"], Float[Array, "B N D V"]]:
