@@ -42,6 +42,7 @@ TRAINED = (
     "model.layer_types=[delta,full_attention]",
     "model.delta={num_heads: 8, head_dim: 4, num_key_heads: 4, key_head_dim: 6}",
     "model.attention={name: gated}",
+    "model.num_layers=4",  # two stages of a pipeline need two groups of the layer types
 )
 
 
