@@ -189,6 +189,14 @@ def largest_error() -> float:
     return max(float(norm(o - e) / norm(p - e)) for o, p, e in zip(ours, plain, exact, strict=True))
 
 
+def run_implementations(work: str, shape: tuple[int, int, int, int]) -> list[dict[str, Any]]:
+    """Each implementation in turn, and our products of operands that are in FP8 already."""
+    rows = []
+    for name in implementations():
+        rows += attempt(work, name, lambda name=name: time_one(name, shape))
+    return rows + attempt(work, "jaxstack, FP8, products alone", lambda: time_products(shape))
+
+
 def run_variants(work: str, shape: tuple[int, int, int, int]) -> list[dict[str, Any]]:
     """Our kernels with each variant's constants."""
     from pallas_kernels.grouped_gemm import mosaic_kernels
@@ -231,13 +239,9 @@ def main() -> int:
     for work, shape in WORKS.items():
         if args.only not in work:
             continue
-        if args.variants:
-            rows += run_variants(work, shape)
-            continue
-        for name in implementations():
-            rows += attempt(work, name, lambda name=name, shape=shape: time_one(name, shape))
-        rows += attempt(work, "jaxstack, FP8, products alone", lambda shape=shape: time_products(shape))
-    append_rows("grouped_matmul", rows)
+        found = run_variants(work, shape) if args.variants else run_implementations(work, shape)
+        append_rows("grouped_matmul", found)
+        rows += found
     columns = ["work", "implementation", "forward_milliseconds", "forward_tflops_per_device", "milliseconds"]
     print_table(rows, [*columns, "tflops_per_device", "extra_bytes"])
     return int(not error <= 2)
