@@ -1,11 +1,12 @@
 """Processes that print events as JSON lines, so that those before a hang or a crash are not lost."""
 
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -14,14 +15,16 @@ def report(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
-def events(command: list[str], patience: float) -> Iterator[dict]:
+def events(command: list[str], patience: float, environment: Mapping[str, str] | None = None) -> Iterator[dict]:
     """Yield the events that a process reports; the last one is `{"failed": reason}` if it failed.
 
     Args:
         command: starts a process that calls `report`.
         patience: seconds without a report after which it is killed.
+        environment: variables that are set for the process.
     """
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    variables = {**os.environ, **(environment or {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
     lines: queue.Queue[str | None] = queue.Queue()
     errors: list[str] = []
 

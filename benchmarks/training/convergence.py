@@ -17,7 +17,7 @@ benchmarks/results/convergence.svg. Recipes of one work can run one at a time, o
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,16 @@ COLUMNS = (
 Row = dict[str, Any]
 
 
-def train(recipe: str, minutes: float, overrides: list[str]) -> None:
-    """Trains one recipe in this process, and reports every point, then the row."""
+def train(minutes: float, overrides: list[str]) -> None:
+    """Train one variant in this process, and report every point, then the row."""
     import jax
 
+    from jaxstack.models import count_parameters
     from jaxstack.run.build import make_trainer
 
-    if recipe == "float32":
+    config, data = open_run(overrides)
+    if config.precision.compute == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
-    config, data = open_run([*overrides, *RECIPES[recipe]])
     trainer = make_trainer(config, data)
     # The device runs empty for a moment at each point: a short run has fewer.
     every = max(1, config.train.steps // POINTS, min(4, config.train.steps // 10))
@@ -77,7 +78,7 @@ def train(recipe: str, minutes: float, overrides: list[str]) -> None:
         raise SystemExit("the run is too short: give more --tokens")
     steps = points[-1]["step"]
     seconds = points[-1]["seconds"]
-    found: Row = {"milliseconds": 1e3 * seconds / (steps - 1)}
+    found: Row = {"milliseconds": 1e3 * seconds / (steps - 1), "parameters": count_parameters(config.model).total}
     found |= rates(config, found["milliseconds"], 1, jax.devices()[0].device_kind)
     found["matmuls"] = count_matmuls(trainer)
     if steps == config.train.steps:
@@ -86,21 +87,35 @@ def train(recipe: str, minutes: float, overrides: list[str]) -> None:
     report(values=found)
 
 
-def run_recipe(args: argparse.Namespace, recipe: str, overrides: list[str]) -> Row:
-    """Return the row of a recipe, with `failed` if it broke off, and the points before that."""
-    row: Row = {"variant": recipe, "implementation": "jaxstack", "devices": 1}
+def run_variant(
+    variant: str,
+    overrides: Sequence[str],
+    minutes: float,
+    patience: float,
+    environment: Mapping[str, str] | None = None,
+) -> Row:
+    """Train a variant in a process of its own; return its row, with `failed` if it broke off.
+
+    Args:
+        variant: Name of the row.
+        overrides: The run's configuration, `section.key=value`.
+        minutes: Minutes of training after which the run stops.
+        patience: Seconds of silence after which the process is killed.
+        environment: Variables that are set for the process.
+    """
+    row: Row = {"variant": variant, "implementation": "jaxstack", "devices": 1}
     points: list[Point] = []
-    command = [sys.executable, __file__, "--worker", recipe, str(args.minutes), *overrides]
-    for event in events(command, args.patience):
+    command = [sys.executable, __file__, "--worker", str(minutes), *overrides]
+    for event in events(command, patience, environment):
         if "point" in event:
             points.append(event["point"])
             if len(points) % 20 == 0:
-                print(f"{recipe}: {points[-1]['tokens']:,.0f} tokens, loss {points[-1]['loss']:.4f}", flush=True)
+                print(f"{variant}: {points[-1]['tokens']:,.0f} tokens, loss {points[-1]['loss']:.4f}", flush=True)
         row |= event.get("values", {})
         row |= {key: event[key] for key in ("device", "failed") if key in event}
     row["curve"] = [[point["step"], point["tokens"], round(point["seconds"], 3), point["loss"]] for point in points]
     if "failed" in row:
-        print(f"{recipe} failed: {row['failed']}", flush=True)
+        print(f"{variant} failed: {row['failed']}", flush=True)
     return row
 
 
@@ -167,8 +182,8 @@ def main() -> None:
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        recipe, minutes, *overrides = args.worker
-        run_as_command("convergence.py", lambda: train(recipe, float(minutes), overrides))
+        minutes, *overrides = args.worker
+        run_as_command("convergence.py", lambda: train(float(minutes), overrides))
     tokens_per_step, tokens = (256, 12 * 256) if args.tiny else (65536, args.tokens)
     steps = max(2, round(tokens / tokens_per_step))
     source = [f"data.sources=[{{path: {json.dumps(args.text)}}}]", "data.packing=false"]
@@ -179,7 +194,7 @@ def main() -> None:
     name = "tiny/convergence" if args.tiny else "convergence"
     rows = []
     for recipe in args.recipes:
-        row = {"work": work, **run_recipe(args, recipe, overrides)}
+        row = {"work": work, **run_variant(recipe, [*overrides, *RECIPES[recipe]], args.minutes, args.patience)}
         compare(row, row if recipe == BASE else kept_rows(name, work).get(BASE))
         rows.append(row)
         if "failed" not in row:

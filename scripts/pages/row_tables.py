@@ -101,6 +101,11 @@ boundaries.
 `sum` is `linear_cross_entropy_sum`, which training uses; `per token` is `linear_cross_entropy`. With a bfloat16 weight,
 the weight's gradient is accumulated in bfloat16 over chunks of tokens.
 """,
+    "mixers": """\
+Hybrids of three recurrent layers to one of attention, and a Transformer with about as many parameters, on the same
+batches. `loss` is the mean over the last tenth of the tokens; `loss ratio` is relative to the Transformer's of the same
+seed. Runs shared a GPU, so their speed is not given.
+""",
     "overlap": """\
 Milliseconds of a traced step on device 0. `overlap` is the share of `communication` during which another kernel
 computes; `hidden` is the share of the communication of the row without overlap that adds no time to the kernels, which

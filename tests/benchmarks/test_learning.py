@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import rows
 from benchmarks.picture import Panel, draw
-from benchmarks.training import ablation, convergence, learning
+from benchmarks.training import ablation, convergence, learning, mixers
+from jaxstack.models import count_parameters
 from jaxstack.run_config import load_config
 
 
@@ -130,3 +131,15 @@ def test_workers_that_start_together_measure_when_their_turn_comes(capsys):
     assert turns[3].run(0.1) is None
     said = capsys.readouterr().out
     assert "fails failed: out of memory" in said and "no such device" in said and "hangs: no result" in said
+
+
+def test_hybrids_have_as_many_parameters_as_the_transformer_and_the_picture_shows_their_means():
+    sizes = {
+        model: count_parameters(load_config(None, [*mixers.SIZE, *overrides, "model.vocab_size=8192"]).model).total
+        for model, overrides in mixers.MODELS.items()
+    }
+    assert sizes[mixers.BASE] == 43790848
+    assert all(size == pytest.approx(sizes[mixers.BASE], rel=0.01) for size in sizes.values())
+    rows = [row_of(f"{model}, seed {seed}", [4.0 - seed, 3.0, 2.0, 1.0]) for model in sizes for seed in (0, 1)]
+    drawing = xml.fromstring(mixers.picture(rows))
+    assert all(any(model in (text.text or "") for text in drawing.iter()) for model in sizes)
