@@ -114,7 +114,7 @@ class RunConfig(Component):
         """Key and value of the frozen model that each step computes to compare with; None: there is none."""
         if self.preference.computes_reference:
             return "preference.reference", self.preference.reference
-        if self.policy.loss is not None and self.policy.kl:
+        if self.policy.computes_reference:
             return "policy.reference", self.policy.reference
         return None
 

@@ -59,6 +59,15 @@ class Tokens(NamedTuple):
         """Logarithm of the trained model's probability over that before the first update, 0 for other tokens."""
         return self.bounded(self.policy - self.before)
 
+    def with_teacher(self) -> "Tokens":
+        """Return the tokens with the advantages that distillation from the reference gives them.
+
+        The advantage of a token is the logarithm of the reference's probability over the model's before the first
+        update. Its mean over sampled answers is -KL(model || reference).
+        """
+        assert self.reference is not None
+        return self._replace(advantages=jax.lax.stop_gradient(self.bounded(self.reference - self.before)))
+
     def bounded(self, x: Float[Array, "B T"]) -> Float[Array, "B T"]:
         """Return the logarithm of a ratio within the limits of `exp`, and 0 at tokens that do not count."""
         return jnp.where(self.shares > 0, jnp.clip(x, -_LARGEST_LOG, _LARGEST_LOG), 0.0)
@@ -116,6 +125,13 @@ def _log_probability(tokens: Tokens, settings: "PolicyConfig") -> Objective:
     return Objective(-tokens.advantages * tokens.policy, jnp.zeros(tokens.policy.shape, bool))
 
 
+def _weighted_tokens(tokens: Tokens, settings: "PolicyConfig") -> Objective:
+    """Objective of REINFORCE for tokens of an older model: the ratio weighs the gradient, without a limit."""
+    del settings
+    ratio = jnp.exp(tokens.log_ratio)
+    return Objective(-ratio * tokens.advantages, jnp.zeros(tokens.policy.shape, bool))
+
+
 def _group_std(rewards: np.ndarray) -> np.ndarray:
     return _group_mean(rewards) / (rewards.std(1, ddof=1, keepdims=True) + _STD_OFFSET)
 
@@ -133,11 +149,18 @@ def _batch_std(rewards: np.ndarray) -> np.ndarray:
     return (rewards - rewards.mean()) / (rewards.std(ddof=1) + _STD_OFFSET)
 
 
+def _from_teacher(rewards: np.ndarray) -> np.ndarray:
+    """Return zeros: the advantage of each token follows from the reference, see `Tokens.with_teacher`."""
+    return np.zeros_like(rewards)
+
+
+TEACHER = "teacher"
 ADVANTAGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "group_std": _group_std,
     "group_mean": _group_mean,
     "leave_one_out": _leave_one_out,
     "batch_std": _batch_std,
+    TEACHER: _from_teacher,
 }
 """Name -> advantages [P, G] from rewards [P, G]: how much better an answer is than others."""
 
@@ -177,6 +200,8 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "reinforce++": PolicyLoss(_clipped_tokens, advantage="batch_std"),
     "reinforce": PolicyLoss(_log_probability, advantage="group_mean", clip=None),
     "ppo": PolicyLoss(_clipped_tokens, advantage="batch_std", dual_clip=3.0),
+    # On-policy distillation, Agarwal et al. 2023, arXiv:2306.13649
+    "distill": PolicyLoss(_weighted_tokens, advantage=TEACHER, clip=None),
 }
 """Name -> loss."""
 
@@ -265,8 +290,9 @@ class PolicyConfig(Component):
     """Configuration of reinforcement learning: the loss of sampled answers, their advantages, the reference model."""
 
     loss: Annotated[str, NameIn(LOSSES)] | None = None
-    """Loss of the answers: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce++ or ppo (without a critic).
-    null: no reinforcement learning."""
+    """Loss of the answers: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce, reinforce++ or ppo (without a critic);
+    distill: on-policy distillation, the reference model is a teacher who judges each token. null: no reinforcement
+    learning."""
     samples: int = Field(default=8, ge=1)
     """Number of answers that are sampled for each prompt, a group."""
     clip: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0)]] | None = None
@@ -274,7 +300,8 @@ class PolicyConfig(Component):
     advantage: Annotated[str, NameIn(ADVANTAGES)] | None = None
     """Advantage of an answer: group_mean, its reward minus the mean of its group; group_std, this divided by the
     standard deviation in the group; leave_one_out, the reward minus the mean of the others; batch_std, as group_std
-    with all answers of a step as the group; null: that of the loss."""
+    with all answers of a step as the group; teacher, of each token, the logarithm of the reference's probability over
+    the model's; null: that of the loss."""
     reduce: Literal["tokens", "answers", "constant"] | None = None
     """Mean over tokens; over answers, of the means over their tokens; constant: sum over tokens, divided by the number
     of answers and by `rollout.max_tokens`; null: that of the loss."""
@@ -288,15 +315,17 @@ class PolicyConfig(Component):
     updates: int = Field(default=1, ge=1)
     """Number of train steps with the answers of one rollout."""
     drop_equal_groups: bool = True
-    """Leave groups whose rewards are all equal, which have no gradient, out of the mean; not with batch_std."""
-    overlong: Literal["mask", "keep"] = "mask"
-    """Answers that reach `rollout.max_tokens`: mask leaves them out of the loss, keep trains on them."""
+    """Leave groups whose rewards are all equal, which have no gradient, out of the mean; only with
+    advantages that compare within groups."""
+    overlong: Literal["mask", "keep"] | None = None
+    """Answers that reach `rollout.max_tokens`: mask leaves them out of the loss, keep trains on them. null: keep with
+    the advantage teacher, which judges each token for itself, else mask."""
     sampler_correction: SamplerCorrection = SamplerCorrection()
     """Weights for the difference between the sampler and the trained model."""
 
     @model_validator(mode="after")
     def _groups_have_others(self) -> "PolicyConfig":
-        if self.samples == 1 and self.loss is not None and self.baseline != "batch_std":
+        if self.samples == 1 and self.loss is not None and self.compares_within_groups:
             raise ValueError(
                 f"samples is 1, but advantage {self.baseline} compares the answers to a prompt with each other; set "
                 "samples to 2 or more, or advantage to batch_std."
@@ -316,13 +345,28 @@ class PolicyConfig(Component):
         return self.advantage or self.method.advantage
 
     @property
+    def compares_within_groups(self) -> bool:
+        """True if an advantage compares an answer with the others to its prompt."""
+        return self.baseline not in ("batch_std", TEACHER)
+
+    @property
+    def computes_reference(self) -> bool:
+        """True if the loss needs the reference model."""
+        return self.loss is not None and (self.kl > 0 or self.baseline == TEACHER)
+
+    @property
+    def masks_overlong(self) -> bool:
+        """True if answers that reach the limit of tokens are left out of the loss."""
+        return (self.overlong or ("keep" if self.baseline == TEACHER else "mask")) == "mask"
+
+    @property
     def bounds(self) -> tuple[float, float]:
         """Value of `clip`, or else that of the loss."""
         return self.clip or self.method.clip or (0.0, 0.0)
 
     def counts(self, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:
         """Return which groups count: not those of equal rewards, if advantages compare within groups."""
-        drops = self.drop_equal_groups and self.baseline != "batch_std"
+        drops = self.drop_equal_groups and self.compares_within_groups
         return (np.ptp(rewards, axis=1) > 0) | (not drops)
 
     @property
@@ -351,6 +395,8 @@ def sum_over_tokens(
       or without one from the model before the first update; `entropy`, the mean -log-probability of sampled tokens,
       which estimates it; `sampler_logprob_difference`, the mean absolute difference of sampler and trained model.
     """
+    if settings.baseline == TEACHER:
+        tokens = tokens.with_teacher()
     counted = tokens.shares > 0
     sampled = counted if sampled is None else sampled
     objective = settings.method.objective(tokens, settings)
@@ -392,8 +438,8 @@ def policy_loss(
     """Return the loss of a batch of sampled answers, summed over their tokens, and further values for the metrics.
 
     Args:
-      model: the trained model. With `settings.kl` the reference is its companion `reference`, or without one the model
-        without its adapters.
+      model: the trained model. With `settings.computes_reference` the reference is its companion `reference`, or
+        without one the model without its adapters.
       batch: `tokens`, `labels` int32 [B, T], where labels are -100 except at the tokens before sampled ones; float32
         [B, T] of each sampled token `advantages`, `shares` and `sampler_logprobs`, see `Tokens`, and `old_logprobs` if
         this may not be the first update with the answers.
@@ -404,7 +450,7 @@ def policy_loss(
     """
     policy, routers = token_log_probabilities(model, batch, temperature)
     reference = None
-    if settings.kl:
+    if settings.computes_reference:
         with jax.named_scope("reference"):
             reference, _ = token_log_probabilities(model.reference or without_adapters(model), batch, temperature)
     tokens = Tokens(

@@ -522,16 +522,14 @@ class Rewards:
     """Rewards of a run, ready for use. They may hold processes: close them, or use them as a context.
 
     Args:
-      config: the rewards.
+      config: the rewards; none: every sample's reward is 0.
       load_model: loads reward models, for `name: model`.
 
     Raises:
-      ConfigError: there is none, or one of them cannot be computed here.
+      ConfigError: one of them cannot be computed here.
     """
 
     def __init__(self, config: Sequence[Reward], load_model: LoadModel | None = None):
-        if not config:
-            raise ConfigError("reward is empty; give at least one reward, such as reward=[{name: exact}].")
         self.config = tuple(config)
         seen = Counter[str]()
         self._scorers: dict[str, tuple[float, Scorer]] = {}
@@ -585,7 +583,7 @@ class Rewards:
             found = {name: outcome[row] for name, outcome in outcomes.items()}
             parts = {name: 0.0 if isinstance(x, Failure) else x for name, x in found.items()}
             errors = [f"{name}: {x.reason}" for name, x in found.items() if isinstance(x, Failure)]
-            total = sum(self._scorers[name][0] * x for name, x in parts.items())
+            total = sum((self._scorers[name][0] * x for name, x in parts.items()), 0.0)
             results.append(RewardResult(total, parts, "; ".join(errors) or None))
         return results
 
@@ -610,6 +608,6 @@ def build_rewards(config: Sequence[Reward], load_model: LoadModel | None = None)
       load_model: loads reward models, for `name: model`; `jaxstack.run.load.load_reward_model`.
 
     Raises:
-      ConfigError: there is none, a function cannot be imported, or there is no sandbox for generated code.
+      ConfigError: a function cannot be imported, or there is no sandbox for generated code.
     """
     return Rewards(config, load_model)

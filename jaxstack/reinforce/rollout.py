@@ -223,7 +223,7 @@ class Rollouts:
             batch["labels"][row, places] = answer.tokens
             batch["sampler_logprobs"][row, places] = answer.log_probabilities
             batch["advantages"][row, places] = advantages[row]
-            if counts[row] and not (answer.truncated and self._policy.overlong == "mask"):
+            if counts[row] and not (answer.truncated and self._policy.masks_overlong):
                 batch["shares"][row, places] = 1 / len(answer.tokens)
         return batch
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxstack.data.prompts import open_prompts
 from jaxstack.errors import ConfigError
-from jaxstack.reinforce.policy import LOSSES
+from jaxstack.reinforce.policy import LOSSES, TEACHER
 from jaxstack.reinforce.rewards import Rewards, build_rewards, check_columns
 from jaxstack.reinforce.rollout import Rollouts
 from jaxstack.reinforce.sampler import Sampler
@@ -62,12 +62,16 @@ class ReinforcementTask(Task):
             raise ConfigError(
                 "jaxstack.reinforce answers prompts; give sources of them, data.sources=[{path: FILE, format: prompt}]."
             )
-        if not config.reward:
+        if not config.reward and policy.baseline != TEACHER:
             raise ConfigError("jaxstack.reinforce needs a reward, such as reward=[{name: exact}].")
-        if policy.kl and policy.reference == "init_from" and config.run.init_from is None:
+        if policy.computes_reference and policy.reference == "init_from" and config.run.init_from is None:
             raise ConfigError(
                 f"policy.kl ({policy.kl}) compares with the model that the run starts from; set run.init_from to it, "
                 "or policy.reference to another model's directory."
+            )
+        if policy.baseline == TEACHER and policy.reference == "init_from":
+            raise ConfigError(
+                f"policy.loss {policy.loss} learns from a teacher; set policy.reference to the teacher's directory."
             )
         if any(rule.dropout for rule in config.adapters.rules):
             raise ConfigError("policy.loss does not support dropout; set the dropout of all adapters.rules to 0.")

@@ -68,6 +68,7 @@ def test_wrong_configurations_are_one_message(folder, capsys):
         "parallel.context=2": "policy.loss does not support parallel.context",
         "policy.loss=null": "jaxstack.reinforce needs a loss; set policy.loss to grpo, dr_grpo",
         "reward=[]": "jaxstack.reinforce needs a reward",
+        "policy.loss=distill": "policy.loss distill learns from a teacher; set policy.reference to the teacher's",
         "data.sources.0.format=chat": "jaxstack.reinforce answers prompts",
         "rollout.max_tokens=16": "train.sequence_length (16) must exceed rollout.max_tokens (16)",
         "rollout.max_tokens=8": "prompts of",
@@ -113,3 +114,15 @@ def test_several_updates_with_adapters_and_a_reference(folder):
     first, second = [line for line in metrics_of(folder / "lora") if "reward" in line]
     assert first["kl"] == 0 and second["kl"] > 0
     assert first["reward"] == second["reward"] and second["rollout_seconds"] == 0
+
+
+@pytest.mark.longer
+def test_a_teacher_judges_each_token(folder, trained):
+    """Without any reward the model comes nearer to its teacher, on its own answers, of which the longest count too."""
+    more = ["run.name=distilled", "policy.loss=distill", "policy.samples=1", "policy.overlong=null", "reward=[]"]
+    teacher = f"policy.reference={folder / 'grpo'}"
+    reinforce(load_config(folder / "grpo.yaml", [*more, teacher, "rollout.prompts=8", "train.steps=6"]))
+    lines = [line for line in metrics_of(folder / "distilled") if "reward" in line]
+    divergences = [line["kl"] for line in lines]
+    assert divergences[0] > 0 and sum(divergences[-2:]) < 0.7 * sum(divergences[:2])
+    assert all(line["truncated"] > 0 and line["reward"] == 0 for line in lines[:1])

@@ -120,3 +120,25 @@ def test_groups_of_equal_rewards_do_not_count():
     rewards = np.array([[1.0, 1.0], [0.0, 1.0]])
     assert PolicyConfig(loss="grpo").counts(rewards).tolist() == [False, True]
     assert PolicyConfig(loss="grpo", drop_equal_groups=False).counts(rewards).all()
+
+
+def test_distillation_follows_the_divergence_from_the_teacher():
+    """The expected gradient is that of KL(model || teacher); overlong answers count, and one sample is enough."""
+    settings = PolicyConfig(loss="distill", samples=1)
+    assert settings.computes_reference and not settings.masks_overlong
+    assert settings.counts(np.zeros((3, 1), np.float32)).all()
+    logits = jnp.array([0.3, -0.2, 0.9, 0.0])
+    teacher = jax.nn.log_softmax(jnp.array([-0.4, 0.6, 0.1, 0.2]))
+
+    def divergence(logits: jax.Array) -> jax.Array:
+        student = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(student) * (student - teacher))
+
+    def expected(logits: jax.Array) -> jax.Array:
+        student = jax.nn.log_softmax(logits)[None]
+        zeros = jnp.zeros_like(student)
+        tokens = Tokens(student, student, zeros, zeros + 1, reference=teacher[None]).with_teacher()
+        value = settings.method.objective(tokens, settings).value
+        return jnp.sum(jax.lax.stop_gradient(jnp.exp(student)) * value)
+
+    assert jnp.allclose(jax.grad(expected)(logits), jax.grad(divergence)(logits), atol=1e-6)

@@ -126,8 +126,11 @@ def test_what_is_wrong_is_found_before_the_run(tmp_path):
     (tmp_path / "mine.py").write_text("import nothing_of_this_name")
     with pytest.raises(ConfigError, match="cannot be imported: ModuleNotFoundError"):
         made({"name": "python", "path": f"{tmp_path}/mine.py:reward"})
-    with pytest.raises(ConfigError, match="reward is empty"):
-        build_rewards([])
+
+
+def test_without_rewards_each_sample_has_none():
+    with build_rewards([]) as rewards:
+        assert [result.total for result in rewards([Sample("", "5", {})])] == [0.0]
 
 
 def test_a_record_without_a_column_has_no_reward():
