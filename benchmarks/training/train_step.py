@@ -10,8 +10,8 @@ Every measurement runs in a process of its own, so that no framework holds memor
 `watts` and `joules_per_step` are those of the second half; `start_tokens_per_second_per_device` is that of the first
 four seconds. With `--together` all compile at the same time and are measured one by one (benchmarks/turns.py).
 Tokens are random, weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Peers are measured where
-they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in bfloat16, torchtitan (0.2.2)
-and MaxText. A message names those that are not installed.
+they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in bfloat16, torchtitan (0.2.2,
+with torchao 0.16 for FP8) and MaxText. A message names those that are not installed.
 """
 
 import argparse
@@ -130,7 +130,7 @@ VARIANTS = {
 
 PEERS = {
     "torch": ("torch", lambda work: work in ("gpt2-124m bf16", "gpt2-350m bf16", "llama3-1b bf16")),
-    "torchtitan": ("torchtitan", lambda work: work.startswith(("llama3-", "qwen3-"))),
+    "torchtitan": ("torchtitan", lambda work: work.startswith(("llama3-", "qwen3-", "deepseek-", "gpt-oss-"))),
     "maxtext": ("maxtext", lambda work: work.startswith(("llama3-1b", "llama3-8b fsdp4"))),
 }
 """Peer -> the package that it needs, and a predicate of the works that it covers."""

@@ -120,6 +120,7 @@ NOT_MEASURED = {
     "grouped_matmul": "the grouped matrix product of mixtures of experts",
     "pipeline": "schedules of pipelines, and their bubbles",
     "pointwise": "elementwise operations, relative to the bandwidth of a copy",
+    "recurrent": "the gated delta rule and Mamba-2's state space layer, next to flash-linear-attention and mamba_ssm",
     "replica_check": "the cost of comparing replicas",
     "startup": "the time from the start of a process to its first step",
 }

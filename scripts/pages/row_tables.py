@@ -119,6 +119,10 @@ The gradients of a step, without the optimizer. `bubble` is the idle time of the
 `simulated bubble` is that of the schedule.
 """,
     "pointwise": "Elementwise operations relative to the bandwidth of a copy in the same run.\n",
+    "recurrent": """\
+`ms` is forward and backward. `copy ms` is the time in which a copy reads and writes as many bytes as inputs, outputs
+and gradients have: no kernel is faster. flash-linear-attention's SSD takes inputs that are repeated for each head.
+""",
     "remat": """\
 One workload with scanned layers under each rematerialisation policy; `slowdown` is relative to `none` in the same run.
 """,
@@ -193,7 +197,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "cuDNN both TFLOP/s": _number("cudnn_both_tflops", "{:.0f}"),
     "both ratio": _number("both_ratio", "{:.2f}"),
     "difference": _number("difference", "{:.1e}"),
+    "copy forward ms": _number("copy_forward_milliseconds", "{:.3f}"),
     "ms": _number("milliseconds", "{:,.4g}"),
+    "copy ms": _number("copy_milliseconds", "{:.3f}"),
+    "refused": _text("refused"),
     "SM MHz": _number("sm_mhz", "{:,.0f}"),
     "W": _number("watts", "{:.0f}"),
     "J/step": _number("joules_per_step", "{:,.0f}"),

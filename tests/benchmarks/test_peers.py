@@ -76,6 +76,61 @@ def test_torchtitan_has_a_mixture_of_the_same_shape():
         torchtitan_step.arguments_of(shared)
 
 
+def test_torchtitan_has_deepseek_of_the_same_shape():
+    family, sizes = torchtitan_step.model_arguments(config_of("deepseek-v2-lite of 4 layers bf16").model)
+    assert family == "deepseek_v3" and sizes["n_layers"] == 4 and sizes["n_dense_layers"] == 1
+    assert (sizes["dim"], sizes["inter_dim"], sizes["moe_inter_dim"]) == (2048, 10944, 1408)
+    assert (sizes["q_lora_rank"], sizes["kv_lora_rank"]) == (0, 512)
+    assert (sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], sizes["v_head_dim"]) == (128, 64, 128)
+    experts = sizes["moe_args"]
+    assert (experts["num_experts"], experts["num_shared_experts"], experts["top_k"]) == (64, 2, 6)
+    assert not experts["route_norm"] and not experts["gate_bias"] and "num_expert_groups" not in experts
+
+
+def test_torchtitan_has_gpt_oss_of_the_same_shape():
+    family, sizes = torchtitan_step.model_arguments(config_of("gpt-oss-20b of 4 layers bf16").model)
+    assert family == "gpt_oss" and sizes["n_layers"] == 4 and sizes["vocab_size"] == 201088
+    assert (sizes["dim"], sizes["moe_inter_dim"], sizes["sliding_window_size"]) == (2880, 2880, 128)
+    assert (sizes["n_heads"], sizes["n_kv_heads"], sizes["head_dim"]) == (64, 8, 64)
+    experts = sizes["moe_args"]
+    assert (experts["num_experts"], experts["top_k"]) == (32, 4)
+    assert experts["route_norm"] and experts["gate_bias"]
+    work = train_step.WORKS["gpt-oss-20b of 4 layers bf16"]
+    with pytest.raises(SystemExit, match="window in every second layer"):
+        torchtitan_step.model_arguments(load_config(None, [*work, "model.layer_types=[full_attention]"]).model)
+    with pytest.raises(SystemExit, match="gpt-oss on one device"):
+        torchtitan_step.arguments_of(load_config(None, [*work, "parallel.expert=2"]))
+
+
+def test_torchtitan_multiplies_experts_in_fp8_and_falls_back_where_that_fails():
+    settings = settings_of(torchtitan_step.arguments_of(config_of("deepseek-v2-lite of 4 layers fp8")))
+    assert settings["model.converters"] == "quantize.linear.float8,quantize.grouped_mm.float8"
+    assert settings["quantize.grouped_mm.float8.fqns"] == "moe.experts", "not those of moe.shared_experts"
+    assert "router.gate" in settings["quantize.linear.float8.filter_fqns"].split(",")
+    lines = "Traceback (most recent call last):\n{}\ntorch.distributed.elastic.ChildFailedError: \n"
+    full = lines.format("[rank0]: torch.OutOfMemoryError: CUDA out of memory.")
+    broken = lines.format("[rank0]: RuntimeError: no such kernel")
+    tried = []
+
+    def attempt(way):
+        tried.append(str(way))
+        if len(tried) < 3:
+            raise torchtitan_step.PeerError(full if len(tried) == 1 else broken)
+        return {"milliseconds": 1.0}
+
+    row = torchtitan_step.first_way(torchtitan_step.best_way(config_of("gpt-oss-20b of 4 layers fp8")), attempt)
+    assert tried == ["recompute none, experts in FP8", "recompute full, experts in FP8", "recompute full"]
+    assert [text.partition(": ")[2] for text in row["failed"]] == [
+        "torch.OutOfMemoryError: CUDA out of memory.", "RuntimeError: no such kernel",
+    ]  # fmt: skip
+    with pytest.raises(torchtitan_step.PeerError, match="no such kernel"):
+        torchtitan_step.first_way(torchtitan_step.Way("none"), lambda _: attempt_that_fails(broken))
+
+
+def attempt_that_fails(output):
+    raise torchtitan_step.PeerError(output)
+
+
 def test_peers_that_are_not_installed_are_named(monkeypatch, capsys):
     monkeypatch.setattr(train_step.importlib.util, "find_spec", lambda name: True if name == "torch" else None)
     assert train_step.peers_of("llama3-1b bf16", list(train_step.PEERS)) == ["torch"]
