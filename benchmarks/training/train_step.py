@@ -84,6 +84,13 @@ WORKS = dict([tensor_work(4), context_work(4)]) | {
     "gpt-oss-20b of 4 layers bf16": [
         "model.preset=gpt-oss-20b", "model.num_layers=4", "train.global_batch_size=4", "train.sequence_length=4096",
     ],
+    "gpt-oss-20b of 2 layers bf16": [
+        "model.preset=gpt-oss-20b", "model.num_layers=2", "train.global_batch_size=4", "train.sequence_length=4096",
+    ],
+    "gpt-oss-20b of 2 layers fp8": [
+        "model.preset=gpt-oss-20b", "model.num_layers=2", "train.global_batch_size=4", "train.sequence_length=4096",
+        "precision.fp8=current",
+    ],
     "deepseek-v2-lite of 4 layers bf16": [
         "model.preset=deepseek-v2-lite", "model.num_layers=4", "train.global_batch_size=4",
         "train.sequence_length=4096",
