@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jaxstack.models.dropout import TOKEN_KEYS
 from jaxstack.models.moe.router import RouterSums
@@ -226,14 +227,61 @@ def vocabulary_loss(model: Transformer, hidden: jax.Array, labels: jax.Array, z_
     return jnp.sum(with_local_batch(loss_of_rows, stored, model.dtype, hidden, labels, as_stored=True))
 
 
-def token_losses(model: Transformer, hidden: jax.Array, labels: jax.Array) -> jax.Array:
-    """Compute the cross-entropy of each token, [B, T] float32, 0 where the label is -100, from hidden states."""
+def token_losses(model: Transformer, hidden: jax.Array, labels: jax.Array, most: int | None = None) -> jax.Array:
+    """Compute the cross-entropy of each token, [B, T] float32, 0 where the label is -100, from hidden states.
+
+    Args:
+      model: the model, whose output head is used.
+      hidden: final hidden states [B, T, D].
+      labels: int32 [B, T].
+      most: the labels of a row other than -100 are among `most` consecutive ones, so that only these are computed;
+        None: they may be anywhere.
+    """
+    cap = model.config.final_logit_softcapping
 
     def losses_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
-        cap = model.config.final_logit_softcapping
-        return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, soft_cap=cap)
+        length = labels.shape[1]
+        if most is None or most >= length:
+            return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, soft_cap=cap)
+        first = jnp.minimum(jnp.argmax(labels != IGNORE, axis=1), length - most)
+        labels = _window(labels, first, most)
+        losses = linear_cross_entropy(
+            _cut_window(hidden, first, most), weight, labels, ignore_index=IGNORE, soft_cap=cap
+        )
+        return _outside_zero(losses, first, length)
 
     return with_local_batch(losses_of_rows, model.stored_output_weight(), model.dtype, hidden, labels, as_stored=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _cut_window(x: Float[Array, "B T D"], first: Int[Array, " B"], length: int) -> Float[Array, "B L D"]:
+    """Return `length` consecutive vectors of each row, from `first` on.
+
+    The gradient copies, where JAX's own would add each number to zeros with an atomic operation.
+    """
+    return _window(x, first, length)
+
+
+def _window(x: jax.Array, first: jax.Array, length: int) -> jax.Array:
+    return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, length))(x, first)
+
+
+def _outside_zero(x: jax.Array, first: jax.Array, length: int) -> jax.Array:
+    """Return rows of `length` that have the rows of x from `first` on, and zeros elsewhere."""
+    zeros = jnp.zeros((x.shape[0], length - x.shape[1], *x.shape[2:]), x.dtype)
+    return _window(jnp.concatenate([zeros, x, zeros], axis=1), zeros.shape[1] - first, length)
+
+
+def _cut_window_forward(x: jax.Array, first: jax.Array, length: int) -> tuple[jax.Array, tuple[jax.Array, int]]:
+    return _window(x, first, length), (first, x.shape[1])
+
+
+def _cut_window_backward(length: int, kept: tuple[jax.Array, int], gradient: jax.Array) -> tuple[jax.Array, None]:
+    del length
+    return _outside_zero(gradient, *kept), None
+
+
+_cut_window.defvjp(_cut_window_forward, _cut_window_backward)
 
 
 @samples_labels(sampled_label_loss)

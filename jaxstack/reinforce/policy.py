@@ -433,7 +433,7 @@ def policy_loss(
     train: bool = False,
     settings: PolicyConfig,
     temperature: float = 1.0,
-    length: int = 1,
+    length: int | None = None,
 ) -> tuple[LossSum, dict[str, LossSum]]:
     """Return the loss of a batch of sampled answers, summed over their tokens, and further values for the metrics.
 
@@ -442,17 +442,20 @@ def policy_loss(
         without one the model without its adapters.
       batch: `tokens`, `labels` int32 [B, T], where labels are -100 except at the tokens before sampled ones; float32
         [B, T] of each sampled token `advantages`, `shares` and `sampler_logprobs`, see `Tokens`, and `old_logprobs` if
-        this may not be the first update with the answers.
+        this may not be the first update with the answers. The sampled tokens of a row are consecutive.
       train: True adds the losses of routers.
       settings: the loss.
       temperature: divisor of the logits with which the answers were sampled.
-      length: see `sum_over_tokens`.
+      length: largest number of tokens of an answer, see `sum_over_tokens`; None: T.
     """
-    policy, routers = token_log_probabilities(model, batch, temperature)
+    length = length or batch["labels"].shape[1]
+    policy, routers = token_log_probabilities(model, batch, temperature, length)
     reference = None
     if settings.computes_reference:
         with jax.named_scope("reference"):
-            reference, _ = token_log_probabilities(model.reference or without_adapters(model), batch, temperature)
+            reference, _ = token_log_probabilities(
+                model.reference or without_adapters(model), batch, temperature, length
+            )
     tokens = Tokens(
         policy,
         batch["sampler_logprobs"],
@@ -468,7 +471,7 @@ def policy_loss(
 
 
 def token_log_probabilities(
-    model: Transformer, batch: Batch, temperature: float = 1.0
+    model: Transformer, batch: Batch, temperature: float = 1.0, length: int | None = None
 ) -> tuple[Float[Array, "B T"], RouterSums | None]:
     """Return the log-probability of each label, 0 where it is -100, and the routers' sums.
 
@@ -476,12 +479,14 @@ def token_log_probabilities(
       model: the model.
       batch: `tokens`, `labels` int32 [B, T].
       temperature: divisor of the logits.
+      length: the labels of a row other than -100 are among this number of consecutive ones, so that the other tokens,
+        those of the prompt, need no logits; None: they may be anywhere.
     """
     hidden, routers = model.hidden_and_routers(batch["tokens"])
     if temperature != 1:
         hidden = hidden / temperature
     with jax.named_scope("loss"):
-        return -token_losses(model, hidden, batch["labels"]), routers
+        return -token_losses(model, hidden, batch["labels"], length), routers
 
 
 _EXCLUDED = (

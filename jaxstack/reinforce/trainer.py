@@ -27,6 +27,8 @@ class PolicyTrainer(Trainer):
     policy = PolicyConfig()
     temperature = 1.0
     """Temperature at which answers are sampled."""
+    longest_answer: int | None = None
+    """Largest number of tokens of an answer; None: unknown."""
 
     @property
     def rollouts(self) -> Rollouts:
@@ -70,7 +72,7 @@ class PolicyTrainer(Trainer):
         def compute(params: Dict, non_params: Dict, batch: Batch) -> jax.Array:
             with context.entered():
                 model = self.module.used.merge(self.module.load(params), non_params)
-                return token_log_probabilities(model, batch, self.temperature)[0]
+                return token_log_probabilities(model, batch, self.temperature, self.longest_answer)[0]
 
         size, length = self.train.global_batch_size, self.train.sequence_length
         sharding = self.rules.sharding(self.rules.batch_spec((size, length), "old_logprobs"))

@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxstack.loss import IGNORE, token_losses
+from jaxstack.models import Transformer
 from jaxstack.reinforce.policy import ADVANTAGES, KL_ESTIMATORS, LOSSES, PolicyConfig, Tokens, sum_over_tokens
+from jaxstack.run_config import load_config
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0]], np.float32)
 POLICY = [[-0.4, -1.2, -0.3], [-1.0, -0.2], [-0.6, -0.6, -0.9], [-0.1]]
@@ -142,3 +146,24 @@ def test_distillation_follows_the_divergence_from_the_teacher():
         return jnp.sum(jax.lax.stop_gradient(jnp.exp(student)) * value)
 
     assert jnp.allclose(jax.grad(expected)(logits), jax.grad(divergence)(logits), atol=1e-6)
+
+
+def test_logits_of_answers_alone_give_the_same_losses_and_gradients():
+    config = load_config(None, ["model.preset=tiny", "model.vocab_size=40"]).model
+    model = Transformer(config, nnx.Rngs(0), dtype=jnp.float32)
+    hidden = jax.random.normal(jax.random.key(0), (4, 9, config.hidden_size))
+    labels = np.full((4, 9), IGNORE)
+    for row, places in enumerate([slice(0, 3), slice(4, 6), slice(6, 9)]):
+        labels[row, places] = row + 1
+    weights = jax.random.normal(jax.random.key(1), labels.shape)
+
+    def total(hidden: jax.Array, most: int | None) -> jax.Array:
+        return jnp.sum(weights * token_losses(model, hidden, jnp.asarray(labels), most))
+
+    for most in (3, 5):
+        np.testing.assert_allclose(
+            token_losses(model, hidden, jnp.asarray(labels), most), token_losses(model, hidden, jnp.asarray(labels)),
+            rtol=1e-5,
+        )  # fmt: skip
+        gradients = [jax.jit(jax.grad(total), static_argnums=1)(hidden, width) for width in (most, None)]
+        np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-6)
