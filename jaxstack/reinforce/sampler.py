@@ -4,15 +4,17 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+from flax import nnx
 
 from jaxstack.decoding.config import EngineConfig
 from jaxstack.decoding.decode import ModelOnMesh, cast_matrices, cast_shapes
 from jaxstack.decoding.engine import Engine
+from jaxstack.decoding.requests import Request
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.step import ScoredPrograms
+from jaxstack.decoding.step import ScoredPrograms, shares_pages
 from jaxstack.decoding.step_shapes import ChunkShape, StepShapes
 from jaxstack.models import Transformer
-from jaxstack.models.restack import restack, same_stacking
+from jaxstack.models.restack import join_projections, restack, same_stacking
 from jaxstack.module_arrays.module import Dict, ModuleArrays
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.reinforce.config import SamplerConfig
@@ -52,12 +54,16 @@ class Sampler:
     """Samples answers with the current weights of a trainer. The shapes of its programs never change.
 
     Weights stay on the devices: they are cast to the compute dtype and unrolled there, adapters are merged, and they
-    are laid out as the engine needs them, whole on each device but for tensor parallelism. Between rollouts they and
-    the cache of keys and values are freed.
+    are laid out as the engine needs them, whole on each device but for tensor parallelism; there, projections of the
+    same input are one layer. Between rollouts they and the cache of keys and values are freed.
+
+    The tokens of a prompt are computed once, except for those after its last full page of the cache, however many
+    answers it has.
 
     Args:
       trainer: trains the model.
       config: sizes.
+      prompts: number of prompts of a rollout.
       answers: number of answers of a rollout.
       requests: largest number of answers that are asked for at a time, those of an evaluation included.
       longest: number of tokens of the longest prompt.
@@ -71,6 +77,7 @@ class Sampler:
         trainer: Trainer,
         config: SamplerConfig,
         *,
+        prompts: int,
         answers: int,
         requests: int,
         longest: int,
@@ -82,9 +89,11 @@ class Sampler:
         model = self._trained.merge(self._trained.abstract_params, self._trained.abstract_non_params)
         self._source = model.config
         self._target = self._source.model_copy(update={"scan_layers": False})
-        dtype = model.dtype
-        self._module = ModuleArrays(lambda rngs: Transformer(self._target, rngs, dtype=dtype))
         mesh = trainer.rules.mesh
+        self._joins = mesh.shape["tensor"] == 1
+        self._dtype = model.dtype
+        self._unjoined = ModuleArrays(self._make_unjoined)
+        self._module = ModuleArrays(self._make_joined) if self._joins else self._unjoined
         parallel = ParallelConfig(data=mesh.size // mesh.shape["tensor"], tensor=mesh.shape["tensor"])
         self._rules = make_rules(make_mesh(parallel, list(mesh.devices.flat)))
         self._non_params = initial_variables(self._module)
@@ -103,10 +112,21 @@ class Sampler:
             decode_steps=config.decode_steps,
             steps_ahead=1,
         )
-        self._shapes = _step_shapes(slots, unit, longest)
+        self._longest = longest
+        self._prompts = prompts
         self._vocab_size = vocab_size
         self._stop_tokens = stop_tokens
         self._engine: Engine | None = None
+        self._shares = False
+        """True: answers share the pages of their prompt."""
+
+    def _make_unjoined(self, rngs: nnx.Rngs) -> Transformer:
+        return Transformer(self._target, rngs, dtype=self._dtype)
+
+    def _make_joined(self, rngs: nnx.Rngs) -> Transformer:
+        model = self._make_unjoined(rngs)
+        join_projections(model)
+        return model
 
     def _hand_over(self, params: Dict, non_params: Dict) -> Dict:
         """Return the parameters of the engine's model from those of the trained one. Traceable."""
@@ -116,19 +136,26 @@ class Sampler:
         base, _ = self._trained.split_companions(base)
         if not same_stacking(self._source, self._target):
             base = restack(base, self._source, self._target)
-        return cast_matrices(self._module, base, self._rules)
+        cast = cast_matrices(self._unjoined, base, self._rules)
+        if not self._joins:
+            return cast
+        joined = self._unjoined.merge(cast, self._non_params)
+        join_projections(joined)
+        return self._module.split(joined)[0]
 
     def load(self, state: TrainState) -> None:
         """Take the weights of a train state, and make room for keys and values. The state may be donated afterwards."""
         with jax.set_mesh(self._rules.mesh):
             params = self._handed_over(state.params, state.non_params)
         if self._engine is None:
+            model = ModelOnMesh(self._module, params, self._non_params, self._rules)
+            self._shares = shares_pages(model) and self._longest > self._config.page_size
             self._engine = Engine(
-                ModelOnMesh(self._module, params, self._non_params, self._rules),
+                model,
                 self._engine_config,
                 vocab_size=self._vocab_size,
                 stop_tokens=self._stop_tokens,
-                shapes=self._shapes,
+                shapes=self._step_shapes(model.batch_unit),
                 make_programs=ScoredPrograms,
                 warm_up=False,
                 start=False,
@@ -162,35 +189,64 @@ class Sampler:
         """
         assert self._engine is not None, "load weights first"
         engine = self._engine
-        requests = [
-            engine.submit(prompt, max_tokens, Sampling(max(temperature, _GREEDY)), seed=seed)
-            for prompt, temperature, seed in zip(prompts, temperatures, seeds, strict=True)
-        ]
+        asked = list(zip(prompts, temperatures, seeds, strict=True))
+        first = self._first_of_each(prompts)
+        requests: dict[int, Request] = {}
+
+        def submit(number: int) -> None:
+            prompt, temperature, seed = asked[number]
+            sampling = Sampling(max(temperature, _GREEDY))
+            requests[number] = engine.submit(prompt, max_tokens, sampling, seed=seed)
+
+        for number in first:
+            submit(number)
+        while any(request.filled < request.target for request in requests.values()):
+            engine.step()
+        for number in range(len(asked)):
+            if number not in requests:
+                submit(number)
         while engine.step():
             pass
         answers = []
-        for request in requests:
+        for _, request in sorted(requests.items()):
             tokens = request.result()
             ended = [] if request.stop_token is None else [request.stop_token]
             answers.append(Answer((*tokens, *ended), tuple(request.log_probabilities), len(tokens)))
         return answers
 
+    def _step_shapes(self, unit: int) -> StepShapes:
+        """Return the shapes of the engine's steps: all answers or, towards the end, a quarter; many prompts at a time.
 
-def _step_shapes(slots: int, unit: int, longest: int) -> StepShapes:
-    """Return the shapes of the engine's steps: all answers or, towards the end, a quarter; many prompts at a time.
+        Args:
+          unit: number of devices that the rows are split over.
+        """
+        slots = self._engine_config.slots
 
-    Args:
-      slots: number of answers that are sampled at a time.
-      unit: number of devices that the rows are split over.
-      longest: number of tokens of the longest prompt.
-    """
-    width = min(longest, _STEP_TOKENS)
-    rows = min(slots, max(1, _STEP_TOKENS // (width * unit)) * unit)
-    counts = {rows, _split(rows, 8, unit)}
-    decode = {slots, _split(slots, 4, unit)}
-    return StepShapes(
-        tuple(sorted(decode)), tuple(ChunkShape(count, width) for count in sorted(counts)), constant_steps=True
-    )
+        def rows_of(width: int) -> int:
+            return min(slots, max(1, _STEP_TOKENS // (width * unit)) * unit)
+
+        width = min(self._longest, _STEP_TOKENS)
+        rows = rows_of(width)
+        chunks = set[ChunkShape]()
+        if self._shares:
+            rows = min(rows, -(-self._prompts // unit) * unit)
+            page = self._config.page_size
+            chunks.add(ChunkShape(rows_of(page), page))  # ends of prompts, whose other tokens are in the cache
+        chunks |= {ChunkShape(rows, width), ChunkShape(_split(rows, 8, unit), width)}
+        ordered = sorted(chunks, key=lambda shape: (shape.rows * shape.width, shape.width))
+        return StepShapes(tuple(sorted({slots, _split(slots, 4, unit)})), tuple(ordered), constant_steps=True)
+
+    def _first_of_each(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Return the numbers of the answers that are the first to their prompts, among those that start at once.
+
+        Other answers find the tokens of their prompts in the cache if they start later. Empty: none can.
+        """
+        if not self._shares:
+            return []
+        numbers: dict[tuple[int, ...], int] = {}
+        for number, prompt in enumerate(prompts[: self._engine_config.slots]):
+            numbers.setdefault(tuple(prompt), number)
+        return [*numbers.values()] if len(numbers) < len(prompts) else []
 
 
 def _split(rows: int, parts: int, unit: int) -> int:

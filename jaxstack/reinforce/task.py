@@ -111,10 +111,12 @@ class ReinforcementTask(Task):
         trainer.policy = config.policy
         trainer.steps_together = config.policy.updates
         trainer.temperature = config.rollout.temperature
+        trainer.longest_answer = config.rollout.max_tokens
         data.attach(
             Sampler(
                 trainer,
                 config.rollout.engine,
+                prompts=config.rollout.prompts,
                 answers=config.train.global_batch_size,
                 requests=data.largest,
                 longest=data.prompts.longest,

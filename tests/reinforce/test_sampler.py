@@ -1,0 +1,34 @@
+"""The sampler computes the tokens of a prompt once for all of its answers, which stay those of each prompt alone."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxstack.reinforce.config import SamplerConfig
+from jaxstack.reinforce.sampler import Sampler
+from tests.small_runs import VOCABULARY, make_trainer, small_config
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_answers_share_the_tokens_of_their_prompt(scan):
+    trainer = make_trainer(small_config(f"model.scan_layers={scan}", "model.num_kv_heads=4"))
+    large = jax.tree.map(lambda x: 5 * x, trainer.state.params)  # probabilities then differ between the prompts
+    state = trainer.state._replace(params=large)
+    sizes = {"prompts": 2, "answers": 6, "requests": 6, "longest": 11, "context": 16, "vocab_size": VOCABULARY}
+    sampler = Sampler(trainer, SamplerConfig(page_size=4), **sizes, stop_tokens=frozenset())
+    first, second = np.random.default_rng(0).integers(0, VOCABULARY, (2, 11)).tolist()
+
+    def sample(prompts: list[list[int]], seeds: list[int]) -> list[tuple[int, ...]]:
+        sampler.load(state)
+        answers = sampler.sample(prompts, 5, [1.0] * len(prompts), seeds)
+        sampler.unload()
+        return [answer.tokens for answer in answers]
+
+    together = sample([first, first, first, second, second, second], [1, 2, 2, 1, 2, 3])
+    stats = sampler._engine.stats
+    assert stats.computed_tokens == 2 * 11 + 4 * (11 - 8), "all but the last page, which is not full, are shared"
+    compiled = sampler.compiled
+    assert together == sample([first, first, first, second, second, second], [1, 2, 2, 1, 2, 3])
+    assert sampler.compiled == compiled, "later rollouts compile nothing"
+    assert together[1] == together[2] and len({*together}) == 5
+    assert [sample([prompt], [1])[0] for prompt in (first, second)] == [together[0], together[3]]
