@@ -35,7 +35,8 @@ class SubwordTokenizer(Tokenizer):
         self.kind = kind
         self._model = model
         self.document_start = document_start
-        self.vocab_size = max(file_vocab_size(model), document_start + 1)
+        self._known = file_vocab_size(model)  # which makes a dict of all tokens
+        self.vocab_size = max(self._known, document_start + 1)
         self._json = model.to_str()
         self.writes_bytes = is_byte_level(self._json)
         self._falls_back = falls_back_to_bytes(self._json)
@@ -84,8 +85,7 @@ class SubwordTokenizer(Tokenizer):
             table = self._token_bytes
             return b"".join([table[i] for i in array])
         cuts = np.flatnonzero(array == self.document_start)
-        known = file_vocab_size(self._model)
-        documents = (d[d < known].tolist() for d in np.split(array, cuts))
+        documents = (d[d < self._known].tolist() for d in np.split(array, cuts))
         return "".join(self._model.decode(d, skip_special_tokens=True) for d in documents).encode()
 
     @cached_property

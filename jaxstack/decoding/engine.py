@@ -363,30 +363,13 @@ class Engine:
         Args:
           scores: log-probabilities of the tokens; empty if the programs do not return them.
         """
-        added = list[int]()
-        reason = None
-        error = None
         if not request.count:
             self.stats.prompt_tokens += len(request.prompt)
-        for token in tokens:
-            if token in request.stop_tokens:
-                reason = "stop"
-                request.stop_token = token
-                break
-            added.append(token)
-            complete = False
-            try:
-                complete = request.constraint is not None and not request.constraint.accept(token)
-            except ConstraintFailed as failure:
-                error = failure
-            if error is not None:
-                reason = "error"
-            elif complete:
-                reason = "stop"
-            elif request.count + len(added) >= request.max_tokens:
-                reason = "length"
-            if reason is not None:
-                break
+        if request.constraint is None:
+            added, reason = _until_end(request, tokens)
+            error = None
+        else:
+            added, reason, error = _until_end_of_constraint(request, request.constraint, tokens)
         request.append(added)
         request.log_probabilities += scores[: len(added) + (request.stop_token is not None)]
         self.stats.generated_tokens += len(added)
@@ -401,6 +384,41 @@ class Engine:
         self._requests.discard(request)
         self.stats.finished[reason] += 1
         request.notify(reason, error)
+
+
+def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+    """Return the new tokens of an answer up to its end, and the reason of the end; None: it has not ended.
+
+    A stop token is set as the request's.
+    """
+    room = request.max_tokens - request.count
+    added = [*tokens[:room]]
+    if not request.stop_tokens.isdisjoint(added):
+        place = next(place for place, token in enumerate(added) if token in request.stop_tokens)
+        request.stop_token = added[place]
+        return added[:place], "stop"
+    return added, "length" if len(added) == room else None
+
+
+def _until_end_of_constraint(
+    request: Request, constraint: Constraint, tokens: Sequence[int]
+) -> tuple[list[int], FinishReason | None, ConstraintFailed | None]:
+    """Return as `_until_end`, with the constraint advanced by each token, and its failure as a third value."""
+    added = list[int]()
+    for token in tokens:
+        if token in request.stop_tokens:
+            request.stop_token = token
+            return added, "stop", None
+        added.append(token)
+        try:
+            complete = not constraint.accept(token)
+        except ConstraintFailed as failure:
+            return added, "error", failure
+        if complete:
+            return added, "stop", None
+        if request.count + len(added) >= request.max_tokens:
+            return added, "length", None
+    return added, None, None
 
 
 def _halves_from(model: ModelOnMesh, config: EngineConfig) -> int | None:

@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -222,7 +222,7 @@ class Runner:
             return ((row, new, []) for row, new in read(plan, tokens))
         scores = np.ascontiguousarray(tokens[..., 1]).view(np.float32)
         pairs = zip(read(plan, tokens[..., 0]), read(plan, scores), strict=True)
-        return ((row, new, [*map(float, found)]) for (row, new), (_, found) in pairs)
+        return ((row, new, cast("list[float]", found)) for (row, new), (_, found) in pairs)
 
     def _loops(self, plan: StepPlan) -> bool:
         """Return True if a plan runs as the program of several decode steps, which may also run a single one."""
