@@ -122,9 +122,14 @@ def main() -> None:
     args = parser.parse_args()
     require_commit("rewards")
     pairs = [(name, seed) for name in args.tasks for seed in args.seeds]
+
+    def run_pair(pair: tuple[str, int]) -> dict[str, Any]:
+        row = measure(*pair, args.set)
+        append_rows("rewards", [row])
+        return row
+
     with ThreadPoolExecutor(args.together) as pool:
-        rows = list(pool.map(lambda pair: measure(*pair, args.set), pairs))
-    append_rows("rewards", rows)
+        rows = list(pool.map(run_pair, pairs))
     stored = [json.loads(line) for line in (RESULTS / "rewards.jsonl").read_text(encoding="utf-8").splitlines()]
     (RESULTS / "rewards.svg").write_text(picture(newest_rows(stored)), encoding="utf-8")
     print_table(rows, COLUMNS)
