@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.attention import xla
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
 from pallas_kernels.attention.scores import row_delta, sink_gradient
@@ -23,7 +24,7 @@ from pallas_kernels.triton_support import triton_call
 
 _LOG2E = math.log2(math.e)
 _LEAST_CAPABILITY = (8, 0)
-_LARGEST_HEAD_DIM = 256
+_LARGEST_HEAD_DIM = 512
 _SHORTEST = 16
 
 
@@ -36,12 +37,15 @@ class Tile:
         key_block: number of key columns of a tile.
         warps: number of warps per program.
         stages: number of pipeline stages of the loads.
+        channels: number of channels of a tile of wide heads: of the values and the output of a program of the forward,
+            or of a step of the sums over channels; None for all.
     """
 
     query_block: int
     key_block: int
     warps: int
     stages: int
+    channels: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,17 @@ class Tiling:
     forward: Tile
     query: Tile
     key: Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class WideTiling:
+    """Tile sizes of the two Triton kernels for heads of more than 256 channels: the forward, and score gradients.
+
+    A block of the latter, whose gradients XLA multiplies, has several tiles (`triton_wide_backward`).
+    """
+
+    forward: Tile
+    scores: Tile
 
 
 _NARROW = Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3))
@@ -63,6 +78,7 @@ _TILINGS = {
         64: Tiling(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
         128: Tiling(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
         256: Tiling(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
+        512: WideTiling(Tile(128, 32, 8, 2, 256), Tile(128, 128, 8, 3, 64)),
     },
     163: {
         16: _NARROW,
@@ -70,6 +86,7 @@ _TILINGS = {
         64: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
         128: Tiling(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
         256: Tiling(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+        512: WideTiling(Tile(64, 32, 8, 2, 256), Tile(128, 64, 8, 3, 64)),
     },
     99: {
         16: _NARROW,
@@ -77,6 +94,7 @@ _TILINGS = {
         64: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
         128: Tiling(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
         256: Tiling(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(16, 64, 8, 2)),
+        512: WideTiling(Tile(32, 16, 4, 2, 256), Tile(128, 64, 8, 2, 64)),
     },
 }
 
@@ -91,8 +109,8 @@ def shared_memory_kib(capability: tuple[int, int]) -> int:
     return 163 if capability < (9, 0) else 227
 
 
-def tiling_for(head_dim: int, capability: tuple[int, int]) -> Tiling:
-    """Return tile sizes for a head dim of at most 256 that fit into the shared memory at a compute capability."""
+def tiling_for(head_dim: int, capability: tuple[int, int]) -> Tiling | WideTiling:
+    """Return tile sizes for a head dim of at most 512 that fit into the shared memory at a compute capability."""
     return _TILINGS[shared_memory_kib(capability)][_width(head_dim)]
 
 
@@ -150,7 +168,7 @@ class _StaticArguments:
     """Static (hashable) arguments of an attention call: options, tile sizes and compute capability."""
 
     options: Options
-    tiling: Tiling
+    tiling: Tiling | WideTiling
     capability: tuple[int, int]
 
 
@@ -167,6 +185,7 @@ class AttentionKernelPlan:
             identity, or, if `capped`, the tanh computed from exp2(input_scale * q.k).
         packed: True if there are segments.
         sinks: True if each head has an attention sink.
+        value_parts: number of programs of the forward among which the channels of the values are divided.
     """
 
     batch: int
@@ -185,6 +204,7 @@ class AttentionKernelPlan:
     output_scale: float
     packed: bool
     sinks: bool = False
+    value_parts: int = 1
     ln2: float = math.log(2.0)
     log2e: float = _LOG2E
 
@@ -192,6 +212,11 @@ class AttentionKernelPlan:
     def width(self) -> int:
         """Head dim rounded up to the width of a tile, a power of two."""
         return _width(self.head_dim)
+
+    @property
+    def value_width(self) -> int:
+        """Number of channels of the values and of the output that a program of the forward computes."""
+        return self.width // self.value_parts
 
     @property
     def group(self) -> int:
@@ -224,6 +249,42 @@ class AttentionKernelPlan:
         return Blocks(self.length, self.key_length, self.query_block, self.key_block)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScorePlan(AttentionKernelPlan):
+    """Compile-time constants of the kernel that computes score gradients; q, k and v need not be padded to blocks.
+
+    Attributes:
+        block_queries, block_keys: rows and columns of a block, multiples of those of a tile.
+        channels: channels of a step of the sums over channels, a power of two.
+        masked: True if the mask may hide keys of the block.
+    """
+
+    block_queries: int
+    block_keys: int
+    channels: int
+    masked: bool
+
+    @property
+    def query_tiles(self) -> int:
+        """Rows of tiles of a block."""
+        return self.block_queries // self.query_block
+
+    @property
+    def key_tiles(self) -> int:
+        """Columns of tiles of a block."""
+        return self.block_keys // self.key_block
+
+    @property
+    def query_load_bound(self) -> int | None:
+        """Number of queries if loads must be masked because the last block is partial; None if all blocks are whole."""
+        return self.length if self.length % self.block_queries else None
+
+    @property
+    def key_load_bound(self) -> int | None:
+        """Number of keys if loads must be masked because the last block is partial; None if all blocks are whole."""
+        return self.key_length if self.key_length % self.block_keys else None
+
+
 def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool) -> AttentionKernelPlan:
     scale = options.scale
     soft_cap = options.soft_cap
@@ -253,6 +314,7 @@ def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool
         input_scale=input_scale,
         output_scale=output_scale,
         packed=packed,
+        value_parts=1 if tile.channels is None else -(-_width(q.shape[3]) // tile.channels),
     )
 
 
@@ -321,7 +383,7 @@ def _forward(
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.length), jnp.float32),
     )
-    programs = plan.batch * plan.heads * plan.query_blocks
+    programs = plan.batch * plan.heads * plan.query_blocks * plan.value_parts
     arrays = q, k, v, ranges, _ids(segments, ranges), ranges if sinks is None else sinks
     return tuple(launch(forward_kernel, plan, tile, static.capability, programs, arrays, outputs))
 
@@ -330,13 +392,16 @@ def _backward(static: _StaticArguments, arrays: tuple, segments: Segments | None
     """Launch the two backward kernels: return dQ, dK and dV from (q, k, v, d_out, lse, delta)."""
     from pallas_kernels.attention.triton_backward import key_kernel, query_kernel
 
+    tiling = static.tiling
+    if isinstance(tiling, WideTiling):
+        return _wide_backward(static, tiling.scores, arrays, segments)
     q, k, v, d_out, lse, delta = arrays
     mask = static.options.mask
     packed = segments is not None
     rows = jnp.stack([lse * _LOG2E, delta])
     inputs = q, k, v, d_out.astype(q.dtype), rows
 
-    tile = static.tiling.query
+    tile = tiling.query
     plan = _plan(static.options, tile, q, k, packed)
     ranges = key_ranges(mask, plan.blocks, segments)
     programs = plan.batch * plan.heads * plan.query_blocks
@@ -345,13 +410,45 @@ def _backward(static: _StaticArguments, arrays: tuple, segments: Segments | None
     like_k = jax.ShapeDtypeStruct(k.shape, k.dtype)
     (d_q,) = launch(query_kernel, plan, tile, static.capability, programs, arrays, (like_q,))
 
-    tile = static.tiling.key
+    tile = tiling.key
     plan = _plan(static.options, tile, q, k, packed)
     ranges = query_ranges(mask, plan.blocks, segments)
     programs = plan.batch * plan.kv_heads * plan.key_blocks
     arrays = *inputs, ranges, _ids(segments, ranges)
     d_k, d_v = launch(key_kernel, plan, tile, static.capability, programs, arrays, (like_k, like_k))
     return d_q, d_k, d_v
+
+
+def _wide_backward(static: _StaticArguments, tile: Tile, arrays: tuple, segments: Segments | None) -> Gradients:
+    """Compute dQ, dK and dV of wide heads: a kernel for the scores of each block, and matrix products by XLA.
+
+    `arrays` are (q, k, v, d_out, lse, delta).
+    """
+    q, k, v, d_out, lse, delta = arrays
+    batch, length, heads, _ = q.shape
+    key_length, kv_heads = k.shape[1:3]
+    packed = segments is not None
+    multiple = max(tile.query_block, tile.key_block)
+    blocks = xla.choose_blocks(static.options.mask, length, key_length, batch * heads, packed, multiple)
+    finite = jnp.where(lse == -jnp.inf, 0.0, lse)
+    rows = jnp.stack([finite * _LOG2E, delta])
+    inputs = q, k, v, d_out.astype(q.dtype), rows
+    constants = dataclasses.asdict(_plan(static.options, tile, q, k, packed))
+    grouped = batch, kv_heads, heads // kv_heads, blocks.query_block, blocks.key_block
+    result = jax.ShapeDtypeStruct((batch, heads, *grouped[3:]), q.dtype)
+
+    def weigh(pair: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
+        from pallas_kernels.attention.triton_wide_backward import score_gradient_kernel
+
+        sizes = {"block_queries": blocks.query_block, "block_keys": blocks.key_block}
+        plan = ScorePlan(**constants, **sizes, channels=tile.channels or 64, masked=masked)
+        programs = batch * heads * plan.query_tiles * plan.key_tiles
+        operands = *inputs, pair, _ids(segments, pair)
+        found = launch(score_gradient_kernel, plan, tile, static.capability, programs, operands, (result, result))
+        weights, gradient = (x.reshape(grouped) for x in found)
+        return weights, gradient
+
+    return xla.gradients_by_tiles(static.options, blocks, (q, k, v), segments, (d_out, lse, delta), weigh)
 
 
 def _attend(static: _StaticArguments, *inputs: Any) -> tuple[jax.Array, jax.Array]:

@@ -11,13 +11,24 @@ import triton.language as tl
 
 
 @triton.jit
-def load_rows(base, first, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
-    """Load `rows` rows of one head (queries, keys or values), from row `first` on, as a tile [rows, plan.width].
+def load_rows(
+    base,
+    first,
+    rows: tl.constexpr,
+    heads: tl.constexpr,
+    length: tl.constexpr,
+    plan: tl.constexpr,
+    left=0,
+    width: tl.constexpr = None,
+):
+    """Load `rows` rows of one head (queries, keys or values), from row `first` on, as a tile [rows, width].
 
-    Elements past the head dim and past `length` are 0; `length` is None if no row is past it.
+    The tile has the channels from `left` on, by default all: `width` None is `plan.width`. Elements past the head dim
+    and past `length` are 0; `length` is None if no row is past it.
     """
+    columns: tl.constexpr = plan.width if width is None else width
     row = tl.arange(0, rows)[:, None]
-    column = tl.arange(0, plan.width)[None, :]
+    column = left + tl.arange(0, columns)[None, :]
     pointers = base + first.to(tl.int64) * (heads * plan.head_dim) + (row * (heads * plan.head_dim) + column)
     if length is not None:
         values = tl.load(pointers, mask=(first + row < length) & (column < plan.head_dim), other=0.0)
@@ -29,10 +40,24 @@ def load_rows(base, first, rows: tl.constexpr, heads: tl.constexpr, length: tl.c
 
 
 @triton.jit
-def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
-    """Write a tile to the rows `first`, `first` + 1, ... of one head of the array at `base`, in its dtype."""
+def store_rows(
+    base,
+    first,
+    values,
+    rows: tl.constexpr,
+    heads: tl.constexpr,
+    length: tl.constexpr,
+    plan: tl.constexpr,
+    left=0,
+    width: tl.constexpr = None,
+):
+    """Write a tile to the rows `first`, `first` + 1, ... of one head of the array at `base`, in its dtype.
+
+    The tile has the channels from `left` on, as in `load_rows`.
+    """
+    columns: tl.constexpr = plan.width if width is None else width
     row = tl.arange(0, rows)[:, None]
-    column = tl.arange(0, plan.width)[None, :]
+    column = left + tl.arange(0, columns)[None, :]
     pointers = base + first.to(tl.int64) * (heads * plan.head_dim) + (row * (heads * plan.head_dim) + column)
     tl.store(pointers, values.to(base.dtype.element_ty), mask=(first + row < length) & (column < plan.head_dim))
 
@@ -94,11 +119,13 @@ def visible(ids, query, key, plan: tl.constexpr):
 
 
 @triton.jit
-def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
+def _visit(queries, query, k, v, left, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
     """Update the online softmax by the key blocks that need a mask (if `masked`) or that need none (otherwise).
 
-    The state is (sum of weighted values, row maximum, sum of weights).
+    The state is (sum of weighted values, row maximum, sum of weights). The program has the values' channels from `left`
+    on.
     """
+    width: tl.constexpr = plan.value_width
     first, first_whole, end_whole, end = limits
     acc, maximum, total = state
     count = end_whole - first_whole
@@ -119,7 +146,8 @@ def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan:
         weights = tl.exp2(scores * plan.output_scale - shift[:, None])
         shrink = tl.exp2(maximum - shift)
         total = total * shrink + tl.sum(weights, 1)
-        values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_load_bound if masked else None, plan)
+        bound: tl.constexpr = plan.key_load_bound if masked else None
+        values = load_rows(v, start, plan.key_block, plan.kv_heads, bound, plan, left, width)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
         maximum = highest
     return acc, maximum, total
@@ -130,11 +158,12 @@ def forward_kernel(q, k, v, ranges, ids, sinks, out, lse, plan: tl.constexpr):
     """Compute out and log-sum-exp for one block of queries of one head.
 
     They are parts of out [B, T, N, H] and lse [B, N, T]; ids [B, T + S] are segments of queries, then of keys, and
-    sinks [B, N] are scores without a value.
+    sinks [B, N] are scores without a value. Of wide heads several programs compute a part of the channels each.
 
     Blocks of later queries have more keys under a causal mask and start first; the heads of a group are adjacent.
     """
-    program = tl.program_id(0)
+    part = tl.program_id(0) % plan.value_parts
+    program = tl.program_id(0) // plan.value_parts
     head = program % plan.heads
     batch = (program // plan.heads) % plan.batch
     block = plan.query_blocks - 1 - program // (plan.heads * plan.batch)
@@ -147,11 +176,12 @@ def forward_kernel(q, k, v, ranges, ids, sinks, out, lse, plan: tl.constexpr):
     queries = load_rows(q + query_part, start, plan.query_block, plan.heads, plan.query_load_bound, plan)
     ids += batch * (plan.length + plan.key_length)
     rows: tl.constexpr = plan.query_block
-    width: tl.constexpr = plan.width
+    width: tl.constexpr = plan.value_width
+    left = part * width
     maximum = tl.full([rows], -float("inf"), tl.float32)
     state = tl.zeros([rows, width], tl.float32), maximum, tl.zeros([rows], tl.float32)
-    state = _visit(queries, query, k + key_part, v + key_part, ids, limits, state, False, plan)
-    acc, maximum, total = _visit(queries, query, k + key_part, v + key_part, ids, limits, state, True, plan)
+    state = _visit(queries, query, k + key_part, v + key_part, left, ids, limits, state, False, plan)
+    acc, maximum, total = _visit(queries, query, k + key_part, v + key_part, left, ids, limits, state, True, plan)
     if plan.sinks:
         sink = tl.load(sinks + batch * plan.heads + head) * plan.log2e
         highest = tl.maximum(maximum, sink)
@@ -161,7 +191,8 @@ def forward_kernel(q, k, v, ranges, ids, sinks, out, lse, plan: tl.constexpr):
         maximum = highest
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    store_rows(out + query_part, start, acc / total[:, None], plan.query_block, plan.heads, plan.length, plan)
+    acc = acc / total[:, None]
+    store_rows(out + query_part, start, acc, plan.query_block, plan.heads, plan.length, plan, left, width)
     logarithm = tl.where(empty, -float("inf"), (maximum + tl.log2(total)) * plan.ln2)
     row = wide * (plan.heads * plan.length) + head * plan.length
-    tl.store(lse + row + query, logarithm, mask=query < plan.length)
+    tl.store(lse + row + query, logarithm, mask=(query < plan.length) & (part == 0))

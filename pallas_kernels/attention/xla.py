@@ -32,6 +32,9 @@ _STEP_ELEMENTS = 2**22
 State = TypeVar("State")
 Visit = Callable[[State, jax.Array, bool], State]
 """Return the state after a tile, given as (block numbers [2], True if the mask cuts it)."""
+Weigh = Callable[[jax.Array, bool], tuple[jax.Array, jax.Array]]
+"""Return the softmax weights of a tile, given as in `Visit`, and the gradients of its products q.k: both [B, K, G, rows,
+keys] in the dtype of q."""
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
@@ -43,7 +46,8 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
 def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Compute attention tile by tile in XLA: return out [B, T, N, H] and the log-sum-exp [B, N, T]."""
     tiling = _tiling(request)
-    out, lse = _differentiable(request.options, tiling, *_padded(request, tiling))
+    padded = _padded((request.q, request.k, request.v), request.segments, tiling)
+    out, lse = _differentiable(request.options, tiling, *padded)
     return pieces.with_sinks(out[:, : tiling.length], lse[..., : tiling.length], request.sinks)
 
 
@@ -51,40 +55,82 @@ def gradients(
     request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
 ) -> Gradients:
     """Compute dQ, dK and dV of attention to a part of the keys, given row statistics (lse, delta) over all keys."""
-    tiling = _tiling(request)
+    arrays = request.q, request.k, request.v
+    return gradients_by_tiles(request.options, _tiling(request), arrays, request.segments, (d_out, lse, delta))
+
+
+def gradients_by_tiles(
+    options: Options,
+    tiling: Blocks,
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    segments: Segments | None,
+    rows: tuple[jax.Array, jax.Array, jax.Array],
+    weigh: Weigh | None = None,
+) -> Gradients:
+    """Compute dQ, dK and dV in one pass over the visible tiles, in each of which XLA multiplies large matrices.
+
+    Args:
+        options: mask, scale and soft cap.
+        tiling: lengths and block sizes.
+        arrays: q [B, T, N, H], k and v [B, S, K, H].
+        segments: segment ids, or None.
+        rows: d_out [B, T, N, H], and the log-sum-exp and delta [B, N, T], which may be those of more keys than these.
+        weigh: computes a tile's softmax weights and score gradients, if not XLA.
+    """
+    d_out, lse, delta = rows
     missing = -tiling.length % tiling.query_block
     lse, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (lse, delta))
     rows = _pad(d_out, tiling.query_block), lse, delta
-    d_q, d_k, d_v = _gradients(request.options, tiling, *_padded(request, tiling), rows)
+    backward = _Backward.create(options, tiling, *_padded(arrays, segments, tiling), rows)
+    d_q, d_k, d_v = backward.gradients(weigh)
     return d_q[:, : tiling.length], d_k[:, : tiling.key_length], d_v[:, : tiling.key_length]
 
 
-def _padded(request: AttentionRequest, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
+def _padded(
+    arrays: tuple[jax.Array, jax.Array, jax.Array], segments: Segments | None, tiling: Blocks
+) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
     """Return q, k, v and segment ids of an attention call, padded to whole blocks."""
-    q = _pad(request.q, tiling.query_block)
-    k = _pad(request.k, tiling.key_block)
-    v = _pad(request.v, tiling.key_block)
-    segments = request.segments
+    q, k, v = arrays
+    q = _pad(q, tiling.query_block)
+    k = _pad(k, tiling.key_block)
+    v = _pad(v, tiling.key_block)
     if segments is not None:
         segments = Segments(*(_pad(ids, block, "edge") for ids, block in zip(segments, tiling[2:], strict=True)))
     return q, k, v, segments
 
 
 def _tiling(request: AttentionRequest) -> Blocks:
-    """Choose the block sizes with the least work, of those whose float32 scores stay within `_TILE_BYTES`."""
     rows = request.q.shape[0] * request.q.shape[2]
-    length = request.query_length
-    key_length = request.key_length
+    return choose_blocks(
+        request.options.mask, request.query_length, request.key_length, rows, request.segments is not None
+    )
+
+
+def choose_blocks(mask: Mask, length: int, key_length: int, rows: int, segmented: bool, multiple: int = 1) -> Blocks:
+    """Choose the block sizes with the least work, of those whose float32 scores stay within `_TILE_BYTES`.
+
+    Args:
+        mask: mask of the attention.
+        length: T.
+        key_length: S.
+        rows: number of heads of all sequences, B * N.
+        segmented: True if there are segments.
+        multiple: the block sizes are multiples of this number, which divides `_SMALLEST_BLOCK`.
+    """
     sizes = [_LARGEST_BLOCK]
     while sizes[-1] > _SMALLEST_BLOCK:
         sizes.append(sizes[-1] // 2)
     fitting = [size for size in sizes if 4 * rows * size * size <= _TILE_BYTES] or sizes[-1:]
+    longest = -(-length // multiple) * multiple
+    longest_key = -(-key_length // multiple) * multiple
 
     def cost(blocks: Blocks) -> int:
-        tiles = possible_tiles(request.options.mask, blocks, request.segments is not None).sum()
+        tiles = possible_tiles(mask, blocks, segmented).sum()
         return int(tiles) * (rows * blocks.query_block * blocks.key_block + _STEP_ELEMENTS)
 
-    return min((Blocks(length, key_length, min(size, length), min(size, key_length)) for size in fitting), key=cost)
+    return min(
+        (Blocks(length, key_length, min(size, longest), min(size, longest_key)) for size in fitting), key=cost
+    )
 
 
 def _pad(x: jax.Array, block: int, mode: str = "constant") -> jax.Array:
@@ -128,22 +174,9 @@ def _backward_rule(options: Options, tiling: Blocks, residuals: tuple, cotangent
     d_out, d_lse = cotangents
     if not pieces.needs_delta_correction(q.dtype):
         rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
-        return *_gradients(options, tiling, q, k, v, segments, rows), None
+        return *_Backward.create(options, tiling, q, k, v, segments, rows).gradients(), None
     rows = d_out, lse, pieces.row_delta(out, d_out, jnp.zeros_like(d_lse))
     return *_Backward.create(options, tiling, q, k, v, segments, rows).corrected(d_lse).gradients(), None
-
-
-def _gradients(
-    options: Options,
-    tiling: Blocks,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: Segments | None,
-    row_statistics: tuple,
-) -> Gradients:
-    """Compute dQ, dK and dV of attention from q, k, v and `row_statistics`, which are (d_out, lse, delta)."""
-    return _Backward.create(options, tiling, q, k, v, segments, row_statistics).gradients()
 
 
 class _Backward(NamedTuple):
@@ -215,14 +248,20 @@ class _Backward(NamedTuple):
             weights = weights / tile.rows(self.total, -1)[..., None]
         return weights, d_weights, scores
 
-    def gradients(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Compute dQ, dK and dV in one pass over all visible tiles."""
+    def weigh(self, pair: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
+        """Return a tile's softmax weights and the gradients of its products q.k, both [B, K, G, rows, keys]."""
+        tile = _Tile(self.options, self.tiling, pair, masked)
+        weights, d_weights, scores = self.softmax_weights(tile)
+        return weights, pieces.score_gradient(weights, d_weights, tile.rows(self.delta, -1), scores, self.options)
+
+    def gradients(self, weigh: Weigh | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Compute dQ, dK and dV in one pass over all visible tiles, with `weigh` in place of the method if given."""
+        weigh = weigh or self.weigh
 
         def visit(gradients: tuple, pair: jax.Array, masked: bool) -> tuple:
             d_q, d_k, d_v = gradients
             tile = _Tile(self.options, self.tiling, pair, masked)
-            weights, d_weights, scores = self.softmax_weights(tile)
-            gradient = pieces.score_gradient(weights, d_weights, tile.rows(self.delta, -1), scores, self.options)
+            weights, gradient = weigh(pair, masked)
             of_q = pieces.weighted_sum_of_values(gradient, tile.keys(self.k, 1))
             of_k = pieces.sum_over_queries(gradient, tile.rows(self.q, 1))
             of_v = pieces.sum_over_queries(weights, tile.rows(self.d_out, 1))

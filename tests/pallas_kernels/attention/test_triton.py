@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import NotSupported, flash_attention, lowering_platform, record_choices, save_attention
-from pallas_kernels.attention import triton
-from pallas_kernels.attention.triton import Tile, Tiling
+from pallas_kernels.attention import triton, xla
+from pallas_kernels.attention.triton import Tile, Tiling, WideTiling
 from tests.compilation import run_jitted
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.attention.contract import Case, check
@@ -33,6 +33,7 @@ def small(length, key_length=None, **options):
 
 
 TILING = Tiling(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1))
+WIDE_TILING = WideTiling(Tile(32, 16, 4, 1, 256), Tile(32, 16, 4, 1, 128))
 CASES = {
     "causal_grouped": small(48, batch=2, heads=4, kv_heads=2),
     "full_uneven_head_dim_80": small(41, causal=False, head_dim=80),
@@ -47,6 +48,12 @@ CASES = {
     "more_queries": small(50, 20),
     "sinks_of_more_queries": small(50, 20, sinks=True),
     "unlike_segments": small(33, 52, segments=5, causal=False),
+    "wide": small(96, head_dim=512, heads=4, kv_heads=2),
+    "wide_full_uneven": small(41, head_dim=512, causal=False, scale=-0.1),
+    "wide_window_cap": small(100, head_dim=272, heads=1, window=37, soft_cap=2.0),
+    "wide_segments": small(80, head_dim=320, batch=2, segments=3),
+    "wide_fewer_queries": small(20, 60, head_dim=264, sinks=True),
+    "wide_more_queries": small(70, 20, head_dim=384, segments=2),
 }
 
 
@@ -88,7 +95,8 @@ def check_vmap():
 def main(names):
     let_numpy_index()
     triton.launch = interpret
-    triton.tiling_for = lambda *_: TILING
+    triton.tiling_for = lambda head_dim, _: WIDE_TILING if head_dim > 256 else TILING
+    xla._LARGEST_BLOCK = xla._SMALLEST_BLOCK = 32
     for name in names:
         error = None
         try:
