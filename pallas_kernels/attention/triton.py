@@ -281,8 +281,8 @@ class ScorePlan(AttentionKernelPlan):
 
     @property
     def key_load_bound(self) -> int | None:
-        """Number of keys if loads must be masked because the last block is partial; None if all blocks are whole."""
-        return self.key_length if self.key_length % self.block_keys else None
+        """Number of keys if loads must be masked because the block may be a partial last one, which a mask cuts."""
+        return self.key_length if self.masked and self.key_length % self.block_keys else None
 
 
 def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool) -> AttentionKernelPlan:
@@ -433,15 +433,19 @@ def _wide_backward(static: _StaticArguments, tile: Tile, arrays: tuple, segments
     finite = jnp.where(lse == -jnp.inf, 0.0, lse)
     rows = jnp.stack([finite * _LOG2E, delta])
     inputs = q, k, v, d_out.astype(q.dtype), rows
-    constants = dataclasses.asdict(_plan(static.options, tile, q, k, packed))
+    constants: dict[str, Any] = {
+        **dataclasses.asdict(_plan(static.options, tile, q, k, packed)),
+        "block_queries": blocks.query_block,
+        "block_keys": blocks.key_block,
+        "channels": tile.channels,
+    }
     grouped = batch, kv_heads, heads // kv_heads, blocks.query_block, blocks.key_block
     result = jax.ShapeDtypeStruct((batch, heads, *grouped[3:]), q.dtype)
 
     def weigh(pair: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
         from pallas_kernels.attention.triton_wide_backward import score_gradient_kernel
 
-        sizes = {"block_queries": blocks.query_block, "block_keys": blocks.key_block}
-        plan = ScorePlan(**constants, **sizes, channels=tile.channels or 64, masked=masked)
+        plan = ScorePlan(**constants, masked=masked)
         programs = batch * heads * plan.query_tiles * plan.key_tiles
         operands = *inputs, pair, _ids(segments, pair)
         found = launch(score_gradient_kernel, plan, tile, static.capability, programs, operands, (result, result))

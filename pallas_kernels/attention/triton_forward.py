@@ -19,7 +19,7 @@ def load_rows(
     length: tl.constexpr,
     plan: tl.constexpr,
     left=0,
-    width: tl.constexpr = None,
+    width=None,
 ):
     """Load `rows` rows of one head (queries, keys or values), from row `first` on, as a tile [rows, width].
 
@@ -49,7 +49,7 @@ def store_rows(
     length: tl.constexpr,
     plan: tl.constexpr,
     left=0,
-    width: tl.constexpr = None,
+    width=None,
 ):
     """Write a tile to the rows `first`, `first` + 1, ... of one head of the array at `base`, in its dtype.
 
@@ -146,8 +146,9 @@ def _visit(queries, query, k, v, left, ids, limits, state, masked: tl.constexpr,
         weights = tl.exp2(scores * plan.output_scale - shift[:, None])
         shrink = tl.exp2(maximum - shift)
         total = total * shrink + tl.sum(weights, 1)
-        bound: tl.constexpr = plan.key_load_bound if masked else None
-        values = load_rows(v, start, plan.key_block, plan.kv_heads, bound, plan, left, width)
+        values = load_rows(
+            v, start, plan.key_block, plan.kv_heads, plan.key_load_bound if masked else None, plan, left, width
+        )
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
         maximum = highest
     return acc, maximum, total

@@ -71,7 +71,7 @@ def score_gradient_kernel(q, k, v, d_out, rows, pair, ids, weights, gradients, p
     key_part = wide * (plan.key_length * plan.kv_heads * plan.head_dim) + head // plan.group * plan.head_dim
     ids += batch * (plan.length + plan.key_length)
     rows_bound: tl.constexpr = plan.query_load_bound
-    keys_bound: tl.constexpr = plan.key_load_bound if plan.masked else None
+    keys_bound: tl.constexpr = plan.key_load_bound
     height: tl.constexpr = plan.query_block
     width: tl.constexpr = plan.key_block
     step: tl.constexpr = plan.channels

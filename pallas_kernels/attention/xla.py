@@ -33,8 +33,10 @@ State = TypeVar("State")
 Visit = Callable[[State, jax.Array, bool], State]
 """Return the state after a tile, given as (block numbers [2], True if the mask cuts it)."""
 Weigh = Callable[[jax.Array, bool], tuple[jax.Array, jax.Array]]
-"""Return the softmax weights of a tile, given as in `Visit`, and the gradients of its products q.k: both [B, K, G, rows,
-keys] in the dtype of q."""
+"""Return the softmax weights of a tile, given as in `Visit`, and the gradients of its products q.k.
+
+Both are [B, K, G, rows, keys].
+"""
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
@@ -128,9 +130,7 @@ def choose_blocks(mask: Mask, length: int, key_length: int, rows: int, segmented
         tiles = possible_tiles(mask, blocks, segmented).sum()
         return int(tiles) * (rows * blocks.query_block * blocks.key_block + _STEP_ELEMENTS)
 
-    return min(
-        (Blocks(length, key_length, min(size, longest), min(size, longest_key)) for size in fitting), key=cost
-    )
+    return min((Blocks(length, key_length, min(size, longest), min(size, longest_key)) for size in fitting), key=cost)
 
 
 def _pad(x: jax.Array, block: int, mode: str = "constant") -> jax.Array:

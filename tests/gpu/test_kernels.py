@@ -57,6 +57,9 @@ LENGTHS = {
     "head_dim_96": Case(length=1000, key_length=1000, head_dim=96),
     "head_dim_192": Case(length=1000, key_length=1000, head_dim=192),
     "head_dim_256": Case(length=1088, key_length=1088, head_dim=256),
+    "head_dim_320_window_cap": Case(length=1000, key_length=1000, head_dim=320, window=300, soft_cap=20.0),
+    "head_dim_512": Case(length=2200, key_length=2200, head_dim=512, heads=8),
+    "head_dim_512_packed": Case(length=2000, key_length=2000, head_dim=512, segments=9),
     "one_head_scaled": Case(length=520, key_length=520, heads=1, kv_heads=1, head_dim=128, scale=0.3),
     "narrow_values": Case(length=1088, key_length=1088, head_dim=192, value_dim=128, heads=8, kv_heads=8),
     "narrow_values_packed": Case(length=1000, key_length=1000, head_dim=192, value_dim=128, segments=5),
@@ -92,7 +95,17 @@ def test_attention_by_the_kernels_for_hopper(name, implementation):
         check(LENGTHS[name], implementation)
 
 
-@pytest.mark.parametrize("name", ["of_no_tile", "packed_window", "sinks_packed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "of_no_tile",
+        "packed_window",
+        "sinks_packed",
+        "head_dim_320_window_cap",
+        "head_dim_512",
+        "head_dim_512_packed",
+    ],
+)
 def test_attention_by_triton(name):
     check(LENGTHS[name], "triton")
 
