@@ -296,6 +296,7 @@ RELEASED["kimi-k2"] = RELEASED["deepseek-v3"] | {
     "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
     "rope_scaling": RELEASED["deepseek-v3"]["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
     "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
+    "aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 1,
 }  # fmt: skip
 
 
