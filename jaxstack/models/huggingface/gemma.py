@@ -284,6 +284,7 @@ GEMMA4 = Family(
             _write_sharing,
         ),
         Row(("enable_moe_block", *_EXPERTS), _read_experts, _write_experts),
+        fixed("expert_intermediate_size", None),  # null in the files of the dense models
         always(
             norm="rms_norm",
             post_norms=True,

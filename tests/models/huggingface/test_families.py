@@ -69,7 +69,8 @@ RELEASED = {
         "boi_token_id": 255999, "eoi_token_id": 258882, "image_token_id": 258880, "tie_word_embeddings": True,
         "vision_soft_tokens_per_image": 280, "vision_config": {"hidden_size": 1152, "model_type": "gemma4_vision"},
         "text_config": {
-            "attention_k_eq_v": True, "enable_moe_block": False, "final_logit_softcapping": 30.0, "head_dim": 256,
+            "attention_k_eq_v": True, "enable_moe_block": False, "expert_intermediate_size": None, "num_experts": None,
+            "top_k_experts": None, "final_logit_softcapping": 30.0, "head_dim": 256,
             "global_head_dim": 512, "hidden_size": 5376, "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
             "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "max_position_embeddings": 262144,
             "model_type": "gemma4_text", "num_attention_heads": 32, "num_global_key_value_heads": 4,
