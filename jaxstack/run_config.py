@@ -195,6 +195,12 @@ class RunConfig(Component):
             return (
                 f"rollout.stale_steps ({rollout.stale_steps}) must be 0: answers are sampled with the newest weights."
             )
+        if rollout.resample and not policy.drops_groups:
+            return (
+                f"rollout.resample ({rollout.resample}) replaces groups of equal rewards, which count here: advantages "
+                f"are {policy.baseline}, policy.drop_equal_groups is {str(policy.drop_equal_groups).lower()}; set it "
+                "to 0, or compare within groups and drop those that are equal."
+            )
         for name, value in (("train.steps", self.train.steps), ("checkpoint.every_steps", self.checkpoint.every_steps)):
             if value % policy.updates:
                 return (

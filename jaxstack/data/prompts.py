@@ -83,11 +83,15 @@ class Prompts:
         """Return the columns that all records have."""
         return functools.reduce(set.intersection, ({*prompt.columns} for prompt in (*self.train, *self.held_out)))
 
-    def deal(self, number: int, count: int) -> list[Prompt]:
-        """Return the `count` prompts of rollout `number`: each epoch goes through all prompts in a new order."""
+    def deal(self, number: int, count: int, *, spare: bool = False) -> list[Prompt]:
+        """Return the `count` prompts of rollout `number`: each epoch goes through all prompts in a new order.
+
+        `spare` returns those of another order, which may replace them.
+        """
         size = len(self.train)
         places = [divmod(place, size) for place in range(number * count, (number + 1) * count)]
-        orders = {epoch: np.random.default_rng((self._seed, epoch)).permutation(size) for epoch, _ in places}
+        stream = (1,) if spare else ()
+        orders = {epoch: np.random.default_rng((self._seed, epoch, *stream)).permutation(size) for epoch, _ in places}
         return [self.train[orders[epoch][place]] for epoch, place in places]
 
     @property

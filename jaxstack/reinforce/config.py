@@ -26,6 +26,9 @@ class RolloutConfig(Component):
     """Token limit of an answer, its stop token included."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Divisor of the logits, when answers are sampled and when they are trained on."""
+    resample: int = Field(default=0, ge=0)
+    """Largest number of further rollouts of a step, of other prompts, whose groups replace those with equal rewards
+    (dynamic sampling of DAPO, arXiv:2503.14476)."""
     stale_steps: int = Field(default=0, ge=0)
     """Number of train steps by which the sampler's weights may be behind. Only 0 is supported: each rollout is sampled
     with the newest weights."""

@@ -350,6 +350,11 @@ class PolicyConfig(Component):
         return self.baseline not in ("batch_std", TEACHER)
 
     @property
+    def drops_groups(self) -> bool:
+        """True if groups of equal rewards do not count."""
+        return self.drop_equal_groups and self.compares_within_groups
+
+    @property
     def computes_reference(self) -> bool:
         """True if the loss needs the reference model."""
         return self.loss is not None and (self.kl > 0 or self.baseline == TEACHER)
@@ -366,8 +371,7 @@ class PolicyConfig(Component):
 
     def counts(self, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:
         """Return which groups count: not those of equal rewards, if advantages compare within groups."""
-        drops = self.drop_equal_groups and self.compares_within_groups
-        return (np.ptp(rewards, axis=1) > 0) | (not drops)
+        return (np.ptp(rewards, axis=1) > 0) | (not self.drops_groups)
 
     @property
     def arrays(self) -> tuple[str, ...]:

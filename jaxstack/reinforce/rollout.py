@@ -23,6 +23,8 @@ from jaxstack.state import TrainState
 
 _EVALUATION = 2**31
 """Offset of the seeds of evaluations, whose answers are then not those of training."""
+_SPARE = 2**30
+"""Offset of the seeds of answers to prompts that replace others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,67 @@ class Rollout:
 
     batch: HostBatch
     metrics: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sampled:
+    """Rewarded answers, those to a prompt one after the other.
+
+    Attributes:
+      samples: G, the number of answers to a prompt.
+      prompts: the prompt of each answer [B].
+      answers: [B].
+      results: their rewards [B].
+      rollout_seconds: time of the sampling.
+      reward_seconds: time of the rewards.
+    """
+
+    samples: int
+    prompts: Sequence[Prompt]
+    answers: Sequence[Answer]
+    results: Sequence[RewardResult]
+    rollout_seconds: float
+    reward_seconds: float
+
+    def __add__(self, other: "_Sampled") -> "_Sampled":
+        """Return the answers of both."""
+        return _Sampled(
+            self.samples,
+            [*self.prompts, *other.prompts],
+            [*self.answers, *other.answers],
+            [*self.results, *other.results],
+            self.rollout_seconds + other.rollout_seconds,
+            self.reward_seconds + other.reward_seconds,
+        )
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """The rewards, float32 [P, G]."""
+        return np.array([result.total for result in self.results], np.float32).reshape(-1, self.samples)
+
+    def groups(self, numbers: Sequence[int] | np.ndarray) -> "_Sampled":
+        """Return the answers to some of the prompts, of which `numbers` are the places among the P."""
+        rows = [number * self.samples + row for number in numbers for row in range(self.samples)]
+        lists = (self.prompts, self.answers, self.results)
+        prompts, answers, results = ([values[row] for row in rows] for values in lists)
+        return dataclasses.replace(self, prompts=prompts, answers=answers, results=results)
+
+    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the values of all answers for the log; `names` are those of the rewards."""
+        rewards = self.rewards
+        found = {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std(1, ddof=min(1, self.samples - 1)).mean()),
+            "useful_groups": float(np.mean(np.ptp(rewards, axis=1) > 0)),
+            "answer_tokens": float(np.mean([len(answer.tokens) for answer in self.answers])),
+            "truncated": float(np.mean([answer.truncated for answer in self.answers])),
+            "rollout_seconds": self.rollout_seconds,
+            "reward_seconds": self.reward_seconds,
+        }
+        if len(names) > 1:
+            for name in names:
+                found[f"reward_{name}"] = float(np.mean([result.parts[name] for result in self.results]))
+        return found
 
 
 class Rollouts:
@@ -154,28 +217,32 @@ class Rollouts:
 
     def _roll_out(self, number: int) -> Rollout:
         """Sample, reward and arrange the answers of rollout `number`."""
+        wanted = self._config.prompts
+        most = self._config.resample
+        sampled = self._sample(number)
+        further = 0
+        while further < most and self._policy.counts(sampled.rewards).sum() < wanted:
+            sampled += self._sample(number * most + further, spare=True)
+            further += 1
+        metrics = sampled.metrics(self._rewards.names)
+        if most:
+            metrics["rollouts"] = 1.0 + further
+        counts = self._policy.counts(sampled.rewards)
+        kept = np.sort(np.argsort(~counts, kind="stable")[:wanted])
+        return Rollout(self._arrange(sampled.groups(kept)), metrics)
+
+    def _sample(self, number: int, *, spare: bool = False) -> "_Sampled":
+        """Answer and reward the prompts of rollout `number`, or such as may replace them."""
         began = time.perf_counter()
         samples = self._policy.samples
-        asked = [prompt for prompt in self.prompts.deal(number, self._config.prompts) for _ in range(samples)]
-        first = self._seed * 7919 + number * len(asked)
+        dealt = self.prompts.deal(number, self._config.prompts, spare=spare)
+        asked = [prompt for prompt in dealt for _ in range(samples)]
+        first = self._seed * 7919 + number * len(asked) + spare * _SPARE
         seeds = [(first + row) % _EVALUATION for row in range(len(asked))]
         answers = self._answer(asked, [self._config.temperature] * len(asked), seeds)
-        sampled = time.perf_counter()
+        answered = time.perf_counter()
         results = self._reward(asked, answers)
-        rewards = np.array([result.total for result in results], np.float32).reshape(-1, samples)
-        metrics = {
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std(1, ddof=min(1, samples - 1)).mean()),
-            "useful_groups": float(np.mean(np.ptp(rewards, axis=1) > 0)),
-            "answer_tokens": float(np.mean([len(answer.tokens) for answer in answers])),
-            "truncated": float(np.mean([answer.truncated for answer in answers])),
-            "rollout_seconds": sampled - began,
-            "reward_seconds": time.perf_counter() - sampled,
-        }
-        if len(self._rewards.names) > 1:
-            for name in self._rewards.names:
-                metrics[f"reward_{name}"] = float(np.mean([result.parts[name] for result in results]))
-        return Rollout(self._arrange(asked, answers, rewards), metrics)
+        return _Sampled(samples, asked, answers, results, answered - began, time.perf_counter() - answered)
 
     def _answer(self, prompts: Sequence[Prompt], temperatures: Sequence[float], seeds: Sequence[int]) -> list[Answer]:
         assert self._sampler is not None and self._state is not None, "attach a sampler first"
@@ -211,12 +278,12 @@ class Rollouts:
             )
         return found
 
-    def _arrange(self, prompts: Sequence[Prompt], answers: Sequence[Answer], rewards: np.ndarray) -> HostBatch:
+    def _arrange(self, sampled: "_Sampled") -> HostBatch:
         """Return the answers as a batch, one in each row."""
-        batch = self._empty(len(answers))
-        advantages = self._policy.advantages(rewards).ravel()
-        counts = np.repeat(self._policy.counts(rewards), self._policy.samples)
-        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        batch = self._empty(len(sampled.answers))
+        advantages = self._policy.advantages(sampled.rewards).ravel()
+        counts = np.repeat(self._policy.counts(sampled.rewards), self._policy.samples)
+        for row, (prompt, answer) in enumerate(zip(sampled.prompts, sampled.answers, strict=True)):
             ids = [*prompt.ids, *answer.tokens]
             batch["tokens"][row, : len(ids) - 1] = ids[:-1]
             places = slice(len(prompt.ids) - 1, len(ids) - 1)

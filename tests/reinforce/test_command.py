@@ -64,6 +64,7 @@ def test_wrong_configurations_are_one_message(folder, capsys):
         "policy.samples=1": "policy: samples is 1, but advantage group_std compares the answers",
         "train.global_batch_size=6": "must be rollout.prompts (2) x policy.samples (4) = 8",
         "rollout.stale_steps=1": "rollout.stale_steps (1) must be 0",
+        "rollout.resample=1 & policy.loss=ppo": "rollout.resample (1) replaces groups of equal rewards",
         "policy.updates=3": "train.steps (4) must be divisible by policy.updates (3)",
         "parallel.context=2": "policy.loss does not support parallel.context",
         "policy.loss=null": "jaxstack.reinforce needs a loss; set policy.loss to grpo, dr_grpo",
@@ -75,7 +76,7 @@ def test_wrong_configurations_are_one_message(folder, capsys):
         "reward=[{name: exact}]": "reward exact needs the column 'answer' in",
     }
     for override, message in cases.items():
-        assert command.main(["--config", str(folder / "grpo.yaml"), override]) == 2, override
+        assert command.main(["--config", str(folder / "grpo.yaml"), *override.split(" & ")]) == 2, override
         said = capsys.readouterr().err
         assert message in said and "Traceback" not in said, override
     assert train_command.main(["--config", str(folder / "grpo.yaml")]) == 2
@@ -126,3 +127,21 @@ def test_a_teacher_judges_each_token(folder, trained):
     divergences = [line["kl"] for line in lines]
     assert divergences[0] > 0 and sum(divergences[-2:]) < 0.7 * sum(divergences[:2])
     assert all(line["truncated"] > 0 and line["reward"] == 0 for line in lines[:1])
+
+
+@pytest.mark.longer
+def test_groups_of_equal_rewards_are_replaced(folder, trained):
+    """Each step samples further prompts as long as groups are missing, and goes on exactly after a stop."""
+    more = ["policy.samples=2", "rollout.resample=3", "parallel={data: 2, fsdp: 2, tensor: 2}", "optimizer.learning_rate=1e-12"]
+    reinforce(load_config(folder / "grpo.yaml", ["run.name=resampled", *more]))
+    plain = ["policy.samples=2", "parallel={data: 2, fsdp: 2, tensor: 2}", "optimizer.learning_rate=1e-12"]
+    reinforce(load_config(folder / "grpo.yaml", ["run.name=sampled_once", *plain]))
+    lines = [line for line in metrics_of(folder / "resampled") if "reward" in line]
+    once = [line for line in metrics_of(folder / "sampled_once") if "reward" in line]
+    assert any(line["rollouts"] > 1 for line in lines) and all(1 <= line["rollouts"] <= 4 for line in lines)
+    for line, without in zip(lines, once, strict=True):
+        assert (line["rollouts"] == 1) == (without["useful_groups"] == 1)
+        assert line["rollouts"] > 1 or line["reward"] == without["reward"]
+    reinforce(load_config(folder / "grpo.yaml", ["run.name=cut", *more, "train.steps=2"]))
+    resumed = reinforce(load_config(folder / "grpo.yaml", ["run.name=cut", *more])).metrics
+    assert [resumed[name] for name in ("reward", "rollouts")] == [lines[-1][name] for name in ("reward", "rollouts")]
