@@ -132,7 +132,12 @@ def test_a_teacher_judges_each_token(folder, trained):
 @pytest.mark.longer
 def test_groups_of_equal_rewards_are_replaced(folder, trained):
     """Each step samples further prompts as long as groups are missing, and goes on exactly after a stop."""
-    more = ["policy.samples=2", "rollout.resample=3", "parallel={data: 2, fsdp: 2, tensor: 2}", "optimizer.learning_rate=1e-12"]
+    more = [
+        "policy.samples=2",
+        "rollout.resample=3",
+        "parallel={data: 2, fsdp: 2, tensor: 2}",
+        "optimizer.learning_rate=1e-12",
+    ]
     reinforce(load_config(folder / "grpo.yaml", ["run.name=resampled", *more]))
     plain = ["policy.samples=2", "parallel={data: 2, fsdp: 2, tensor: 2}", "optimizer.learning_rate=1e-12"]
     reinforce(load_config(folder / "grpo.yaml", ["run.name=sampled_once", *plain]))

@@ -119,7 +119,13 @@ def _chosen(config: Keys) -> dict[str, Any]:
         "n_group": config.get("n_group") or 1,
         "topk_group": config.get("topk_group") or 1,
         "n_shared_experts": config.get("n_shared_experts") or 0,
+        "router_aux_loss_coef": config.get("aux_loss_alpha", 1e-4),
     }
+
+
+def _v2_chosen(config: Keys) -> dict[str, Any]:
+    """Return the same fields with the weight of the balance loss that transformers takes for DeepSeek V2."""
+    return _chosen({"aux_loss_alpha": 0.001, **config})
 
 
 DEEPSEEK_V2 = Family(
@@ -129,7 +135,7 @@ DEEPSEEK_V2 = Family(
         *_shape(),
         max_positions(2048),
         rope(),
-        expert_keys(_EXPERTS, _chosen, scoring_func="softmax"),
+        expert_keys(_EXPERTS, _v2_chosen, scoring_func="softmax"),
         fixed("scoring_func", "softmax"),
         fixed("topk_method", "greedy", "group_limited_greedy"),
         fixed("mlp_bias", False),

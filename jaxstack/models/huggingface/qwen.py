@@ -78,6 +78,8 @@ _DELTA = {
     "linear_conv_kernel_dim": ("conv_kernel", 4),
 }
 """Key of config.json -> field of `GatedDelta`, default."""
+_DELTA_GATE = fixed("output_gate_type", "swish", "silu", None)
+"""Gate of the norm of gated DeltaNet; that of attention is always a sigmoid."""
 _TYPES = {"linear_attention": "delta", "full_attention": "full_attention"}
 
 
@@ -241,6 +243,9 @@ QWEN3_5 = Family(
         *shape(kv_heads=4, head_dim=256),
         *_HYBRID,
         fixed("attn_output_gate", True),
+        fixed(
+            "output_gate_type", "swish", "silu", None
+        ),  # of the norm of gated DeltaNet; that of attention is a sigmoid
         fixed("mlp_only_layers", [], None),
     ),
     tensors=(*_HYBRID_TENSORS, *_SEPARATE, *_DENSE),
@@ -257,6 +262,9 @@ QWEN3_5_MOE = Family(
         *_HYBRID,
         *_experts(8),
         fixed("attn_output_gate", True),
+        fixed(
+            "output_gate_type", "swish", "silu", None
+        ),  # of the norm of gated DeltaNet; that of attention is a sigmoid
         fixed("mlp_only_layers", [], None),
     ),
     tensors=(*_HYBRID_TENSORS, *_SEPARATE, *_MIXTURE),

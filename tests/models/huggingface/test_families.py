@@ -46,6 +46,15 @@ RELEASED = {
         "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
         "use_sliding_window": False, "vocab_size": 151936,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+        "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
     "gemma2-2b": {
         "model_type": "gemma2", "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
         "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
@@ -319,6 +328,20 @@ def test_released_configurations_are_the_presets(name):
     if name in ("llama3-8b", "mistral-7b"):  # Llama 3.0 has no scaling; versions of Mistral differ in the base.
         preset = preset.model_copy(update={"rope_scaling": found.rope_scaling, "rope_theta": found.rope_theta})
     assert differences(found.model_copy(update={"num_nextn_predict_layers": 0}), preset) == []
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "kimi-k2", "glm-4.5-air"])
+def test_the_weight_of_the_balance_loss_is_that_of_the_preset(name):
+    """DeepSeek V2 and Kimi K2 give it in config.json; the files of V3 and GLM leave it out."""
+    found = read(RELEASED[name])
+    assert found.moe.router_aux_loss_coef == preset_config(name).moe.router_aux_loss_coef
+
+
+def test_keys_of_later_releases_that_say_what_is_known_are_read():
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert read({**RELEASED["qwen3-30b-a3b"], **coder}) == read(RELEASED["qwen3-30b-a3b"])
+    with pytest.raises(ConfigError, match="shared_expert_intermediate_size: 512 is not supported"):
+        read({**RELEASED["qwen3-30b-a3b"], "shared_expert_intermediate_size": 512})
 
 
 def test_gemma3_of_transformers_4_has_windows_in_a_pattern_and_a_base_of_their_own():
