@@ -2,6 +2,7 @@ from .attention.api import flash_attention as flash_attention
 from .attention.context import context_attention as context_attention
 from .attention.context import ring_attention as ring_attention
 from .attention.context_layout import sequence_order as sequence_order
+from .attention.key_source import KeySource as KeySource
 from .attention.remat import save_attention as save_attention
 from .attention.sparse import block_sparse_attention as block_sparse_attention
 from .attention.sparse import longformer_attention as longformer_attention

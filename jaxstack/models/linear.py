@@ -276,6 +276,12 @@ def _multiply_wide(
     return [part.reshape(shape) for part, shape in zip(jnp.split(y, boundaries, axis=-1), shapes, strict=True)]
 
 
+def is_plain_product(layer: Linear) -> bool:
+    """Return True if the layer is only a product with its kernel, cast to the dtype of the input."""
+    uncast = layer.kernel.get_metadata().get(KEEP_FLOAT32)
+    return layer.bias is None and not uncast and _not_fusable_reason((layer,)) is None
+
+
 def _not_fusable_reason(layers: tuple[Linear, ...]) -> str | None:
     """Return why these layers cannot use kernels that fuse a matmul with other work, or None if they can."""
     if any(layer.adapter is not None for layer in layers):

@@ -16,6 +16,7 @@ from .sbp import sbp_sharding as sbp_sharding
 from .sbp import split as split
 from .shard_map_layers import TokenSplit as TokenSplit
 from .shard_map_layers import context_axis as context_axis
+from .shard_map_layers import context_bandwidth as context_bandwidth
 from .shard_map_layers import with_local_batch as with_local_batch
 from .shard_map_layers import with_local_heads as with_local_heads
 from .shard_map_layers import with_local_tokens as with_local_tokens

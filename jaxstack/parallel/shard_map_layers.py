@@ -20,21 +20,23 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxstack.parallel.mesh import packed_specs
 from jaxstack.parallel.rules import AxisRules, Names, axes_of, restrict
 from jaxstack.parallel.sharding_context import ShardingContext, current_context, current_rules, is_sharded
 from jaxstack.parallel.weight_gather import Exchange, dims_of, exchange, gather_parameter
 from pallas_kernels import PackedWeight
+from pallas_kernels.attention.context_layout import LINK_BANDWIDTH, NETWORK_BANDWIDTH
 
 
 def with_local_heads(
     function: Callable[..., jax.Array],
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     *batched: jax.Array | None,
     per_token: tuple[jax.Array, ...] = (),
     whole: tuple[jax.Array, ...] = (),
@@ -49,8 +51,9 @@ def with_local_heads(
     Args:
       function: returns [B, T, N, ...] for the B and N of the arrays that it gets.
       q: [B, T, N, H].
-      k: [B, S, K, H]; query head n reads kv head n // (N // K).
-      v: [B, S, K, H].
+      k: [B, S, K, H]; query head n reads kv head n // (N // K). None if the function computes keys and values from
+        other arguments.
+      v: [B, S, K, H], or None.
       batched: further arrays [B, T, ...], or None.
       per_token: arrays [B, T, N, ...] with a value for each query head of a token.
       whole: arrays that are replicated to every device, such as a weight.
@@ -68,12 +71,12 @@ def with_local_heads(
     parts = rules.mesh.shape["context"] if length else 1
     if q.shape[1] % parts:
         raise ValueError(f"the length ({q.shape[1]}) must be divisible by the {parts} devices of the axis context.")
-    split_alike = heads == rules.spec(("act_kv_heads",), (k.shape[2],))[0]
+    split_alike = k is None or heads == rules.spec(("act_kv_heads",), (k.shape[2],))[0]
     inner = context.within(tuple(free))
 
-    def local(q_part: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array | None) -> jax.Array:
+    def local(q_part: jax.Array, k: jax.Array | None, v: jax.Array | None, *others: jax.Array | None) -> jax.Array:
         if not split_alike:
-            k, v = (_heads_read(x, q.shape[2], heads, rules) for x in (k, v))
+            k, v = (None if x is None else _heads_read(x, q.shape[2], heads, rules) for x in (k, v))
         with inner.entered():
             return function(q_part, k, v, *others)
 
@@ -106,6 +109,19 @@ def context_axis() -> str | None:
     rules = current_rules()
     split = rules is not None and "context" in rules.manual and rules.mesh.shape["context"] > 1
     return "context" if split else None
+
+
+def context_bandwidth() -> float:
+    """Return the bytes per second that a device sends along `context`: less if its devices are of several processes.
+
+    Processes stand for hosts here, as they do where one process has all GPUs of a host.
+    """
+    rules = current_rules()
+    if rules is None or isinstance(rules.mesh, AbstractMesh):
+        return LINK_BANDWIDTH
+    rows = np.moveaxis(rules.mesh.devices, rules.mesh.axis_names.index("context"), -1)
+    processes = np.vectorize(lambda device: device.process_index)(rows)
+    return LINK_BANDWIDTH if (processes == processes[..., :1]).all() else NETWORK_BANDWIDTH
 
 
 def _heads_read(x: jax.Array, num_heads: int, axes: str | tuple[str, ...] | None, rules: AxisRules) -> jax.Array:

@@ -17,6 +17,10 @@ from jaxtyping import Int
 from pallas_kernels.target import current_target
 
 LAYOUTS = ("zigzag", "contiguous")
+LINK_BANDWIDTH = 300e9
+"""Bytes per second that a device sends to another one of its host, by NVLink."""
+NETWORK_BANDWIDTH = 50e9
+"""Bytes per second that a device sends to one of another host, by InfiniBand."""
 
 
 def chunks_per_device(layout: str) -> int:

@@ -5,11 +5,14 @@ If the sequence has fewer chunks before it, the missing keys have a segment id t
 skipped.
 
 Gathered keys are not saved for the backward, but gathered again. Gradients return to their owners in float32.
+
+What is fetched is a `KeySource`: keys and values themselves, or arrays that each device expands to them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +20,15 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.attention.context_layout import chunk_order, chunks_per_device, own_chunks, permute, split
+from pallas_kernels.attention.key_source import Expansion, add_trees, cast_like, expand_keys, widen
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.partial_attention import PartOptions, attend_part, part_gradients
 from pallas_kernels.attention.remat import name_outputs
-from pallas_kernels.attention.scores import accumulator_dtype, row_delta
+from pallas_kernels.attention.scores import row_delta
+
+Tree = TypeVar("Tree")
+Source = tuple[jax.Array, ...]
+"""Arrays [B, T, ...] of this device's shard."""
 
 _NO_SEGMENT = np.iinfo(np.int32).min
 """Segment id of missing keys."""
@@ -38,6 +46,7 @@ class KeyGatherOptions:
         reach: largest number of chunks before its own that a chunk of queries sees.
         use_all_gather: True to fetch keys by an all-gather, False to fetch them chunk by chunk from their owners.
         options: scale, soft cap and implementation.
+        expand: computes keys and values from the arrays that are fetched; None: they are fetched themselves.
     """
 
     axis_name: str
@@ -48,6 +57,7 @@ class KeyGatherOptions:
     reach: int
     use_all_gather: bool
     options: PartOptions
+    expand: Expansion | None = None
 
     @property
     def mask(self) -> Mask:
@@ -60,25 +70,29 @@ def count_reached_chunks(window: int | None, chunk: int, chunks: int) -> int:
     return chunks - 1 if window is None else min(chunks - 1, -(-(window - 1) // chunk))
 
 
-def _gather(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
-    """Return, for each chunk on this device, x of that chunk and of the `gather.reach` chunks before it.
-
-    x and the results are [B, T, ...]. Without a causal mask the only result is x of the whole sequence. Linear in x.
-    """
+def _fetch(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
+    """Return x [B, T, ...] of this and other devices, as arrays [B', S, ...] that `_arrange` orders. Linear in x."""
     if not gather.causal:
         return [lax.all_gather(x, gather.axis_name, axis=1, tiled=True)]
     if gather.use_all_gather:
-        return _gather_from_all(gather, x)
+        return [lax.all_gather(x, gather.axis_name, tiled=True)]
     parts = split(x, gather.layout)
     before = [_fetch_from_holders(gather, parts, distance) for distance in range(gather.reach, 0, -1)]
     return [jnp.concatenate([*(found[p] for found in before), own], axis=1) for p, own in enumerate(parts)]
 
 
-def _gather_from_all(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
-    everything = lax.all_gather(x, gather.axis_name)
+def _arrange(gather: KeyGatherOptions, fetched: list[jax.Array]) -> list[jax.Array]:
+    """Return, for each chunk on this device, x of that chunk and of the `gather.reach` chunks before it, [B, S, ...].
+
+    Without a causal mask the only result is x of the whole sequence. Linear; nothing is sent.
+    """
+    if not gather.causal or not gather.use_all_gather:
+        return fetched
+    everything = fetched[0].reshape(gather.devices, -1, *fetched[0].shape[1:])
+    rows, length = everything.shape[1:3]
     chunks = gather.devices * chunks_per_device(gather.layout)
-    chunk = x.shape[1] * gather.devices // chunks
-    everything = jnp.moveaxis(everything, 0, 1).reshape(x.shape[0], chunks, chunk, *x.shape[2:])
+    chunk = length * gather.devices // chunks
+    everything = jnp.moveaxis(everything, 0, 1).reshape(rows, chunks, chunk, *everything.shape[3:])
     order = np.argsort(chunk_order(gather.devices, gather.layout))
     in_order = everything[:, np.concatenate([order, order])]
     found = []
@@ -86,7 +100,7 @@ def _gather_from_all(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
         # The sequence is repeated once, so that any run of chunks, also around its end, is one slice.
         start = (number - gather.reach) % chunks
         run = lax.dynamic_slice_in_dim(in_order, start, gather.reach + 1, axis=1)
-        found.append(run.reshape(x.shape[0], -1, *x.shape[2:]))
+        found.append(run.reshape(rows, -1, *run.shape[3:]))
     return found
 
 
@@ -111,12 +125,12 @@ def _gather_ids(gather: KeyGatherOptions, ids: jax.Array | None, like: jax.Array
     Missing keys have the id `_NO_SEGMENT`.
     """
     if not gather.causal:
-        return [None if ids is None else (ids, _gather(gather, ids)[0])]
+        return [None if ids is None else (ids, *_fetch(gather, ids))]
     own = jnp.zeros(like.shape[:2], jnp.int32) if ids is None else ids
     query_ids = split(own, gather.layout)
     size = query_ids[0].shape[1]
     places = jnp.arange((gather.reach + 1) * size) // size - gather.reach
-    key_ids = [None] * len(query_ids) if ids is None else _gather(gather, ids)
+    key_ids = [None] * len(query_ids) if ids is None else _arrange(gather, _fetch(gather, ids))
     found = []
     for number, queries, keys in zip(own_chunks(gather.axis_name, gather.layout), query_ids, key_ids, strict=True):
         keys = jnp.zeros((1, places.size), jnp.int32) if keys is None else keys
@@ -129,10 +143,45 @@ def _chunks(gather: KeyGatherOptions, x: jax.Array, dim: int = 1) -> list[jax.Ar
     return split(x, gather.layout, dim) if gather.causal else [x]
 
 
+def _fetch_keys(
+    gather: KeyGatherOptions, source: Source, parameters: Any
+) -> tuple[list[jax.Array], list[jax.Array], Callable[..., tuple[Any, Source]]]:
+    """Fetch a source of keys from other devices, and expand it.
+
+    Returns:
+        Keys and values, each as arrays for `_arrange`, and a function from their gradients, in float32, to those of
+        the expansion's parameters and of this device's source, which it sums over devices.
+    """
+    fetched = [_fetch(gather, x) for x in source]
+    expanded = [expand_keys(gather.expand, parameters, arrays) for arrays in zip(*fetched, strict=True)]
+    keys, values = zip(*(keys for keys, _ in expanded), strict=True)
+
+    def pull_back(d_keys: list[jax.Array], d_values: list[jax.Array]) -> tuple[Any, Source]:
+        d_parameters = None
+        d_fetched = []
+        for (_, pull_back_part), *gradients in zip(expanded, d_keys, d_values, strict=True):
+            terms, d_arrays = pull_back_part(gradients)
+            d_parameters = add_trees(d_parameters, terms)
+            d_fetched.append(d_arrays)
+        fetch = functools.partial(_fetch, gather)
+        parts = zip(source, zip(*d_fetched, strict=True), strict=True)
+        return d_parameters, tuple(_transpose(fetch, x, list(gradients)) for x, gradients in parts)
+
+    return list(keys), list(values), pull_back
+
+
+def _transpose(function: Callable[[Tree], list[jax.Array]], like: Tree, gradients: Sequence[jax.Array]) -> Tree:
+    """Pull gradients back through a linear function of arrays like `like`, in float32."""
+    # Of `like`, which is not read, `jax.shard_map` checks over which mesh axes it varies.
+    (total,) = jax.linear_transpose(function, widen(like))(widen(list(gradients)))
+    return total
+
+
 def _forward(
-    gather: KeyGatherOptions, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+    gather: KeyGatherOptions, q: jax.Array, source: Source, parameters: Any, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    arrays = zip(_chunks(gather, q), _gather(gather, k), _gather(gather, v), strict=True)
+    keys, values, _ = _fetch_keys(gather, source, parameters)
+    arrays = zip(_chunks(gather, q), _arrange(gather, keys), _arrange(gather, values), strict=True)
     found = [
         attend_part(gather.options, gather.mask, part, ids_here)
         for part, ids_here in zip(arrays, _gather_ids(gather, ids, q), strict=True)
@@ -142,10 +191,11 @@ def _forward(
 
 
 def _backward(gather: KeyGatherOptions, saved: tuple, cotangents: tuple) -> tuple:
-    q, k, v, ids, out, lse = saved
+    q, source, parameters, ids, out, lse = saved
     # Without the barrier XLA would reuse the keys gathered in the forward, and hold them until the backward.
-    k, v, (d_out, d_lse) = lax.optimization_barrier((k, v, cotangents))
-    arrays = zip(_chunks(gather, q), _gather(gather, k), _gather(gather, v), strict=True)
+    source, parameters, (d_out, d_lse) = lax.optimization_barrier((source, parameters, cotangents))
+    keys, values, pull_back = _fetch_keys(gather, source, parameters)
+    arrays = zip(_chunks(gather, q), _arrange(gather, keys), _arrange(gather, values), strict=True)
     delta = row_delta(out, d_out, d_lse)
     rows = zip(
         _chunks(gather, d_out.astype(q.dtype)),
@@ -158,27 +208,22 @@ def _backward(gather: KeyGatherOptions, saved: tuple, cotangents: tuple) -> tupl
         for part, ids_here, rows_here in zip(arrays, _gather_ids(gather, ids, q), rows, strict=True)
     ]
     d_q, d_k, d_v = zip(*found, strict=True)
-    return jnp.concatenate(d_q, axis=1), _return_gradients(gather, d_k, k), _return_gradients(gather, d_v, v), None
+    arrange = functools.partial(_arrange, gather)
+    d_parameters, d_source = pull_back(_transpose(arrange, keys, d_k), _transpose(arrange, values, d_v))
+    return jnp.concatenate(d_q, axis=1), *cast_like((d_source, d_parameters), (source, parameters)), None
 
 
-def _return_gradients(gather: KeyGatherOptions, gradients: Sequence[jax.Array], like: jax.Array) -> jax.Array:
-    """Send the gradients of gathered keys or values back to the devices that own them, summed in float32."""
-    wide = accumulator_dtype(like.dtype)
-    gather_keys: Callable[..., Any] = lambda x: _gather(gather, x)  # noqa: E731
-    # Of `like`, which is not read, `jax.shard_map` checks over which mesh axes it varies.
-    transpose = jax.linear_transpose(gather_keys, like.astype(wide))
-    (total,) = transpose([x.astype(wide) for x in gradients])
-    return total.astype(like.dtype)
-
-
-def _forward_rule(gather: KeyGatherOptions, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple:
-    out, lse = name_outputs(*_forward(gather, q, k, v, ids))
-    return (out, lse), (q, k, v, ids, out, lse)
+def _forward_rule(
+    gather: KeyGatherOptions, q: jax.Array, source: Source, parameters: Any, ids: jax.Array | None
+) -> tuple:
+    out, lse = name_outputs(*_forward(gather, q, source, parameters, ids))
+    return (out, lse), (q, source, parameters, ids, out, lse)
 
 
 attend_gathered = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 """Return out [B, T, N, H] and lse [B, N, T] of this device's queries.
 
-The arguments are the static `KeyGatherOptions`, then q, k, v and segment ids (or None).
+The arguments are the static `KeyGatherOptions`, then q, the arrays and the parameters of a `KeySource`, and segment ids
+(or None).
 """
 attend_gathered.defvjp(_forward_rule, _backward)

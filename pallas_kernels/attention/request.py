@@ -201,7 +201,7 @@ def _static_number(name: str, value: float) -> float:
     return float(value)
 
 
-def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def check_arrays(q: jax.Array, k: jax.Array | jax.ShapeDtypeStruct, v: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Check that the shapes and dtypes of q [B, T, N, H] and k, v [B, S, K, H] fit together.
 
     Raises:

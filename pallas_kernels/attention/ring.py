@@ -7,6 +7,9 @@ keys. Operands are selected, not branches, so every device has the same work and
 
 In the backward, dK and dV of a shard travel with it in float32, and their last transfer, back to their owner, overlaps
 with the computation for the device's own keys.
+
+What circulates is a `KeySource`: keys and values themselves, or arrays that each device expands to them for every pair
+of chunks, forward and backward. Then their gradients travel in place of dK and dV.
 """
 
 import dataclasses
@@ -18,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.context_layout import receive_from_previous, split
+from pallas_kernels.attention.key_source import Expansion, add_trees, cast_like, expand_keys
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.partial_attention import QKV, PartOptions, attend_part, part_gradients
 from pallas_kernels.attention.remat import name_outputs
@@ -33,10 +37,13 @@ class RingOptions:
     causal: bool
     layout: str
     options: PartOptions
+    expand: Expansion | None = None
 
 
 Tree = TypeVar("Tree")
 Sums = TypeVar("Sums")
+Source = tuple[jax.Array, ...]
+"""Arrays [B, T, ...] of one shape. A message is these, concatenated along their first dim."""
 Index = int | jax.Array
 """Number of a chunk, known while tracing or traced."""
 
@@ -109,13 +116,13 @@ def _pair(query_ids: list | None, key_ids: list | None, tile: _Tile) -> tuple | 
     return _take(query_ids, tile.query), _take(key_ids, tile.key)
 
 
-def _send_after(kv: jax.Array, after: Tree, axis_name: str) -> tuple[jax.Array, Tree]:
-    """Send keys and values to the next device once `after` is computed; return the received ones, and `after`.
+def _send_after(sent: jax.Array, after: Tree, axis_name: str) -> tuple[jax.Array, Tree]:
+    """Send a source of keys to the next device once `after` is computed; return the received one, and `after`.
 
     Otherwise XLA would issue all transfers at once.
     """
-    kv, after = lax.optimization_barrier((kv, after))
-    return receive_from_previous(kv, axis_name), after
+    sent, after = lax.optimization_barrier((sent, after))
+    return receive_from_previous(sent, axis_name), after
 
 
 def _order_after(rows: Tree, sums: Sums) -> tuple[Tree, Sums]:
@@ -127,23 +134,25 @@ def _order_after(rows: Tree, sums: Sums) -> tuple[Tree, Sums]:
 
 
 def _forward(
-    ring: RingOptions, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+    ring: RingOptions, q: jax.Array, source: Source, parameters: Any, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     all_ids = None if ids is None else lax.all_gather(ids, ring.axis_name)
     query_ids = None if ids is None else _chunks(ring, ids)
     queries = _chunks(ring, q)
-    received: Any = receive_from_previous(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
+    received: Any = receive_from_previous(jnp.concatenate(source), ring.axis_name) if ring.devices > 1 else None
+    unpack = _unpacking(ring, source, parameters)
+    (k, v), _ = expand_keys(ring.expand, parameters, source)
     out, lse = attend_part(ring.options, Mask(ring.causal), (q, k, v), None if ids is None else (ids, ids))
     state = list(zip(_chunks(ring, out.astype(accumulator_dtype(q.dtype))), _chunks(ring, lse, 2), strict=True))
     for step in range(1, ring.devices):
-        kv = received
+        held = received
         if step + 1 < ring.devices:
-            received, state = _send_after(kv, state, ring.axis_name)
-        keys = _chunks(ring, kv)
+            received, state = _send_after(held, state, ring.axis_name)
+        keys = _chunks(ring, held)
         key_ids = _ids_of(all_ids, ring, step)
         queries, state = _order_after(queries, state)
         for tile in _tiles_of_step(ring, step):
-            arrays = _operands([queries], keys, tile)
+            arrays, _ = _operands([queries], keys, tile, unpack)
             ids_here = _pair(query_ids, key_ids, tile)
 
             def attend(arrays: QKV = arrays, ids_here: tuple | None = ids_here) -> tuple:
@@ -158,14 +167,23 @@ def _forward(
     return jnp.concatenate(outs, axis=1).astype(q.dtype), jnp.concatenate(lses, axis=2)
 
 
-def _operands(rows: list[list[jax.Array]], keys: list[jax.Array], tile: _Tile) -> Any:
+def _unpacking(ring: RingOptions, source: Source, parameters: Any) -> Callable[[jax.Array], tuple]:
+    """Return `expand_keys` as a function of the concatenated arrays of a source."""
+    return lambda packed: expand_keys(ring.expand, parameters, jnp.split(packed, len(source)))
+
+
+def _operands(
+    rows: list[list[jax.Array]], keys: list[jax.Array], tile: _Tile, unpack: Callable[[jax.Array], tuple]
+) -> tuple[Any, Callable]:
     """Return the arrays for one pair of chunks: (queries, keys, values, then the other per-query arrays of `rows`).
+
+    Also return the function that pulls gradients of keys and values back to those of their source.
 
     The barrier prevents XLA from fusing the slices with the kernel, as no transfer would overlap with that fusion.
     """
     query, *others = (_take(parts, tile.query) for parts in rows)
-    k, v = jnp.split(_take(keys, tile.key), 2)
-    return lax.optimization_barrier((query, k, v, *others))
+    (k, v), pull_back = unpack(_take(keys, tile.key))
+    return lax.optimization_barrier((query, k, v, *others)), pull_back
 
 
 def _merge(
@@ -182,7 +200,7 @@ def _merge(
 
 def _backward(ring: RingOptions, saved: tuple, cotangents: tuple) -> tuple:
     # Without the barrier XLA would reuse the keys received in the forward, and hold them until the backward.
-    (q, k, v, ids, out, lse), (d_out, d_lse) = lax.optimization_barrier((saved, cotangents))
+    (q, source, parameters, ids, out, lse), (d_out, d_lse) = lax.optimization_barrier((saved, cotangents))
     all_ids = None if ids is None else lax.all_gather(ids, ring.axis_name)
     query_ids = None if ids is None else _chunks(ring, ids)
     delta = row_delta(out, d_out, d_lse)
@@ -193,49 +211,65 @@ def _backward(ring: RingOptions, saved: tuple, cotangents: tuple) -> tuple:
         _chunks(ring, delta, 2),
     ]
 
-    def add(tile: _Tile, mask: Mask, keys: list, key_ids: list | None, d_q: list, d_keys: list) -> tuple[list, list]:
-        operands = _operands(rows, keys, tile)
+    unpack = _unpacking(ring, source, parameters)
+
+    def add(tile: _Tile, mask: Mask, keys: list, key_ids: list | None, sums: _Sums, d_keys: list) -> tuple[_Sums, list]:
+        operands, pull_back = _operands(rows, keys, tile, unpack)
         ids_here = _pair(query_ids, key_ids, tile)
         found = _if_active(
             tile.active, lambda: part_gradients(ring.options, mask, operands[:3], ids_here, operands[3:]), operands
         )
-        return _add(d_q, found[0], tile.query), _add(d_keys, jnp.concatenate(found[1:]), tile.key)
+        d_parameters, d_source = pull_back(found[1:])
+        d_q = _add(sums.queries, found[0], tile.query)
+        sums = _Sums(d_q, add_trees(sums.parameters, d_parameters))
+        return sums, _add(d_keys, jnp.concatenate(d_source), tile.key)
 
-    own = _chunks(ring, jnp.concatenate([k, v]))
-    d_q = [None] * len(own)
+    packed = jnp.concatenate(source)
+    own = _chunks(ring, packed)
+    sums = _Sums([None] * len(own), None)
     d_own = [None] * len(own)
-    d_kv = None
-    received: Any = receive_from_previous(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
+    d_sent = None
+    received: Any = receive_from_previous(packed, ring.axis_name) if ring.devices > 1 else None
     # One whole pair of chunks of this device's own keys overlaps with the first transfer; the others with the last one,
     # in which the gradients return to their owner.
     for tile in [_Tile(1, 0)] if len(own) == 2 else []:
-        d_q, d_own = add(tile, Mask(causal=False), own, query_ids, d_q, d_own)
+        sums, d_own = add(tile, Mask(causal=False), own, query_ids, sums, d_own)
     for step in range(1, ring.devices):
-        kv = received
+        held = received
         if step + 1 < ring.devices:
-            received, d_q = _send_after(kv, d_q, ring.axis_name)
-        keys = _chunks(ring, kv)
+            received, sums = _send_after(held, sums, ring.axis_name)
+        keys = _chunks(ring, held)
         key_ids = _ids_of(all_ids, ring, step)
-        rows, d_q = _order_after(rows, d_q)
+        rows, sums = _order_after(rows, sums)
         d_keys = [None] * len(keys)
         tiles = _tiles_of_step(ring, step)
         for tile in tiles:
-            if tile is tiles[-1] and d_kv is not None:
+            if tile is tiles[-1] and d_sent is not None:
                 # Keys are sent during the first tile and gradients during the last: one transfer at a time.
-                d_kv, d_q = _send_after(d_kv, d_q, ring.axis_name)
-            d_q, d_keys = add(tile, Mask(causal=False), keys, key_ids, d_q, d_keys)
+                d_sent, sums = _send_after(d_sent, sums, ring.axis_name)
+            sums, d_keys = add(tile, Mask(causal=False), keys, key_ids, sums, d_keys)
         step_gradient = _join(d_keys)
-        d_kv = step_gradient if d_kv is None else d_kv + step_gradient
-    if d_kv is not None:
-        d_kv, d_q = _send_after(d_kv, d_q, ring.axis_name)
-    rows, d_q = _order_after(rows, d_q)
+        d_sent = step_gradient if d_sent is None else d_sent + step_gradient
+    if d_sent is not None:
+        d_sent, sums = _send_after(d_sent, sums, ring.axis_name)
+    rows, sums = _order_after(rows, sums)
     for chunk in range(len(own)):
-        d_q, d_own = add(_Tile(chunk, chunk), Mask(ring.causal), own, query_ids, d_q, d_own)
+        sums, d_own = add(_Tile(chunk, chunk), Mask(ring.causal), own, query_ids, sums, d_own)
     # The received gradients are used only after all computation, so that the transfer overlaps with it.
-    d_kv, d_q, d_own = lax.optimization_barrier((d_kv, d_q, d_own))
-    total = _join(d_own) if d_kv is None else _join(d_own) + d_kv
-    gradients = _join(d_q), *jnp.split(total, 2)
-    return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), None
+    d_sent, sums, d_own = lax.optimization_barrier((d_sent, sums, d_own))
+    total = _join(d_own) if d_sent is None else _join(d_own) + d_sent
+    d_source = tuple(jnp.split(total, len(source)))
+    gradients = _join(sums.queries), d_source, sums.parameters
+    return *cast_like(gradients, (q, source, parameters)), None
+
+
+class _Sums(NamedTuple):
+    """Sums in float32 over the pairs of chunks so far; None for 0."""
+
+    queries: list[Any]
+    """Gradient of each chunk of queries."""
+    parameters: Any
+    """Gradient of the expansion's parameters."""
 
 
 def _join(parts: list[Any]) -> jax.Array:
@@ -252,14 +286,15 @@ def _add(parts: list[Any], found: jax.Array, index: Index) -> list[Any]:
     return sums
 
 
-def _forward_rule(ring: RingOptions, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple:
-    out, lse = name_outputs(*_forward(ring, q, k, v, ids))
-    return (out, lse), (q, k, v, ids, out, lse)
+def _forward_rule(ring: RingOptions, q: jax.Array, source: Source, parameters: Any, ids: jax.Array | None) -> tuple:
+    out, lse = name_outputs(*_forward(ring, q, source, parameters, ids))
+    return (out, lse), (q, source, parameters, ids, out, lse)
 
 
 attend_ring = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 """Return out [B, T, N, H] and lse [B, N, T] of this device's queries over all keys.
 
-The arguments are the static `RingOptions`, then q, k, v and segment ids (or None).
+The arguments are the static `RingOptions`, then q, the arrays and the parameters of a `KeySource`, and segment ids (or
+None).
 """
 attend_ring.defvjp(_forward_rule, _backward)

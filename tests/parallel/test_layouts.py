@@ -9,6 +9,7 @@ import pytest
 
 from jaxstack.models.remat import OFFLOADED
 from jaxstack.state import TrainState
+from pallas_kernels import record_choices
 from tests.small_runs import LENGTH, make_trainer, metrics_of_steps, small_config, unpacked_batch_at
 
 pytestmark = pytest.mark.longer  # a few seconds each
@@ -255,6 +256,30 @@ def every_context_of_eight() -> list[tuple[str, ...]]:
 def test_split_sequences_train_as_whole_ones(overrides):
     """The batches are packed documents that begin and end anywhere."""
     assert_trains_as_one_device(*overrides)
+
+
+LATENT = (
+    "model.attention={name: latent, kv_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 6}",
+    "model.head_dim=12",
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.context=2", "parallel.context_method=ring"),
+        pytest.param(("parallel.context=4", "parallel.context_method=ring"), marks=pytest.mark.exhaustive),
+        pytest.param(("parallel.context=4", "parallel.context_method=all_gather"), marks=pytest.mark.exhaustive),
+        pytest.param((*layout(1, 2, 2, True), "parallel.context=2"), marks=pytest.mark.exhaustive),
+        pytest.param(("parallel.context=2", "parallel.context_method=all_to_all"), marks=pytest.mark.exhaustive),
+    ],
+    ids=" ".join,
+)
+def test_latents_that_devices_send_each_other(overrides):
+    """In place of keys and values, which each device expands, except for an exchange of heads."""
+    with record_choices() as choices:
+        assert_trains_as_one_device(*overrides, shape=LATENT)
+    assert any(" from [" in str(choice) for choice in choices if choice.operation == "context_attention")
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,9 @@ Expanded, each head's keys and values are computed from the latent, and attentio
 matrix that would expand the keys is applied to the queries, and that of the values to the outputs: a step then reads
 only the latent and the shared rotated channels, as one key head whose first channels are also its values.
 
+Where devices hold parts of a sequence, they send each other latents, and each expands those that it receives, unless
+`pallas_kernels.attention.context.sends_source` finds that sending keys and values takes no longer.
+
 Dims: B batch, T query length, D model, N heads, R latent, P rotated channels, H channels of a key head, V of a value
 head.
 """
@@ -22,11 +25,12 @@ from jaxstack.models.attention.paged_cache import PagedKeys, attend_pages, put_i
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.layer import CacheRoom, CacheSlots, Context, Layer, LayerCache, ParameterCount
-from jaxstack.models.linear import Linear, apply_scattered, apply_together
+from jaxstack.models.linear import Linear, apply_scattered, apply_together, is_plain_product
 from jaxstack.models.norm import LayerInput, Norm, make_norm
 from jaxstack.models.rope import apply_rope
-from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
-from pallas_kernels import context_attention, flash_attention
+from jaxstack.parallel import context_axis, context_bandwidth, save_for_backward, shard, with_local_heads
+from jaxstack.parallel.sharding_context import splits_length
+from pallas_kernels import KeySource, context_attention, flash_attention
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -131,7 +135,13 @@ class MultiHeadLatentAttention(nnx.Module):
         """Return the keys and values of all heads."""
         rank = self.kind.kv_lora_rank
         expanded = self.kv_b_proj(latent[..., :rank])
-        expanded = shard(expanded, "batch", "length", "act_heads", "act_head_dim")
+        return self._keys_and_values(shard(expanded, "batch", "length", "act_heads", "act_head_dim"), latent)
+
+    def _keys_and_values(
+        self, expanded: Float[Array, "B S N keys_and_values"], latent: Float[Array, "B S R_P"]
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]]:
+        """Return keys and values, given the product of the latent with the expansion; keys get the shared channels."""
+        rank = self.kind.kv_lora_rank
         shared = jnp.broadcast_to(latent[..., None, rank:], (*expanded.shape[:3], self.kind.qk_rope_head_dim))
         return jnp.concatenate([expanded[..., : self._nope], shared], axis=-1), expanded[..., self._nope :]
 
@@ -141,16 +151,54 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def _attend_expanded(self, q: jax.Array, latent: jax.Array, context: Context) -> Float[Array, "B T N V"]:
         """Compute attention among the tokens of this call, with keys and values expanded from their latents."""
+        if splits_length() and is_plain_product(self.kv_b_proj):
+            expansion = jnp.moveaxis(self._expansion(q.dtype), 1, 0)
+            ids = context.segment_ids
+            return with_local_heads(self._attend_to_latents, q, None, None, latent, ids, per_head=(expansion,))
         k, v = self._expand(latent)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+            if context_axis() is not None:
+                return self._attend_over_context(q, k, v, ids)
             options = {"scale": self.scale, "implementation": self.implementation}
-            axis = context_axis()
-            if axis is None:
-                return cast(jax.Array, flash_attention(q, k, v, segment_ids=ids, **options))
-            return context_attention(q, k, v, axis_name=axis, method=context_method(), segment_ids=ids, **options)
+            return cast(jax.Array, flash_attention(q, k, v, segment_ids=ids, **options))
 
         return with_local_heads(attend, q, k, v, context.segment_ids)
+
+    def _attend_to_latents(
+        self,
+        q: Float[Array, "B T N H"],
+        k: None,
+        v: None,
+        latent: Float[Array, "B T R_P"],
+        ids: jax.Array | None,
+        expansion: Float[Array, "N R keys_and_values"],
+    ) -> Float[Array, "B T N V"]:
+        """Compute attention to the keys and values of a split sequence, of which this device has its own latents."""
+        del k, v
+
+        def expand(expansion: jax.Array, latent: jax.Array) -> tuple[jax.Array, jax.Array]:
+            expanded = jnp.einsum("bsr,nrc->bsnc", latent[..., : self.kind.kv_lora_rank], expansion)
+            return self._keys_and_values(expanded, latent)
+
+        return self._attend_over_context(q, KeySource((latent,), expand, expansion), None, ids)
+
+    def _attend_over_context(
+        self, q: jax.Array, k: jax.Array | KeySource, v: jax.Array | None, ids: jax.Array | None
+    ) -> Float[Array, "B T N V"]:
+        axis = context_axis()
+        assert axis is not None
+        return context_attention(
+            q,
+            k,
+            v,
+            axis_name=axis,
+            method=context_method(),
+            segment_ids=ids,
+            scale=self.scale,
+            implementation=self.implementation,
+            bandwidth=context_bandwidth(),
+        )
 
     def _absorb(self, q: Float[Array, "B T N H"]) -> Float[Array, "B T N R_P"]:
         """Return queries of the latent: their product with the keys' expansion, and their rotated channels."""

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxstack.observe.collectives import collectives
-from pallas_kernels import context_attention, lowering_platform
+from pallas_kernels import KeySource, context_attention, lowering_platform
 from tests.compilation import fully_optimized
 from tests.hopper import hopper_array, hopper_mesh
 
@@ -109,6 +109,67 @@ def test_an_exchange_sends_every_activation_once():
     got = sent("all_to_all", False)
     kv = 2 * max(KV_HEADS, N) * B * T * H
     assert got == {("all-to-all", "bf16"): 2 * (2 * HEADS * B * T * H + kv)}
+
+
+RANK = 128
+ROPE = 32
+LATENTS = B * T * (RANK + ROPE)
+"""Numbers in a device's latents, from which keys and values of `HEADS` heads are expanded."""
+
+
+def expand(weights, latent):
+    expanded = jnp.einsum("bsr,nrc->bsnc", latent[..., :RANK], weights)
+    shared = jnp.broadcast_to(latent[..., None, RANK:], (*expanded.shape[:3], ROPE))
+    return jnp.concatenate([expanded[..., : H - ROPE], shared], -1), expanded[..., H - ROPE :]
+
+
+@functools.cache
+@fully_optimized()
+def sent_for_latents(method: str, gradient: bool) -> Counter:
+    """(kind, dtype) -> payload bytes on each device, of attention to keys that each device expands."""
+    mesh = hopper_mesh({"context": N})
+    part = P(None, "context")
+    attention = jax.shard_map(
+        lambda q, latent, weights: context_attention(
+            q, KeySource((latent,), expand, weights), axis_name="context", method=method, implementation="xla_dense"
+        ),
+        mesh=mesh, in_specs=(part, part, P()), out_specs=part, check_vma=False,
+    )  # fmt: skip
+
+    def gradients(*arrays):
+        out, pullback = jax.vjp(attention, *arrays)
+        return pullback(jnp.sin(out))
+
+    q = hopper_array((B, N * T, HEADS, H), jnp.bfloat16, mesh, part)
+    latent = hopper_array((B, N * T, RANK + ROPE), jnp.bfloat16, mesh, part)
+    weights = hopper_array((HEADS, RANK, 2 * H - ROPE), jnp.bfloat16, mesh)
+    with lowering_platform("cuda"):
+        program = jax.jit(gradients if gradient else attention).lower(q, latent, weights).compile()
+    found: Counter = Counter()
+    for row in collectives(program.as_text(), {"context": N}):
+        found[row.kind, row.dtype] += row.payload_bytes * row.calls
+    return found
+
+
+def test_the_ring_sends_latents_in_place_of_keys():
+    assert sent_for_latents("ring", False) == {("collective-permute", "bf16"): (N - 1) * 2 * LATENTS}
+
+
+@pytest.mark.exhaustive
+def test_in_the_backward_latents_go_around_again_and_their_gradients_in_float32():
+    got = sent_for_latents("ring", True)
+    assert {kind for kind, _ in got} == {"collective-permute", "all-reduce"}, "the weights' gradient is summed"
+    total = sum(size for (kind, _), size in got.items() if kind == "collective-permute")
+    assert total == (N - 1) * (2 + 2 + 4) * LATENTS
+
+
+@pytest.mark.exhaustive
+def test_latents_are_gathered_in_place_of_keys_and_their_gradients_scattered():
+    assert sent_for_latents("all_gather", False) == {("all-gather", "bf16"): N * 2 * LATENTS}
+    got = sent_for_latents("all_gather", True)
+    assert got["all-gather", "bf16"] == 2 * N * 2 * LATENTS
+    assert got["reduce-scatter", "f32"] == N * 4 * LATENTS
+    assert {kind for kind, _ in got} == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
 KERNEL = re.compile(r'custom_call_target="(mosaic_gpu|triton|__cublas)|^ *(ROOT )?%?gemm_fusion')
