@@ -59,6 +59,15 @@ class _Tile(NamedTuple):
     active: jax.Array | None = None
 
 
+class _Gradients(NamedTuple):
+    """Sums in float32 over the pairs of chunks so far; None for 0."""
+
+    queries: list[Any]
+    """Gradient of each chunk of queries."""
+    parameters: Any
+    """Gradient of the expansion's parameters."""
+
+
 def _tiles_of_step(ring: RingOptions, step: int) -> list[_Tile]:
     """Return the pairs (query chunk, key chunk) that this device computes in step `step` >= 1 of the ring.
 
@@ -213,7 +222,9 @@ def _backward(ring: RingOptions, saved: tuple, cotangents: tuple) -> tuple:
 
     unpack = _unpacking(ring, source, parameters)
 
-    def add(tile: _Tile, mask: Mask, keys: list, key_ids: list | None, sums: _Sums, d_keys: list) -> tuple[_Sums, list]:
+    def add(
+        tile: _Tile, mask: Mask, keys: list, key_ids: list | None, sums: _Gradients, d_keys: list
+    ) -> tuple[_Gradients, list]:
         operands, pull_back = _operands(rows, keys, tile, unpack)
         ids_here = _pair(query_ids, key_ids, tile)
         found = _if_active(
@@ -221,12 +232,12 @@ def _backward(ring: RingOptions, saved: tuple, cotangents: tuple) -> tuple:
         )
         d_parameters, d_source = pull_back(found[1:])
         d_q = _add(sums.queries, found[0], tile.query)
-        sums = _Sums(d_q, add_trees(sums.parameters, d_parameters))
+        sums = _Gradients(d_q, add_trees(sums.parameters, d_parameters))
         return sums, _add(d_keys, jnp.concatenate(d_source), tile.key)
 
     packed = jnp.concatenate(source)
     own = _chunks(ring, packed)
-    sums = _Sums([None] * len(own), None)
+    sums = _Gradients([None] * len(own), None)
     d_own = [None] * len(own)
     d_sent = None
     received: Any = receive_from_previous(packed, ring.axis_name) if ring.devices > 1 else None
@@ -261,15 +272,6 @@ def _backward(ring: RingOptions, saved: tuple, cotangents: tuple) -> tuple:
     d_source = tuple(jnp.split(total, len(source)))
     gradients = _join(sums.queries), d_source, sums.parameters
     return *cast_like(gradients, (q, source, parameters)), None
-
-
-class _Sums(NamedTuple):
-    """Sums in float32 over the pairs of chunks so far; None for 0."""
-
-    queries: list[Any]
-    """Gradient of each chunk of queries."""
-    parameters: Any
-    """Gradient of the expansion's parameters."""
 
 
 def _join(parts: list[Any]) -> jax.Array:

@@ -9,8 +9,17 @@ from jax.sharding import PartitionSpec as P
 from jaxstack.data.device_batches import BatchShardings, arrange
 from jaxstack.errors import ConfigError
 from jaxstack.loss import language_model_loss
-from jaxstack.parallel import ParallelConfig, context_axis, logical_axis_rules, make_mesh, make_rules
+from jaxstack.parallel import (
+    ParallelConfig,
+    context_axis,
+    context_bandwidth,
+    logical_axis_rules,
+    make_mesh,
+    make_rules,
+)
 from pallas_kernels import record_choices, sequence_order
+from pallas_kernels.attention.context_layout import LINK_BANDWIDTH, NETWORK_BANDWIDTH
+from tests.hopper import hopper_topology
 from tests.small_runs import LENGTH, batch_at, make_trainer, small_config
 
 
@@ -100,3 +109,11 @@ def test_where_a_surrounding_shard_map_has_taken_the_axis(degrees):
     assert any(choice.operation == "context_attention" for choice in choices)
     wanted = jax.jit(jax.value_and_grad(loss))(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
+
+
+@pytest.mark.compiles_for_gpu
+def test_devices_of_several_processes_send_over_the_network():
+    devices = hopper_topology(16).devices  # of two hosts, a process each
+    for degrees, wanted in (({"data": 8, "context": 2}, LINK_BANDWIDTH), ({"context": 16}, NETWORK_BANDWIDTH)):
+        with logical_axis_rules(make_rules(make_mesh(ParallelConfig(**degrees), devices))):
+            assert context_bandwidth() == wanted

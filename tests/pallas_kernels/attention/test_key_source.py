@@ -119,14 +119,18 @@ def received(method: str, **options) -> set[tuple[str, str]]:
     return {(name, shape) for shape, name in SENT.findall(str(traced))}
 
 
-def test_the_faster_of_latents_and_keys_is_sent():
-    """The keys of these small arrays travel unnoticed over a link that is fast enough."""
-    latent = f"{T // DEVICES},{RANK + ROPE}"
-    keys = f"{T // DEVICES},{N},{NOPE + ROPE}"
-    assert received("ring") == {("ppermute", f"{B},{latent}")}
-    assert received("all_gather") == {("all_gather", f"{DEVICES * B},{latent}")}
-    assert received("ring", bandwidth=1e15) == {("ppermute", f"{2 * B},{keys}")}
-    assert received("all_gather", bandwidth=1e18) == {("all_gather", f"{DEVICES * B},{keys}")}
+LATENT = f"{T // DEVICES},{RANK + ROPE}"
+KEYS = f"{T // DEVICES},{N},{NOPE + ROPE}"
+
+
+def test_a_ring_sends_the_latent_unless_keys_travel_unnoticed():
+    assert received("ring") == {("ppermute", f"{B},{LATENT}")}
+    assert received("ring", bandwidth=1e15) == {("ppermute", f"{2 * B},{KEYS}")}, "keys and values as one message"
+
+
+def test_the_latent_is_gathered_unless_its_expansion_takes_longer():
+    assert received("all_gather") == {("all_gather", f"{DEVICES * B},{LATENT}")}
+    assert received("all_gather", bandwidth=1e18) == {("all_gather", f"{DEVICES * B},{KEYS}")}
 
 
 @pytest.mark.quick
