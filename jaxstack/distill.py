@@ -25,8 +25,8 @@ from jaxstack.loss import (
     IGNORE,
     Batch,
     LossSum,
+    add_layer_losses,
     add_mtp_loss,
-    add_router_loss,
     language_model_loss,
     sampled_label_loss,
     samples_labels,
@@ -118,8 +118,8 @@ def distillation_loss(
         raise ValueError("the model has no teacher to learn from; give it one by with_teacher.")
     inputs: dict[str, Any] = {name: batch.get(name) for name in ("positions", "segment_ids")}
     dropout_key = None if key is None else batch.get(TOKEN_KEYS, key)
-    hidden, routers = model.hidden_and_routers(
-        batch["tokens"], dropout_key=dropout_key, experts=batch.get("experts"), **inputs
+    hidden, sums = model.hidden_and_sums(
+        batch["tokens"], dropout_key=dropout_key, experts=batch.get("experts"), with_losses=True, **inputs
     )
     with jax.named_scope("teacher"):
         target = jax.lax.stop_gradient(teacher.hidden(batch["tokens"], **inputs))
@@ -128,7 +128,7 @@ def distillation_loss(
         total = settings.alpha * settings.temperature**2 * _divergence(model, hidden, teacher, target, counts, settings)
         if settings.alpha < 1:
             total += (1 - settings.alpha) * vocabulary_loss(model, hidden, batch["labels"], z_loss)
-    loss = add_router_loss(LossSum(total, jnp.sum(counts, dtype=jnp.float32)), routers)
+    loss = add_layer_losses(LossSum(total, jnp.sum(counts, dtype=jnp.float32)), sums)
     return add_mtp_loss(loss, model, hidden, batch, key=key, weight=mtp_weight)
 
 

@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxstack.models.dropout import TOKEN_KEYS
-from jaxstack.models.moe.router import RouterSums
+from jaxstack.models.layer_sums import LayerSums, Sums, add_sums, total_loss
+from jaxstack.models.moe.router import ROUTER, RouterSums
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import with_local_batch
 from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum
@@ -39,7 +40,7 @@ class LossSum:
     """[] float32."""
     count: jax.Array
     """[] float32."""
-    further: Mapping[str, "LossSum | RouterSums"] = dataclasses.field(default_factory=dict)
+    further: Mapping[str, "LossSum | Sums"] = dataclasses.field(default_factory=dict)
     """Sums of further values for the metrics, by name; they have no gradient."""
 
     def without_further(self) -> "LossSum":
@@ -50,9 +51,6 @@ class LossSum:
         """Return the mean as a metric of a step."""
         return {name: self.total / jnp.maximum(self.count, 1.0)}
 
-
-ROUTER = "router"
-"""Name of the routers' balance among the further values of a loss."""
 
 Value: TypeAlias = jax.typing.ArrayLike | LossSum
 LossFunction = Callable[..., Value | tuple[Value, Mapping[str, Value]]]
@@ -302,38 +300,43 @@ def language_model_loss(
         `Transformer.hidden`.
       key: key of the dropout masks, unless the batch has `dropout_keys` [B, T], which a train step adds so that masks
         do not depend on the layout; None: no dropout.
-      train: True adds the losses of routers, of multi-token prediction, and the z-loss.
+      train: True adds the layers' own losses, such as those of routers, of multi-token prediction, and the z-loss.
       z_loss: weight of log(Z)^2, which keeps the softmax normaliser near 1 (Chowdhery et al. 2022).
       mtp_weight: weight of multi-token prediction, see `add_mtp_loss`.
     """
-    hidden, routers = model.hidden_and_routers(
+    hidden, sums = model.hidden_and_sums(
         batch["tokens"],
         positions=batch.get("positions"),
         segment_ids=batch.get("segment_ids"),
         dropout_key=None if key is None else batch.get(TOKEN_KEYS, key),
         experts=batch.get("experts"),
+        with_losses=train,
     )
     z_loss = z_loss if train else 0.0
 
     with jax.named_scope("loss"):
         total = vocabulary_loss(model, hidden, batch["labels"], z_loss)
     loss = LossSum(total, _count_labels(batch["labels"]))
-    loss = add_router_loss(loss, routers) if train else loss
+    loss = add_layer_losses(loss, sums) if train else loss
     return add_mtp_loss(loss, model, hidden, batch, key=key, weight=mtp_weight) if train else loss
 
 
-def add_router_loss(loss: LossSum, routers: RouterSums | None, scale: float | jax.Array = 1.0) -> LossSum:
-    """Add the losses of the routers of a mixture of experts to a loss, and their balance to its further values.
+def add_layer_losses(loss: LossSum, sums: LayerSums, scale: float | jax.Array = 1.0) -> LossSum:
+    """Add the layers' own losses, such as those of routers, to a loss, and their sums to its further values.
 
     Args:
       loss: of the same tokens.
-      routers: from `Transformer.hidden_and_routers`; None: the model has no experts.
-      scale: factor of the routers' losses, which are sums over tokens.
+      sums: from `Transformer.hidden_and_sums`; sums of the same names that the loss has already are added to them.
+      scale: factor of the layers' losses, which are sums over tokens.
     """
-    if routers is None:
+    if not sums:
         return loss
-    further = {**loss.further, ROUTER: jax.lax.stop_gradient(routers._replace(experts=None))}
-    return LossSum(loss.total + scale * routers.loss, loss.count, further)
+    shown: LayerSums = dict(sums)
+    if ROUTER in sums:
+        shown = {**sums, ROUTER: cast(RouterSums, sums[ROUTER])._replace(experts=None)}
+    known = cast(LayerSums, {name: value for name, value in loss.further.items() if name in sums})
+    further = {**loss.further, **add_sums(jax.lax.stop_gradient(shown), known)}
+    return LossSum(loss.total + scale * total_loss(sums), loss.count, further)
 
 
 def add_mtp_loss(
@@ -361,8 +364,7 @@ def add_mtp_loss(
         for prediction in model.mtp(hidden, batch, embed, key, IGNORE):
             entropy = vocabulary_loss(model, prediction.hidden, prediction.labels, 0.0)
             sums = LossSum(sums.total + entropy, sums.count + _count_labels(prediction.labels))
-            if prediction.router_loss is not None:
-                total += prediction.router_loss
+            total += prediction.layer_loss
     total += weight / len(model.mtp.layers) * sums.total
     return LossSum(total, loss.count, {**loss.further, "mtp_loss": jax.lax.stop_gradient(sums)})
 

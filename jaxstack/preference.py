@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component, NameIn
 from jaxstack.config.features import MODEL_DIRECTORY, Excludes, Feature, Remark
-from jaxstack.loss import IGNORE, Batch, LossSum, add_router_loss, token_losses
+from jaxstack.loss import IGNORE, Batch, LossSum, add_layer_losses, token_losses
 from jaxstack.models import Transformer
 from jaxstack.models.adapters import without_adapters
-from jaxstack.models.moe.router import RouterSums
+from jaxstack.models.layer_sums import LayerSums
 from jaxstack.parallel.sharding_context import sum_over_batch
 
 
@@ -271,13 +271,13 @@ def preference_loss(
         `cache_reference` the answers' log-probabilities under the reference are `reference` [P, 2] float32. A
         reward model reads the reward at the token after the last one with a label, the answer's stop token. For kto
         rows are [P, 3, T], see `jaxstack.data.token_rows.PairRows`.
-      train: True adds the losses of routers.
+      train: True adds the layers' own losses, such as those of routers.
       settings: the loss; default: `PreferenceConfig()`, which is DPO.
     """
     settings = settings or PreferenceConfig()
     labels = batch["labels"]
     _, rows, length = labels.shape
-    policy, routers = (_rewards if settings.method.has_head else _answer_sums)(model, batch)
+    policy, sums = (_rewards if settings.method.has_head else _answer_sums)(model, batch, with_losses=train)
     reference = jnp.zeros_like(policy)
     drift: jax.Array | float = 0.0
     if settings.cache_reference:
@@ -293,7 +293,7 @@ def preference_loss(
     pairs = Pairs(policy[:, :2], reference[:, :2], jnp.maximum(lengths, 1), batch.get("margin", 0.0), drift)
     loss, values = sum_over_pairs(pairs, counted, settings)
     if train:
-        loss = add_router_loss(loss, routers, 1 / (rows * length))
+        loss = add_layer_losses(loss, sums, 1 / (rows * length))
     return loss, values
 
 
@@ -310,13 +310,13 @@ def reference_sums(model: Transformer, batch: Batch, *, pairs: int) -> tuple[Los
     return LossSum(jnp.zeros(()), jnp.zeros(())), {"sums": LossSum(placed, jnp.zeros(()))}
 
 
-def _answer_sums(model: Transformer, batch: Batch) -> tuple[jax.Array, RouterSums | None]:
-    """Return the answers' log-probabilities, summed over their tokens, [P, rows] float32, and the routers' sums."""
+def _answer_sums(model: Transformer, batch: Batch, with_losses: bool = False) -> tuple[jax.Array, LayerSums]:
+    """Return the answers' log-probabilities, summed over their tokens, [P, rows] float32, and the layers' sums."""
     tokens, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "labels"))
-    hidden, routers = model.hidden_and_routers(tokens)
+    hidden, sums = model.hidden_and_sums(tokens, with_losses=with_losses)
     with jax.named_scope("loss"):
         losses = token_losses(model, hidden, labels)
-    return -jnp.sum(losses, axis=-1).reshape(batch["labels"].shape[:2]), routers
+    return -jnp.sum(losses, axis=-1).reshape(batch["labels"].shape[:2]), sums
 
 
 def _drift(gains: jax.Array, counted: jax.Array) -> jax.Array:
@@ -327,13 +327,13 @@ def _drift(gains: jax.Array, counted: jax.Array) -> jax.Array:
     return jnp.maximum(total / jnp.maximum(count, 1), 0)
 
 
-def _rewards(model: Transformer, batch: Batch) -> tuple[jax.Array, RouterSums | None]:
-    """Return the rewards of the answers of each pair, [P, 2] float32, and the routers' sums."""
+def _rewards(model: Transformer, batch: Batch, with_losses: bool = False) -> tuple[jax.Array, LayerSums]:
+    """Return the rewards of the answers of each pair, [P, 2] float32, and the layers' sums."""
     tokens, labels = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "labels"))
     length = tokens.shape[-1]
     after_labels = length - jnp.argmax(labels[:, ::-1] != IGNORE, axis=-1)
-    rewards, routers = model.rewards(tokens, jnp.minimum(after_labels, length - 1))
-    return rewards.reshape(-1, 2), routers
+    rewards, sums = model.rewards(tokens, jnp.minimum(after_labels, length - 1), with_losses=with_losses)
+    return rewards.reshape(-1, 2), sums
 
 
 _EXCLUDED = (

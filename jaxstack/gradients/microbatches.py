@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxstack.gradients.noise import Measure, Squares
 from jaxstack.loss import Batch, Loss, LossSum
-from jaxstack.models.moe.router import RouterSums
+from jaxstack.models.layer_sums import Sums
 from jaxstack.module_arrays.module import Dict, ModuleArrays
 
 SmallBatches: TypeAlias = tuple[Squares, jax.Array] | None
@@ -34,7 +34,7 @@ class GradientSums:
     """FP8 amax values, the cotangents of the scaling states; None once `Microbatches.finish` has used them."""
     noise: Dict | None = None
     """Metrics of the gradient noise, see `jaxstack.gradients.noise`; None if they are not measured."""
-    further: Mapping[str, LossSum | RouterSums] = dataclasses.field(default_factory=dict)
+    further: Mapping[str, LossSum | Sums] = dataclasses.field(default_factory=dict)
     """Sums of the further values that the loss function returns."""
 
     def plus(self, other: "GradientSums") -> "GradientSums":
@@ -110,7 +110,7 @@ class Microbatches:
 
         def add(
             carry: tuple[GradientSums, Dict], item: tuple[Batch, jax.Array]
-        ) -> tuple[tuple[GradientSums, Dict], tuple[SmallBatches, Mapping[str, LossSum | RouterSums]]]:
+        ) -> tuple[tuple[GradientSums, Dict], tuple[SmallBatches, Mapping[str, LossSum | Sums]]]:
             sums, non_params = carry
             microbatch, index = item
             new, non_params = self._one(params, non_params, microbatch, jax.random.fold_in(key, index), prepare)

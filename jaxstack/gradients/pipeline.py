@@ -8,7 +8,7 @@ sums those of tied weights.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 from jaxstack.errors import ConfigError
 from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.gradients.noise import check_noise_layout
-from jaxstack.loss import ROUTER, Batch, Loss, LossSum, MeanLoss
+from jaxstack.loss import Batch, Loss, LossSum, MeanLoss, add_layer_losses
 from jaxstack.models import Transformer
-from jaxstack.models.moe.router import RouterSums
+from jaxstack.models.layer_sums import LayerSums
 from jaxstack.models.stages import (
     inputs_of_layers,
     is_stacked,
@@ -159,10 +159,7 @@ class PipelinedGradients:
         parts = (graph, (layers, ends), others)
         functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, context)
         totals = execute(schedule, self._module.layout, functions.stages(), layers, ends, unroll=self._module.unrolled)
-        loss = LossSum(totals.loss, *totals.others)
-        if (own := totals.own) is not None:  # what the routers of the layers add, as `add_router_loss` does
-            further = {**loss.further, ROUTER: own.plus(cast(RouterSums | None, loss.further.get(ROUTER)))}
-            loss = LossSum(loss.total + own.loss, loss.count, further)
+        loss = add_layer_losses(LossSum(totals.loss, *totals.others), totals.own)
         if totals.layers is None:
             return None, loss
         with context.entered():
@@ -224,10 +221,10 @@ class _Functions:
             is_maximum=_is_maximum,
         )
 
-    def _first(self, ends: Any, microbatch: jax.Array) -> tuple[jax.Array, RouterSums | None]:
+    def _first(self, ends: Any, microbatch: jax.Array) -> tuple[jax.Array, LayerSums]:
         with self._end_context.entered():
             x, own = inputs_of_layers(self._merge(ends), self._loss_of(microbatch))
-        return x, own if self._train else None
+        return x, own if self._train else {}
 
     def _sum_layer(self, gradients: Any) -> Any:
         """Return a layer's gradients, with ZeRO 2 reduce-scattered over `data`, so that no device stores them whole."""
@@ -255,7 +252,7 @@ class _Functions:
         inputs = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
         with self._layer_context.entered():
             x, own = make_repetition_function(self._merge(None))(weights, x, inputs, index)
-        return x, own if self._train else None  # router losses belong to training alone
+        return x, own if self._train else {}  # the layers' losses belong to training alone
 
     def _merge(self, ends: Any) -> Transformer:
         graph, known, non_params = self._model

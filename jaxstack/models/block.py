@@ -1,7 +1,7 @@
 """A layer of a model: a token mixer and a feed-forward sublayer, each added to the residual stream; or one of them."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,12 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.experts_beside_mlp import ExpertsBesideMLP
 from jaxstack.models.feed_forward_chunks import apply_in_chunks, count_chunks
-from jaxstack.models.layer import Context, Layer, LayerCache
+from jaxstack.models.layer import CacheAndSums, Context, Layer, LayerCache
+from jaxstack.models.layer_sums import LayerSums
 from jaxstack.models.linear import add
 from jaxstack.models.mixers import TokenMixer, mixer_module
 from jaxstack.models.mlp import MLPS, PlainMLP
-from jaxstack.models.moe.router import RouterSums
+from jaxstack.models.moe.router import ROUTER, RouterSums
 from jaxstack.models.moe_layer import MoE
 from jaxstack.models.norm import LayerInput, Norm, make_norm
 from jaxstack.models.per_layer_embedding import PerLayerInput
@@ -91,8 +92,8 @@ class Block(nnx.Module):
         context: Context,
         cache: LayerCache | None = None,
         key: Key[Array, "..."] | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None, RouterSums | None]:
-        """Apply the layer to the residual stream; also return the updated cache and the router's sums.
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, LayerSums]:
+        """Apply the layer to the residual stream; also return the updated cache and the sums of its sublayers.
 
         Args:
           context: what all layers of this forward pass share.
@@ -100,21 +101,25 @@ class Block(nnx.Module):
           key: draws the dropout masks: one key, or [B, T], one for each token; None: no dropout.
 
         Returns:
-          The residual stream, the cache with this call's tokens, and the router's sums over tokens (None for a
-          dense block).
+          The residual stream, the cache with this call's tokens, and sums over tokens of the router and the mixer.
         """
         attention_key, mlp_key = split_key(key if self.dropout else None)
-        router_sums = None
+        sums: dict[str, Any] = {}
         if self.attention is not None:
             with jax.named_scope("attention"):
                 normalized, x = normalize(self.attention_norm, x)
                 update, cache = self.attention(normalized, context, cache)
+                if isinstance(cache, CacheAndSums):
+                    cache, own = cache
+                    sums |= own
                 x = self._add(x, update, self.attention_post_norm, attention_key)
         if self.mlp is not None:
             with jax.named_scope("mlp"):
                 update, x, router_sums = self._feed_forward(x, context.slots is not None, context.beside.experts)
+                if router_sums is not None:
+                    sums[ROUTER] = router_sums
                 x = self._add(x, update, self.mlp_post_norm, mlp_key)
-        return self._end(x, context), cache, router_sums
+        return self._end(x, context), cache, sums
 
     def make_cache(self, make: Callable[[TokenMixer], LayerCache], layers: int | None = None) -> LayerCache:
         """Create the mixer's empty cache by calling `make`; None if the layer has no mixer.

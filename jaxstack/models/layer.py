@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxstack.config.base import Component
+from jaxstack.models.layer_sums import LayerSums
 
 LayerCache: TypeAlias = Any
 """Cache of one layer while decoding: a NamedTuple of arrays, which each attention kind declares for itself."""
@@ -106,6 +107,13 @@ class CacheAndKept(NamedTuple):
     """The keys and values, by the name in `Layer.keeps`."""
 
 
+class CacheAndSums(NamedTuple):
+    """Updated cache of a mixer with losses of its own; returned in place of the cache where `Context.with_losses`."""
+
+    cache: LayerCache | CacheAndKept | None
+    sums: LayerSums
+
+
 class Beside(NamedTuple):
     """Arrays that layers read beside the residual stream: those of all layers, or, within a layer, of this one."""
 
@@ -153,6 +161,8 @@ class Context(NamedTuple):
     """Inputs of layers in addition to the residual stream."""
     records_experts: bool = False
     """True if mixtures of experts return the experts of each token."""
+    with_losses: bool = False
+    """True if mixers that have a loss of their own return it, see `CacheAndSums`."""
 
 
 class Mixer(Component):

@@ -20,6 +20,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.layer import CacheRoom, Context, LayerCache
+from jaxstack.models.layer_sums import total_loss
 from jaxstack.models.layer_weights import Weights, gather_weights
 from jaxstack.models.linear import Linear
 from jaxstack.models.norm import make_norm
@@ -38,12 +39,12 @@ class Prediction(NamedTuple):
     Attributes:
       hidden: input of the output head.
       labels: the tokens, int32; `ignore` where there is none in the same document.
-      router_loss: losses of the layer's router summed over tokens; None for a dense layer.
+      layer_loss: losses of the layer's own, such as its router's, summed over tokens.
     """
 
     hidden: Float[Array, "B T D"]
     labels: Int[Array, "B T"]
-    router_loss: Float[Array, ""] | None
+    layer_loss: Float[Array, ""]
 
 
 class PredictionLayer(Block):
@@ -65,8 +66,8 @@ class PredictionLayer(Block):
         context: Context,
         cache: LayerCache | None = None,
         key: Key[Array, "..."] | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Float[Array, ""] | None]:
-        """Return the input of the output head, the updated cache, and the router's loss (None without experts).
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Float[Array, ""]]:
+        """Return the input of the output head, the updated cache, and the layer's own losses, summed over tokens.
 
         Args:
           hidden: final hidden states of the model, or of the prediction layer before this one.
@@ -75,11 +76,11 @@ class PredictionLayer(Block):
         """
         pair = shard_residual(self.embedding_norm(embedded)), shard_residual(self.hidden_norm(hidden))
         x = shard_residual(self.projection(jnp.concatenate(pair, axis=-1)))
-        x, cache, router = self(x, context, cache, key)
+        x, cache, sums = self(x, context, cache, key)
         x = shard_residual(self.final_norm(x))
         if self.hidden_scale != 1:
             x = x * jnp.asarray(self.hidden_scale, x.dtype)
-        return shard(x, "batch", "length", "act_embed"), cache, None if router is None else router.loss
+        return shard(x, "batch", "length", "act_embed"), cache, total_loss(sums)
 
 
 class MultiTokenPrediction(nnx.Module):
@@ -116,6 +117,7 @@ class MultiTokenPrediction(nnx.Module):
         documents = batch.get("segment_ids")
         for depth, layer in enumerate(self.layers, 1):
             embedded, context = embed(shift(batch["tokens"], depth, 0))
+            context = context._replace(with_losses=True)
             labels = shift(batch["labels"], depth, ignore)
             if documents is not None:
                 labels = jnp.where(shift(documents, depth, -1) == documents, labels, ignore)
@@ -129,13 +131,13 @@ class MultiTokenPrediction(nnx.Module):
                 graphdef: nnx.GraphDef = graphdef,
                 context: Context = context,
                 layer_key: jax.Array | None = layer_key,
-            ) -> tuple[jax.Array, jax.Array | None]:
+            ) -> tuple[jax.Array, jax.Array]:
                 layer = set_adapter_dropout_keys(nnx.merge(graphdef, gather_weights(weights, dtype)), layer_key)
-                hidden, _, router_loss = layer.predict(name_layer_input(hidden), embedded, context, None, layer_key)
-                return hidden, router_loss
+                hidden, _, layer_loss = layer.predict(name_layer_input(hidden), embedded, context, None, layer_key)
+                return hidden, layer_loss
 
-            hidden, router_loss = rematerialise(run, self.remat, scanned=False)(hidden, embedded, state)
-            yield Prediction(hidden, labels, router_loss)
+            hidden, layer_loss = rematerialise(run, self.remat, scanned=False)(hidden, embedded, state)
+            yield Prediction(hidden, labels, layer_loss)
 
     def make_shared_cache(self, room: CacheRoom, dtype: jax.typing.DTypeLike) -> LayerCache:
         """Create the empty cache of the first layer for the sequences of an engine."""

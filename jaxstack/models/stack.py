@@ -5,6 +5,7 @@ one scan runs together. Layers before the pattern and after its last whole repet
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key
 from jaxstack.models.layer import Beside, Context, Layer, LayerCache
+from jaxstack.models.layer_sums import LayerSums, Sums, add_sums
 from jaxstack.models.layer_weights import (
     Weights,
     add_layers_logical_axis,
@@ -26,15 +28,15 @@ from jaxstack.models.layer_weights import (
     remove_layers_logical_axis,
     run_prefetched,
 )
-from jaxstack.models.moe.router import RouterSums
+from jaxstack.models.moe.router import ROUTER, RouterSums
 from jaxstack.models.remat import OFFLOADED, name_layer_input, rematerialise
 from jaxstack.parallel import gathers_ahead
 
 Caches = list[LayerCache] | None
 """Caches in the order of `Stack.layers`: of a single layer, or of a stack with a leading dim of layers."""
 
-LayerOutput = tuple[jax.Array, LayerCache | None, RouterSums | None]
-"""(x [B, T, D], cache, the router's sums over tokens, None for a dense layer) after one layer."""
+LayerOutput = tuple[jax.Array, LayerCache | None, LayerSums]
+"""(x [B, T, D], cache, the layer's sums over tokens) after one layer."""
 
 RunLayer = Callable[[jax.Array, Weights, LayerCache | None, jax.Array | None, Beside], LayerOutput]
 """(x, weights, cache, dropout key, what the layer reads beside x) -> output of one layer."""
@@ -107,11 +109,11 @@ class Stack(nnx.Module):
         caches: Caches,
         key: Key[Array, "..."] | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[Float[Array, "B T D"], Caches, RouterSums | None]:
+    ) -> tuple[Float[Array, "B T D"], Caches, LayerSums]:
         """Run all layers, each with its weights all-gathered and cast to `dtype` only where they are used.
 
         Returns:
-          x, the caches, and the sums over tokens of all layers' routers (None if all layers are dense).
+          x, the caches, and the sums over tokens of all layers.
         """
         x, new_caches, sums, beside = self._run_single(range(self.scanned.start), x, context, caches, key, dtype)
         context = context._replace(beside=beside)
@@ -129,8 +131,8 @@ class Stack(nnx.Module):
         caches: Caches,
         key: Key[Array, "..."] | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[Float[Array, "B T D"], list[LayerCache], RouterSums | None]:
-        """Run the unstacked layers before the scan; return x, their caches and the sums of their routers."""
+    ) -> tuple[Float[Array, "B T D"], list[LayerCache], LayerSums]:
+        """Run the unstacked layers before the scan; return x, their caches and sums."""
         return self._run_single(range(self.scanned.start), x, context, caches, key, dtype)[:3]
 
     def run_after_scan(
@@ -140,8 +142,8 @@ class Stack(nnx.Module):
         caches: Caches,
         key: Key[Array, "..."] | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[Float[Array, "B T D"], list[LayerCache], RouterSums | None]:
-        """Run the unstacked layers after the scan; return x, their caches and the sums of their routers."""
+    ) -> tuple[Float[Array, "B T D"], list[LayerCache], LayerSums]:
+        """Run the unstacked layers after the scan; return x, their caches and sums."""
         return self._run_single(range(self.scanned.stop, len(self.layers)), x, context, caches, key, dtype)[:3]
 
     def run_repetition(
@@ -152,7 +154,7 @@ class Stack(nnx.Module):
         caches: Caches,
         key: Key[Array, "..."] | None,
         step: int | jax.Array,
-    ) -> tuple[Float[Array, "B T D"], tuple[list[LayerCache], list[RouterSums | None]]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[list[LayerCache], list[LayerSums]]]:
         """Run the layers of one repetition of the model's layer pattern, which is one iteration of the scan.
 
         Args:
@@ -161,7 +163,7 @@ class Stack(nnx.Module):
           step: number of the repetition.
 
         Returns:
-          x, and the layers' caches and sums of routers.
+          x, and the layers' caches and sums.
         """
         new_caches = []
         sums = []
@@ -174,17 +176,19 @@ class Stack(nnx.Module):
             sums.append(_recorded(own, context))
         return x, (new_caches, sums)
 
-    def sums_of_repetition(self, sums: Sequence[RouterSums | None], step: int | jax.Array) -> RouterSums | None:
-        """Return the sums over tokens of all layers' routers, where only those of one repetition [period] ran."""
+    def sums_of_repetition(self, sums: Sequence[LayerSums], step: int | jax.Array) -> LayerSums:
+        """Return the sums over tokens of all layers, where only those of one repetition [period] ran."""
         return self._of_layers(sums, self.start + step * self.period + jnp.arange(self.period))
 
-    def _of_layers(self, sums: Sequence[RouterSums | None], numbers: jax.typing.ArrayLike) -> RouterSums | None:
-        """Return the sums of all layers' routers, with those of the layers `numbers`, each of which may be several."""
-        found = [i for i, own in enumerate(sums) if own is not None]
-        if not found:
-            return None
-        stacked: RouterSums = jax.tree.map(lambda *rows: jnp.stack(rows), *(sums[i] for i in found))
-        return stacked.of_layers(jnp.asarray(numbers)[np.array(found)], self.count)
+    def _of_layers(self, sums: Sequence[LayerSums], numbers: jax.typing.ArrayLike) -> LayerSums:
+        """Return the sums of all layers, given those of the layers `numbers`, each of which may be several."""
+        names = dict.fromkeys(name for own in sums for name in own)
+        return {name: self._of_layers_with(name, sums, jnp.asarray(numbers)) for name in names}
+
+    def _of_layers_with(self, name: str, sums: Sequence[LayerSums], numbers: jax.Array) -> Sums:
+        found = [i for i, own in enumerate(sums) if name in own]
+        stacked: Sums = jax.tree.map(lambda *rows: jnp.stack(rows), *(sums[i][name] for i in found))
+        return stacked.of_layers(numbers[np.array(found)], self.count)
 
     def run_layer(
         self, index: int, x: Float[Array, "B T D"], context: Context, cache: LayerCache, dtype: jax.typing.DTypeLike
@@ -236,11 +240,11 @@ class Stack(nnx.Module):
         caches: Caches,
         key: jax.Array | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[jax.Array, list[LayerCache], RouterSums | None, Beside]:
+    ) -> tuple[jax.Array, list[LayerCache], LayerSums, Beside]:
         """Run the unstacked layers `indices` in order.
 
         Returns:
-          x, their caches, the sums of their routers, and what later layers read beside x.
+          x, their caches, their sums, and what later layers read beside x.
         """
         new_caches = []
         sums = []
@@ -264,8 +268,8 @@ class Stack(nnx.Module):
 
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> tuple[jax.Array, list[LayerCache], RouterSums | None]:
-        """Run all stacked layers by a scan; return x, their caches and the sums of their routers."""
+    ) -> tuple[jax.Array, list[LayerCache], LayerSums]:
+        """Run all stacked layers by a scan; return x, their caches and sums."""
         states = [nnx.state(self.layers[i]) for i in self.scanned]
 
         gathers = caches is None and gathers_ahead() and self.remat not in OFFLOADED
@@ -276,7 +280,7 @@ class Stack(nnx.Module):
 
         def body(
             x: jax.Array, layer: tuple[list[Weights], Caches, jax.Array, jax.Array | None]
-        ) -> tuple[jax.Array, tuple[list[LayerCache], list[RouterSums | None]]]:
+        ) -> tuple[jax.Array, tuple[list[LayerCache], list[LayerSums]]]:
             states, caches, step, inputs = layer
             own = context._replace(beside=context.beside._replace(inputs=inputs))
             return self.run_repetition(x, gather_layers(states, dtype), own, caches, key, step)
@@ -297,13 +301,13 @@ class Stack(nnx.Module):
         context: Context,
         key: jax.Array | None,
         dtype: jax.typing.DTypeLike,
-    ) -> tuple[jax.Array, RouterSums | None]:
+    ) -> tuple[jax.Array, LayerSums]:
         """Run all stacked layers by a scan that all-gathers the next layer's weights while one computes."""
 
-        def make_layer(shared: tuple[Context, jax.Array | None]) -> Callable[..., tuple[jax.Array, RouterSums | None]]:
+        def make_layer(shared: tuple[Context, jax.Array | None]) -> Callable[..., tuple[jax.Array, LayerSums]]:
             context, key = shared
 
-            def run(x: jax.Array, weights: list[Weights], step: jax.Array) -> tuple[jax.Array, RouterSums | None]:
+            def run(x: jax.Array, weights: list[Weights], step: jax.Array) -> tuple[jax.Array, LayerSums]:
                 x, (_, sums) = self.run_repetition(x, weights, context, None, key, step)
                 return x, self.sums_of_repetition(sums, step)
 
@@ -312,14 +316,11 @@ class Stack(nnx.Module):
         return run_prefetched(make_layer, lambda states: gather_layers(states, dtype), x, states, (context, key))
 
 
-def add_sums(one: RouterSums | None, other: RouterSums | None) -> RouterSums | None:
-    """Add the sums of routers; None: of dense layers alone."""
-    return other if one is None else one.plus(other)
-
-
-def _recorded(sums: RouterSums | None, context: Context) -> RouterSums | None:
+def _recorded(sums: LayerSums, context: Context) -> LayerSums:
     """Return a layer's sums without the experts that it chose, unless they are recorded."""
-    return sums if sums is None or context.records_experts else sums._replace(experts=None)
+    if ROUTER not in sums or context.records_experts:
+        return sums
+    return {**sums, ROUTER: cast(RouterSums, sums[ROUTER])._replace(experts=None)}
 
 
 def _block_maker(config: ModelConfig, layer: Layer) -> Callable[[nnx.Rngs], Block]:

@@ -13,8 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxstack.models.layer import Context
+from jaxstack.models.layer_sums import LayerSums
 from jaxstack.models.layer_weights import Weights, gather_layers
-from jaxstack.models.moe.router import RouterSums
 from jaxstack.models.remat import rematerialise
 from jaxstack.models.stack import Caches, Stack
 from jaxstack.models.transformer import Transformer
@@ -30,8 +30,8 @@ class LayerInputs(NamedTuple):
     key: jax.Array | None
 
 
-RunRepetition = Callable[[Weights, jax.Array, LayerInputs, jax.Array], tuple[jax.Array, RouterSums | None]]
-"""(weights of one repetition, x [B, T, D], shared inputs, its number) -> (x, sums of its routers)."""
+RunRepetition = Callable[[Weights, jax.Array, LayerInputs, jax.Array], tuple[jax.Array, LayerSums]]
+"""(weights of one repetition, x [B, T, D], shared inputs, its number) -> (x, its sums)."""
 
 
 def is_stacked(path: tuple[Any, ...], variable: object) -> bool:
@@ -43,7 +43,7 @@ def is_stacked(path: tuple[Any, ...], variable: object) -> bool:
 class _LayersReached(Exception):
     """Exception that leaves a user's loss function early, carrying the input of the scanned layers out of the model."""
 
-    def __init__(self, x: jax.Array, sums: RouterSums | None, inputs: LayerInputs):
+    def __init__(self, x: jax.Array, sums: LayerSums, inputs: LayerInputs):
         super().__init__()
         self.x = x
         self.sums = sums
@@ -62,10 +62,10 @@ class _StopBeforeScan(nnx.Module):
 
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> tuple[jax.Array, Caches, RouterSums | None]:
+    ) -> tuple[jax.Array, Caches, LayerSums]:
         if context.records_experts:
             raise ValueError("stages of a pipeline do not record experts; set parallel.pipeline=1.")
-        sums: RouterSums | None = None
+        sums: LayerSums = {}
         if self.stack is not None:
             x, _, sums = self.stack.run_before_scan(x, context, caches, key, dtype)
         raise _LayersReached(x, sums, LayerInputs(context, key))
@@ -80,7 +80,7 @@ class _ContinueAfterScan(nnx.Module):
 
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
-    ) -> tuple[jax.Array, Caches, RouterSums | None]:
+    ) -> tuple[jax.Array, Caches, LayerSums]:
         x, _, sums = self.stack.run_after_scan(self.x, context, caches, key, dtype)
         return x, None, sums
 
@@ -96,8 +96,8 @@ class _ZeroEmbedding(nnx.Module):
         return jnp.zeros((*ids.shape, self.size), dtype)
 
 
-def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[Float[Array, "B T D"], RouterSums | None]:
-    """Run the model up to the layer scan; return the scan's input, and the sums of the routers before it."""
+def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[Float[Array, "B T D"], LayerSums]:
+    """Run the model up to the layer scan; return the scan's input, and the sums of the layers before it."""
     reached = _run_to_layers(model, run, _StopBeforeScan(model.decoder))
     return reached.x, reached.sums
 
@@ -128,9 +128,7 @@ def make_repetition_function(model: Transformer) -> RunRepetition:
     stack = model.decoder
     dtype = model.dtype
 
-    def run(
-        weights: Weights, x: jax.Array, inputs: LayerInputs, number: jax.Array
-    ) -> tuple[jax.Array, RouterSums | None]:
+    def run(weights: Weights, x: jax.Array, inputs: LayerInputs, number: jax.Array) -> tuple[jax.Array, LayerSums]:
         gathered = gather_layers([weights["decoder"]["layers"][i] for i in stack.scanned], dtype)
         x, (_, sums) = stack.run_repetition(x, gathered, inputs.context, None, inputs.key, number)
         return x, stack.sums_of_repetition(sums, number)

@@ -1,6 +1,7 @@
 """The decoder-only Transformer: embedding, layers, final norm and output head."""
 
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ from jaxstack.models.initialization import (
     scale_initial_weights,
 )
 from jaxstack.models.layer import Angles, CacheRoom, CacheSlots, Context, LayerCache, PageSlots, SegmentIds
+from jaxstack.models.layer_sums import LayerSums
 from jaxstack.models.mixers import TokenMixer
-from jaxstack.models.moe.router import RouterSums
+from jaxstack.models.moe.router import ROUTER, RouterSums
 from jaxstack.models.multi_token_prediction import MultiTokenPrediction
 from jaxstack.models.norm import make_norm
 from jaxstack.models.per_layer_embedding import PerLayerEmbedding
@@ -107,18 +109,19 @@ class Transformer(nnx.Module):
         self.reward_head = nnx.Param(jnp.zeros(self.config.hidden_size, jnp.float32), logical_axes=("norm",))
 
     def rewards(
-        self, tokens: Int[Array, "B T"], last: Int[Array, " B"]
-    ) -> tuple[Float[Array, " B"], RouterSums | None]:
-        """Compute float32 rewards of sequences, from the hidden state of the last token of each, and the routers' sums.
+        self, tokens: Int[Array, "B T"], last: Int[Array, " B"], *, with_losses: bool = False
+    ) -> tuple[Float[Array, " B"], LayerSums]:
+        """Compute float32 rewards of sequences, from the hidden state of the last token of each, and the layers' sums.
 
         Args:
           tokens: int32 token ids, each row padded at its end.
           last: position of each row's last token.
+          with_losses: see `hidden_and_sums`.
         """
         assert self.reward_head is not None, "the model has no reward head"
-        hidden, routers = self.hidden_and_routers(tokens)
+        hidden, sums = self.hidden_and_sums(tokens, with_losses=with_losses)
         chosen = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-        return jnp.sum(chosen.astype(jnp.float32) * self.reward_head[...], axis=-1), routers
+        return jnp.sum(chosen.astype(jnp.float32) * self.reward_head[...], axis=-1), sums
 
     @property
     def width(self) -> Width | None:
@@ -166,11 +169,11 @@ class Transformer(nnx.Module):
           ValueError: the mesh splits sequences over `context`, and `positions` are not given; or `experts` have another
             shape.
         """
-        return self.hidden_and_routers(
+        return self.hidden_and_sums(
             tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key, experts=experts
         )[0]
 
-    def hidden_and_routers(
+    def hidden_and_sums(
         self,
         tokens: Int[Array, "B T"],
         *,
@@ -179,22 +182,26 @@ class Transformer(nnx.Module):
         dropout_key: Key[Array, "..."] | None = None,
         experts: Int[Array, "B T layers k"] | None = None,
         records_experts: bool = False,
-    ) -> tuple[Float[Array, "B T D"], RouterSums | None]:
-        """Compute final hidden states, and the routers' losses and balance over these tokens (None without experts).
+        with_losses: bool = False,
+    ) -> tuple[Float[Array, "B T D"], LayerSums]:
+        """Compute final hidden states, and the layers' sums over these tokens, such as losses and balance of routers.
 
         See `hidden` for the other arguments.
 
         Args:
           records_experts: return in `RouterSums.experts` the experts of each token [B, T, layers, k], which are values
             of `experts`. They are those before a capacity drops any; those of dense layers are 0.
+          with_losses: compute the losses of token mixers too, which only training needs.
         """
         context = self._training_context(tokens, positions, segment_ids)
         beside = context.beside._replace(experts=self._checked_experts(experts, tokens))
-        context = context._replace(beside=beside, records_experts=records_experts)
-        x, _, routers = self._run(tokens, context, None, dropout_key)
-        if routers is not None and routers.experts is not None:
-            routers = routers._replace(experts=jnp.moveaxis(routers.experts, 0, 2))
-        return x, routers
+        context = context._replace(beside=beside, records_experts=records_experts, with_losses=with_losses)
+        x, _, sums = self._run(tokens, context, None, dropout_key)
+        if records_experts and ROUTER in sums:
+            routers = cast(RouterSums, sums[ROUTER])
+            experts = jnp.moveaxis(cast(jax.Array, routers.experts), 0, 2)
+            sums = {**sums, ROUTER: routers._replace(experts=experts)}
+        return x, sums
 
     def _checked_experts(self, experts: jax.Array | None, tokens: jax.Array) -> jax.Array | None:
         if experts is None:
@@ -205,7 +212,7 @@ class Transformer(nnx.Module):
         wanted = *tokens.shape, self.config.num_layers, moe.num_experts_per_tok
         if experts.shape != wanted:
             raise ValueError(
-                f"experts are [B, T, layers, k], here {list(wanted)}, as `hidden_and_routers` records them; found "
+                f"experts are [B, T, layers, k], here {list(wanted)}, as `hidden_and_sums` records them; found "
                 f"{list(experts.shape)}."
             )
         return experts
@@ -374,14 +381,14 @@ class Transformer(nnx.Module):
 
     def _run(
         self, tokens: jax.Array, context: Context, caches: Caches, key: jax.Array | None
-    ) -> tuple[jax.Array, Caches, RouterSums | None]:
-        """Run embedding and layers; return final hidden states [B, T, D], caches and the sums of the routers."""
+    ) -> tuple[jax.Array, Caches, LayerSums]:
+        """Run embedding and layers; return final hidden states [B, T, D], caches and the sums of the layers."""
         embedding_key, layers_key = split_key(key)
         with jax.named_scope("embedding"):
             x, context = self._start(tokens, context, embedding_key)
         with jax.named_scope("layers"):
-            x, caches, routers = self.decoder(x, context, caches, layers_key, self.dtype)
-        return self.leave(x), caches, routers
+            x, caches, sums = self.decoder(x, context, caches, layers_key, self.dtype)
+        return self.leave(x), caches, sums
 
     def enter(self, vectors: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
         """Convert the tokens' embedding rows to the input of the first layer: scale them and add positions."""

@@ -1,7 +1,6 @@
 """Builds an Optax optimizer from the configurations of an optimizer and a learning-rate schedule."""
 
 import operator
-import re
 from collections.abc import Callable
 
 import chex
@@ -59,8 +58,6 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
 
 BALANCE = r"(^|/)balance_bias$"
 """Path of the bias that balances the load of experts; its "gradient" is the load."""
-INDEXER = re.compile(r"(^|/)indexer/")
-"""Path of the parameters that choose keys (`SparseLatentAttention`): they have no gradient, and must not decay."""
 
 
 def build_optimizer(
@@ -169,7 +166,7 @@ def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str
     """Return a function that tells from a parameter's path whether the parameter is frozen (not trained).
 
     The first matching group with `frozen` decides. Otherwise, in a model with adapters, all are frozen but these and a
-    reward head; an indexer is frozen in any model.
+    reward head.
     """
     rules = [(group.path, group.frozen) for group in optimizer.groups]
     has_adapters = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
@@ -178,7 +175,7 @@ def make_frozen_predicate(optimizer: Optimizer, params: PyTree) -> Callable[[str
         chosen = match(path, [*rules, (".*", None)])
         if chosen is not None:
             return chosen
-        return bool(INDEXER.search(path)) or (has_adapters and not ADDED.search(path))
+        return has_adapters and not ADDED.search(path)
 
     return is_frozen
 

@@ -19,10 +19,10 @@ from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component, NameIn
 from jaxstack.config.features import Excludes, Feature
-from jaxstack.loss import IGNORE, Batch, LossSum, add_router_loss, token_losses
+from jaxstack.loss import IGNORE, Batch, LossSum, add_layer_losses, token_losses
 from jaxstack.models import Transformer
 from jaxstack.models.adapters import without_adapters
-from jaxstack.models.moe.router import RouterSums
+from jaxstack.models.layer_sums import LayerSums
 
 _STD_OFFSET = 1e-4
 """Added to the standard deviation that rewards are divided by, as in TRL."""
@@ -447,13 +447,13 @@ def policy_loss(
       batch: `tokens`, `labels` int32 [B, T], where labels are -100 except at the tokens before sampled ones; float32
         [B, T] of each sampled token `advantages`, `shares` and `sampler_logprobs`, see `Tokens`, and `old_logprobs` if
         this may not be the first update with the answers. The sampled tokens of a row are consecutive.
-      train: True adds the losses of routers.
+      train: True adds the layers' own losses, such as those of routers.
       settings: the loss.
       temperature: divisor of the logits with which the answers were sampled.
       length: largest number of tokens of an answer, see `sum_over_tokens`; None: T.
     """
     length = length or batch["labels"].shape[1]
-    policy, routers = token_log_probabilities(model, batch, temperature, length)
+    policy, sums = token_log_probabilities(model, batch, temperature, length, with_losses=train)
     reference = None
     if settings.computes_reference:
         with jax.named_scope("reference"):
@@ -470,14 +470,19 @@ def policy_loss(
     )
     loss, further = sum_over_tokens(tokens, settings, length, batch["labels"] != IGNORE)
     if train:
-        loss = add_router_loss(loss, routers, loss.count / batch["tokens"].size)
+        loss = add_layer_losses(loss, sums, loss.count / batch["tokens"].size)
     return loss, further
 
 
 def token_log_probabilities(
-    model: Transformer, batch: Batch, temperature: float = 1.0, length: int | None = None
-) -> tuple[Float[Array, "B T"], RouterSums | None]:
-    """Return the log-probability of each label, 0 where it is -100, and the routers' sums.
+    model: Transformer,
+    batch: Batch,
+    temperature: float = 1.0,
+    length: int | None = None,
+    *,
+    with_losses: bool = False,
+) -> tuple[Float[Array, "B T"], LayerSums]:
+    """Return the log-probability of each label, 0 where it is -100, and the layers' sums.
 
     Args:
       model: the model.
@@ -485,12 +490,13 @@ def token_log_probabilities(
       temperature: divisor of the logits.
       length: the labels of a row other than -100 are among this number of consecutive ones, so that the other tokens,
         those of the prompt, need no logits; None: they may be anywhere.
+      with_losses: see `Transformer.hidden_and_sums`.
     """
-    hidden, routers = model.hidden_and_routers(batch["tokens"])
+    hidden, sums = model.hidden_and_sums(batch["tokens"], with_losses=with_losses)
     if temperature != 1:
         hidden = hidden / temperature
     with jax.named_scope("loss"):
-        return -token_losses(model, hidden, batch["labels"], length), routers
+        return -token_losses(model, hidden, batch["labels"], length), sums
 
 
 _EXCLUDED = (

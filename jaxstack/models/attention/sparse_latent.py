@@ -12,8 +12,8 @@ class SparseLatentAttention(LatentAttention):
     """Multi-head latent attention to a few keys, which an indexer chooses (DeepSeek-V3.2, arXiv:2512.02556).
 
     The indexer scores every key with few and narrow heads; each query then sees the `index_topk` keys of the highest
-    scores. In sequences of at most that length this is latent attention. The choice has no gradient, so the indexer is
-    frozen unless a group of the optimizer says otherwise; the loss of the paper that trains it is not implemented.
+    scores. In sequences of at most that length this is latent attention. The choice has no gradient: a loss of its own
+    trains the indexer, and it alone, to score keys as the attention weighs them.
     """
 
     name: Literal["sparse_latent"] = "sparse_latent"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -23,6 +23,9 @@ class SparseLatentAttention(LatentAttention):
     """Heads of the indexer; they have one key in common."""
     index_head_dim: int = Field(default=128, ge=2)
     """Width of a head of the indexer; its first qk_rope_head_dim channels have rotary positions."""
+    indexer_loss_weight: float = Field(default=0.01, ge=0)
+    """Weight of the loss that trains the indexers, summed over layers. AdamW's steps hardly depend on it; small, it
+    leaves the clipping by the gradient norm to the model's own loss. 0: the loss is not computed."""
 
     def context_parallel_problem(self, method: str | None) -> str | None:
         return (

@@ -92,33 +92,28 @@ class MultiHeadLatentAttention(nnx.Module):
     def _nope(self) -> int:
         return self.kind.qk_nope_head_dim
 
-    def _project(
-        self, x: LayerInput, context: Context, *further: Linear
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    def _project(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Project the input of the sublayer.
-
-        Args:
-          further: more layers that are applied to x.
 
         Returns:
           The queries [B, T, N, H]; as one array [B, T, R + P] the latent and the shared channels; the latent of
-          queries, if there is one, and the products of the further layers.
+          queries, if there is one.
         """
         if self.q_a_proj is None or self.q_a_norm is None or self.q_b_proj is None:
             assert self.q_proj is not None
-            q, latent, *others = apply_together(x, self.q_proj, self.kv_a_proj, *further)
+            low = None
+            q, latent = apply_together(x, self.q_proj, self.kv_a_proj)
         else:
-            low, latent, *others = apply_together(x, self.q_a_proj, self.kv_a_proj, *further)
+            low, latent = apply_together(x, self.q_a_proj, self.kv_a_proj)
             low = self.q_a_norm(save_for_backward(low))
             q = self.q_b_proj(low)
-            others = [low, *others]
         q = shard(q, "batch", "length", "act_heads", "act_head_dim")
         latent = shard(save_for_backward(latent), "batch", "length", None)
         rank = self.kind.kv_lora_rank
         normal = self.kv_a_norm(latent[..., :rank])
         shared = self._rotate(latent[..., None, rank:], context)[..., 0, :]
         q = jnp.concatenate([q[..., : self._nope], self._rotate(q[..., self._nope :], context)], axis=-1)
-        return q, jnp.concatenate([normal, shared], axis=-1), others
+        return q, jnp.concatenate([normal, shared], axis=-1), low
 
     def _rotate(self, x: Float[Array, "B T heads P"], context: Context) -> Float[Array, "B T heads P"]:
         if self.rotation is None:
@@ -155,7 +150,10 @@ class MultiHeadLatentAttention(nnx.Module):
             expansion = jnp.moveaxis(self._expansion(q.dtype), 1, 0)
             ids = context.segment_ids
             return with_local_heads(self._attend_to_latents, q, None, None, latent, ids, per_head=(expansion,))
-        k, v = self._expand(latent)
+        return self._attend_to_keys(q, *self._expand(latent), context)
+
+    def _attend_to_keys(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context) -> Float[Array, "B T N V"]:
+        """Compute attention among the tokens of this call, with keys and values from `_expand`."""
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
             if context_axis() is not None:

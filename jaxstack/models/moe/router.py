@@ -109,6 +109,10 @@ class MoEConfig(Component):
         return layer >= self.first_k_dense_replace and (layer + 1) % self.decoder_sparse_step == 0
 
 
+ROUTER = "router"
+"""Name of the routers' sums among the `LayerSums`."""
+
+
 class RouterSums(NamedTuple):
     """Sums of what a layer's router does, or with a dim of layers those of all layers; sums of several parts add up.
 
@@ -133,10 +137,6 @@ class RouterSums(NamedTuple):
             return jnp.zeros((count, *x.shape[numbers.ndim :]), x.dtype).at[numbers].set(x)
 
         return RouterSums(jnp.sum(self.loss), *jax.tree.map(place, tuple(self[1:])))
-
-    def plus(self, other: "RouterSums | None") -> "RouterSums":
-        """Add the sums of other tokens or layers; None adds nothing."""
-        return self if other is None else jax.tree.map(jnp.add, self, other)
 
     def metrics(self, name: str) -> dict[str, Float[Array, ""]]:
         """Return the metrics of the sums of all layers [L], see docs/observe.md."""

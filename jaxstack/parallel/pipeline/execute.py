@@ -11,7 +11,7 @@ they overlap.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +31,11 @@ class StageFunctions:
     """
 
     first: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
-    """(weights of the ends, microbatch) -> (x, its own sums: a tree like that of a layer, or None)."""
+    """(weights of the ends, microbatch) -> (x, its own sums: trees by name, as those of a layer)."""
     context: Callable[[jax.Array], Any]
     """microbatch -> the inputs that all its layers share (positions, masks, random keys)."""
     layer: Layer
-    """(weights of one row, x, context, index of the layer group) -> (x, its own sums or None), see `Layer`."""
+    """(weights of one row, x, context, index of the layer group) -> (x, its own sums), see `Layer`."""
     last: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
     """(weights of the ends, x, microbatch) -> (loss sum, a tree of other sums, such as the item count), all float32
     scalars."""
@@ -56,8 +56,8 @@ class Totals:
     ends: Any
     loss: jax.Array
     others: Any
-    own: Any = None
-    """Terms of the loss from `first` and the layers; None: there are none."""
+    own: Mapping[str, Any]
+    """Sums from `first` and the layers, by name; each has terms of the loss."""
 
 
 class _State(NamedTuple):
@@ -133,7 +133,7 @@ class _Executor:
             row, context = jax.eval_shape(lambda: (self._row(0), functions.context(zero)))
             self.maxima = functions.is_maximum(row), functions.is_maximum(ends)
             self.split = split_layer(functions.layer, row, self.x, context, zero)
-            self.own = self.own if self.split.own is None else self.split.own
+            self.own = {**self.own, **self.split.own}
             if schedule.splits_backward:
                 self.late = split_backward(self.split, row, self.x, context, zero, self.maxima[0])
 
@@ -398,8 +398,9 @@ class _Executor:
         return jax.tree.map(add, totals, found, self.maxima[0])
 
 
-def _added(total: Any, own: Any) -> Any:
-    return total if own is None else jax.tree.map(jnp.add, total, own)
+def _added(total: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add sums by name to totals, which have all names."""
+    return {name: jax.tree.map(jnp.add, x, own[name]) if name in own else x for name, x in total.items()}
 
 
 def _combined(total: jax.Array, g: jax.Array | None, maximum: bool) -> jax.Array:

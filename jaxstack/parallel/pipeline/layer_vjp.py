@@ -100,7 +100,7 @@ def inlined(closed: Any) -> Any:
 Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 """(weights, x, shared by all layers of a microbatch, index of the layer) -> (x, its own sums).
 
-Own sums are a tree of float32 arrays, or None; the derivatives of its leaves are added to those of the loss.
+Own sums are trees of float32 arrays by name; the derivatives of its leaves are added to those of the loss.
 """
 
 

@@ -28,8 +28,6 @@ from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.attention.softmax import SoftmaxAttention
 from jaxstack.models.attention.sparse_latent import SparseLatentAttention
 from jaxstack.module_arrays.module import ModuleArrays
-from jaxstack.optim.build import make_frozen_predicate
-from jaxstack.optim.optimizers import AdamW
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import load_config
 
@@ -287,12 +285,3 @@ def test_what_cannot_be_is_refused_before_any_device_work(overrides, message):
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert message in str(caught.value) and caught.value.exit_code == 2
-
-
-def test_an_indexer_is_not_trained_unless_a_group_says_so(models):
-    params = ModuleArrays(lambda rngs: models["sparse_latent"]).abstract_params
-    path = "layers/attention/indexer/k_norm/scale"
-    assert make_frozen_predicate(AdamW(), params)(path)
-    assert not make_frozen_predicate(AdamW(), params)("layers/attention/kv_a_norm/scale")
-    trained = AdamW(groups=({"path": "indexer/", "frozen": False},))
-    assert not make_frozen_predicate(trained, params)(path)

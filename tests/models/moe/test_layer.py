@@ -139,12 +139,13 @@ def test_layers_alternate_and_scan():
         nnx.update(getattr(unrolled, name), nnx.state(getattr(scanned, name)))
     unrolled.head[...] = scanned.head[...]
     tokens = jnp.asarray(batch_at(0, 2)["tokens"])
-    run = nnx.jit(lambda model: model.hidden_and_routers(tokens))
+    run = nnx.jit(lambda model: model.hidden_and_sums(tokens))
     found = run(unrolled)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, run(scanned))
     assignments = tokens.size * MIXTURE["num_experts_per_tok"]
-    assert found[1].load.sum(axis=1).tolist() == [assignments * kind for kind in kinds]
-    assert (found[1].entropy[np.array(kinds)] > 0).all()
+    routers = found[1]["router"]
+    assert routers.load.sum(axis=1).tolist() == [assignments * kind for kind in kinds]
+    assert (routers.entropy[np.array(kinds)] > 0).all()
 
 
 def test_recorded_experts_are_replayed():
@@ -156,8 +157,8 @@ def test_recorded_experts_are_replayed():
     @jax.jit
     def run(state, experts):
         model = nnx.merge(graphdef, state)
-        hidden, routers = model.hidden_and_routers(tokens, experts=experts, records_experts=True)
-        return hidden, routers.experts
+        hidden, sums = model.hidden_and_sums(tokens, experts=experts, records_experts=True)
+        return hidden, sums["router"].experts
 
     plain, experts = run(state, None)
     assert experts.shape == (*tokens.shape, 3, 2) and not experts[:, :, 0].any() and experts[:, :, 1:].any()
@@ -184,7 +185,7 @@ def test_the_loss_of_the_routers_counts_in_training_only():
 
     @nnx.jit
     def run(model):
-        router_loss = model.hidden_and_routers(batch["tokens"], segment_ids=batch["segment_ids"])[1].loss
+        router_loss = model.hidden_and_sums(batch["tokens"], segment_ids=batch["segment_ids"])[1]["router"].loss
         return (
             language_model_loss(model, batch),
             language_model_loss(model, batch, key=jax.random.key(0), train=True),
@@ -196,7 +197,7 @@ def test_the_loss_of_the_routers_counts_in_training_only():
     np.testing.assert_allclose(trained.total, plain.total + router_loss, rtol=1e-6)
     assert trained.count == plain.count
     dense = Transformer(model_config().model_copy(update={"moe": None}), nnx.Rngs(0))
-    assert dense.hidden_and_routers(batch["tokens"])[1] is None
+    assert not dense.hidden_and_sums(batch["tokens"])[1]
 
 
 @pytest.mark.exhaustive

@@ -135,10 +135,10 @@ def test_balance_of_layers_and_its_metrics():
     parts = [route(limited, jnp.asarray(LOGITS[b : b + 1]), None).sums for b in range(B)]
     sums = parts[0]
     for part in parts[1:]:
-        sums = sums.plus(part)
+        sums = jax.tree.map(jnp.add, sums, part)
     even = route(limited, jnp.zeros((B, T, E)), None).sums
     even = even._replace(load=jnp.full(E, B * T * K / E), dropped=jnp.zeros(()))
-    both = sums.of_layers(jnp.int32(2), 4).plus(even.of_layers(jnp.int32(0), 4))
+    both = jax.tree.map(jnp.add, sums.of_layers(jnp.int32(2), 4), even.of_layers(jnp.int32(0), 4))
     metrics = {name: float(x) for name, x in both.metrics("router").items()}
     probabilities = softmax(LOGITS)
     entropy = -(probabilities * np.log(probabilities)).sum(-1).mean()
