@@ -68,8 +68,8 @@ def forward(
         x=tiled_smem((stages, groups, CHUNK, CHANNELS), dtype),
         b=matrix,
         c=matrix,
-        factors=plgpu.SMEM((stages, groups, 4, CHUNK), jnp.float32),
-        documents=plgpu.SMEM((stages, CHUNK), jnp.int32) if packed else None,
+        factors=plgpu.SMEM((stages, groups, parts.FACTORS, CHUNK), jnp.float32),
+        documents=plgpu.SMEM((stages, 2, CHUNK), jnp.int32) if packed else None,
         state=tiled_smem((groups, CHANNELS, width), dtype),
         ends=tiled_smem((groups, CHUNK, CHANNELS), dtype),
         y=tiled_smem((groups, 2, CHUNK, CHANNELS), dtype),
@@ -177,7 +177,7 @@ def _advance(plan: SsdPlan, buffers: _Buffers, slot: Index, state: jax.Array) ->
 
     weights, seen = wgmma.multiply_two((CHUNK, CHUNK), start, weigh)
     y = seen * parts.row_factor(factors, parts.SEEN, seen)
-    kept = state * factors[parts.SEEN, CHUNK - 1]
+    kept = state * parts.row_factor(factors, parts.KEEP, state)
     within: tuple[Any, Ref] = (lambda: weights.astype(x.dtype)), x
     added: tuple[Any, Ref] = (lambda: ends.transpose((1, 0))), b
     y, state = wgmma.add_products((y, kept), within, added, interpret=plan.interpret)

@@ -20,7 +20,8 @@ CHUNK = ROWS
 """Tokens of a chunk: the rows of one tensor-core product."""
 CHANNELS = ROWS
 """Channels of a head, as the kernels see it; wider heads are several of these."""
-TOTAL, STEP, SEEN, ENDS = range(4)
+FACTORS = 6
+TOTAL, STEP, SEEN, ENDS, KEEP, TOTAL_AGAIN = range(FACTORS)
 """Rows of the factors of a chunk, see `make_factors`."""
 
 
@@ -50,8 +51,8 @@ class Sequences(NamedTuple):
     Attributes:
         x: [B, T, N, P] with P = `CHANNELS`.
         b, c: [B, T, G, S].
-        factors: float32 [B, N, n, 4, C], see `make_factors`.
-        documents: int32 [B, n, C], or None.
+        factors: float32 [B, N, n, FACTORS, C], see `make_factors`.
+        documents: int32 [B, n, 2, C], or None.
     """
 
     x: jax.Array | Ref
@@ -62,16 +63,21 @@ class Sequences(NamedTuple):
 
 
 def make_factors(dt: jax.Array, decay: jax.Array, documents: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Return what the kernels multiply tokens by, float32 [B, N, n, 4, C], and the documents in chunks [B, n, C].
+    """Return what the kernels multiply tokens by, float32 [B, N, n, FACTORS, C], and their documents [B, n, 2, C].
 
     The rows of the factors of a chunk are:
 
     - `TOTAL`: L log2(e), where L is the sum of the logarithms of the decay from the start of the chunk;
     - `STEP`: dt;
-    - `SEEN`: what the state before the chunk is multiplied by for each token, and, at its last token, for the state
-      after the chunk: exp(L), or 0 in a document that begins within the chunk;
+    - `SEEN`: what the state before the chunk is multiplied by for each token: exp(L), or 0 in a document that begins
+      within the chunk;
     - `ENDS`: what the outer product of a token is multiplied by in the state after the chunk: exp(L_C - L) dt, or 0 in
-      a document that ends within the chunk.
+      a document that ends within the chunk;
+    - `KEEP`: what the state before the chunk is multiplied by in the state after it, the last of `SEEN`, C times;
+    - `TOTAL_AGAIN`: the same as `TOTAL`.
+
+    Totals and documents are given twice, because the compiler would merge two loads of one vector, for the rows and for
+    the columns of a matrix, and cannot take one to the layout of the other.
 
     Args:
         dt: step sizes [B, T, N].
@@ -88,16 +94,19 @@ def make_factors(dt: jax.Array, decay: jax.Array, documents: jax.Array | None) -
         before = jnp.concatenate([documents[:, :1, :1], last[:, :-1]], axis=1)
         seen = jnp.where((documents == before)[:, None], seen, 0)
         ends = jnp.where((documents == last)[:, None], ends, 0)
-    return jnp.stack([total * LOG2E, step, seen, ends], axis=-2), documents
+        documents = jnp.stack([documents, documents], axis=-2)
+    keep = jnp.broadcast_to(seen[..., -1:], seen.shape)
+    total = total * LOG2E
+    return jnp.stack([total, step, seen, ends, keep, total], axis=-2), documents
 
 
 def row_factor(factors: Ref, kind: int, like: jax.Array) -> jax.Array:
-    """Return a factor of a chunk's tokens, from shared memory [4, C], for each row of `like`."""
+    """Return a factor of a chunk's tokens, from shared memory [FACTORS, C], for each row of `like`."""
     return wgmma.broadcast_row_values(wgmma.load_rows(factors.at[kind]), like)
 
 
 def column_factor(factors: Ref, kind: int, like: jax.Array) -> jax.Array:
-    """Return a factor of a chunk's tokens, from shared memory [4, C], for each column of `like`."""
+    """Return a factor of a chunk's tokens, from shared memory [FACTORS, C], for each column of `like`."""
     return wgmma.broadcast_column_values(wgmma.load_columns(factors.at[kind]), like)
 
 
@@ -111,20 +120,21 @@ def decays(factors: Ref, documents: Ref | None, like: jax.Array, queries_are_row
     """Return the decay exp(L_i - L_j) from token j to token i of a chunk, 0 where j is after i or in another document.
 
     Args:
-        factors: The factors of the chunk in shared memory, [4, C].
-        documents: Document numbers of its tokens, [C], or None.
+        factors: The factors of the chunk in shared memory, [FACTORS, C].
+        documents: Document numbers of its tokens, [2, C], or None.
         like: An array of the shape and layout of the result, [C, C].
         queries_are_rows: True if i are the rows of the result, False if j are.
     """
-    of_rows, of_columns = (f(factors, TOTAL, like) for f in (row_factor, column_factor))
+    of_rows = row_factor(factors, TOTAL, like)
+    of_columns = column_factor(factors, TOTAL_AGAIN, like)
     rows, columns = (plgpu.broadcasted_iota(jnp.int32, like.shape, d, layout=plgpu.Layout.WGMMA) for d in (0, 1))
     difference = of_rows - of_columns if queries_are_rows else of_columns - of_rows
     visible = rows >= columns if queries_are_rows else rows <= columns
     decay = jnp.where(visible, jnp.exp2(difference), 0.0)
     if documents is None:
         return decay
-    of_rows = wgmma.broadcast_row_values(wgmma.load_rows(documents), like)
-    of_columns = wgmma.broadcast_column_values(wgmma.load_columns(documents), like)
+    of_rows = wgmma.broadcast_row_values(wgmma.load_rows(documents.at[0]), like)
+    of_columns = wgmma.broadcast_column_values(wgmma.load_columns(documents.at[1]), like)
     return jnp.where(of_rows == of_columns, decay, 0.0)
 
 
