@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.remat import OUT_NAME
 from pallas_kernels.dispatch import Backend, select
-from pallas_kernels.ssd import recurrent, xla
+from pallas_kernels.ssd import mosaic, recurrent, xla
 from pallas_kernels.ssd.request import make_request
 
 BACKENDS = (
@@ -16,6 +16,13 @@ BACKENDS = (
         lambda request: None,
         recurrent.compute,
         recurrent.lower_priority_reason,
+    ),
+    Backend(
+        "mosaic",
+        "bfloat16 on Hopper: forward and backward in chunks, the state of a head in registers",
+        mosaic.unsupported_reason,
+        mosaic.compute,
+        opaque=True,
     ),
     Backend("xla", "every call on every device, in chunks", lambda request: None, xla.compute),
 )

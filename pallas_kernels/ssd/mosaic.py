@@ -1,10 +1,13 @@
-"""The state space layer in Hopper kernels: one for the forward, and the backward by XLA.
+"""The state space layer in Hopper kernels, with its gradients.
+
+The forward is one kernel, a program for each head. The backward computes the states before all chunks once more, then
+the gradients of the states after them, both in the order of the chunks, and then all other gradients of all chunks at
+once. Nothing but the inputs is saved for it.
 
 Dims: those of `pallas_kernels.ssd.request`; the kernels see heads of 64 channels, of which wider heads have several.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +15,22 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.hopper.wgmma import TILE_ROWS
-from pallas_kernels.ssd import xla
 from pallas_kernels.ssd.mosaic_forward import forward
+from pallas_kernels.ssd.mosaic_gradients import GradientInputs, gradients
 from pallas_kernels.ssd.mosaic_parts import CHANNELS, CHUNK, Sequences, SsdPlan, make_factors
+from pallas_kernels.ssd.mosaic_states import StateInputs, chunk_states
 from pallas_kernels.ssd.request import SsdRequest
 
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
 _WIDTHS = (64, 128)
 """State widths."""
-_STAGES = 3
+_FORWARD_STAGES = 4
+_STATE_STAGES = 4
+_GRADIENT_STAGES = 3
+"""Chunks, or heads, in flight from global memory."""
+_FEWEST_PROGRAMS = 396
+"""Programs of the kernel of the gradients: three for each multiprocessor."""
 
 
 def unsupported_reason(request: SsdRequest) -> str | None:
@@ -50,11 +59,48 @@ def _run(request: SsdRequest, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
     share = x.shape[3] // CHANNELS
     heads = x.shape[2] * share
     x_parts = _for_tma(x.reshape(*x.shape[:2], heads, CHANNELS))
-    factors = jnp.repeat(factors, share, axis=1)
-    inputs = Sequences(x_parts, _for_tma(b), _for_tma(c), factors, documents)
-    plan = SsdPlan(1, _STAGES, INTERPRET)
-    y, last = forward(plan, inputs, state.reshape(state.shape[0], heads, CHANNELS, -1))
+    inputs = Sequences(x_parts, _for_tma(b), _for_tma(c), jnp.repeat(factors, share, axis=1), documents)
+    y, last = _run_kernels(INTERPRET, inputs, state.reshape(state.shape[0], heads, CHANNELS, -1))
     return y[:, : x.shape[1]].reshape(x.shape), last.reshape(state.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)  # Equal calls, one a layer, are traced and lowered once.
+def _run_kernels(interpret: bool, inputs: Sequences, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return forward(SsdPlan(1, _FORWARD_STAGES, interpret), inputs, state)
+
+
+def _forward_rule(interpret: bool, inputs: Sequences, state: jax.Array) -> tuple:
+    return _run_kernels(interpret, inputs, state), (inputs, state)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward_rule(interpret: bool, saved: tuple[Sequences, jax.Array], cotangents: tuple) -> tuple:
+    inputs, state = saved
+    d_y, d_last = cotangents
+    d_y = d_y.astype(inputs.x.dtype)
+    plan = SsdPlan(1, _STATE_STAGES, interpret)
+    states, _ = chunk_states(plan, StateInputs(inputs.x, inputs.b, inputs.factors, state), backward=False)
+    backward = StateInputs(d_y, inputs.c, inputs.factors, d_last)
+    d_states, d_state = chunk_states(plan, backward, backward=True)
+    plan = SsdPlan(2, _GRADIENT_STAGES, interpret)
+    found = gradients(plan, GradientInputs(inputs, d_y, states, d_states), _head_parts(inputs))
+    length = inputs.b.shape[1]
+    d_b, d_c = (z.sum(axis=0)[:, :length].astype(inputs.b.dtype) for z in (found.b, found.c))
+    return Sequences(found.x, d_b, d_c, found.factors, None), d_state
+
+
+def _head_parts(inputs: Sequences) -> int:
+    """Return among how many programs the heads of a group are divided, so that there are programs enough to fill a GPU."""
+    batch, _, heads, _ = inputs.x.shape
+    groups = inputs.b.shape[2]
+    programs = batch * groups * inputs.factors.shape[2]
+    share = heads // groups
+    counts = [count for count in range(1, share + 1) if share % count == 0]
+    return next((count for count in counts if programs * count >= _FEWEST_PROGRAMS), share)
+
+
+_run_kernels.defvjp(_forward_rule, _backward_rule)
 
 
 def _for_tma(x: jax.Array) -> jax.Array:
