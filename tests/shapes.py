@@ -46,7 +46,10 @@ CHECKED = (
     "pallas_kernels.low_bits.mixed_blocks",
     "pallas_kernels.paged_attention.api",
     "pallas_kernels.pointwise",
-    "pallas_kernels.ssd",
+    "pallas_kernels.ssd.api",
+    "pallas_kernels.ssd.recurrent",
+    "pallas_kernels.ssd.request",
+    "pallas_kernels.ssd.xla",
     "pallas_kernels.weight_only.api",
 )
 """Modules, or packages with all of their modules, whose annotations are checked.

@@ -50,28 +50,24 @@ def unsupported_reason(request: SsdRequest) -> str | None:
 
 def compute(request: SsdRequest) -> tuple[Float[Array, "B T N P"], Float[Array, "B N P S"]]:
     """Return the outputs [B, T, N, P] in the dtype of x, and the state after the last token, float32 [B, N, P, S]."""
-    return _run(request, request.x, request.dt, request.decay, request.b, request.c, request.state)
-
-
-def _run(request: SsdRequest, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, dt, decay, b, c, state = arrays
-    factors, documents = make_factors(dt, decay, request.documents)
+    x, state = request.x, request.state
+    factors, documents = make_factors(request.dt, request.decay, request.documents)
     share = x.shape[3] // CHANNELS
     heads = x.shape[2] * share
-    x_parts = _for_tma(x.reshape(*x.shape[:2], heads, CHANNELS))
-    inputs = Sequences(x_parts, _for_tma(b), _for_tma(c), jnp.repeat(factors, share, axis=1), documents)
+    tokens = _for_tma(x.reshape(*x.shape[:2], heads, CHANNELS))
+    factors = jnp.repeat(factors, share, axis=1)
+    inputs = Sequences(tokens, _for_tma(request.b), _for_tma(request.c), factors, documents)
     y, last = _run_kernels(INTERPRET, inputs, state.reshape(state.shape[0], heads, CHANNELS, -1))
     return y[:, : x.shape[1]].reshape(x.shape), last.reshape(state.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)  # Equal calls, one a layer, are traced and lowered once.
-def _run_kernels(interpret: bool, inputs: Sequences, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _forward(interpret: bool, inputs: Sequences, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     return forward(SsdPlan(1, _FORWARD_STAGES, interpret), inputs, state)
 
 
 def _forward_rule(interpret: bool, inputs: Sequences, state: jax.Array) -> tuple:
-    return _run_kernels(interpret, inputs, state), (inputs, state)
+    return _forward(interpret, inputs, state), (inputs, state)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -91,7 +87,7 @@ def _backward_rule(interpret: bool, saved: tuple[Sequences, jax.Array], cotangen
 
 
 def _head_parts(inputs: Sequences) -> int:
-    """Return among how many programs the heads of a group are divided, so that there are programs enough to fill a GPU."""
+    """Return among how many programs the heads of a group are divided, so that the programs fill a GPU."""
     batch, _, heads, _ = inputs.x.shape
     groups = inputs.b.shape[2]
     programs = batch * groups * inputs.factors.shape[2]
@@ -100,6 +96,7 @@ def _head_parts(inputs: Sequences) -> int:
     return next((count for count in counts if programs * count >= _FEWEST_PROGRAMS), share)
 
 
+_run_kernels = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 _run_kernels.defvjp(_forward_rule, _backward_rule)
 
 

@@ -129,9 +129,7 @@ def _load(plan: SsdPlan, inputs: Sequences, buffers: _Buffers, place: _Place) ->
     plan.ring.drain(chunks, buffers.empty)
 
 
-def _compute(
-    plan: SsdPlan, chunks: int, buffers: _Buffers, place: _Place, first: Ref, outputs: _Outputs
-) -> None:
+def _compute(plan: SsdPlan, chunks: int, buffers: _Buffers, place: _Place, first: Ref, outputs: _Outputs) -> None:
     """Compute and store the outputs of one head, and its last state, as one computing warpgroup."""
     warpgroup = lax.axis_index("warpgroup")
     head = place.head + warpgroup

@@ -10,8 +10,8 @@ state before it:
     dC = (sum over heads of (dy x^T D dt)) B + sum over heads of (seen dy) h
     dB = (sum over heads of (dy x^T D dt))^T C + sum over heads of (ends x) G
 
-The gradients of the factors are sums over rows of these. In the gradient of L the products of a token with itself cancel,
-which needs sums of the same rounded weights for both tokens of a pair.
+The gradients of the factors are sums over rows of these. In the gradient of L the products of a token with itself
+cancel, for which both warpgroups need the same rounded weights.
 """
 
 import functools
@@ -55,7 +55,7 @@ class GradientInputs(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Shared memory and barriers; the leading dim of what a head has is stages, that of `d_x` and `sums` heads in turn."""
+    """Shared memory and barriers; leading dims are stages, or (of `d_x` and the sums) heads in turn."""
 
     b: Ref
     c: Ref
@@ -187,9 +187,7 @@ def _body(plan: SsdPlan, head_parts: int, inputs: GradientInputs, *references: A
         # The program may end, and the next one begin, once its shared memory has been read.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    pipeline.specialize(
-        lax.axis_index("warpgroup"), 2, consume, functools.partial(_load, plan, inputs, buffers, place)
-    )
+    pipeline.specialize(lax.axis_index("warpgroup"), 2, consume, functools.partial(_load, plan, inputs, buffers, place))
 
 
 def _load(plan: SsdPlan, inputs: GradientInputs, buffers: _Buffers, place: _Place) -> None:
@@ -228,6 +226,13 @@ def _values(tokens: Ref) -> jax.Array:
     return plgpu.load(tokens, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
+def _rounded(plan: SsdPlan, values: jax.Array) -> jax.Array:
+    """Return float32 values rounded to bfloat16, in float32."""
+    if plan.interpret:  # There XLA would remove a cast and its inverse.
+        return lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
+    return values.astype(jnp.bfloat16).astype(jnp.float32)
+
+
 def _keep_gradient(buffers: _Buffers, slot: Index, first: int, columns: int) -> jax.Array:
     """Return the sums over some columns of the states times their gradients, for each of their rows."""
     part = slice(None), pl.ds(first, columns)
@@ -248,11 +253,11 @@ def _compute_seeing(plan: SsdPlan, buffers: _Buffers, place: _Place, outputs: _O
         def weigh(accumulator: Accumulator) -> tuple[jax.Array, jax.Array]:
             accumulator.add(d_y, x.transpose((1, 0)))
             decay = parts.decays(factors, buffers.documents, scores)
-            weights = (scores * decay).astype(x.dtype).astype(jnp.float32)
+            weights = _rounded(plan, scores * decay)
             d_weights = accumulator.load() * parts.column_factor(factors, parts.STEP, scores)
             return (d_weights * weights).sum(axis=1), d_scores + d_weights * decay
 
-        total, d_scores = wgmma.accumulate(weigh, scores.shape, interpret=plan.interpret)
+        total, d_scores = wgmma.accumulate(weigh, (CHUNK, CHUNK), interpret=plan.interpret)
 
         def see(d_c: Accumulator, from_state: Accumulator) -> tuple[jax.Array, jax.Array]:
             from_state.add(buffers.c, states.transpose((1, 0)))

@@ -1,4 +1,4 @@
-"""Hopper kernel of the states of the state space layer, of the forward or, from the last chunk to the first, of the backward.
+"""Hopper kernel of the states of the state space layer; of their gradients, from the last chunk to the first.
 
 A warpgroup computes one head of one sequence: it takes one chunk after the other and keeps the state in registers.
 """
@@ -60,8 +60,8 @@ def chunk_states(
 ) -> tuple[Float[Array, "B N n P S"], Float[Array, "B N P S"]]:
     """Compute the states at the edges of all chunks.
 
-    A chunk takes a state h to `KEEP` h + sum_j w_j z_j r_j^T, with tokens z, matrix r, and the factor w = `ENDS`, or, in
-    the backward, `SEEN`.
+    A chunk takes a state h to `KEEP` h + sum_j w_j z_j r_j^T, with tokens z, matrix r, and the factor w = `ENDS`, or
+    `SEEN` in the backward.
 
     Args:
         plan: Block sizes; `warpgroups` is 1.

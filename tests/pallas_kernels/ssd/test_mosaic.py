@@ -1,0 +1,122 @@
+"""The Hopper kernels of the state space layer: interpreted with race detection, and compiled for an H200."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from pallas_kernels import NotSupported, lowering_platform, record_choices, ssd
+from pallas_kernels.ssd import mosaic
+from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
+from tests.pallas_kernels.ssd.cases import NAMES, documents, make_inputs, relative_errors
+
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+
+
+def check(shape, lengths):
+    """The errors of outputs and gradients are those of bfloat16 operands."""
+    inputs, cotangents = make_inputs(*shape)
+    ids = None if lengths is None else documents(lengths, shape[0])
+    errors = relative_errors("mosaic", inputs, cotangents, ids)
+    assert max(errors[name] for name in NAMES if name != "a") < 0.006, errors
+    assert errors["a"] < 0.02, errors  # A sum over all tokens of numbers of both signs.
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("shape", "lengths"),
+    [((1, 130, 2, 64, 1, 64), (30, 50, 40, 10)), ((2, 192, 2, 64, 2, 128), None), ((1, 50, 1, 128, 1, 64), None)],
+    ids=["packed", "wide states", "wide heads and less than a chunk"],
+)
+def test_errors_are_those_of_bfloat16_and_there_is_no_race(shape, lengths, monkeypatch, capfd):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    check(shape, lengths)
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
+@needs_mosaic
+@pytest.mark.exhaustive
+def test_heads_of_a_group_divided_among_programs(monkeypatch):
+    """Two groups of four heads; with any number of parts the gradients of B and C are sums over all heads."""
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic, "_FEWEST_PROGRAMS", 8)
+    check((1, 128, 8, 64, 2, 64), (70, 58))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("packed", [True, False])
+def test_compiled_for_hopper_without_spills(packed, monkeypatch, capfd):
+    """Layers in a loop that computes them again in the backward, on two devices."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    mesh = hopper_mesh({"data": 2})
+    batch, length, heads, channels, groups, width = 4, 8192, 64, 64, 1, 128
+    of_batch = PartitionSpec("data")
+    shapes = [(batch, length, heads, channels), (batch, length, heads), *[(batch, length, groups, width)] * 2]
+    dtypes = [jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    arrays = [hopper_array(*pair, mesh, of_batch) for pair in zip(shapes, dtypes, strict=True)]
+    a = hopper_array((2, heads), jnp.float32, mesh)
+    ids = hopper_array((batch, length), jnp.int32, mesh, of_batch)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(*(of_batch,) * 5, PartitionSpec()), out_specs=of_batch, check_vma=False
+    )
+    def layers(x, dt, b, c, ids, a):
+        @jax.checkpoint
+        def layer(x, a):
+            y, _ = ssd(x, dt, a, b, c, segment_ids=ids if packed else None)
+            return x + y, None
+
+        return jax.lax.scan(layer, x, a)[0]
+
+    def loss(*arrays):
+        return (layers(*arrays).astype(jnp.float32) ** 2).sum()
+
+    with lowering_platform("cuda"), record_choices() as choices:
+        text = compile_for_hopper(jax.grad(loss, (0, 1, 2, 3, 5)), *arrays, ids, a, mesh=mesh).as_text()
+    assert {choice.backend for choice in choices} == {"mosaic"}
+    report = "".join(capfd.readouterr())
+    spills = dict(re.findall(r"properties for (\w+)_mosaic_gpu_kernel\n.* (\d+) bytes spill stores", report))
+    assert set(spills) == {"ssd_forward", "ssd_states", "ssd_state_gradients", "ssd_gradients"}
+    assert set(spills.values()) == {"0"} and "serialized" not in report
+    # The forward's outputs are not needed for the gradients: its kernel runs once.
+    assert text.count('custom_call_target="mosaic_gpu') == 4
+
+
+@needs_mosaic
+def test_sequences_take_the_kernels_and_one_token_the_recurrence():
+    x, dt, a, b, c, _ = jax.eval_shape(lambda: make_inputs(1, 128, 4, 64, 2, 128)[0])
+
+    def of_length(z, length):
+        return jax.ShapeDtypeStruct((1, length, *z.shape[2:]), z.dtype)
+
+    with lowering_platform("cuda"), record_choices() as choices:
+        for length in (1, 128):
+            jax.eval_shape(ssd, *(z if z.ndim == 1 else of_length(z, length) for z in (x, dt, a, b, c)))
+    assert [choice.backend for choice in choices] == ["recurrent", "mosaic"]
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": jnp.float32}, "takes bfloat16, got float32"),
+        ({"channels": 80}, r"P must be a multiple of 64 and S one of \(64, 128\), got 80 and 128"),
+        ({"width": 96}, "got 64 and 96"),
+        ({"chunk": 128}, "has chunks of 64 tokens, got 128"),
+        ({"platform": ("cuda", (8, 0))}, "compute capability 9.0"),
+    ],
+)
+def test_refuses_with_a_reason(change, reason):
+    dtype = change.get("dtype", jnp.bfloat16)
+    channels, width = change.get("channels", 64), change.get("width", 128)
+    x = jax.ShapeDtypeStruct((1, 128, 2, channels), dtype)
+    b = jax.ShapeDtypeStruct((1, 128, 1, width), dtype)
+    dt = jax.ShapeDtypeStruct((1, 128, 2), jnp.float32)
+    a = jax.ShapeDtypeStruct((2,), jnp.float32)
+    call = functools.partial(ssd, chunk=change.get("chunk"), implementation="mosaic")
+    with lowering_platform(*change.get("platform", ("cuda",))), pytest.raises(NotSupported, match=reason):
+        jax.eval_shape(call, x, dt, a, b, b)
