@@ -29,6 +29,7 @@ from pallas_kernels import (
     ring_attention,
     rms_norm,
     sequence_order,
+    ssd,
     swiglu,
 )
 from pallas_kernels.kv_cache_update.api import rotate_into_cache
@@ -40,6 +41,7 @@ from tests.pallas_kernels.cross_entropy import cases as loss_cases
 from tests.pallas_kernels.grouped_gemm import cases as grouped_cases
 from tests.pallas_kernels.grouped_gemm import test_fp8 as fp8_cases
 from tests.pallas_kernels.kv_cache_update import cases as cache_cases
+from tests.pallas_kernels.ssd import cases as ssd_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -365,6 +367,32 @@ def test_products_with_their_communication_inside(two_gpus, operation, ins, outs
     exact = functools.partial(jnp.matmul, precision="highest")
     (_, truth), wanted = jax.jit(functools.partial(gradients, exact))(x.astype(jnp.float32), w.astype(jnp.float32))
     assert max(relative(a, b) for a, b in zip((out, *pulled), (truth, *wanted), strict=True)) < 0.01
+
+
+SSD = {
+    "long": ((2, 2048, 8, 64, 1, 128), None),
+    "odd_packed": ((1, 1001, 4, 64, 2, 128), (1, 300, 64, 500, 136)),
+    "narrow_states": ((2, 1000, 4, 64, 4, 64), None),
+    "wide_heads": ((1, 600, 2, 128, 1, 128), (300, 300)),
+    "short": ((1, 40, 4, 64, 2, 64), None),
+}
+
+
+@pytest.mark.parametrize("name", SSD)
+def test_state_space_layers_by_the_kernels_for_hopper(name):
+    """Outputs and gradients, with errors like those of XLA."""
+    if not on_hopper():
+        pytest.skip("needs a Hopper GPU")
+    shape, lengths = SSD[name]
+    inputs, cotangents = ssd_cases.make_inputs(*shape)
+    ids = None if lengths is None else ssd_cases.documents(lengths, shape[0])
+    with record_choices() as choices:
+        jax.eval_shape(functools.partial(ssd, segment_ids=ids), *inputs[:5])
+    assert [choice.backend for choice in choices] == ["mosaic"]
+    plain = ssd_cases.relative_errors("xla", inputs, cotangents, ids)
+    for _ in range(3):  # A race does not show every time.
+        found = ssd_cases.relative_errors("mosaic", inputs, cotangents, ids)
+        assert all(found[key] < 1.5 * plain[key] + 1e-3 for key in plain), (found, plain)
 
 
 def test_ring_attention_is_that_of_one_device(two_gpus):
