@@ -1,8 +1,8 @@
 """The state space layer in Hopper kernels, with its gradients.
 
-The forward is one kernel, a program for each head. The backward computes the states before all chunks once more, then
-the gradients of the states after them, both in the order of the chunks, and then all other gradients of all chunks at
-once. Nothing but the inputs is saved for it.
+The forward is one kernel, a program for each head. The backward is two: one computes the states before all chunks once
+more, and the gradients of the states after them, one chunk after the other; then the other one computes all other
+gradients, of all chunks at once. Nothing but the inputs is saved for it.
 
 Dims: those of `pallas_kernels.ssd.request`; the kernels see heads of 64 channels, of which wider heads have several.
 """
@@ -76,9 +76,7 @@ def _backward_rule(interpret: bool, saved: tuple[Sequences, jax.Array], cotangen
     d_y, d_last = cotangents
     d_y = d_y.astype(inputs.x.dtype)
     plan = SsdPlan(1, _STATE_STAGES, interpret)
-    states, _ = chunk_states(plan, StateInputs(inputs.x, inputs.b, inputs.factors, state), backward=False)
-    backward = StateInputs(d_y, inputs.c, inputs.factors, d_last)
-    d_states, d_state = chunk_states(plan, backward, backward=True)
+    states, d_states, d_state = chunk_states(plan, StateInputs(inputs, d_y, state, d_last))
     plan = SsdPlan(2, _GRADIENT_STAGES, interpret)
     found = gradients(plan, GradientInputs(inputs, d_y, states, d_states), _head_parts(inputs))
     length = inputs.b.shape[1]

@@ -88,7 +88,7 @@ def forward(
         grid=(heads // groups, batch),
         grid_names=("heads", "batch"),
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plan.compiler_params(),
     )
     return tuple(kernel(inputs, state))
 

@@ -28,7 +28,7 @@ from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.wgmma import Accumulator, tiled_smem
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 from pallas_kernels.ssd import mosaic_parts as parts
-from pallas_kernels.ssd.mosaic_parts import CHANNELS, CHUNK, FACTORS, Sequences, SsdPlan
+from pallas_kernels.ssd.mosaic_parts import CHANNELS, CHUNK, FACTORS, Operand, Sequences, SsdPlan
 
 _SUMS_SEEING = 3
 """Gradients of factors of the first warpgroup: of `TOTAL`, `SEEN`, and a part of `KEEP`."""
@@ -39,7 +39,7 @@ _HALF = 64
 
 
 class GradientInputs(NamedTuple):
-    """Inputs of the kernel, arrays or references to them.
+    """Inputs of the kernel.
 
     Attributes:
         sequences: Inputs of the forward.
@@ -49,9 +49,9 @@ class GradientInputs(NamedTuple):
     """
 
     sequences: Sequences
-    d_y: jax.Array | Ref
-    states: jax.Array | Ref
-    d_states: jax.Array | Ref
+    d_y: Operand
+    states: Operand
+    d_states: Operand
 
 
 class _Buffers(NamedTuple):
@@ -155,7 +155,7 @@ def gradients(plan: SsdPlan, inputs: GradientInputs, head_parts: int) -> Gradien
         grid=(groups * head_parts, chunks, batch),
         grid_names=("part", "chunk", "batch"),
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plan.compiler_params(),
     )
     d_x, d_b, d_c, seeing, seen = kernel(inputs)
     total, of_seen, keep = (seeing[..., row, :] for row in range(_SUMS_SEEING))

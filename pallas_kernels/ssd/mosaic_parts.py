@@ -4,7 +4,7 @@ Dims: B batch, T tokens, n chunks of C tokens, N heads of P channels, G groups, 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.mosaic_api import Index, Ref, plgpu
 from pallas_kernels.sequence_parts import in_chunks
 
+Operand: TypeAlias = Any
+"""An array; inside a kernel a reference to it in global memory."""
 CHUNK = ROWS
 """Tokens of a chunk: the rows of one tensor-core product."""
 CHANNELS = ROWS
@@ -33,20 +35,32 @@ class SsdPlan:
         warpgroups: Computing warpgroups of a program.
         stages: Chunks in flight from global memory.
         interpret: True to interpret the kernel on a CPU.
+        automatic_barriers: True to have the compiler put barriers around all accesses to shared memory.
     """
 
     warpgroups: int = 1
     stages: int = 3
     interpret: bool = False
+    automatic_barriers: bool = False
 
     @property
     def ring(self) -> Ring:
         """Circular shared-memory buffer through which the loading warpgroup passes chunks to the computing ones."""
         return Ring(self.stages, self.interpret)
 
+    def compiler_params(self) -> Any:
+        """Return the compiler options of the kernels.
+
+        A warpgroup never loads what it has stored to shared memory, which only TMA and wgmma read, after `commit_smem`;
+        and `wait_smem_to_gmem`, which has a barrier, is between a product and the next store to its operand.
+        """
+        return plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not self.automatic_barriers, reduction_scratch_bytes=0
+        )
+
 
 class Sequences(NamedTuple):
-    """Inputs of the kernels, arrays or references to them.
+    """Inputs of the kernels.
 
     Attributes:
         x: [B, T, N, P] with P = `CHANNELS`.
@@ -55,11 +69,11 @@ class Sequences(NamedTuple):
         documents: int32 [B, n, 2, C], or None.
     """
 
-    x: jax.Array | Ref
-    b: jax.Array | Ref
-    c: jax.Array | Ref
-    factors: jax.Array | Ref
-    documents: jax.Array | Ref | None
+    x: Operand
+    b: Operand
+    c: Operand
+    factors: Operand
+    documents: Operand | None
 
 
 def make_factors(dt: jax.Array, decay: jax.Array, documents: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

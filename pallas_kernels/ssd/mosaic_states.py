@@ -1,6 +1,7 @@
-"""Hopper kernel of the states of the state space layer; of their gradients, from the last chunk to the first.
+"""Hopper kernel of the states before all chunks of the state space layer, and the gradients of those after all chunks.
 
-A warpgroup computes one head of one sequence: it takes one chunk after the other and keeps the state in registers.
+Both are recurrences of the same form, of which the second goes from the last chunk to the first. A warpgroup computes
+one of them for one head of one sequence: it takes one chunk after the other and keeps the state in registers.
 """
 
 import functools
@@ -16,23 +17,23 @@ from pallas_kernels.hopper import pipeline, wgmma
 from pallas_kernels.hopper.wgmma import tiled_smem
 from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 from pallas_kernels.ssd import mosaic_parts as parts
-from pallas_kernels.ssd.mosaic_parts import CHANNELS, CHUNK, FACTORS, SsdPlan
+from pallas_kernels.ssd.mosaic_parts import CHANNELS, CHUNK, FACTORS, Operand, Sequences, SsdPlan
 
 
 class StateInputs(NamedTuple):
-    """What the state of a head is computed from, arrays or references to them.
+    """Inputs of the kernel.
 
     Attributes:
-        tokens: x, or the gradient of y, [B, T, N, P] with P = `CHANNELS`.
-        matrix: b or c, [B, T, G, S].
-        factors: float32 [B, N, n, FACTORS, C].
-        start: the state that the recurrence starts from, float32 [B, N, P, S].
+        sequences: Inputs of the forward.
+        d_y: gradient of y, [B, T, N, P].
+        state: the state before the first token, float32 [B, N, P, S].
+        d_last: gradient of the state after the last token, float32 [B, N, P, S].
     """
 
-    tokens: jax.Array | Ref
-    matrix: jax.Array | Ref
-    factors: jax.Array | Ref
-    start: jax.Array | Ref
+    sequences: Sequences
+    d_y: Operand
+    state: Operand
+    d_last: Operand
 
 
 class _Buffers(NamedTuple):
@@ -47,36 +48,44 @@ class _Buffers(NamedTuple):
     empty: Ref
 
 
-class _Place(NamedTuple):
-    """The head of a program."""
+class _Recurrence(NamedTuple):
+    """A recurrence for one head: z <- `KEEP` z + sum_j w_j t_j r_j^T in each chunk, from z = start.
 
-    batch: Index
-    group: Index
-    head: Index
+    Attributes:
+        tokens: t, [T, P].
+        matrix: r, [T, S].
+        kind: The factor w.
+        start: float32 [P, S].
+        states: z before each chunk, in the order of the recurrence, [n, P, S].
+        end: z after all chunks, float32 [P, S], if it is wanted.
+        chunk: Returns the number of the chunk at a step.
+    """
+
+    tokens: Ref
+    matrix: Ref
+    kind: int
+    start: Ref
+    states: Ref
+    end: Ref | None
+    chunk: Callable[[Index], Index]
 
 
 def chunk_states(
-    plan: SsdPlan, inputs: StateInputs, backward: bool
-) -> tuple[Float[Array, "B N n P S"], Float[Array, "B N P S"]]:
-    """Compute the states at the edges of all chunks.
-
-    A chunk takes a state h to `KEEP` h + sum_j w_j z_j r_j^T, with tokens z, matrix r, and the factor w = `ENDS`, or
-    `SEEN` in the backward.
+    plan: SsdPlan, inputs: StateInputs
+) -> tuple[Float[Array, "B N n P S"], Float[Array, "B N n P S"], Float[Array, "B N P S"]]:
+    """Compute the states at the edges of all chunks, and their gradients.
 
     Args:
         plan: Block sizes; `warpgroups` is 1.
         inputs: Inputs; T is a multiple of 8 and at least `CHUNK`.
-        backward: True to go from the last chunk to the first.
 
     Returns:
-        The state before each chunk, in the order of the recurrence, in the dtype of the tokens: [B, N, n, P, S], which
-        in the backward are the gradients of the states after each chunk; and the state after all chunks, float32.
+        The state before each chunk, and the gradient of the state after each chunk, in the dtype of x [B, N, n, P, S];
+        and the gradient of the state before the first token, float32 [B, N, P, S].
     """
-    batch, _, heads, _ = inputs.tokens.shape
-    chunks = inputs.factors.shape[2]
-    width = inputs.matrix.shape[3]
-    dtype = inputs.tokens.dtype
-    stages = plan.stages
+    x, b, _, factors, _ = inputs.sequences
+    batch, _, heads, _ = x.shape
+    width, stages, dtype = b.shape[3], plan.stages, x.dtype
     scratch = _Buffers(
         tokens=tiled_smem((stages, CHUNK, CHANNELS), dtype),
         matrix=tiled_smem((stages, CHUNK, width), dtype),
@@ -86,65 +95,73 @@ def chunk_states(
         full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
         empty=pipeline.empty_barriers(1, stages, 1),
     )
+    states = jax.ShapeDtypeStruct((batch, heads, factors.shape[2], CHANNELS, width), dtype)
     kernel = pipeline.launch(
-        "ssd_state_gradients" if backward else "ssd_states",
-        functools.partial(_body, plan, backward),
+        "ssd_states",
+        functools.partial(_body, plan),
         consumers=1,
         interpret=plan.interpret,
-        out_type=(
-            jax.ShapeDtypeStruct((batch, heads, chunks, CHANNELS, width), dtype),
-            jax.ShapeDtypeStruct(inputs.start.shape, jnp.float32),
-        ),
-        grid=(heads, batch),
-        grid_names=("head", "batch"),
+        out_type=(states, states, jax.ShapeDtypeStruct(inputs.state.shape, jnp.float32)),
+        grid=(heads, batch, 2),
+        grid_names=("head", "batch", "direction"),
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plan.compiler_params(),
     )
     return tuple(kernel(inputs))
 
 
-def _body(plan: SsdPlan, backward: bool, inputs: StateInputs, states: Ref, end: Ref, *scratch: Ref) -> None:
+def _body(plan: SsdPlan, inputs: StateInputs, states: Ref, d_states: Ref, d_state: Ref, *scratch: Ref) -> None:
     inputs = StateInputs(*inputs)
+    x, b, c, factors, _ = Sequences(*inputs.sequences)
     buffers = _Buffers(*scratch)
-    head = lax.axis_index("head")
-    group = lax.div(head, inputs.tokens.shape[2] // inputs.matrix.shape[2])
-    place = _Place(lax.axis_index("batch"), group, head)
+    batch, head, direction = (lax.axis_index(name) for name in ("batch", "head", "direction"))
+    group = lax.div(head, x.shape[2] // b.shape[2])
+    chunks = factors.shape[2]
+    tokens, matrix, own = (batch, slice(None), head), (batch, slice(None), group), (batch, head)
+    forward = _Recurrence(
+        x.at[tokens], b.at[matrix], parts.ENDS, inputs.state.at[own], states.at[own], None, lambda index: index
+    )
+    backward = _Recurrence(
+        inputs.d_y.at[tokens],
+        c.at[matrix],
+        parts.SEEN,
+        inputs.d_last.at[own],
+        d_states.at[own],
+        d_state.at[own],
+        lambda index: chunks - 1 - index,
+    )
+
+    def run(work: Callable[[_Recurrence], None]) -> None:
+        pl.when(direction == 0)(functools.partial(work, forward))
+        pl.when(direction == 1)(functools.partial(work, backward))
+
     pipeline.specialize(
         lax.axis_index("warpgroup"),
         1,
-        functools.partial(_compute, plan, backward, buffers, place, inputs.start, (states, end)),
-        functools.partial(_load, plan, backward, inputs, buffers, place),
+        functools.partial(run, functools.partial(_compute, plan, buffers, chunks)),
+        functools.partial(run, functools.partial(_load, plan, buffers, factors.at[own])),
     )
 
 
-def _chunk(index: Index, chunks: int, backward: bool) -> Index:
-    return chunks - 1 - index if backward else index
-
-
-def _load(plan: SsdPlan, backward: bool, inputs: StateInputs, buffers: _Buffers, place: _Place) -> None:
+def _load(plan: SsdPlan, buffers: _Buffers, factors: Ref, recurrence: _Recurrence) -> None:
     """Load one chunk after the other into shared memory, as the loading warpgroup."""
-    chunks = inputs.factors.shape[2]
+    chunks = factors.shape[0]
 
     def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
         acquire(buffers.empty)
         full = buffers.full.at[slot]
-        chunk = _chunk(index, chunks, backward)
-        part = place.batch, pl.ds(chunk * CHUNK, CHUNK)
-        plgpu.copy_gmem_to_smem(inputs.factors.at[place.batch, place.head, chunk], buffers.factors.at[slot], full)
-        plgpu.copy_gmem_to_smem(inputs.tokens.at[*part, place.head], buffers.tokens.at[slot], full)
-        plgpu.copy_gmem_to_smem(inputs.matrix.at[*part, place.group], buffers.matrix.at[slot], full)
+        chunk = recurrence.chunk(index)
+        rows = pl.ds(chunk * CHUNK, CHUNK)
+        plgpu.copy_gmem_to_smem(factors.at[chunk], buffers.factors.at[slot], full)
+        plgpu.copy_gmem_to_smem(recurrence.tokens.at[rows], buffers.tokens.at[slot], full)
+        plgpu.copy_gmem_to_smem(recurrence.matrix.at[rows], buffers.matrix.at[slot], full)
 
     plan.ring.produce(0, chunks, load)
     plan.ring.drain(chunks, buffers.empty)
 
 
-def _compute(
-    plan: SsdPlan, backward: bool, buffers: _Buffers, place: _Place, start: Ref, outputs: tuple[Ref, Ref]
-) -> None:
+def _compute(plan: SsdPlan, buffers: _Buffers, chunks: int, recurrence: _Recurrence) -> None:
     """Compute and store the states of one head, as the computing warpgroup."""
-    states, end = outputs
-    chunks = states.shape[2]
-    kind = parts.SEEN if backward else parts.ENDS
     scaled = buffers.scaled
 
     def step(index: Index, state: jax.Array) -> jax.Array:
@@ -153,11 +170,10 @@ def _compute(
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         staging[...] = state.astype(staging.dtype)
         plgpu.commit_smem()
-        target = states.at[place.batch, place.head, _chunk(index, chunks, backward)]
-        plgpu.copy_smem_to_gmem(staging, target)
+        plgpu.copy_smem_to_gmem(staging, recurrence.states.at[recurrence.chunk(index)])
         plgpu.barrier_wait(buffers.full.at[slot])
         factors = buffers.factors.at[slot]
-        scaled[...] = parts.scaled_rows(buffers.tokens.at[slot], factors, kind).astype(scaled.dtype)
+        scaled[...] = parts.scaled_rows(buffers.tokens.at[slot], factors, recurrence.kind).astype(scaled.dtype)
         plgpu.commit_smem()
         kept = state * parts.row_factor(factors, parts.KEEP, state)
         added: tuple[Any, Ref] = (lambda: scaled.transpose((1, 0))), buffers.matrix.at[slot]
@@ -165,6 +181,8 @@ def _compute(
         plan.ring.release(slot, buffers.empty)
         return state
 
-    first = plgpu.load(start.at[place.batch, place.head], layout=plgpu.Layout.WGMMA, optimized=False)
-    end[place.batch, place.head] = lax.fori_loop(0, chunks, step, first)
+    start = plgpu.load(recurrence.start, layout=plgpu.Layout.WGMMA, optimized=False)
+    state = lax.fori_loop(0, chunks, step, start)
+    if recurrence.end is not None:
+        recurrence.end[...] = state
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
