@@ -40,10 +40,11 @@ def test_errors_are_those_of_bfloat16_and_there_is_no_race(shape, lengths, monke
 
 @needs_mosaic
 @pytest.mark.exhaustive
-def test_heads_of_a_group_divided_among_programs(monkeypatch):
-    """Two groups of four heads; with any number of parts the gradients of B and C are sums over all heads."""
+@pytest.mark.parametrize("programs", [1, 8], ids=["more heads than buffers", "divided heads"])
+def test_programs_sum_over_the_heads_of_a_group(programs, monkeypatch):
+    """Two groups of four heads, in one program or two for each of the two chunks."""
     monkeypatch.setattr(mosaic, "INTERPRET", True)
-    monkeypatch.setattr(mosaic, "_FEWEST_PROGRAMS", 8)
+    monkeypatch.setattr(mosaic, "_FEWEST_PROGRAMS", programs)
     check((1, 128, 8, 64, 2, 64), (70, 58))
 
 
