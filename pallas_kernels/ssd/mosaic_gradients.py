@@ -30,12 +30,15 @@ from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 from pallas_kernels.ssd import mosaic_parts as parts
 from pallas_kernels.ssd.mosaic_parts import CHANNELS, CHUNK, FACTORS, Operand, Sequences, SsdPlan
 
-_SUMS_SEEING = 3
-"""Gradients of factors of the first warpgroup: of `TOTAL`, `SEEN`, and a part of `KEEP`."""
 _SUMS_SEEN = 4
-"""Gradients of factors of the second warpgroup: of `TOTAL_AGAIN`, `STEP`, `ENDS`, and the other part of `KEEP`."""
+"""Gradients of factors of the second warpgroup: of `TOTAL_AGAIN`, `STEP`, `ENDS`, and a part of `KEEP`."""
 _HALF = 64
 """Columns of the state of which the first warpgroup computes the gradient of `KEEP`, if there are more."""
+
+
+def _sums_seeing(width: int) -> int:
+    """Return the number of gradients of factors of the first warpgroup: `TOTAL`, `SEEN`, and a part of `KEEP`."""
+    return 3 if width > _HALF else 2
 
 
 class GradientInputs(NamedTuple):
@@ -131,7 +134,7 @@ def gradients(plan: SsdPlan, inputs: GradientInputs, head_parts: int) -> Gradien
         factors=plgpu.SMEM((stages, FACTORS, CHUNK), jnp.float32),
         d_scores=tiled_smem((CHUNK, CHUNK), dtype),
         d_x=tiled_smem((2, CHUNK, CHANNELS), dtype),
-        sums_seeing=plgpu.SMEM((2, _SUMS_SEEING, CHUNK), jnp.float32),
+        sums_seeing=plgpu.SMEM((2, _sums_seeing(width), CHUNK), jnp.float32),
         sums_seen=plgpu.SMEM((2, _SUMS_SEEN, CHUNK), jnp.float32),
         own_full=plgpu.Barrier(num_arrivals=2 + packed),
         full=plgpu.Barrier(num_arrivals=5, num_barriers=stages),
@@ -149,7 +152,7 @@ def gradients(plan: SsdPlan, inputs: GradientInputs, head_parts: int) -> Gradien
             jax.ShapeDtypeStruct(x.shape, dtype),
             summed,
             summed,
-            jax.ShapeDtypeStruct((*sums, _SUMS_SEEING, CHUNK), jnp.float32),
+            jax.ShapeDtypeStruct((*sums, _sums_seeing(width), CHUNK), jnp.float32),
             jax.ShapeDtypeStruct((*sums, _SUMS_SEEN, CHUNK), jnp.float32),
         ),
         grid=(groups * head_parts, chunks, batch),
@@ -158,9 +161,10 @@ def gradients(plan: SsdPlan, inputs: GradientInputs, head_parts: int) -> Gradien
         compiler_params=plan.compiler_params(),
     )
     d_x, d_b, d_c, seeing, seen = kernel(inputs)
-    total, of_seen, keep = (seeing[..., row, :] for row in range(_SUMS_SEEING))
-    again, step, ends, more = (seen[..., row, :] for row in range(_SUMS_SEEN))
-    return Gradients(d_x, d_b, d_c, jnp.stack([total, step, of_seen, ends, keep + more, again], axis=-2))
+    total, of_seen, *more = (seeing[..., row, :] for row in range(_sums_seeing(width)))
+    again, step, ends, keep = (seen[..., row, :] for row in range(_SUMS_SEEN))
+    keep = sum(more, keep)
+    return Gradients(d_x, d_b, d_c, jnp.stack([total, step, of_seen, ends, keep, again], axis=-2))
 
 
 def _body(plan: SsdPlan, head_parts: int, inputs: GradientInputs, *references: Any) -> None:
@@ -266,11 +270,11 @@ def _compute_seeing(plan: SsdPlan, buffers: _Buffers, place: _Place, outputs: _O
             return seen, d_c.load()
 
         seen, d_c = wgmma.accumulate(see, d_c, (CHUNK, CHANNELS), interpret=plan.interpret)
-        keep = _keep_gradient(buffers, slot, 0, _HALF) if width > _HALF else jnp.zeros_like(total)
+        keep = [_keep_gradient(buffers, slot, 0, _HALF)] if width > _HALF else []
         plan.ring.release(slot, buffers.empty)
         staging = buffers.sums_seeing.at[lax.rem(index, 2)]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        for row, value in enumerate((total * math.log(2), seen, keep)):
+        for row, value in enumerate([total * math.log(2), seen, *keep]):
             staging.at[row][...] = value
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, outputs.seeing.at[place.batch, place.head + index, place.chunk])
