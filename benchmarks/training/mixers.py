@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="MODEL",
         help=f"to train, of: {', '.join(MODELS)}")  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run of each model for each")
     parser.add_argument("--tokens", type=positive(float), default=10e6, help="of the whole schedule")
     parser.add_argument("--minutes", type=positive(float), default=20.0, help="of training, after which a run stops")
     parser.add_argument("--text", default="stdlib", help="a source of data: stdlib, a file, a directory, a glob")

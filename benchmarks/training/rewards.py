@@ -116,7 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK",
         help=f"of: {', '.join(TASKS)}")  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="one pair of runs of each task for each"
+    )
     parser.add_argument("--together", type=positive(int), default=1, help="runs at a time")
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="overrides of the second run")
     args = parser.parse_args()
