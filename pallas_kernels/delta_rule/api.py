@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.remat import OUT_NAME
-from pallas_kernels.delta_rule import recurrent, xla
+from pallas_kernels.delta_rule import mosaic, recurrent, xla
 from pallas_kernels.delta_rule.request import make_request
 from pallas_kernels.dispatch import Backend, select
 
@@ -16,6 +16,14 @@ BACKENDS = (
         lambda request: None,
         recurrent.apply,
         recurrent.lower_priority_reason,
+    ),
+    Backend(
+        "mosaic",
+        "Hopper, bfloat16, widths of 64 and 128: kernels whose state stays in registers",
+        mosaic.unsupported_reason,
+        mosaic.apply,
+        mosaic.lower_priority_reason,
+        opaque=True,
     ),
     Backend("xla", "every call on every device, in chunks of 64 tokens", lambda request: None, xla.apply),
 )

@@ -1,0 +1,133 @@
+"""The gated delta rule by Hopper kernels: chunks are solved all at a time, then a kernel passes through them in turn.
+
+Dims: B batch, T tokens, n chunks of C tokens, K key heads, N value heads, D key width, V value width.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.delta_rule.mosaic_forward import CHUNK, SLICE, RecurrenceConfig, recur, solve_chunks
+from pallas_kernels.delta_rule.request import DeltaRuleRequest
+from pallas_kernels.hopper.target import unsupported_target
+from pallas_kernels.hopper.wgmma import TILE_ROWS
+from pallas_kernels.sequence_parts import in_chunks
+from pallas_kernels.target import multiprocessors
+
+WIDTHS = (64, 128)
+"""Widths of keys and values that the kernels compute."""
+# Tests set this to run the kernels on a CPU.
+INTERPRET = False
+
+
+def unsupported_reason(request: DeltaRuleRequest) -> str | None:
+    """Return the first reason why the Hopper kernels cannot compute this call, or None if they can."""
+    reason = unsupported_target(request.target, INTERPRET)
+    if reason is not None:
+        return reason
+    if request.v.dtype != jnp.bfloat16:
+        return f"takes bfloat16, got {request.v.dtype}"
+    widths = request.k.shape[3], request.v.shape[3]
+    if any(width not in WIDTHS for width in widths):
+        return f"the widths of keys and values must be of {', '.join(map(str, WIDTHS))}; got {widths[0]} and {widths[1]}"
+    return None
+
+
+def lower_priority_reason(request: DeltaRuleRequest) -> str | None:
+    """Return why another backend is preferred (a chunk would be mostly empty), or None if this one is the fastest."""
+    tokens = request.v.shape[1]
+    return f"computes chunks of {CHUNK} tokens, got {tokens}" if tokens < CHUNK and not INTERPRET else None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Compile-time arguments of a call: factor of the queries, slices of the values in a program, interpret mode."""
+
+    scale: float
+    slices: int
+    interpret: bool
+
+    @property
+    def recurrence(self) -> RecurrenceConfig:
+        return RecurrenceConfig(self.scale, self.slices, interpret=self.interpret)
+
+
+def apply(request: DeltaRuleRequest) -> tuple[Float[Array, "B T N V"], Float[Array, "B N D V"]]:
+    """Return the outputs [B, T, N, V] in the dtype of v, and the state [B, N, D, V] after the last token."""
+    batch, _, heads, width = request.v.shape
+    slices = width // SLICE
+    if batch * heads * slices <= multiprocessors():
+        slices = 1
+    plan = _Plan(request.scale, slices, INTERPRET)
+    out, last = _apply(
+        plan,
+        request.q,
+        request.k,
+        request.v,
+        request.log_decay,
+        request.beta,
+        request.state,
+        request.documents,
+    )
+    return out, last
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(plan: _Plan, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    q, k, v, log_decay, beta, state, documents = arrays
+    tokens = v.shape[1]
+    gates, numbers = _gates(log_decay, beta, documents)
+    q, k, v = (_for_tma(x) for x in (q, k, v))
+    solved, inside = solve_chunks(q, k, gates, numbers, scale=plan.scale, interpret=plan.interpret)
+    out, last = recur(plan.recurrence, q, k, v, solved, inside, gates, state.mT)
+    return out[:, :tokens], last.mT
+
+
+def _gates(
+    log_decay: Float[Array, "B T N"], beta: Float[Array, "B T N"], documents: jax.Array | None
+) -> tuple[Float[Array, "B N n 4 C"], jax.Array | None]:
+    """Return the gates of each chunk's tokens (rows as in `mosaic_forward`), and the documents [B, n, C] or None."""
+    log_decay, beta = (jnp.moveaxis(in_chunks(x, CHUNK), 3, 1) for x in (log_decay, beta))
+    total = jnp.cumsum(log_decay, -1)
+    grown = jnp.exp(total)
+    rest = jnp.exp(total[..., -1:] - total)
+    numbers = None
+    if documents is not None:
+        numbers = in_chunks(documents, CHUNK, "edge")
+        last = numbers[..., -1:]
+        before = jnp.concatenate((numbers[:, :1, :1], last[:, :-1]), 1)  # the document of the state
+        grown = jnp.where((numbers == before)[:, None], grown, 0)
+        rest = jnp.where((numbers == last)[:, None], rest, 0)
+    return jnp.stack((total, beta, grown, rest), 3), numbers
+
+
+def _for_tma(x: jax.Array) -> jax.Array:
+    """Pad the tokens [B, T, ...] to a chunk at least, and to a multiple of `TILE_ROWS`.
+
+    Whole chunks are not needed: beyond the end of an array TMA reads zeros.
+    """
+    tokens = x.shape[1]
+    missing = max(CHUNK - tokens, -tokens % TILE_ROWS)
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing > 0 else x
+
+
+def _forward_rule(plan: _Plan, *arrays: Any) -> tuple:
+    return _apply(plan, *arrays), arrays
+
+
+def _backward_rule(plan: _Plan, saved: tuple, cotangents: tuple) -> tuple:
+    *arrays, documents = saved
+    return *xla_gradients(plan.scale, arrays, documents, cotangents), None
+
+
+def xla_gradients(scale: float, arrays: Any, documents: jax.Array | None, cotangents: tuple) -> tuple:
+    """Return the gradients of q, k, v, log_decay, beta and state by XLA."""
+    raise NotImplementedError
+
+
+_apply.defvjp(_forward_rule, _backward_rule)

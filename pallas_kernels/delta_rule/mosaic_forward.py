@@ -1,0 +1,405 @@
+"""Forward of the gated delta rule for Hopper: a kernel for all chunks at a time, and a recurrence over chunks.
+
+For each chunk of C = 64 tokens, with G the sum of log decays within it, A_ij = beta_i (k_i . k_j) e^(G_i - G_j) for
+j < i, and S the state before it, the values that its tokens add to the state are
+
+    new = solved (v - e^G (k S)),  solved = (I + A)^-1 diag(beta)
+    out = e^G (q S) scale + inside new,  inside_ij = scale (q_i . k_j) e^(G_i - G_j) for j <= i
+    S  <- e^(G_C) S + (e^(G_C - G) k)^T new.
+
+`solve_chunks` computes `solved` and `inside`, which are small, for all chunks at a time; `recur` does the rest. In the
+recurrence a warpgroup owns 64 value columns of the state of one head. It keeps their transpose, [64, D], in registers,
+as it does all products that depend on the state: each is the left operand of the next one, so that none has to pass
+through shared memory, which would take longer than the products.
+
+Dims: B batch, T tokens, n chunks of C tokens, K key heads, N value heads, D key width, V value width.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.hopper import pipeline, wgmma
+from pallas_kernels.hopper.pipeline import Ring
+from pallas_kernels.hopper.wgmma import ROWS, Accumulator, tiled_smem
+from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu, speed_up_lowering
+
+CHUNK = ROWS
+"""Tokens of a chunk: the rows of one tensor-core product."""
+SLICE = ROWS
+"""Value columns of the state that one warpgroup owns."""
+TOTAL, BETA, GROWN, REST = range(4)
+"""Rows of `gates`: G, beta, e^G and e^(G_C - G), the last two 0 for tokens of other documents than the state's."""
+GATES = 4
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig:
+    """Compile-time description of the recurrence over chunks.
+
+    Attributes:
+        scale: Factor of the queries.
+        slices: Slices of 64 value columns that one program computes, one for each of its computing warpgroups. With
+            one, a call of few heads uses more multiprocessors; with two, q, k and the small matrices are loaded once
+            for both.
+        stages: Chunks in flight from global memory.
+        interpret: True to interpret the kernel on a CPU.
+    """
+
+    scale: float
+    slices: int = 1
+    stages: int = 3
+    interpret: bool = False
+
+    @property
+    def ring(self) -> Ring:
+        """Circular shared-memory buffer of chunks."""
+        return Ring(self.stages, self.interpret)
+
+
+# --- all chunks at a time ----------------------------------------------------------------------------------------
+
+
+class _SolveBuffers(NamedTuple):
+    """Shared memory of the kernel that solves chunks; `below` is A, `inverse` the inverse of I + A so far."""
+
+    q: Ref
+    k: Ref
+    below: Ref
+    inverse: Ref
+    solved: Ref
+    inside: Ref
+    full: Ref
+
+
+def solve_chunks(
+    q: Float[Array, "B T K D"],
+    k: Float[Array, "B T K D"],
+    gates: Float[Array, "B N n 4 C"],
+    documents: Int[Array, "B n C"] | None,
+    *,
+    scale: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N n C C"], Float[Array, "B N n C C"]]:
+    """Compute the matrices of each chunk that do not depend on the state: `solved` and `inside`, in the dtype of q.
+
+    Args:
+        q, k: [B, T, K, D]; TMA reads zeros beyond the end.
+        gates: G, beta, and two rows that this kernel does not read.
+        documents: numbers of the tokens' documents; None if there is one for each row.
+        scale: factor of the queries.
+        interpret: True to interpret the kernel on a CPU.
+    """
+    batch, heads, chunks = gates.shape[:3]
+    key_heads, width = k.shape[2:]
+    if not interpret:
+        speed_up_lowering()
+    square = jax.ShapeDtypeStruct((batch, heads, chunks, CHUNK, CHUNK), q.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(_solve_body, scale, documents is not None, interpret),
+        kernel_name="delta_rule_solve",
+        out_type=(square, square),
+        grid=(key_heads, chunks, batch),
+        grid_names=("head", "chunk", "batch"),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_types=_SolveBuffers(
+            q=tiled_smem((CHUNK, width), q.dtype),
+            k=tiled_smem((CHUNK, width), q.dtype),
+            below=tiled_smem((CHUNK, CHUNK), jnp.float16),
+            inverse=tiled_smem((CHUNK, CHUNK), jnp.float16),
+            solved=tiled_smem((CHUNK, CHUNK), q.dtype),
+            inside=tiled_smem((CHUNK, CHUNK), q.dtype),
+            full=plgpu.Barrier(num_arrivals=2),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    )
+    return tuple(kernel(q, k, gates, *([] if documents is None else [documents])))
+
+
+def _solve_body(scale: float, packed: bool, interpret: bool, q: Ref, k: Ref, gates: Ref, *refs: Ref) -> None:
+    documents = refs[0] if packed else None
+    solved, inside, *scratch = refs[packed:]
+    buffers = _SolveBuffers(*scratch)
+    head, chunk, batch = (lax.axis_index(name) for name in ("head", "chunk", "batch"))
+    tokens = pl.ds(chunk * CHUNK, CHUNK)
+    plgpu.copy_gmem_to_smem(q.at[batch, tokens, head], buffers.q, buffers.full)
+    plgpu.copy_gmem_to_smem(k.at[batch, tokens, head], buffers.k, buffers.full)
+    plgpu.barrier_wait(buffers.full)
+    visible = _visible(None if documents is None else documents.at[batch, chunk])
+
+    def score(left: Ref) -> jax.Array:
+        return wgmma.multiply((CHUNK, CHUNK), lambda scores: scores.add(left, buffers.k.transpose((1, 0))))
+
+    keys = score(buffers.k)
+    queries = score(buffers.q) * scale
+    group = gates.shape[1] // k.shape[2]
+
+    def solve(member: Index, _: None) -> None:
+        place = batch, head * group + member, chunk
+        total = gates.at[(*place, TOTAL)]
+        beta = gates.at[(*place, BETA)]
+        decay = _decay(total, visible)
+        below = jnp.where(_row() > _column(), keys * decay * _of_rows(beta), 0.0)
+        inverse = _inverse_of_unit_lower(below, buffers, interpret)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffers.solved[...] = (inverse * _of_columns(beta)).astype(solved.dtype)
+        buffers.inside[...] = (queries * decay).astype(inside.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffers.solved, solved.at[place])
+        plgpu.copy_smem_to_gmem(buffers.inside, inside.at[place])
+
+    lax.fori_loop(0, group, solve, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _row() -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 0, layout=plgpu.Layout.WGMMA)
+
+
+def _column() -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1, layout=plgpu.Layout.WGMMA)
+
+
+def _of_rows(ref: Ref) -> jax.Array:
+    """Return a vector [C] as a matrix [C, C] that has its values in the rows."""
+    return lax.broadcast_in_dim(wgmma.load_rows(ref, optimized=False), (CHUNK, CHUNK), [0])
+
+
+def _of_columns(ref: Ref) -> jax.Array:
+    return lax.broadcast_in_dim(wgmma.load_columns(ref, optimized=False), (CHUNK, CHUNK), [1])
+
+
+def _visible(documents: Ref | None) -> jax.Array:
+    """Return which tokens (columns) of a chunk each token (row) sees: earlier ones of its document, and itself."""
+    visible = _row() >= _column()
+    if documents is None:
+        return visible
+    return visible & (_of_rows(documents) == _of_columns(documents))
+
+
+def _decay(total: Ref, visible: jax.Array) -> jax.Array:
+    """Return e^(G_i - G_j) of visible tokens j, and 0 of others."""
+    difference = _of_rows(total) - _of_columns(total)
+    return jnp.where(visible, jnp.exp(jnp.where(visible, difference, 0.0)), 0.0)
+
+
+def _inverse_of_unit_lower(below: jax.Array, buffers: _SolveBuffers, interpret: bool) -> jax.Array:
+    """Return (I + A)^-1 for A below the diagonal, by inverting blocks on the diagonal of twice the size each time.
+
+    See `xla._inverse_of_unit_lower`; here the whole of A is multiplied, and what lies outside of the blocks is dropped
+    at the end. With keys of at most length 1 no entry of A, of an inverse or of a product is more than 2 (the rule never
+    makes a state longer), which suits float16: it has the three bits that bfloat16 lacks.
+    """
+    row = _row()
+    column = _column()
+    distance = row ^ column  # its highest bit says in which step the two are joined
+    inverse = jnp.where(distance == 0, 1.0, 0.0) - jnp.where(distance == 1, below, 0.0)
+    buffers.below[...] = below.astype(jnp.float16)
+    block = 2
+    while block < CHUNK:
+        half = inverse.astype(jnp.float16)
+        buffers.inverse[...] = half
+        plgpu.commit_smem()
+        product = _multiply(half, buffers.below, interpret)
+        product = _multiply(product.astype(jnp.float16), buffers.inverse, interpret)
+        joined = (distance >= block) & (distance < 2 * block) & (row > column)
+        inverse = inverse - jnp.where(joined, product, 0.0)
+        block *= 2
+    return inverse
+
+
+def _multiply(left: jax.Array, right: Ref, interpret: bool) -> jax.Array:
+    def multiply(product: Accumulator) -> jax.Array:
+        product.add(left, right)
+        return product.load()
+
+    return wgmma.accumulate(multiply, (CHUNK, right.shape[1]), interpret=interpret)
+
+
+# --- the recurrence ----------------------------------------------------------------------------------------------
+
+
+class _Inputs(NamedTuple):
+    """Input arrays of the recurrence in global memory; `state` is the transpose [B, N, V, D]."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    solved: Ref
+    inside: Ref
+    gates: Ref
+    state: Ref
+
+
+class _Buffers(NamedTuple):
+    """Shared memory and barriers of the recurrence; the leading dim counts stages (of `out`: slices, then two)."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    solved: Ref
+    inside: Ref
+    gates: Ref
+    out: Ref
+    full: Ref
+    empty: Ref
+
+
+def recur(
+    config: RecurrenceConfig,
+    q: Float[Array, "B T K D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T N V"],
+    solved: Float[Array, "B N n C C"],
+    inside: Float[Array, "B N n C C"],
+    gates: Float[Array, "B N n 4 C"],
+    state: Float[Array, "B N V D"],
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N V D"]]:
+    """Compute the outputs, in the dtype of v, and the transpose of the state after the last chunk, float32."""
+    batch, _, heads, value_width = v.shape
+    width = k.shape[3]
+    stages = config.stages
+    square = tiled_smem((stages, CHUNK, CHUNK), q.dtype)
+    token_rows = tiled_smem((stages, CHUNK, width), q.dtype)
+    kernel = pipeline.launch(
+        "delta_rule_recurrence",
+        functools.partial(_recurrence_body, config),
+        consumers=config.slices,
+        interpret=config.interpret,
+        out_type=(jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)),
+        grid=(value_width // (SLICE * config.slices), heads, batch),
+        grid_names=("part", "head", "batch"),
+        scratch_types=_Buffers(
+            q=token_rows,
+            k=token_rows,
+            v=tiled_smem((stages, config.slices, CHUNK, SLICE), v.dtype),
+            solved=square,
+            inside=square,
+            gates=plgpu.SMEM((stages, GATES, CHUNK), jnp.float32),
+            out=tiled_smem((config.slices, 2, CHUNK, SLICE), v.dtype),
+            full=plgpu.Barrier(num_arrivals=5 + config.slices, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=config.slices, num_barriers=stages),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )
+    return tuple(kernel(q, k, v, solved, inside, gates, state))
+
+
+class _Place(NamedTuple):
+    """The head and the value columns that a program computes."""
+
+    batch: Index
+    head: Index
+    part: Index
+
+
+def _recurrence_body(config: RecurrenceConfig, *refs: Ref) -> None:
+    inputs = _Inputs(*refs[:7])
+    out, last, *scratch = refs[7:]
+    buffers = _Buffers(*scratch)
+    place = _Place(*(lax.axis_index(name) for name in ("batch", "head", "part")))
+    pipeline.specialize(
+        lax.axis_index("warpgroup"),
+        config.slices,
+        functools.partial(_recur, config, inputs, out, last, buffers, place),
+        functools.partial(_load, config, inputs, buffers, place),
+    )
+
+
+def _load(config: RecurrenceConfig, inputs: _Inputs, buffers: _Buffers, place: _Place) -> None:
+    """Load one chunk after the other, as the loading warpgroup."""
+    chunks = inputs.gates.shape[2]
+    key_head = lax.div(place.head, inputs.v.shape[2] // inputs.k.shape[2])
+
+    def load(chunk: Index, slot: Index, acquire: Callable[..., None]) -> None:
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
+        matrix = place.batch, place.head, chunk
+        full = buffers.full.at[slot]
+        acquire(buffers.empty)
+        plgpu.copy_gmem_to_smem(inputs.k.at[place.batch, tokens, key_head], buffers.k.at[slot], full)
+        plgpu.copy_gmem_to_smem(inputs.gates.at[matrix], buffers.gates.at[slot], full)
+        for index in range(config.slices):
+            columns = pl.ds((place.part * config.slices + index) * SLICE, SLICE)
+            values = inputs.v.at[place.batch, tokens, place.head, columns]
+            plgpu.copy_gmem_to_smem(values, buffers.v.at[slot, index], full)
+        plgpu.copy_gmem_to_smem(inputs.solved.at[matrix], buffers.solved.at[slot], full)
+        plgpu.copy_gmem_to_smem(inputs.q.at[place.batch, tokens, key_head], buffers.q.at[slot], full)
+        plgpu.copy_gmem_to_smem(inputs.inside.at[matrix], buffers.inside.at[slot], full)
+
+    config.ring.produce(0, chunks, load)
+    config.ring.drain(chunks, buffers.empty)
+
+
+def _recur(
+    config: RecurrenceConfig, inputs: _Inputs, out: Ref, last: Ref, buffers: _Buffers, place: _Place
+) -> None:
+    """Compute the outputs and the last state of 64 value columns, as a computing warpgroup."""
+    chunks = inputs.gates.shape[2]
+    index = lax.axis_index("warpgroup")
+    columns = pl.ds((place.part * config.slices + index) * SLICE, SLICE)
+    own = place.batch, place.head, columns
+
+    def step(chunk: Index, state: jax.Array) -> jax.Array:
+        slot = config.ring.slot(chunk)
+        plgpu.barrier_wait(buffers.full.at[slot])
+        result, state = _next_chunk(config, buffers, slot, state)
+        config.ring.release(slot, buffers.empty)
+        staging = buffers.out.at[index, lax.rem(chunk, 2)]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        _store_transposed(staging, result.astype(out.dtype))
+        plgpu.commit_smem()
+        target = out.at[place.batch, pl.ds(chunk * CHUNK, CHUNK), place.head, columns]
+        plgpu.copy_smem_to_gmem(staging, target)
+        return state
+
+    start = plgpu.load(inputs.state.at[own], layout=plgpu.Layout.WGMMA, optimized=False)
+    last.at[own][...] = lax.fori_loop(0, chunks, step, start)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _store_transposed(target: Ref, value: jax.Array) -> None:
+    target.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def _next_chunk(
+    config: RecurrenceConfig, buffers: _Buffers, slot: Index, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return a chunk's outputs and the state after it, both transposed: [64, C] and [64, D] of this warpgroup's columns.
+    """
+    k = buffers.k.at[slot]
+    q = buffers.q.at[slot]
+    gates = buffers.gates.at[slot]
+    dtype = k.dtype
+    square = SLICE, CHUNK
+
+    def of_tokens(gate: int) -> jax.Array:
+        return lax.broadcast_in_dim(wgmma.load_columns(gates.at[gate]), square, [1])
+
+    values = plgpu.load(buffers.v.at[slot, lax.axis_index("warpgroup")].transpose((1, 0)), layout=plgpu.Layout.WGMMA)
+
+    def read(found: Accumulator, out: Accumulator, new: Accumulator) -> tuple[jax.Array, jax.Array]:
+        left = state.astype(dtype)
+        found.add(left, k.transpose((1, 0)))
+        out.add(left, q.transpose((1, 0)))
+        missing = values.astype(jnp.float32) - of_tokens(GROWN) * found.load(pending=1)
+        new.add(missing.astype(dtype), buffers.solved.at[slot].transpose((1, 0)))
+        out = out.load(pending=1) * (of_tokens(GROWN) * config.scale)
+        return out, new.load()
+
+    out, new = wgmma.accumulate(read, square, square, square, interpret=config.interpret)
+    kept = gates[GROWN, CHUNK - 1]
+
+    def write(out: Accumulator, state: Accumulator) -> tuple[jax.Array, jax.Array]:
+        state.add((new * of_tokens(REST)).astype(dtype), k)
+        out.add(new.astype(dtype), buffers.inside.at[slot].transpose((1, 0)))
+        return out.load(), state.load()
+
+    return wgmma.accumulate(write, out, state * kept, interpret=config.interpret)
