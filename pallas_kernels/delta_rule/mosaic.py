@@ -81,29 +81,30 @@ def apply(request: DeltaRuleRequest) -> tuple[Float[Array, "B T N V"], Float[Arr
 def _apply(plan: _Plan, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     q, k, v, log_decay, beta, state, documents = arrays
     tokens = v.shape[1]
-    gates, numbers = _gates(log_decay, beta, documents)
+    gates, first = _gates(log_decay, beta, documents)
     q, k, v = (_for_tma(x) for x in (q, k, v))
-    solved, inside = solve_chunks(q, k, gates, numbers, scale=plan.scale, interpret=plan.interpret)
+    solved, inside = solve_chunks(q, k, gates, first, scale=plan.scale, interpret=plan.interpret)
     out, last = recur(plan.recurrence, q, k, v, solved, inside, gates, state.mT)
     return out[:, :tokens], last.mT
 
 
 def _gates(
     log_decay: Float[Array, "B T N"], beta: Float[Array, "B T N"], documents: jax.Array | None
-) -> tuple[Float[Array, "B N n 4 C"], jax.Array | None]:
-    """Return the gates of each chunk's tokens (rows as in `mosaic_forward`), and the documents [B, n, C] or None."""
+) -> tuple[Float[Array, "B N n 6 C"], jax.Array | None]:
+    """Return the gates of each chunk's tokens (rows as in `mosaic_forward`), and the first visible tokens [B, n, C], or None."""
     log_decay, beta = (jnp.moveaxis(in_chunks(x, CHUNK), 3, 1) for x in (log_decay, beta))
     total = jnp.cumsum(log_decay, -1)
     grown = jnp.exp(total)
     rest = jnp.exp(total[..., -1:] - total)
-    numbers = None
+    first = None
     if documents is not None:
         numbers = in_chunks(documents, CHUNK, "edge")
+        first = (numbers[..., None, :] < numbers[..., :, None]).sum(-1, dtype=jnp.int32)
         last = numbers[..., -1:]
         before = jnp.concatenate((numbers[:, :1, :1], last[:, :-1]), 1)  # the document of the state
         grown = jnp.where((numbers == before)[:, None], grown, 0)
         rest = jnp.where((numbers == last)[:, None], rest, 0)
-    return jnp.stack((total, beta, grown, rest), 3), numbers
+    return jnp.stack((total, beta, grown, rest, total, beta), 3), first
 
 
 def _for_tma(x: jax.Array) -> jax.Array:

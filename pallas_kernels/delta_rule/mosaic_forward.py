@@ -34,9 +34,12 @@ CHUNK = ROWS
 """Tokens of a chunk: the rows of one tensor-core product."""
 SLICE = ROWS
 """Value columns of the state that one warpgroup owns."""
-TOTAL, BETA, GROWN, REST = range(4)
-"""Rows of `gates`: G, beta, e^G and e^(G_C - G), the last two 0 for tokens of other documents than the state's."""
-GATES = 4
+TOTAL, BETA, GROWN, REST, TOTAL_AGAIN, BETA_AGAIN = range(6)
+"""Rows of `gates`: G, beta, e^G and e^(G_C - G), the last two 0 for tokens of other documents than the state's.
+
+The first two are there twice: jax 0.11 makes one load of two of the same array, which then has only one layout.
+"""
+GATES = 6
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,15 @@ class _SolveBuffers(NamedTuple):
     inverse: Ref
     solved: Ref
     inside: Ref
+    gates: Ref
     full: Ref
 
 
 def solve_chunks(
     q: Float[Array, "B T K D"],
     k: Float[Array, "B T K D"],
-    gates: Float[Array, "B N n 4 C"],
-    documents: Int[Array, "B n C"] | None,
+    gates: Float[Array, "B N n 6 C"],
+    first: Int[Array, "B n C"] | None,
     *,
     scale: float,
     interpret: bool = False,
@@ -91,18 +95,19 @@ def solve_chunks(
 
     Args:
         q, k: [B, T, K, D]; TMA reads zeros beyond the end.
-        gates: G, beta, and two rows that this kernel does not read.
-        documents: numbers of the tokens' documents; None if there is one for each row.
+        gates: see `TOTAL`.
+        first: for each token the first one of its chunk that it sees; None if it sees all earlier ones.
         scale: factor of the queries.
         interpret: True to interpret the kernel on a CPU.
     """
     batch, heads, chunks = gates.shape[:3]
     key_heads, width = k.shape[2:]
+    group = heads // key_heads
     if not interpret:
         speed_up_lowering()
     square = jax.ShapeDtypeStruct((batch, heads, chunks, CHUNK, CHUNK), q.dtype)
     kernel = plgpu.kernel(
-        functools.partial(_solve_body, scale, documents is not None, interpret),
+        functools.partial(_solve_body, scale, first is not None, interpret),
         kernel_name="delta_rule_solve",
         out_type=(square, square),
         grid=(key_heads, chunks, batch),
@@ -116,43 +121,49 @@ def solve_chunks(
             inverse=tiled_smem((CHUNK, CHUNK), jnp.float16),
             solved=tiled_smem((CHUNK, CHUNK), q.dtype),
             inside=tiled_smem((CHUNK, CHUNK), q.dtype),
-            full=plgpu.Barrier(num_arrivals=2),
+            gates=plgpu.SMEM((group, GATES, CHUNK), jnp.float32),
+            full=plgpu.Barrier(num_arrivals=2 + group),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    return tuple(kernel(q, k, gates, *([] if documents is None else [documents])))
+    return tuple(kernel(q, k, gates, *([] if first is None else [first])))
 
 
 def _solve_body(scale: float, packed: bool, interpret: bool, q: Ref, k: Ref, gates: Ref, *refs: Ref) -> None:
-    documents = refs[0] if packed else None
+    first = refs[0] if packed else None
     solved, inside, *scratch = refs[packed:]
     buffers = _SolveBuffers(*scratch)
     head, chunk, batch = (lax.axis_index(name) for name in ("head", "chunk", "batch"))
+    group = gates.shape[1] // k.shape[2]
     tokens = pl.ds(chunk * CHUNK, CHUNK)
-    plgpu.copy_gmem_to_smem(q.at[batch, tokens, head], buffers.q, buffers.full)
     plgpu.copy_gmem_to_smem(k.at[batch, tokens, head], buffers.k, buffers.full)
+    plgpu.copy_gmem_to_smem(q.at[batch, tokens, head], buffers.q, buffers.full)
+    for member in range(group):
+        source = gates.at[batch, head * group + member, chunk]
+        plgpu.copy_gmem_to_smem(source, buffers.gates.at[member], buffers.full)
+    visible = _row() >= _column()
+    if first is not None:
+        visible = visible & (_of_rows(first.at[batch, chunk], optimized=False) <= _column())
     plgpu.barrier_wait(buffers.full)
-    visible = _visible(None if documents is None else documents.at[batch, chunk])
 
     def score(left: Ref) -> jax.Array:
         return wgmma.multiply((CHUNK, CHUNK), lambda scores: scores.add(left, buffers.k.transpose((1, 0))))
 
     keys = score(buffers.k)
     queries = score(buffers.q) * scale
-    group = gates.shape[1] // k.shape[2]
 
     def solve(member: Index, _: None) -> None:
-        place = batch, head * group + member, chunk
-        total = gates.at[(*place, TOTAL)]
-        beta = gates.at[(*place, BETA)]
-        decay = _decay(total, visible)
-        below = jnp.where(_row() > _column(), keys * decay * _of_rows(beta), 0.0)
+        rows = buffers.gates.at[member]
+        difference = _of_rows(rows.at[TOTAL]) - _of_columns(rows.at[TOTAL_AGAIN])
+        decay = jnp.where(visible, jnp.exp(jnp.where(visible, difference, 0.0)), 0.0)
+        below = jnp.where(_row() > _column(), keys * decay * _of_rows(rows.at[BETA]), 0.0)
         inverse = _inverse_of_unit_lower(below, buffers, interpret)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffers.solved[...] = (inverse * _of_columns(beta)).astype(solved.dtype)
+        buffers.solved[...] = (inverse * _of_columns(rows.at[BETA_AGAIN])).astype(solved.dtype)
         buffers.inside[...] = (queries * decay).astype(inside.dtype)
         plgpu.commit_smem()
+        place = batch, head * group + member, chunk
         plgpu.copy_smem_to_gmem(buffers.solved, solved.at[place])
         plgpu.copy_smem_to_gmem(buffers.inside, inside.at[place])
 
@@ -168,27 +179,13 @@ def _column() -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1, layout=plgpu.Layout.WGMMA)
 
 
-def _of_rows(ref: Ref) -> jax.Array:
+def _of_rows(ref: Ref, optimized: bool = True) -> jax.Array:
     """Return a vector [C] as a matrix [C, C] that has its values in the rows."""
-    return lax.broadcast_in_dim(wgmma.load_rows(ref, optimized=False), (CHUNK, CHUNK), [0])
+    return lax.broadcast_in_dim(wgmma.load_rows(ref, optimized=optimized), (CHUNK, CHUNK), [0])
 
 
 def _of_columns(ref: Ref) -> jax.Array:
-    return lax.broadcast_in_dim(wgmma.load_columns(ref, optimized=False), (CHUNK, CHUNK), [1])
-
-
-def _visible(documents: Ref | None) -> jax.Array:
-    """Return which tokens (columns) of a chunk each token (row) sees: earlier ones of its document, and itself."""
-    visible = _row() >= _column()
-    if documents is None:
-        return visible
-    return visible & (_of_rows(documents) == _of_columns(documents))
-
-
-def _decay(total: Ref, visible: jax.Array) -> jax.Array:
-    """Return e^(G_i - G_j) of visible tokens j, and 0 of others."""
-    difference = _of_rows(total) - _of_columns(total)
-    return jnp.where(visible, jnp.exp(jnp.where(visible, difference, 0.0)), 0.0)
+    return lax.broadcast_in_dim(wgmma.load_columns(ref), (CHUNK, CHUNK), [1])
 
 
 def _inverse_of_unit_lower(below: jax.Array, buffers: _SolveBuffers, interpret: bool) -> jax.Array:
@@ -260,7 +257,7 @@ def recur(
     v: Float[Array, "B T N V"],
     solved: Float[Array, "B N n C C"],
     inside: Float[Array, "B N n C C"],
-    gates: Float[Array, "B N n 4 C"],
+    gates: Float[Array, "B N n 6 C"],
     state: Float[Array, "B N V D"],
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N V D"]]:
     """Compute the outputs, in the dtype of v, and the transpose of the state after the last chunk, float32."""
