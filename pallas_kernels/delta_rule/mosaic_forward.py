@@ -34,10 +34,10 @@ CHUNK = ROWS
 """Tokens of a chunk: the rows of one tensor-core product."""
 SLICE = ROWS
 """Value columns of the state that one warpgroup owns."""
-TOTAL, BETA, GROWN, REST, TOTAL_AGAIN, BETA_AGAIN = range(6)
-"""Rows of `gates`: G, beta, e^G and e^(G_C - G), the last two 0 for tokens of other documents than the state's.
+TOTAL, BETA, FADED, REST, TOTAL_AGAIN, BETA_AGAIN = range(6)
+"""Rows of `gates`: G, beta, -e^G and e^(G_C - G), the last two 0 for tokens of other documents than the state's.
 
-The first two are there twice: jax 0.11 makes one load of two of the same array, which then has only one layout.
+The sign saves the compiler from changing it where it would wait for a product. The first two are there twice: jax 0.11 makes one load of two of the same array, which then has only one layout.
 """
 GATES = 6
 
@@ -237,7 +237,11 @@ class _Inputs(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Shared memory and barriers of the recurrence; the leading dim counts stages (of `out`: slices, then two)."""
+    """Shared memory and barriers of the recurrence; the leading dim counts stages, of `out` slices.
+
+    There are several barriers for a stage because the compiler moves nothing past the loop of a wait. Without one
+    between a product and the use of its result it would wait for the product before it starts the next one.
+    """
 
     q: Ref
     k: Ref
@@ -246,7 +250,10 @@ class _Buffers(NamedTuple):
     inside: Ref
     gates: Ref
     out: Ref
-    full: Ref
+    k_full: Ref
+    q_full: Ref
+    solved_full: Ref
+    inside_full: Ref
     empty: Ref
 
 
@@ -281,11 +288,19 @@ def recur(
             solved=square,
             inside=square,
             gates=plgpu.SMEM((stages, GATES, CHUNK), jnp.float32),
-            out=tiled_smem((config.slices, 2, CHUNK, SLICE), v.dtype),
-            full=plgpu.Barrier(num_arrivals=5 + config.slices, num_barriers=stages),
+            out=tiled_smem((config.slices, CHUNK, SLICE), v.dtype),
+            k_full=plgpu.Barrier(num_arrivals=2 + config.slices, num_barriers=stages),
+            q_full=plgpu.Barrier(num_barriers=stages),
+            solved_full=plgpu.Barrier(num_barriers=stages),
+            inside_full=plgpu.Barrier(num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=config.slices, num_barriers=stages),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # The threads of a warpgroup read nothing that others of it write, other than by TMA.
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+        ),
     )
     return tuple(kernel(q, k, v, solved, inside, gates, state))
 
@@ -319,17 +334,18 @@ def _load(config: RecurrenceConfig, inputs: _Inputs, buffers: _Buffers, place: _
     def load(chunk: Index, slot: Index, acquire: Callable[..., None]) -> None:
         tokens = pl.ds(chunk * CHUNK, CHUNK)
         matrix = place.batch, place.head, chunk
-        full = buffers.full.at[slot]
+        k_full = buffers.k_full.at[slot]
         acquire(buffers.empty)
-        plgpu.copy_gmem_to_smem(inputs.k.at[place.batch, tokens, key_head], buffers.k.at[slot], full)
-        plgpu.copy_gmem_to_smem(inputs.gates.at[matrix], buffers.gates.at[slot], full)
+        plgpu.copy_gmem_to_smem(inputs.k.at[place.batch, tokens, key_head], buffers.k.at[slot], k_full)
+        plgpu.copy_gmem_to_smem(inputs.gates.at[matrix], buffers.gates.at[slot], k_full)
         for index in range(config.slices):
             columns = pl.ds((place.part * config.slices + index) * SLICE, SLICE)
             values = inputs.v.at[place.batch, tokens, place.head, columns]
-            plgpu.copy_gmem_to_smem(values, buffers.v.at[slot, index], full)
-        plgpu.copy_gmem_to_smem(inputs.solved.at[matrix], buffers.solved.at[slot], full)
-        plgpu.copy_gmem_to_smem(inputs.q.at[place.batch, tokens, key_head], buffers.q.at[slot], full)
-        plgpu.copy_gmem_to_smem(inputs.inside.at[matrix], buffers.inside.at[slot], full)
+            plgpu.copy_gmem_to_smem(values, buffers.v.at[slot, index], k_full)
+        queries = inputs.q.at[place.batch, tokens, key_head]
+        plgpu.copy_gmem_to_smem(queries, buffers.q.at[slot], buffers.q_full.at[slot])
+        plgpu.copy_gmem_to_smem(inputs.solved.at[matrix], buffers.solved.at[slot], buffers.solved_full.at[slot])
+        plgpu.copy_gmem_to_smem(inputs.inside.at[matrix], buffers.inside.at[slot], buffers.inside_full.at[slot])
 
     config.ring.produce(0, chunks, load)
     config.ring.drain(chunks, buffers.empty)
@@ -344,35 +360,42 @@ def _recur(
     columns = pl.ds((place.part * config.slices + index) * SLICE, SLICE)
     own = place.batch, place.head, columns
 
-    def step(chunk: Index, state: jax.Array) -> jax.Array:
-        slot = config.ring.slot(chunk)
-        plgpu.barrier_wait(buffers.full.at[slot])
-        result, state = _next_chunk(config, buffers, slot, state)
-        config.ring.release(slot, buffers.empty)
-        staging = buffers.out.at[index, lax.rem(chunk, 2)]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        _store_transposed(staging, result.astype(out.dtype))
+    staging = buffers.out.at[index]
+
+    def store(chunk: Index, result: jax.Array) -> None:
+        """Store the outputs of a chunk, transposed in registers, through shared memory."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        target = out.at[place.batch, pl.ds(chunk * CHUNK, CHUNK), place.head, columns]
-        plgpu.copy_smem_to_gmem(staging, target)
-        return state
+
+        @pl.when(chunk >= 0)
+        def _():
+            plgpu.copy_smem_to_gmem(staging, out.at[place.batch, pl.ds(chunk * CHUNK, CHUNK), place.head, columns])
+
+    def step(chunk: Index, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        state, before = carry
+        slot = config.ring.slot(chunk)
+        # The outputs are stored one chunk later, while the tensor cores multiply.
+        result, state = _next_chunk(config, buffers, slot, state, lambda: store(chunk - 1, before))
+        config.ring.release(slot, buffers.empty)
+        return state, result
 
     start = plgpu.load(inputs.state.at[own], layout=plgpu.Layout.WGMMA, optimized=False)
-    last.at[own][...] = lax.fori_loop(0, chunks, step, start)
+    nothing = wgmma.zeros(SLICE, CHUNK).astype(out.dtype)
+    state, result = lax.fori_loop(0, chunks, step, (start, nothing))
+    store(jnp.int32(chunks - 1), result)
+    last.at[own][...] = state
     plgpu.wait_smem_to_gmem(0)
 
 
-def _store_transposed(target: Ref, value: jax.Array) -> None:
-    target.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-
-
 def _next_chunk(
-    config: RecurrenceConfig, buffers: _Buffers, slot: Index, state: jax.Array
+    config: RecurrenceConfig, buffers: _Buffers, slot: Index, state: jax.Array, meanwhile: Callable[[], None]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a chunk's outputs and the state after it, both transposed: [64, C] and [64, D] of this warpgroup's columns.
+    """Return a chunk's outputs [64, C] and the state after it [64, D], transposed, of this warpgroup's columns.
+
+    `meanwhile` is called while the tensor cores multiply.
     """
     k = buffers.k.at[slot]
-    q = buffers.q.at[slot]
     gates = buffers.gates.at[slot]
     dtype = k.dtype
     square = SLICE, CHUNK
@@ -380,23 +403,32 @@ def _next_chunk(
     def of_tokens(gate: int) -> jax.Array:
         return lax.broadcast_in_dim(wgmma.load_columns(gates.at[gate]), square, [1])
 
-    values = plgpu.load(buffers.v.at[slot, lax.axis_index("warpgroup")].transpose((1, 0)), layout=plgpu.Layout.WGMMA)
-
-    def read(found: Accumulator, out: Accumulator, new: Accumulator) -> tuple[jax.Array, jax.Array]:
+    def read(found: Accumulator, out: Accumulator) -> tuple[jax.Array, jax.Array]:
         left = state.astype(dtype)
         found.add(left, k.transpose((1, 0)))
-        out.add(left, q.transpose((1, 0)))
-        missing = values.astype(jnp.float32) - of_tokens(GROWN) * found.load(pending=1)
-        new.add(missing.astype(dtype), buffers.solved.at[slot].transpose((1, 0)))
-        out = out.load(pending=1) * (of_tokens(GROWN) * config.scale)
-        return out, new.load()
+        plgpu.barrier_wait(buffers.q_full.at[slot])
+        out.add(left, buffers.q.at[slot].transpose((1, 0)))
+        meanwhile()
+        values = buffers.v.at[slot, lax.axis_index("warpgroup")].transpose((1, 0))
+        values = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+        plgpu.barrier_wait(buffers.solved_full.at[slot])
+        missing = values.astype(jnp.float32) + of_tokens(FADED) * found.load(pending=1)
 
-    out, new = wgmma.accumulate(read, square, square, square, interpret=config.interpret)
-    kept = gates[GROWN, CHUNK - 1]
+        def solve(new: Accumulator) -> tuple[jax.Array, jax.Array]:
+            new.add(missing.astype(dtype), buffers.solved.at[slot].transpose((1, 0)))
+            plgpu.barrier_wait(buffers.inside_full.at[slot])
+            result = out.load(pending=1) * (of_tokens(FADED) * -config.scale)
+            return result, new.load()
+
+        return wgmma.accumulate(solve, square, interpret=config.interpret)
+
+    plgpu.barrier_wait(buffers.k_full.at[slot])
+    out, new = wgmma.accumulate(read, square, square, interpret=config.interpret)
+    kept = -gates[FADED, CHUNK - 1]
 
     def write(out: Accumulator, state: Accumulator) -> tuple[jax.Array, jax.Array]:
         state.add((new * of_tokens(REST)).astype(dtype), k)
         out.add(new.astype(dtype), buffers.inside.at[slot].transpose((1, 0)))
-        return out.load(), state.load()
+        return out.load().astype(dtype), state.load()
 
     return wgmma.accumulate(write, out, state * kept, interpret=config.interpret)
