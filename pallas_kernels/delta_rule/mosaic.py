@@ -104,7 +104,7 @@ def _gates(
         before = jnp.concatenate((numbers[:, :1, :1], last[:, :-1]), 1)  # the document of the state
         grown = jnp.where((numbers == before)[:, None], grown, 0)
         rest = jnp.where((numbers == last)[:, None], rest, 0)
-    return jnp.stack((total, beta, -grown, rest, total, beta), 3), first
+    return jnp.stack((total, total, beta, -beta * grown, grown, rest), 3), first
 
 
 def _for_tma(x: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 For each chunk of C = 64 tokens, with G the sum of log decays within it, A_ij = beta_i (k_i . k_j) e^(G_i - G_j) for
 j < i, and S the state before it, the values that its tokens add to the state are
 
-    new = solved (v - e^G (k S)),  solved = (I + A)^-1 diag(beta)
+    new = solved beta (v - e^G (k S)),  solved = (I + A)^-1
     out = e^G (q S) scale + inside new,  inside_ij = scale (q_i . k_j) e^(G_i - G_j) for j <= i
     S  <- e^(G_C) S + (e^(G_C - G) k)^T new.
 
@@ -34,10 +34,11 @@ CHUNK = ROWS
 """Tokens of a chunk: the rows of one tensor-core product."""
 SLICE = ROWS
 """Value columns of the state that one warpgroup owns."""
-TOTAL, BETA, FADED, REST, TOTAL_AGAIN, BETA_AGAIN = range(6)
-"""Rows of `gates`: G, beta, -e^G and e^(G_C - G), the last two 0 for tokens of other documents than the state's.
+TOTAL, TOTAL_AGAIN, BETA, READ, GROWN, REST = range(6)
+"""Rows of `gates`: G, beta, -beta e^G, e^G and e^(G_C - G), the last three 0 for tokens that the state does not meet.
 
-The sign saves the compiler from changing it where it would wait for a product. The first two are there twice: jax 0.11 makes one load of two of the same array, which then has only one layout.
+Those are tokens of another document than the state before the chunk or, for the last row, after it. G is there twice:
+jax 0.11 makes one load of two of the same array, which then has only one layout.
 """
 GATES = 6
 FINE = jnp.float16
@@ -167,7 +168,7 @@ def _solve_body(scale: float, packed: bool, interpret: bool, q: Ref, k: Ref, gat
         below = jnp.where(_row() > _column(), keys * decay * _of_rows(rows.at[BETA]), 0.0)
         inverse = _inverse_of_unit_lower(below, buffers, interpret)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffers.solved[...] = (inverse * _of_columns(rows.at[BETA_AGAIN])).astype(FINE)
+        buffers.solved[...] = inverse.astype(FINE)
         buffers.inside[...] = (queries * decay).astype(FINE)
         plgpu.commit_smem()
         place = batch, head * group + member, chunk
@@ -371,7 +372,7 @@ def _recur(
     def store(chunk: Index, result: jax.Array) -> None:
         """Store the outputs of a chunk, transposed in registers, through shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staging.transpose((1, 0))[...] = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+        store_transposed(staging, result)
         plgpu.commit_smem()
 
         @pl.when(chunk >= 0)
@@ -394,6 +395,21 @@ def _recur(
     plgpu.wait_smem_to_gmem(0)
 
 
+def of_tokens(gate: Ref) -> jax.Array:
+    """Return one number for each token, [C], as a matrix [64, C] that has them in its columns."""
+    return lax.broadcast_in_dim(wgmma.load_columns(gate), (SLICE, CHUNK), [1])
+
+
+def load_transposed(ref: Ref) -> jax.Array:
+    """Return the transpose of [C, 64] in shared memory as float32, in the register layout of an accumulator."""
+    return plgpu.load(ref.transpose((1, 0)), layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def store_transposed(ref: Ref, value: jax.Array) -> None:
+    """Store [64, C], in the register layout of an accumulator, as its transpose [C, 64] in shared memory."""
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
 def _next_chunk(
     config: RecurrenceConfig, buffers: _Buffers, slot: Index, state: jax.Array, meanwhile: Callable[[], None]
 ) -> tuple[jax.Array, jax.Array]:
@@ -406,34 +422,30 @@ def _next_chunk(
     dtype = k.dtype
     square = SLICE, CHUNK
 
-    def of_tokens(gate: int) -> jax.Array:
-        return lax.broadcast_in_dim(wgmma.load_columns(gates.at[gate]), square, [1])
-
     def read(found: Accumulator, out: Accumulator) -> tuple[jax.Array, jax.Array]:
         left = state.astype(dtype)
         found.add(left, k.transpose((1, 0)))
         plgpu.barrier_wait(buffers.q_full.at[slot])
         out.add(left, buffers.q.at[slot].transpose((1, 0)))
         meanwhile()
-        values = buffers.v.at[slot, lax.axis_index("warpgroup")].transpose((1, 0))
-        values = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+        values = load_transposed(buffers.v.at[slot, lax.axis_index("warpgroup")])
         plgpu.barrier_wait(buffers.solved_full.at[slot])
-        missing = values.astype(jnp.float32) + of_tokens(FADED) * found.load(pending=1)
+        missing = of_tokens(gates.at[BETA]) * values + of_tokens(gates.at[READ]) * found.load(pending=1)
 
         def solve(new: Accumulator) -> tuple[jax.Array, jax.Array]:
             new.add(missing.astype(FINE), buffers.solved.at[slot].transpose((1, 0)))
             plgpu.barrier_wait(buffers.inside_full.at[slot])
-            result = out.load(pending=1) * (of_tokens(FADED) * -config.scale)
+            result = out.load(pending=1) * (of_tokens(gates.at[GROWN]) * config.scale)
             return result, new.load()
 
         return wgmma.accumulate(solve, square, interpret=config.interpret)
 
     plgpu.barrier_wait(buffers.k_full.at[slot])
     out, new = wgmma.accumulate(read, square, square, interpret=config.interpret)
-    kept = -gates[FADED, CHUNK - 1]
+    kept = gates[GROWN, CHUNK - 1]
 
     def write(out: Accumulator, state: Accumulator) -> tuple[jax.Array, jax.Array]:
-        state.add((new * of_tokens(REST)).astype(dtype), k)
+        state.add((new * of_tokens(gates.at[REST])).astype(dtype), k)
         out.add(new.astype(FINE), buffers.inside.at[slot].transpose((1, 0)))
         return out.load().astype(dtype), state.load()
 
