@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.delta_rule.mosaic_backward import record_states, reverse
+from pallas_kernels.delta_rule.mosaic_gradients import ChunkInputs, chunk_gradients
 from pallas_kernels.delta_rule.mosaic_forward import CHUNK, SLICE, RecurrenceConfig, recur, solve_chunks
 from pallas_kernels.delta_rule.request import DeltaRuleRequest
 from pallas_kernels.hopper.target import unsupported_target
@@ -121,14 +123,34 @@ def _forward_rule(plan: _Plan, *arrays: Any) -> tuple:
     return _apply(plan, *arrays), arrays
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _backward_rule(plan: _Plan, saved: tuple, cotangents: tuple) -> tuple:
-    *arrays, documents = saved
-    return *xla_gradients(plan.scale, arrays, documents, cotangents), None
+    q, k, v, log_decay, beta, state, documents = saved
+    d_out, d_last = cotangents
+    tokens = v.shape[1]
+    gates, first = _gates(log_decay, beta, documents)
+    config = plan.recurrence
+    q, k, v, d_out = (_for_tma(x) for x in (q, k, v, d_out.astype(v.dtype)))
+    # A power of two that makes the largest gradient about 1.
+    largest = jnp.maximum(jnp.abs(d_out).max().astype(jnp.float32), jnp.abs(d_last).max())
+    factor = jnp.exp2(-jnp.round(jnp.log2(jnp.clip(largest, 1e-30, 1e30))))
+    solved, inside = solve_chunks(q, k, gates, first, scale=plan.scale, interpret=plan.interpret)
+    states, new = record_states(config, k, v, solved, gates, state.mT)
+    d_states, y, d_state = reverse(
+        config, q, k, d_out, solved, inside, gates, factor[None], d_last.mT * factor
+    )
+    d_q, d_k, d_v, d_gates = chunk_gradients(
+        ChunkInputs(q, k, v, d_out, states, d_states, new, y, gates, factor[None]), first, scale=plan.scale
+    )
+    d_total, d_beta = d_gates / factor
+    d_log_decay = jnp.flip(jnp.cumsum(jnp.flip(d_total, -1), -1), -1)
 
+    def of_tokens(x: jax.Array) -> jax.Array:
+        """[B, N, n, C] -> [B, T, N]."""
+        return jnp.moveaxis(x, 1, 3).reshape(x.shape[0], -1, x.shape[1])[:, :tokens]
 
-def xla_gradients(scale: float, arrays: Any, documents: jax.Array | None, cotangents: tuple) -> tuple:
-    """Return the gradients of q, k, v, log_decay, beta and state by XLA."""
-    raise NotImplementedError
+    d_q, d_k, d_v = (x[:, :tokens] for x in (d_q, d_k, d_v))
+    return d_q, d_k, d_v, of_tokens(d_log_decay), of_tokens(d_beta), d_state.mT / factor, None
 
 
 _apply.defvjp(_forward_rule, _backward_rule)
