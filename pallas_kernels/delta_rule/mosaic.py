@@ -85,8 +85,8 @@ def _apply(plan: _Plan, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     tokens = v.shape[1]
     gates, first = _gates(log_decay, beta, documents)
     q, k, v = (_for_tma(x) for x in (q, k, v))
-    solved, inside = solve_chunks(q, k, gates, first, scale=plan.scale, interpret=plan.interpret)
-    out, last = recur(plan.recurrence, q, k, v, solved, inside, gates, state.mT)
+    chunks = solve_chunks(q, k, gates, first, scale=plan.scale, interpret=plan.interpret)
+    out, last = recur(plan.recurrence, chunks, v, gates, state.mT)
     return out[:, :tokens], last.mT
 
 
@@ -134,14 +134,11 @@ def _backward_rule(plan: _Plan, saved: tuple, cotangents: tuple) -> tuple:
     # A power of two that makes the largest gradient about 1.
     largest = jnp.maximum(jnp.abs(d_out).max().astype(jnp.float32), jnp.abs(d_last).max())
     factor = jnp.exp2(-jnp.round(jnp.log2(jnp.clip(largest, 1e-30, 1e30))))
-    solved, inside = solve_chunks(q, k, gates, first, scale=plan.scale, interpret=plan.interpret)
-    states, new = record_states(config, k, v, solved, gates, state.mT)
-    d_states, y, d_state = reverse(
-        config, q, k, d_out, solved, inside, gates, factor[None], d_last.mT * factor
-    )
-    d_q, d_k, d_v, d_gates = chunk_gradients(
-        ChunkInputs(q, k, v, d_out, states, d_states, new, y, gates, factor[None]), first, scale=plan.scale
-    )
+    chunks = solve_chunks(q, k, gates, first, scale=plan.scale, interpret=plan.interpret)
+    states, new = record_states(config, chunks, v, gates, state.mT)
+    d_states, y, d_state = reverse(config, chunks, d_out, gates, factor[None], d_last.mT * factor)
+    inputs = ChunkInputs(chunks.q, chunks.k, v, d_out, states, d_states, new, y, gates, factor[None])
+    d_q, d_k, d_v, d_gates = chunk_gradients(inputs, first, scale=plan.scale)
     d_total, d_beta = d_gates / factor
     d_log_decay = jnp.flip(jnp.cumsum(jnp.flip(d_total, -1), -1), -1)
 

@@ -34,6 +34,7 @@ from pallas_kernels.delta_rule.mosaic_forward import (
     REST,
     SLICE,
     RecurrenceConfig,
+    Solved,
     load_transposed,
     of_tokens,
     store_transposed,
@@ -107,16 +108,15 @@ class _RecordBuffers(NamedTuple):
 
 def record_states(
     config: RecurrenceConfig,
-    k: Float[Array, "B T K D"],
+    chunks: Solved,
     v: Float[Array, "B T N V"],
-    solved: Float[Array, "B N n C C"],
     gates: Float[Array, "B N n 6 C"],
     state: Float[Array, "B N V D"],
 ) -> tuple[Float[Array, "B N n V D"], Float[Array, "B N n V C"]]:
     """Compute the state before each chunk, and the values that the chunk adds to it (`new`), both transposed."""
     stages = config.stages
-    width = k.shape[3]
-    states = _state_like(v, k, gates)
+    width = chunks.k.shape[3]
+    states = _state_like(v, chunks.k, gates)
     kernel = _launch(
         "delta_rule_states",
         functools.partial(_record_body, config),
@@ -124,7 +124,7 @@ def record_states(
         v,
         out_type=(states, jax.ShapeDtypeStruct((*states.shape[:4], CHUNK), FINE)),
         scratch_types=_RecordBuffers(
-            k=tiled_smem((stages, CHUNK, width), k.dtype),
+            k=tiled_smem((stages, CHUNK, width), FINE),
             v=tiled_smem((stages, config.slices, CHUNK, SLICE), v.dtype),
             solved=tiled_smem((stages, CHUNK, CHUNK), FINE),
             gates=plgpu.SMEM((stages, GATES, CHUNK), jnp.float32),
@@ -135,7 +135,7 @@ def record_states(
             empty=plgpu.Barrier(num_arrivals=config.slices, num_barriers=stages),
         ),
     )
-    return tuple(kernel(k, v, solved, gates, state))
+    return tuple(kernel(chunks.k, v, chunks.solved, gates, state))
 
 
 def _record_body(
@@ -204,7 +204,7 @@ def _record_chunk(
     plgpu.barrier_wait(buffers.k_full.at[slot])
 
     def read(found: Accumulator) -> jax.Array:
-        found.add(state.astype(k.dtype), k.transpose((1, 0)))
+        found.add(state.astype(FINE), k.transpose((1, 0)))
         store_state()
         values = load_transposed(buffers.v.at[slot, lax.axis_index("warpgroup")])
         plgpu.barrier_wait(buffers.solved_full.at[slot])
@@ -220,7 +220,7 @@ def _record_chunk(
     kept = gates[GROWN, CHUNK - 1]
 
     def write(state: Accumulator) -> jax.Array:
-        state.add((new * of_tokens(gates.at[REST])).astype(k.dtype), k)
+        state.add((new * of_tokens(gates.at[REST])).astype(FINE), k)
         store_new(new)
         return state.load()
 
@@ -250,11 +250,8 @@ class _ReverseBuffers(NamedTuple):
 
 def reverse(
     config: RecurrenceConfig,
-    q: Float[Array, "B T K D"],
-    k: Float[Array, "B T K D"],
+    chunks: Solved,
     d_out: Float[Array, "B T N V"],
-    solved: Float[Array, "B N n C C"],
-    inside: Float[Array, "B N n C C"],
     gates: Float[Array, "B N n 6 C"],
     factor: Float[Array, " 1"],
     d_last: Float[Array, "B N V D"],
@@ -264,9 +261,9 @@ def reverse(
     All are multiplied by `factor`, as `d_last` is already.
     """
     stages = config.stages
-    width = k.shape[3]
+    width = chunks.k.shape[3]
     square = tiled_smem((stages, CHUNK, CHUNK), FINE)
-    token_rows = tiled_smem((stages, CHUNK, width), k.dtype)
+    token_rows = tiled_smem((stages, CHUNK, width), FINE)
     barrier = plgpu.Barrier(num_barriers=stages)
     kernel = _launch(
         "delta_rule_reverse",
@@ -274,7 +271,7 @@ def reverse(
         config,
         d_out,
         out_type=(
-            _state_like(d_out, k, gates),
+            _state_like(d_out, chunks.k, gates),
             jax.ShapeDtypeStruct(d_out.shape, FINE),
             jax.ShapeDtypeStruct(d_last.shape, d_last.dtype),
         ),
@@ -294,15 +291,15 @@ def reverse(
             empty=plgpu.Barrier(num_arrivals=config.slices, num_barriers=stages),
         ),
     )
-    return tuple(kernel(q, k, d_out, solved, inside, gates, factor, d_last))
+    return tuple(kernel(*chunks, d_out, gates, factor, d_last))
 
 
 class _ReverseInputs(NamedTuple):
     q: Ref
     k: Ref
-    d_out: Ref
     solved: Ref
     inside: Ref
+    d_out: Ref
     gates: Ref
     factor: Ref
     d_last: Ref
@@ -323,41 +320,31 @@ def _reverse_body(config: RecurrenceConfig, *refs: Ref) -> None:
     def consume() -> None:
         factor = inputs.factor[0]
 
-        def store_y(chunk: Index, value: jax.Array) -> None:
-            staging = buffers.y.at[place.warpgroup]
-            store_transposed(staging, value)
-            plgpu.commit_smem()
-
-            @pl.when(chunk < chunks)
-            def _():
-                tokens = pl.ds(chunk * CHUNK, CHUNK)
-                plgpu.copy_smem_to_gmem(staging, y.at[place.batch, tokens, place.head, place.columns])
-
-        def store_state(chunk: Index, value: jax.Array) -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until y may be stored, too
-            staging = buffers.d_state.at[place.warpgroup]
-            staging[...] = value.astype(FINE)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staging, d_states.at[place.batch, place.head, chunk, place.columns])
-
-        def step(index: Index, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            d_state, before = carry
+        def step(index: Index, d_state: jax.Array) -> jax.Array:
             chunk = chunks - 1 - index
             slot = config.ring.slot(index)
 
-            def meanwhile() -> None:
-                store_state(chunk, d_state)
-                store_y(chunk + 1, before)  # of the chunk visited before
+            def store_state(value: jax.Array) -> None:
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                staging = buffers.d_state.at[place.warpgroup]
+                staging[...] = value
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging, d_states.at[place.batch, place.head, chunk, place.columns])
 
-            result, d_state = _previous_chunk(config, buffers, slot, d_state, factor, meanwhile)
+            def store_y(value: jax.Array) -> None:
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                staging = buffers.y.at[place.warpgroup]
+                store_transposed(staging, value.astype(FINE))
+                plgpu.commit_smem()
+                tokens = pl.ds(chunk * CHUNK, CHUNK)
+                plgpu.copy_smem_to_gmem(staging, y.at[place.batch, tokens, place.head, place.columns])
+
+            d_state = _previous_chunk(config, buffers, slot, d_state, factor, store_state, store_y)
             config.ring.release(slot, buffers.empty)
-            return d_state, result
+            return d_state
 
         start = plgpu.load(inputs.d_last.at[own], layout=plgpu.Layout.WGMMA, optimized=False)
-        d_state, result = lax.fori_loop(0, chunks, step, (start, wgmma.zeros(*_SQUARE).astype(FINE)))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store_y(jnp.int32(0), result)
-        d_first.at[own][...] = d_state
+        d_first.at[own][...] = lax.fori_loop(0, chunks, step, start)
         plgpu.wait_smem_to_gmem(0)
 
     pipeline.specialize(place.warpgroup, config.slices, consume, produce)
@@ -396,28 +383,28 @@ def _previous_chunk(
     slot: Index,
     d_state: jax.Array,
     factor: jax.Array,
-    meanwhile: Callable[[], None],
-) -> tuple[jax.Array, jax.Array]:
-    """Return y of a chunk [64, C] and the gradient of the state before it [64, D], transposed, of this warpgroup.
+    store_state: Callable[[jax.Array], None],
+    store_y: Callable[[jax.Array], None],
+) -> jax.Array:
+    """Return the gradient of the state before a chunk, transposed, [64, D] of this warpgroup.
 
-    `meanwhile` is called while the tensor cores multiply.
+    `store_state`, of d_state, and `store_y` are called while the tensor cores multiply.
     """
     k = buffers.k.at[slot]
     gates = buffers.gates.at[slot]
-    dtype = k.dtype
-    plgpu.barrier_wait(buffers.d_out_full.at[slot])
-    d_out = load_transposed(buffers.d_out.at[slot, lax.axis_index("warpgroup")]) * factor
-    kept = gates[GROWN, CHUNK - 1]
-    left = d_state.astype(dtype)
 
-    def body(direct: Accumulator, found: Accumulator, before: Accumulator) -> tuple[jax.Array, jax.Array]:
-        direct.add(d_out.astype(FINE), buffers.inside.at[slot])
+    def load_d_out() -> jax.Array:
+        return load_transposed(buffers.d_out.at[slot, lax.axis_index("warpgroup")])
+
+    def body(direct: Accumulator, found: Accumulator, before: Accumulator) -> jax.Array:
+        direct.add((load_d_out() * factor).astype(FINE), buffers.inside.at[slot])
         plgpu.barrier_wait(buffers.k_full.at[slot])
         found.add(left, k.transpose((1, 0)))
         plgpu.barrier_wait(buffers.q_full.at[slot])
-        queries = d_out * (of_tokens(gates.at[GROWN]) * config.scale)
-        before.add(queries.astype(dtype), buffers.q.at[slot])
-        meanwhile()
+        # Loaded once more, as registers are scarce.
+        queries = load_d_out() * (of_tokens(gates.at[GROWN]) * (config.scale * factor))
+        before.add(queries.astype(FINE), buffers.q.at[slot])
+        store_state(left)
         plgpu.barrier_wait(buffers.solved_full.at[slot])
         d_new = direct.load(pending=1) + of_tokens(gates.at[REST]) * found.load(pending=1)
 
@@ -426,7 +413,11 @@ def _previous_chunk(
             return y.load()
 
         y = wgmma.accumulate(solve, _SQUARE, interpret=config.interpret)
-        before.add((y * of_tokens(gates.at[READ])).astype(dtype), k)
-        return y.astype(FINE), before.load()
+        before.add((y * of_tokens(gates.at[READ])).astype(FINE), k)
+        store_y(y)
+        return before.load()
 
+    plgpu.barrier_wait(buffers.d_out_full.at[slot])
+    left = d_state.astype(FINE)
+    kept = gates[GROWN, CHUNK - 1]
     return wgmma.accumulate(body, _SQUARE, _SQUARE, d_state * kept, interpret=config.interpret)

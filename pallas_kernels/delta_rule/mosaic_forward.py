@@ -42,11 +42,11 @@ jax 0.11 makes one load of two of the same array, which then has only one layout
 """
 GATES = 6
 FINE = jnp.float16
-"""Dtype of operands of products that are not inputs of the call. It rounds with three bits more than bfloat16.
+"""Dtype of the operands of products. It rounds with three bits more than bfloat16.
 
-So nearly all of the error of an output is that of its own rounding. Values of v must be less than 65504, float16's
-largest number, and lose bits below 1e-4; the small matrices have no entry of more than 2, as the rule with keys of at
-most length 1 never makes a state longer.
+So nearly all of the error of an output is that of its own rounding. Numbers of q and v must be less than 65504,
+float16's largest, and lose bits below 1e-4; the small matrices have no entry of more than 2, as the rule with keys of
+at most length 1 never makes a state longer.
 """
 
 
@@ -77,11 +77,22 @@ class RecurrenceConfig:
 # --- all chunks at a time ----------------------------------------------------------------------------------------
 
 
+class Solved(NamedTuple):
+    """What the recurrences multiply: the queries and keys, and the matrices of each chunk, all in `FINE`."""
+
+    q: Float[Array, "B T K D"]
+    k: Float[Array, "B T K D"]
+    solved: Float[Array, "B N n C C"]
+    inside: Float[Array, "B N n C C"]
+
+
 class _SolveBuffers(NamedTuple):
     """Shared memory of the kernel that solves chunks; `below` is A, `inverse` the inverse of I + A so far."""
 
     q: Ref
     k: Ref
+    fine_q: Ref
+    fine_k: Ref
     below: Ref
     inverse: Ref
     solved: Ref
@@ -98,8 +109,8 @@ def solve_chunks(
     *,
     scale: float,
     interpret: bool = False,
-) -> tuple[Float[Array, "B N n C C"], Float[Array, "B N n C C"]]:
-    """Compute the matrices of each chunk that do not depend on the state: `solved` and `inside`, in `FINE`.
+) -> Solved:
+    """Compute the matrices of each chunk that do not depend on the state, and convert the queries and keys.
 
     Args:
         q, k: [B, T, K, D]; TMA reads zeros beyond the end.
@@ -114,10 +125,11 @@ def solve_chunks(
     if not interpret:
         speed_up_lowering()
     square = jax.ShapeDtypeStruct((batch, heads, chunks, CHUNK, CHUNK), FINE)
+    fine = jax.ShapeDtypeStruct(k.shape, FINE)
     kernel = plgpu.kernel(
         functools.partial(_solve_body, scale, first is not None, interpret),
         kernel_name="delta_rule_solve",
-        out_type=(square, square),
+        out_type=Solved(fine, fine, square, square),
         grid=(key_heads, chunks, batch),
         grid_names=("head", "chunk", "batch"),
         num_threads=1,
@@ -125,6 +137,8 @@ def solve_chunks(
         scratch_types=_SolveBuffers(
             q=tiled_smem((CHUNK, width), q.dtype),
             k=tiled_smem((CHUNK, width), q.dtype),
+            fine_q=tiled_smem((CHUNK, width), FINE),
+            fine_k=tiled_smem((CHUNK, width), FINE),
             below=tiled_smem((CHUNK, CHUNK), FINE),
             inverse=tiled_smem((CHUNK, CHUNK), FINE),
             solved=tiled_smem((CHUNK, CHUNK), FINE),
@@ -135,12 +149,12 @@ def solve_chunks(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    return tuple(kernel(q, k, gates, *([] if first is None else [first])))
+    return Solved(*kernel(q, k, gates, *([] if first is None else [first])))
 
 
 def _solve_body(scale: float, packed: bool, interpret: bool, q: Ref, k: Ref, gates: Ref, *refs: Ref) -> None:
     first = refs[0] if packed else None
-    solved, inside, *scratch = refs[packed:]
+    fine_q, fine_k, solved, inside, *scratch = refs[packed:]
     buffers = _SolveBuffers(*scratch)
     head, chunk, batch = (lax.axis_index(name) for name in ("head", "chunk", "batch"))
     group = gates.shape[1] // k.shape[2]
@@ -160,6 +174,10 @@ def _solve_body(scale: float, packed: bool, interpret: bool, q: Ref, k: Ref, gat
 
     keys = score(buffers.k)
     queries = score(buffers.q) * scale
+    for source, buffer, target in ((buffers.q, buffers.fine_q, fine_q), (buffers.k, buffers.fine_k, fine_k)):
+        buffer[...] = plgpu.load(source, layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(FINE)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, target.at[batch, tokens, head])
 
     def solve(member: Index, _: None) -> None:
         rows = buffers.gates.at[member]
@@ -236,9 +254,9 @@ class _Inputs(NamedTuple):
 
     q: Ref
     k: Ref
-    v: Ref
     solved: Ref
     inside: Ref
+    v: Ref
     gates: Ref
     state: Ref
 
@@ -266,20 +284,17 @@ class _Buffers(NamedTuple):
 
 def recur(
     config: RecurrenceConfig,
-    q: Float[Array, "B T K D"],
-    k: Float[Array, "B T K D"],
+    chunks: Solved,
     v: Float[Array, "B T N V"],
-    solved: Float[Array, "B N n C C"],
-    inside: Float[Array, "B N n C C"],
     gates: Float[Array, "B N n 6 C"],
     state: Float[Array, "B N V D"],
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N V D"]]:
     """Compute the outputs, in the dtype of v, and the transpose of the state after the last chunk, float32."""
     batch, _, heads, value_width = v.shape
-    width = k.shape[3]
+    width = chunks.k.shape[3]
     stages = config.stages
     square = tiled_smem((stages, CHUNK, CHUNK), FINE)
-    token_rows = tiled_smem((stages, CHUNK, width), q.dtype)
+    token_rows = tiled_smem((stages, CHUNK, width), FINE)
     kernel = pipeline.launch(
         "delta_rule_recurrence",
         functools.partial(_recurrence_body, config),
@@ -309,7 +324,7 @@ def recur(
             reduction_scratch_bytes=0,
         ),
     )
-    return tuple(kernel(q, k, v, solved, inside, gates, state))
+    return tuple(kernel(*chunks, v, gates, state))
 
 
 class _Place(NamedTuple):
@@ -419,11 +434,10 @@ def _next_chunk(
     """
     k = buffers.k.at[slot]
     gates = buffers.gates.at[slot]
-    dtype = k.dtype
     square = SLICE, CHUNK
 
     def read(found: Accumulator, out: Accumulator) -> tuple[jax.Array, jax.Array]:
-        left = state.astype(dtype)
+        left = state.astype(FINE)
         found.add(left, k.transpose((1, 0)))
         plgpu.barrier_wait(buffers.q_full.at[slot])
         out.add(left, buffers.q.at[slot].transpose((1, 0)))
@@ -445,8 +459,8 @@ def _next_chunk(
     kept = gates[GROWN, CHUNK - 1]
 
     def write(out: Accumulator, state: Accumulator) -> tuple[jax.Array, jax.Array]:
-        state.add((new * of_tokens(gates.at[REST])).astype(dtype), k)
+        state.add((new * of_tokens(gates.at[REST])).astype(FINE), k)
         out.add(new.astype(FINE), buffers.inside.at[slot].transpose((1, 0)))
-        return out.load().astype(dtype), state.load()
+        return out.load().astype(buffers.out.dtype), state.load()
 
     return wgmma.accumulate(write, out, state * kept, interpret=config.interpret)

@@ -75,6 +75,6 @@ def chunk_gradients(
         x = x.reshape(batch, count, -1, *x.shape[2:]).sum(2) / inputs.factor
         return jnp.moveaxis(x, 1, 3).reshape(batch, -1, count, x.shape[-1])[:, :tokens].astype(dtype)
 
-    d_q, d_k = (join(x, key_heads, inputs.q.dtype) for x in (d_q, d_k))
+    d_q, d_k = (join(x, key_heads, inputs.v.dtype) for x in (d_q, d_k))
     d_v = join(beta[..., None] * y, heads, inputs.v.dtype)
     return d_q, d_k, d_v, jnp.stack((d_total, d_beta))
