@@ -138,7 +138,9 @@ def _backward_rule(plan: _Plan, saved: tuple, cotangents: tuple) -> tuple:
     states, new = record_states(config, chunks, v, gates, state.mT)
     d_states, y, d_state = reverse(config, chunks, d_out, gates, factor[None], d_last.mT * factor)
     inputs = ChunkInputs(chunks.q, chunks.k, v, d_out, states, d_states, new, y, gates, factor[None])
-    d_q, d_k, d_v, d_gates = chunk_gradients(inputs, first, scale=plan.scale)
+    d_q, d_k, d_v, d_gates = chunk_gradients(
+        inputs, first, scale=plan.scale, programs=2 if plan.interpret else multiprocessors(), interpret=plan.interpret
+    )
     d_total, d_beta = d_gates / factor
     d_log_decay = jnp.flip(jnp.cumsum(jnp.flip(d_total, -1), -1), -1)
 
