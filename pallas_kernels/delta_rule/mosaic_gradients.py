@@ -2,11 +2,13 @@
 
 With the notation of `mosaic_backward`, D_ij = e^(G_i - G_j) of visible tokens, and for each token
 
-    d_scores = D scale (d_out new^T),  d_below = -D (y new^T) below the diagonal
+    d_scores = D scale (d_out new^T),  below = D (y new^T) below the diagonal
     d_q  = e^G scale (d_out S^T) + d_scores k
-    read = d_below k - e^G (y S^T),  wrote = d_scores^T q + (beta d_below)^T k,  kept = e^(G_C - G) (new d_S'^T)
-    d_k  = beta read + wrote + kept,  d_v = beta y,  d_beta = k . read + y . v
-    d_G  = q . d_q + beta k . read - k . wrote - k . kept;  to d_G_C are added sum(k . kept) and e^(G_C) <S, d_S'>.
+    read = below k + e^G (y S^T),  kept = e^(G_C - G) (new d_S'^T),  written = kept + d_scores^T q - (beta below)^T k
+    d_k  = written - beta read,  d_v = beta y,  d_beta = y . v - k . read
+    d_G  = q . d_q - beta k . read - k . written;  to d_G_C are added sum(k . kept) and e^(G_C) <S, d_S'>.
+
+Signs are such that no product is negated: the compiler would do that before the product has ended, and wait for it.
 
 One warpgroup computes what follows from d_out (`d_scores`, d_q), another the gradients of keys; slices of 64 value
 columns are loaded for both by a third one.
@@ -42,10 +44,12 @@ from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 _CONSUMERS = 2
 _STAGES = 2
 _SQUARE = CHUNK, CHUNK
+_PIECE = 64
+"""Columns of the states that are multiplied elementwise at a time: registers are scarce."""
 _QUERY_SUMS = 2
 """Rows of the sums for queries: q . d_q and y . v; then come those of S d_S', one row for each slice."""
 _KEY_SUMS = 3
-"""Rows of the sums for keys: k . read, k . (wrote + kept) and k . kept."""
+"""Rows of the sums for keys: k . read, k . written and k . kept."""
 
 
 class ChunkInputs(NamedTuple):
@@ -186,10 +190,10 @@ def _gate_gradients(gates: jax.Array, found: Any) -> Float[Array, "2 B N n C"]:
     """Return the gradients of G and beta from the sums over each token's columns."""
     query, y_v = found.query_sums[..., 0, :], found.query_sums[..., 1, :]
     states = found.query_sums[..., _QUERY_SUMS:, :].sum((-2, -1))
-    read, key, kept = (found.key_sums[..., row, :] for row in range(_KEY_SUMS))
-    d_total = query + gates[..., BETA, :] * read - key
+    read, written, kept = (found.key_sums[..., row, :] for row in range(_KEY_SUMS))
+    d_total = query - gates[..., BETA, :] * read - written
     d_total = d_total.at[..., -1].add(kept.sum(-1) + gates[..., GROWN, -1] * states)
-    return jnp.stack((d_total, read + y_v))
+    return jnp.stack((d_total, y_v - read))
 
 
 def _scratch(config: _Config, width: int, dtype: Any) -> _Buffers:
@@ -250,7 +254,10 @@ def _body(config: _Config, *refs: Ref) -> None:
         load = functools.partial(_load_chunk, config, inputs, first, buffers)
         lax.fori_loop(0, items, lambda number, _: load(number, item(number)), None)
         config.ring.drain(items * config.slices, buffers.slice_empty)
-        plgpu.barrier_wait(buffers.chunk_empty)
+
+        @pl.when(items > 0)
+        def _():
+            plgpu.barrier_wait(buffers.chunk_empty)
 
     def consume() -> None:
         warpgroup = lax.axis_index("warpgroup")
@@ -387,9 +394,13 @@ def _finish_slice(
     plgpu.commit_smem()
     columns = pl.ds(part * SLICE, SLICE)
     plgpu.copy_smem_to_gmem(buffers.d_v, outputs.d_v.at[item.batch, item.tokens, item.head, columns])
-    states = _load_tile(buffers.states.at[slot]) * _load_tile(buffers.d_states.at[slot])
-    buffers.query_sums[_QUERY_SUMS + part] = states.sum(axis=1)
-    return (y * _load_tile(buffers.v.at[slot])).sum(axis=1)
+    y_v = (y * _load_tile(buffers.v.at[slot])).sum(axis=1)
+    products = wgmma.filled_rows(0.0, SLICE)
+    for first in range(0, buffers.states.shape[2], _PIECE):
+        piece = slot, slice(None), pl.ds(first, _PIECE)
+        products += (_load_tile(buffers.states.at[piece]) * _load_tile(buffers.d_states.at[piece])).sum(axis=1)
+    buffers.query_sums[_QUERY_SUMS + part] = products
+    return y_v
 
 
 def _compute_keys(config: _Config, buffers: _Buffers, outputs: _Outputs, number: Index, item: _Item) -> None:
@@ -413,17 +424,16 @@ def _compute_keys(config: _Config, buffers: _Buffers, outputs: _Outputs, number:
     )
     plgpu.barrier_wait(buffers.chunk_full)
     decay, before = _decay(buffers)
-    below = jnp.where(before, -below * decay, 0.0)
+    below = jnp.where(before, below * decay, 0.0)
     left = below.astype(FINE)
-    buffers.below[...] = (below * _rows_of(buffers.gates.at[BETA], CHUNK)).astype(FINE)
+    buffers.below[...] = (below * -_rows_of(buffers.gates.at[BETA], CHUNK)).astype(FINE)
     plgpu.commit_smem()
-    beta = _rows_of(buffers.gates.at[BETA], width)
 
     def add_below(total: Accumulator) -> jax.Array:
         total.add(left, buffers.k)
         return total.load()
 
-    start = read * -_rows_of(buffers.gates.at[GROWN], width)
+    start = read * _rows_of(buffers.gates.at[GROWN], width)
     read = wgmma.accumulate(add_below, start, interpret=config.interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     keys = _load_tile(buffers.k)
@@ -440,8 +450,9 @@ def _compute_keys(config: _Config, buffers: _Buffers, outputs: _Outputs, number:
     written = wgmma.accumulate(add_wrote, kept, interpret=config.interpret)
     _release(config, buffers.scores_free)
     buffers.key_sums[1] = (written * _load_tile(buffers.k)).sum(axis=1)
+    d_k = written - _rows_of(buffers.gates.at[BETA], width) * read
     _release(config, buffers.chunk_empty)
-    buffers.d_k[...] = (beta * read + written).astype(FINE)
+    buffers.d_k[...] = d_k.astype(FINE)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffers.d_k, outputs.d_k.at[item.batch, item.tokens, item.head])
     plgpu.copy_smem_to_gmem(buffers.key_sums, outputs.key_sums.at[item.matrix])
