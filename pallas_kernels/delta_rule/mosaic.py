@@ -9,11 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_rule.mosaic_backward import record_states, reverse
+from pallas_kernels.delta_rule.mosaic_forward import (
+    CHUNK,
+    SLICE,
+    RecurrenceConfig,
+    recur,
+    solve_chunks,
+)
 from pallas_kernels.delta_rule.mosaic_gradients import ChunkInputs, chunk_gradients
-from pallas_kernels.delta_rule.mosaic_forward import CHUNK, SLICE, RecurrenceConfig, recur, solve_chunks
 from pallas_kernels.delta_rule.request import DeltaRuleRequest
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.hopper.wgmma import TILE_ROWS
@@ -35,7 +41,7 @@ def unsupported_reason(request: DeltaRuleRequest) -> str | None:
         return f"takes bfloat16, got {request.v.dtype}"
     widths = request.k.shape[3], request.v.shape[3]
     if any(width not in WIDTHS for width in widths):
-        return f"the widths of keys and values must be of {', '.join(map(str, WIDTHS))}; got {widths[0]} and {widths[1]}"
+        return f"the widths of keys and values must be 64 or 128; got {widths[0]} and {widths[1]}"
     return None
 
 
@@ -92,8 +98,8 @@ def _apply(plan: _Plan, *arrays: Any) -> tuple[jax.Array, jax.Array]:
 
 def _gates(
     log_decay: Float[Array, "B T N"], beta: Float[Array, "B T N"], documents: jax.Array | None
-) -> tuple[Float[Array, "B N n 6 C"], jax.Array | None]:
-    """Return the gates of each chunk's tokens (rows as in `mosaic_forward`), and the first visible tokens [B, n, C], or None."""
+) -> tuple[Float[Array, "B N n 6 C"], Int[Array, "B n C"] | None]:
+    """Return the gates of each chunk's tokens (`mosaic_forward.TOTAL`), and the first visible tokens or None."""
     log_decay, beta = (jnp.moveaxis(in_chunks(x, CHUNK), 3, 1) for x in (log_decay, beta))
     total = jnp.cumsum(log_decay, -1)
     grown = jnp.exp(total)

@@ -6,9 +6,9 @@ With the notation of `mosaic_forward`, d_S' the gradient of the state after a ch
     y     = solved^T d_new
     d_S   = e^(G_C) d_S' + (e^G scale q)^T d_out - (beta e^G k)^T y
 
-`record_states` repeats the forward recurrence and stores each chunk's state and `new`; `reverse` stores d_S' and y. All
-other gradients follow from those without a recurrence: d_v = beta y, and A has the gradient -y new^T below its diagonal,
-as y new^T = solved^T (d_new (beta (v - e^G k S))^T) solved^T.
+`record_states` repeats the forward recurrence and stores each chunk's state and `new`; `reverse` stores d_S' and y.
+All other gradients follow from those without a recurrence: d_v = beta y, and A has the gradient -y new^T below its
+diagonal, as y new^T = solved^T (d_new (beta (v - e^G k S))^T) solved^T.
 
 Gradients are multiplied by a power of two, `factor`, before they are rounded to float16, as they may be very small.
 
@@ -56,7 +56,7 @@ class _Place(NamedTuple):
 
 
 def _launch(name: str, body: Callable[..., None], config: RecurrenceConfig, like: jax.Array, **parameters: Any) -> Any:
-    """Build a recurrence over chunks: a program for each batch entry, head, and `config.slices` slices of the values."""
+    """Build a recurrence over chunks: a program for each batch entry, head, and `config.slices` slices of values."""
     batch, _, heads, width = like.shape
     return pipeline.launch(
         name,

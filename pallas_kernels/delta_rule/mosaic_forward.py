@@ -18,7 +18,7 @@ Dims: B batch, T tokens, n chunks of C tokens, K key heads, N value heads, D key
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -373,9 +373,7 @@ def _load(config: RecurrenceConfig, inputs: _Inputs, buffers: _Buffers, place: _
     config.ring.drain(chunks, buffers.empty)
 
 
-def _recur(
-    config: RecurrenceConfig, inputs: _Inputs, out: Ref, last: Ref, buffers: _Buffers, place: _Place
-) -> None:
+def _recur(config: RecurrenceConfig, inputs: _Inputs, out: Ref, last: Ref, buffers: _Buffers, place: _Place) -> None:
     """Compute the outputs and the last state of 64 value columns, as a computing warpgroup."""
     chunks = inputs.gates.shape[2]
     index = lax.axis_index("warpgroup")

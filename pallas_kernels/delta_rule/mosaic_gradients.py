@@ -328,9 +328,7 @@ def _rows_of(ref: Ref, columns: int) -> jax.Array:
 
 def _decay(buffers: _Buffers) -> tuple[jax.Array, jax.Array]:
     """Return e^(G_i - G_j) of visible tokens j, 0 of others; and which tokens j are before i."""
-    row, column = (
-        plgpu.broadcasted_iota(jnp.int32, _SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in range(2)
-    )
+    row, column = (plgpu.broadcasted_iota(jnp.int32, _SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in range(2))
     visible = row >= column
     if buffers.first is not None:
         visible = visible & (_rows_of(buffers.first, CHUNK) <= column)

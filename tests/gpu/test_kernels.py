@@ -38,6 +38,7 @@ from pallas_kernels.weight_only.packed import pack_lookup, pack_nearest
 from tests.gpu.conftest import on_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.cross_entropy import cases as loss_cases
+from tests.pallas_kernels.delta_rule import cases as delta_cases
 from tests.pallas_kernels.grouped_gemm import cases as grouped_cases
 from tests.pallas_kernels.grouped_gemm import test_fp8 as fp8_cases
 from tests.pallas_kernels.kv_cache_update import cases as cache_cases
@@ -418,3 +419,19 @@ def relative(found, wanted):
     """Norm of the difference by the norm of what is wanted."""
     found, wanted = (np.asarray(x, np.float32).astype(np.float64) for x in (found, wanted))
     return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+DELTA_RULES = {
+    "packed": delta_cases.Case(1000, 2, key_heads=2, heads=4, width=128, value_width=128, starts=(5, 64, 70, 301)),
+    "narrow_values": delta_cases.Case(333, batch=3, heads=3, width=128, value_width=64, starts=(100,)),
+    "narrow_keys": delta_cases.Case(520, key_heads=2, width=64, value_width=128),
+    "many_heads": delta_cases.Case(2048, batch=4, key_heads=16, heads=32, width=128, value_width=128),
+}
+
+
+@pytest.mark.parametrize("name", DELTA_RULES)
+def test_gated_delta_rule_by_the_kernels_for_hopper(name):
+    if not on_hopper():
+        pytest.skip("needs a Hopper GPU")
+    for _ in range(3):  # A race does not show every time.
+        delta_cases.check(DELTA_RULES[name], "mosaic", truth="xla")
