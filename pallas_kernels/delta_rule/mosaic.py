@@ -61,7 +61,14 @@ class _Plan:
 
     @property
     def recurrence(self) -> RecurrenceConfig:
+        """Description of the kernels that take one chunk after the other."""
         return RecurrenceConfig(self.scale, self.slices, interpret=self.interpret)
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """Arguments of the kernels that take all chunks at a time."""
+        programs = 2 if self.interpret else multiprocessors()
+        return {"scale": self.scale, "programs": programs, "interpret": self.interpret}
 
 
 def apply(request: DeltaRuleRequest) -> tuple[Float[Array, "B T N V"], Float[Array, "B N D V"]]:
@@ -91,7 +98,7 @@ def _apply(plan: _Plan, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     tokens = v.shape[1]
     gates, first = _gates(log_decay, beta, documents)
     q, k, v = (_for_tma(x) for x in (q, k, v))
-    chunks = solve_chunks(q, k, gates, first, scale=plan.scale, interpret=plan.interpret)
+    chunks = solve_chunks(q, k, gates, first, **plan.parallel)
     out, last = recur(plan.recurrence, chunks, v, gates, state.mT)
     return out[:, :tokens], last.mT
 
@@ -140,13 +147,11 @@ def _backward_rule(plan: _Plan, saved: tuple, cotangents: tuple) -> tuple:
     # A power of two that makes the largest gradient about 1.
     largest = jnp.maximum(jnp.abs(d_out).max().astype(jnp.float32), jnp.abs(d_last).max())
     factor = jnp.exp2(-jnp.round(jnp.log2(jnp.clip(largest, 1e-30, 1e30))))
-    chunks = solve_chunks(q, k, gates, first, scale=plan.scale, interpret=plan.interpret)
+    chunks = solve_chunks(q, k, gates, first, **plan.parallel)
     states, new = record_states(config, chunks, v, gates, state.mT)
     d_states, y, d_state = reverse(config, chunks, d_out, gates, factor[None], d_last.mT * factor)
     inputs = ChunkInputs(chunks.q, chunks.k, v, d_out, states, d_states, new, y, gates, factor[None])
-    d_q, d_k, d_v, d_gates = chunk_gradients(
-        inputs, first, scale=plan.scale, programs=2 if plan.interpret else multiprocessors(), interpret=plan.interpret
-    )
+    d_q, d_k, d_v, d_gates = chunk_gradients(inputs, first, **plan.parallel)
     d_total, d_beta = d_gates / factor
     d_log_decay = jnp.flip(jnp.cumsum(jnp.flip(d_total, -1), -1), -1)
 

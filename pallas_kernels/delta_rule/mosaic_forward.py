@@ -41,6 +41,10 @@ Those are tokens of another document than the state before the chunk or, for the
 jax 0.11 makes one load of two of the same array, which then has only one layout.
 """
 GATES = 6
+_SOLVERS = 3
+"""Warpgroups of a program that solve chunks, as many as fit in registers and shared memory."""
+_HALFWAY = 16
+"""Size of the inverted blocks when the next chunk's inputs are loaded."""
 FINE = jnp.float16
 """Dtype of the operands of products. It rounds with three bits more than bfloat16.
 
@@ -87,18 +91,32 @@ class Solved(NamedTuple):
 
 
 class _SolveBuffers(NamedTuple):
-    """Shared memory of the kernel that solves chunks; `below` is A, `inverse` the inverse of I + A so far."""
+    """Shared memory of the kernel that solves chunks; the leading dim counts warpgroups.
+
+    `below` is A, `inverse` the inverse of I + A so far, and at the end `solved`. `q` and `k` are converted in place.
+    """
 
     q: Ref
     k: Ref
-    fine_q: Ref
-    fine_k: Ref
+    gates: Ref
+    first: Ref | None
     below: Ref
     inverse: Ref
+    inside: Ref
+    full: Ref
+
+
+class _SolveArrays(NamedTuple):
+    """Inputs and outputs of the kernel that solves chunks, in global memory; the outputs as in `Solved`."""
+
+    q: Ref
+    k: Ref
+    gates: Ref
+    first: Ref | None
+    fine_q: Ref
+    fine_k: Ref
     solved: Ref
     inside: Ref
-    gates: Ref
-    full: Ref
 
 
 def solve_chunks(
@@ -108,93 +126,139 @@ def solve_chunks(
     first: Int[Array, "B n C"] | None,
     *,
     scale: float,
+    programs: int = 132,
     interpret: bool = False,
 ) -> Solved:
     """Compute the matrices of each chunk that do not depend on the state, and convert the queries and keys.
+
+    A warpgroup computes one chunk of a value head after the other. It has much to wait for, mostly products, during
+    which the other warpgroups of its multiprocessor compute.
 
     Args:
         q, k: [B, T, K, D]; TMA reads zeros beyond the end.
         gates: see `TOTAL`.
         first: for each token the first one of its chunk that it sees; None if it sees all earlier ones.
         scale: factor of the queries.
+        programs: programs that run at a time, one on each multiprocessor.
         interpret: True to interpret the kernel on a CPU.
     """
-    batch, heads, chunks = gates.shape[:3]
-    key_heads, width = k.shape[2:]
-    group = heads // key_heads
+    width = k.shape[3]
     if not interpret:
         speed_up_lowering()
-    square = jax.ShapeDtypeStruct((batch, heads, chunks, CHUNK, CHUNK), FINE)
-    fine = jax.ShapeDtypeStruct(k.shape, FINE)
+    groups = 1 if interpret else _SOLVERS
+    square = jax.ShapeDtypeStruct((*gates.shape[:3], CHUNK, CHUNK), FINE)
+    matrix = tiled_smem((groups, CHUNK, CHUNK), FINE)
+    token_rows = tiled_smem((groups, CHUNK, width), q.dtype)
     kernel = plgpu.kernel(
         functools.partial(_solve_body, scale, first is not None, interpret),
         kernel_name="delta_rule_solve",
-        out_type=Solved(fine, fine, square, square),
-        grid=(key_heads, chunks, batch),
-        grid_names=("head", "chunk", "batch"),
-        num_threads=1,
+        out_type=(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)), square, square),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=groups,
         thread_name="warpgroup",
         scratch_types=_SolveBuffers(
-            q=tiled_smem((CHUNK, width), q.dtype),
-            k=tiled_smem((CHUNK, width), q.dtype),
-            fine_q=tiled_smem((CHUNK, width), FINE),
-            fine_k=tiled_smem((CHUNK, width), FINE),
-            below=tiled_smem((CHUNK, CHUNK), FINE),
-            inverse=tiled_smem((CHUNK, CHUNK), FINE),
-            solved=tiled_smem((CHUNK, CHUNK), FINE),
-            inside=tiled_smem((CHUNK, CHUNK), FINE),
-            gates=plgpu.SMEM((group, GATES, CHUNK), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=2 + group),
+            q=token_rows,
+            k=token_rows,
+            gates=plgpu.SMEM((groups, GATES, CHUNK), jnp.float32),
+            first=None if first is None else plgpu.SMEM((groups, CHUNK), jnp.int32),
+            below=matrix,
+            inverse=matrix,
+            inside=matrix,
+            full=plgpu.Barrier(num_arrivals=3 if first is None else 4, num_barriers=groups),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    return Solved(*kernel(q, k, gates, *([] if first is None else [first])))
+    *fine, solved, inside = kernel(q, k, gates, *([] if first is None else [first]))
+    # The kernel stores float16 where the inputs were, so that it needs no more shared memory.
+    return Solved(*(lax.bitcast_convert_type(x, FINE) for x in fine), solved, inside)
 
 
 def _solve_body(scale: float, packed: bool, interpret: bool, q: Ref, k: Ref, gates: Ref, *refs: Ref) -> None:
-    first = refs[0] if packed else None
-    fine_q, fine_k, solved, inside, *scratch = refs[packed:]
-    buffers = _SolveBuffers(*scratch)
-    head, chunk, batch = (lax.axis_index(name) for name in ("head", "chunk", "batch"))
-    group = gates.shape[1] // k.shape[2]
-    tokens = pl.ds(chunk * CHUNK, CHUNK)
-    plgpu.copy_gmem_to_smem(k.at[batch, tokens, head], buffers.k, buffers.full)
-    plgpu.copy_gmem_to_smem(q.at[batch, tokens, head], buffers.q, buffers.full)
-    for member in range(group):
-        source = gates.at[batch, head * group + member, chunk]
-        plgpu.copy_gmem_to_smem(source, buffers.gates.at[member], buffers.full)
-    visible = _row() >= _column()
-    if first is not None:
-        visible = visible & (_of_rows(first.at[batch, chunk], optimized=False) <= _column())
+    arrays = _SolveArrays(q, k, gates, refs[0] if packed else None, *refs[packed : packed + 4])
+    warpgroup = lax.axis_index("warpgroup")
+    scratch = _SolveBuffers(*refs[packed + 4 :])
+    buffers = _SolveBuffers(*(None if ref is None else ref.at[warpgroup] for ref in scratch))
+    batch, heads, chunks = gates.shape[:3]
+    start = lax.axis_index("program") * lax.axis_size("warpgroup") + warpgroup
+    stride = lax.axis_size("program") * lax.axis_size("warpgroup")
+    count = lax.div(batch * heads * chunks - start + stride - 1, stride)
+
+    def item(number: Index) -> tuple[Index, Index, Index]:
+        """Return batch entry, head and chunk; heads that share their keys are computed at the same time."""
+        index = start + number * stride
+        row = lax.div(index, heads)
+        return lax.div(row, chunks), lax.rem(index, heads), lax.rem(row, chunks)
+
+    def load(number: Index) -> None:
+        pl.when(number < count)(lambda: _load_unsolved(arrays, buffers, item(number)))
+
+    def step(number: Index, _: None) -> None:
+        _solve(scale, interpret, arrays, buffers, item(number), lambda: load(number + 1))
+
+    load(jnp.int32(0))
+    lax.fori_loop(0, count, step, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _load_unsolved(arrays: _SolveArrays, buffers: _SolveBuffers, place: tuple[Index, Index, Index]) -> None:
+    batch, head, chunk = place
+    part = batch, pl.ds(chunk * CHUNK, CHUNK), lax.div(head, arrays.gates.shape[1] // arrays.k.shape[2])
+    plgpu.copy_gmem_to_smem(arrays.k.at[part], buffers.k, buffers.full)
+    plgpu.copy_gmem_to_smem(arrays.q.at[part], buffers.q, buffers.full)
+    plgpu.copy_gmem_to_smem(arrays.gates.at[place], buffers.gates, buffers.full)
+    if arrays.first is not None and buffers.first is not None:
+        plgpu.copy_gmem_to_smem(arrays.first.at[batch, chunk], buffers.first, buffers.full)
+
+
+def _solve(
+    scale: float,
+    interpret: bool,
+    arrays: _SolveArrays,
+    buffers: _SolveBuffers,
+    place: tuple[Index, Index, Index],
+    load_next: Callable[[], None],
+) -> None:
+    """Solve one chunk of a value head; `load_next` is called when the buffers of the inputs are free."""
+    batch, head, chunk = place
+    group = arrays.gates.shape[1] // arrays.k.shape[2]
     plgpu.barrier_wait(buffers.full)
 
     def score(left: Ref) -> jax.Array:
         return wgmma.multiply((CHUNK, CHUNK), lambda scores: scores.add(left, buffers.k.transpose((1, 0))))
 
     keys = score(buffers.k)
-    queries = score(buffers.q) * scale
-    for source, buffer, target in ((buffers.q, buffers.fine_q, fine_q), (buffers.k, buffers.fine_k, fine_k)):
-        buffer[...] = plgpu.load(source, layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(FINE)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, target.at[batch, tokens, head])
-
-    def solve(member: Index, _: None) -> None:
-        rows = buffers.gates.at[member]
-        difference = _of_rows(rows.at[TOTAL]) - _of_columns(rows.at[TOTAL_AGAIN])
-        decay = jnp.where(visible, jnp.exp(jnp.where(visible, difference, 0.0)), 0.0)
-        below = jnp.where(_row() > _column(), keys * decay * _of_rows(rows.at[BETA]), 0.0)
-        inverse = _inverse_of_unit_lower(below, buffers, interpret)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffers.solved[...] = inverse.astype(FINE)
-        buffers.inside[...] = (queries * decay).astype(FINE)
-        plgpu.commit_smem()
-        place = batch, head * group + member, chunk
-        plgpu.copy_smem_to_gmem(buffers.solved, solved.at[place])
-        plgpu.copy_smem_to_gmem(buffers.inside, inside.at[place])
-
-    lax.fori_loop(0, group, solve, None)
+    # A zero, which the compiler does not know: it would keep the masks of all steps in registers from chunk to chunk.
+    row = _row() + (chunk >> 30)
+    visible = row >= _column()
+    if buffers.first is not None:
+        visible = visible & (_of_rows(buffers.first) <= _column())
+    difference = _of_rows(buffers.gates.at[TOTAL]) - _of_columns(buffers.gates.at[TOTAL_AGAIN])
+    decay = jnp.where(visible, jnp.exp(jnp.where(visible, difference, 0.0)), 0.0)
+    below = jnp.where(row > _column(), keys * decay * _of_rows(buffers.gates.at[BETA]), 0.0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    buffers.inside[...] = (score(buffers.q) * (decay * scale)).astype(FINE)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffers.inside, arrays.inside.at[place])
+
+    @pl.when(lax.rem(head, group) == 0)
+    def _():
+        tokens = pl.ds(chunk * CHUNK, CHUNK)
+        for buffer, target in ((buffers.q, arrays.fine_q), (buffers.k, arrays.fine_k)):
+            fine = plgpu.load(buffer, layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(FINE)
+            buffer[...] = lax.bitcast_convert_type(fine, buffer.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, target.at[batch, tokens, lax.div(head, group)])
+
+    def free_inputs() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        load_next()
+
+    inverse = _inverse_of_unit_lower(below, row ^ _column(), buffers, free_inputs, interpret)
+    buffers.inverse[...] = inverse.astype(FINE)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffers.inverse, arrays.solved.at[place])
 
 
 def _row() -> jax.Array:
@@ -205,24 +269,24 @@ def _column() -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1, layout=plgpu.Layout.WGMMA)
 
 
-def _of_rows(ref: Ref, optimized: bool = True) -> jax.Array:
+def _of_rows(ref: Ref) -> jax.Array:
     """Return a vector [C] as a matrix [C, C] that has its values in the rows."""
-    return lax.broadcast_in_dim(wgmma.load_rows(ref, optimized=optimized), (CHUNK, CHUNK), [0])
+    return lax.broadcast_in_dim(wgmma.load_rows(ref), (CHUNK, CHUNK), [0])
 
 
 def _of_columns(ref: Ref) -> jax.Array:
     return lax.broadcast_in_dim(wgmma.load_columns(ref), (CHUNK, CHUNK), [1])
 
 
-def _inverse_of_unit_lower(below: jax.Array, buffers: _SolveBuffers, interpret: bool) -> jax.Array:
+def _inverse_of_unit_lower(
+    below: jax.Array, distance: jax.Array, buffers: _SolveBuffers, meanwhile: Callable[[], None], interpret: bool
+) -> jax.Array:
     """Return (I + A)^-1 for A below the diagonal, by inverting blocks on the diagonal of twice the size each time.
 
     See `xla._inverse_of_unit_lower`; here the whole of A is multiplied, and what lies outside of the blocks is dropped
-    at the end.
+    at the end. The highest bit of `distance`, the exclusive or of row and column, says in which step the two are
+    joined. `meanwhile` is called in the middle.
     """
-    row = _row()
-    column = _column()
-    distance = row ^ column  # its highest bit says in which step the two are joined
     inverse = jnp.where(distance == 0, 1.0, 0.0) - jnp.where(distance == 1, below, 0.0)
     buffers.below[...] = below.astype(FINE)
     block = 2
@@ -230,9 +294,11 @@ def _inverse_of_unit_lower(below: jax.Array, buffers: _SolveBuffers, interpret: 
         half = inverse.astype(FINE)
         buffers.inverse[...] = half
         plgpu.commit_smem()
+        if 2 * block == _HALFWAY:
+            meanwhile()
         product = _multiply(half, buffers.below, interpret)
         product = _multiply(product.astype(FINE), buffers.inverse, interpret)
-        joined = (distance >= block) & (distance < 2 * block) & (row > column)
+        joined = (distance >= block) & (distance < 2 * block)
         inverse = inverse - jnp.where(joined, product, 0.0)
         block *= 2
     return inverse
