@@ -203,28 +203,28 @@ def _record_chunk(
     gates = buffers.gates.at[slot]
     plgpu.barrier_wait(buffers.k_full.at[slot])
 
-    def read(found: Accumulator) -> jax.Array:
+    def read(found: Accumulator) -> tuple[jax.Array, jax.Array]:
         found.add(state.astype(FINE), k.transpose((1, 0)))
         store_state()
         values = load_transposed(buffers.v.at[slot, lax.axis_index("warpgroup")])
         plgpu.barrier_wait(buffers.solved_full.at[slot])
         missing = of_tokens(gates.at[BETA]) * values + of_tokens(gates.at[READ]) * found.load()
 
-        def solve(new: Accumulator) -> jax.Array:
+        def solve(new: Accumulator) -> tuple[jax.Array, jax.Array]:
             new.add(missing.astype(FINE), buffers.solved.at[slot].transpose((1, 0)))
-            return new.load()
+            kept = state * gates[GROWN, CHUNK - 1]
+            return kept, new.load()
 
         return wgmma.accumulate(solve, _SQUARE, interpret=config.interpret)
 
-    new = wgmma.accumulate(read, _SQUARE, interpret=config.interpret)
-    kept = gates[GROWN, CHUNK - 1]
+    kept, new = wgmma.accumulate(read, _SQUARE, interpret=config.interpret)
 
     def write(state: Accumulator) -> jax.Array:
         state.add((new * of_tokens(gates.at[REST])).astype(FINE), k)
         store_new(new)
         return state.load()
 
-    return wgmma.accumulate(write, state * kept, interpret=config.interpret)
+    return wgmma.accumulate(write, kept, interpret=config.interpret)
 
 
 # --- the gradients of the states after each chunk ------------------------------------------------------------------

@@ -500,7 +500,7 @@ def _next_chunk(
     gates = buffers.gates.at[slot]
     square = SLICE, CHUNK
 
-    def read(found: Accumulator, out: Accumulator) -> tuple[jax.Array, jax.Array]:
+    def read(found: Accumulator, out: Accumulator) -> tuple[jax.Array, jax.Array, jax.Array]:
         left = state.astype(FINE)
         found.add(left, k.transpose((1, 0)))
         plgpu.barrier_wait(buffers.q_full.at[slot])
@@ -510,21 +510,21 @@ def _next_chunk(
         plgpu.barrier_wait(buffers.solved_full.at[slot])
         missing = of_tokens(gates.at[BETA]) * values + of_tokens(gates.at[READ]) * found.load(pending=1)
 
-        def solve(new: Accumulator) -> tuple[jax.Array, jax.Array]:
+        def solve(new: Accumulator) -> tuple[jax.Array, jax.Array, jax.Array]:
             new.add(missing.astype(FINE), buffers.solved.at[slot].transpose((1, 0)))
             plgpu.barrier_wait(buffers.inside_full.at[slot])
             result = out.load(pending=1) * (of_tokens(gates.at[GROWN]) * config.scale)
-            return result, new.load()
+            kept = state * gates[GROWN, CHUNK - 1]
+            return result, kept, new.load()
 
         return wgmma.accumulate(solve, square, interpret=config.interpret)
 
     plgpu.barrier_wait(buffers.k_full.at[slot])
-    out, new = wgmma.accumulate(read, square, square, interpret=config.interpret)
-    kept = gates[GROWN, CHUNK - 1]
+    out, kept, new = wgmma.accumulate(read, square, square, interpret=config.interpret)
 
     def write(out: Accumulator, state: Accumulator) -> tuple[jax.Array, jax.Array]:
         state.add((new * of_tokens(gates.at[REST])).astype(FINE), k)
         out.add(new.astype(FINE), buffers.inside.at[slot].transpose((1, 0)))
         return out.load().astype(buffers.out.dtype), state.load()
 
-    return wgmma.accumulate(write, out, state * kept, interpret=config.interpret)
+    return wgmma.accumulate(write, out, kept, interpret=config.interpret)
