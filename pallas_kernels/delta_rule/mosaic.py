@@ -3,6 +3,7 @@
 Dims: B batch, T tokens, n chunks of C tokens, K key heads, N value heads, D key width, V value width.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +150,8 @@ def _backward_rule(plan: _Plan, saved: tuple, cotangents: tuple) -> tuple:
     factor = jnp.exp2(-jnp.round(jnp.log2(jnp.clip(largest, 1e-30, 1e30))))
     chunks = solve_chunks(q, k, gates, first, **plan.parallel)
     states, new = record_states(config, chunks, v, gates, state.mT)
+    # The tiles that it stores take the room of a stage.
+    config = dataclasses.replace(config, stages=4 - config.slices)
     d_states, y, d_state = reverse(config, chunks, d_out, gates, factor[None], d_last.mT * factor)
     inputs = ChunkInputs(chunks.q, chunks.k, v, d_out, states, d_states, new, y, gates, factor[None])
     d_q, d_k, d_v, d_gates = chunk_gradients(inputs, first, **plan.parallel)

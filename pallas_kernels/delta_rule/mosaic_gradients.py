@@ -53,18 +53,27 @@ _KEY_SUMS = 3
 
 
 class ChunkInputs(NamedTuple):
-    """Arrays that the gradients within chunks are computed from; `states`, `d_states` and `new` are transposed."""
+    """Arrays that the gradients within chunks are computed from, or references to them in the kernel.
 
-    q: Float[Array, "B T K D"]
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T N V"]
-    d_out: Float[Array, "B T N V"]
-    states: Float[Array, "B N n V D"]
-    d_states: Float[Array, "B N n V D"]
-    new: Float[Array, "B N n V C"]
-    y: Float[Array, "B T N V"]
-    gates: Float[Array, "B N n 6 C"]
-    factor: Float[Array, " 1"]
+    Attributes:
+        q, k: [B, T, K, D].
+        v, d_out, y: [B, T, N, V].
+        states, d_states: transposed state before each chunk and gradient of the one after it, [B, N, n, V, D].
+        new: transposed values that each chunk adds to the state, [B, N, n, V, C].
+        gates: see `mosaic_forward.TOTAL`, float32 [B, N, n, 6, C].
+        factor: power of two that gradients are multiplied by, float32 [1].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
+    states: Any
+    d_states: Any
+    new: Any
+    y: Any
+    gates: Any
+    factor: Any
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def outputs_and_gradients(case: Case, implementation: str | None, dtype: str) ->
     def loss(*x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         *tokens, state = x
         results = gated_delta_rule(*tokens, state=state, segment_ids=ids, implementation=implementation)
-        return sum((x.astype(jnp.float32) * w).sum() for x, w in zip(results, weights, strict=True)), results
+        out, last = ((x.astype(jnp.float32) * w).sum() for x, w in zip(results, weights, strict=True))
+        return out + last, results
 
     inputs = [*(x.astype(dtype) for x in inputs[:3]), *inputs[3:]]
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):

@@ -84,6 +84,7 @@ def test_the_first_visible_token_of_a_chunk():
     documents = jnp.asarray(np.repeat([0, 1, 2], [3, 66, 31])[None])
     log_decay = jnp.full((1, 100, 2), -0.1)
     gates, first = mosaic._gates(log_decay, log_decay, documents)
+    assert first is not None
     np.testing.assert_array_equal(first[0, 0], np.repeat([0, 3], [3, 61]))
     np.testing.assert_array_equal(first[0, 1], np.repeat([0, 5], [5, 59]))
     np.testing.assert_array_equal(gates[0, 0, 1, GROWN] > 0, np.arange(64) < 5)
