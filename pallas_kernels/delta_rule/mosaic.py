@@ -6,7 +6,7 @@ Dims: B batch, T tokens, n chunks of C tokens, K key heads, N value heads, D key
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -79,17 +79,8 @@ def apply(request: DeltaRuleRequest) -> tuple[Float[Array, "B T N V"], Float[Arr
     if batch * heads * slices <= multiprocessors():
         slices = 1
     plan = _Plan(request.scale, slices, INTERPRET)
-    out, last = _apply(
-        plan,
-        request.q,
-        request.k,
-        request.v,
-        request.log_decay,
-        request.beta,
-        request.state,
-        request.documents,
-    )
-    return out, last
+    arrays = request.q, request.k, request.v, request.log_decay, request.beta, request.state, request.documents
+    return cast(tuple[jax.Array, jax.Array], _apply(plan, *arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -99,14 +90,14 @@ def _apply(plan: _Plan, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     tokens = v.shape[1]
     gates, first = _gates(log_decay, beta, documents)
     q, k, v = (_for_tma(x) for x in (q, k, v))
-    chunks = solve_chunks(q, k, gates, first, **plan.parallel)
+    chunks = solve_chunks(q, k, gates, first, with_beta=True, **plan.parallel)
     out, last = recur(plan.recurrence, chunks, v, gates, state.mT)
     return out[:, :tokens], last.mT
 
 
 def _gates(
     log_decay: Float[Array, "B T N"], beta: Float[Array, "B T N"], documents: jax.Array | None
-) -> tuple[Float[Array, "B N n 6 C"], Int[Array, "B n C"] | None]:
+) -> tuple[Float[Array, "B N n 8 C"], Int[Array, "B n C"] | None]:
     """Return the gates of each chunk's tokens (`mosaic_forward.TOTAL`), and the first visible tokens or None."""
     log_decay, beta = (jnp.moveaxis(in_chunks(x, CHUNK), 3, 1) for x in (log_decay, beta))
     total = jnp.cumsum(log_decay, -1)
@@ -120,7 +111,7 @@ def _gates(
         before = jnp.concatenate((numbers[:, :1, :1], last[:, :-1]), 1)  # the document of the state
         grown = jnp.where((numbers == before)[:, None], grown, 0)
         rest = jnp.where((numbers == last)[:, None], rest, 0)
-    return jnp.stack((total, total, beta, -beta * grown, grown, rest), 3), first
+    return jnp.stack((total, total, beta, beta, -beta * grown, -grown, grown, rest), 3), first
 
 
 def _for_tma(x: jax.Array) -> jax.Array:

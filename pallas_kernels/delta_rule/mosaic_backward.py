@@ -52,7 +52,7 @@ class _Place(NamedTuple):
     batch: Index
     head: Index
     columns: Any
-    warpgroup: Index
+    warpgroup: jax.Array
 
 
 def _launch(name: str, body: Callable[..., None], config: RecurrenceConfig, like: jax.Array, **parameters: Any) -> Any:
@@ -110,7 +110,7 @@ def record_states(
     config: RecurrenceConfig,
     chunks: Solved,
     v: Float[Array, "B T N V"],
-    gates: Float[Array, "B N n 6 C"],
+    gates: Float[Array, "B N n 8 C"],
     state: Float[Array, "B N V D"],
 ) -> tuple[Float[Array, "B N n V D"], Float[Array, "B N n V C"]]:
     """Compute the state before each chunk, and the values that the chunk adds to it (`new`), both transposed."""
@@ -252,7 +252,7 @@ def reverse(
     config: RecurrenceConfig,
     chunks: Solved,
     d_out: Float[Array, "B T N V"],
-    gates: Float[Array, "B N n 6 C"],
+    gates: Float[Array, "B N n 8 C"],
     factor: Float[Array, " 1"],
     d_last: Float[Array, "B N V D"],
 ) -> tuple[Float[Array, "B N n V D"], Float[Array, "B T N V"], Float[Array, "B N V D"]]:

@@ -18,7 +18,7 @@ Dims: B batch, T tokens, n chunks of C tokens, K key heads, N value heads, D key
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +34,15 @@ CHUNK = ROWS
 """Tokens of a chunk: the rows of one tensor-core product."""
 SLICE = ROWS
 """Value columns of the state that one warpgroup owns."""
-TOTAL, TOTAL_AGAIN, BETA, READ, GROWN, REST = range(6)
-"""Rows of `gates`: G, beta, -beta e^G, e^G and e^(G_C - G), the last three 0 for tokens that the state does not meet.
+TOTAL, TOTAL_AGAIN, BETA, BETA_AGAIN, READ, FADED, GROWN, REST = range(8)
+"""Rows of `gates`: G, beta, -beta e^G, -e^G, e^G and e^(G_C - G).
 
-Those are tokens of another document than the state before the chunk or, for the last row, after it. G is there twice:
-jax 0.11 makes one load of two of the same array, which then has only one layout.
+The last four are 0 for tokens that the state does not meet: those of another document than the state before the chunk
+or, for the last row, after it. Two rows are there twice: jax 0.11 makes one load of two of the same array, which then
+has only one layout. Two have a sign so that no product is negated: the compiler would do that before the product has
+ended, and wait for it.
 """
-GATES = 6
+GATES = 8
 _SOLVERS = 3
 """Warpgroups of a program that solve chunks, as many as fit in registers and shared memory."""
 _HALFWAY = 16
@@ -122,10 +124,11 @@ class _SolveArrays(NamedTuple):
 def solve_chunks(
     q: Float[Array, "B T K D"],
     k: Float[Array, "B T K D"],
-    gates: Float[Array, "B N n 6 C"],
+    gates: Float[Array, "B N n 8 C"],
     first: Int[Array, "B n C"] | None,
     *,
     scale: float,
+    with_beta: bool = False,
     programs: int = 132,
     interpret: bool = False,
 ) -> Solved:
@@ -139,6 +142,7 @@ def solve_chunks(
         gates: see `TOTAL`.
         first: for each token the first one of its chunk that it sees; None if it sees all earlier ones.
         scale: factor of the queries.
+        with_beta: True to multiply the columns of `solved` by beta, which saves the recurrence from multiplying v.
         programs: programs that run at a time, one on each multiprocessor.
         interpret: True to interpret the kernel on a CPU.
     """
@@ -150,7 +154,7 @@ def solve_chunks(
     matrix = tiled_smem((groups, CHUNK, CHUNK), FINE)
     token_rows = tiled_smem((groups, CHUNK, width), q.dtype)
     kernel = plgpu.kernel(
-        functools.partial(_solve_body, scale, first is not None, interpret),
+        functools.partial(_solve_body, scale, with_beta, first is not None, interpret),
         kernel_name="delta_rule_solve",
         out_type=(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)), square, square),
         grid=(programs,),
@@ -170,16 +174,20 @@ def solve_chunks(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    *fine, solved, inside = kernel(q, k, gates, *([] if first is None else [first]))
+    fine_q, fine_k, solved, inside = kernel(q, k, gates, *([] if first is None else [first]))
     # The kernel stores float16 where the inputs were, so that it needs no more shared memory.
-    return Solved(*(lax.bitcast_convert_type(x, FINE) for x in fine), solved, inside)
+    fine_q, fine_k = (lax.bitcast_convert_type(x, FINE) for x in (fine_q, fine_k))
+    return Solved(fine_q, fine_k, solved, inside)
 
 
-def _solve_body(scale: float, packed: bool, interpret: bool, q: Ref, k: Ref, gates: Ref, *refs: Ref) -> None:
-    arrays = _SolveArrays(q, k, gates, refs[0] if packed else None, *refs[packed : packed + 4])
+def _solve_body(
+    scale: float, with_beta: bool, packed: bool, interpret: bool, q: Ref, k: Ref, gates: Ref, *refs: Ref
+) -> None:
+    fine_q, fine_k, solved, inside, *memory = refs[packed:]
+    arrays = _SolveArrays(q, k, gates, refs[0] if packed else None, fine_q, fine_k, solved, inside)
     warpgroup = lax.axis_index("warpgroup")
-    scratch = _SolveBuffers(*refs[packed + 4 :])
-    buffers = _SolveBuffers(*(None if ref is None else ref.at[warpgroup] for ref in scratch))
+    own: Any = (None if ref is None else ref.at[warpgroup] for ref in memory)
+    buffers = _SolveBuffers(*own)
     batch, heads, chunks = gates.shape[:3]
     start = lax.axis_index("program") * lax.axis_size("warpgroup") + warpgroup
     stride = lax.axis_size("program") * lax.axis_size("warpgroup")
@@ -195,7 +203,7 @@ def _solve_body(scale: float, packed: bool, interpret: bool, q: Ref, k: Ref, gat
         pl.when(number < count)(lambda: _load_unsolved(arrays, buffers, item(number)))
 
     def step(number: Index, _: None) -> None:
-        _solve(scale, interpret, arrays, buffers, item(number), lambda: load(number + 1))
+        _solve(scale, with_beta, interpret, arrays, buffers, item(number), lambda: load(number + 1))
 
     load(jnp.int32(0))
     lax.fori_loop(0, count, step, None)
@@ -214,6 +222,7 @@ def _load_unsolved(arrays: _SolveArrays, buffers: _SolveBuffers, place: tuple[In
 
 def _solve(
     scale: float,
+    with_beta: bool,
     interpret: bool,
     arrays: _SolveArrays,
     buffers: _SolveBuffers,
@@ -251,12 +260,14 @@ def _solve(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, target.at[batch, tokens, lax.div(head, group)])
 
+    beta = _of_columns(buffers.gates.at[BETA_AGAIN]) if with_beta else 1.0
+
     def free_inputs() -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         load_next()
 
     inverse = _inverse_of_unit_lower(below, row ^ _column(), buffers, free_inputs, interpret)
-    buffers.inverse[...] = inverse.astype(FINE)
+    buffers.inverse[...] = (inverse * beta).astype(FINE)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffers.inverse, arrays.solved.at[place])
 
@@ -342,7 +353,6 @@ class _Buffers(NamedTuple):
     gates: Ref
     out: Ref
     k_full: Ref
-    q_full: Ref
     solved_full: Ref
     inside_full: Ref
     empty: Ref
@@ -352,10 +362,13 @@ def recur(
     config: RecurrenceConfig,
     chunks: Solved,
     v: Float[Array, "B T N V"],
-    gates: Float[Array, "B N n 6 C"],
+    gates: Float[Array, "B N n 8 C"],
     state: Float[Array, "B N V D"],
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N V D"]]:
-    """Compute the outputs, in the dtype of v, and the transpose of the state after the last chunk, float32."""
+    """Compute the outputs, in the dtype of v, and the transpose of the state after the last chunk, float32.
+
+    `chunks` are solved with beta.
+    """
     batch, _, heads, value_width = v.shape
     width = chunks.k.shape[3]
     stages = config.stages
@@ -377,8 +390,7 @@ def recur(
             inside=square,
             gates=plgpu.SMEM((stages, GATES, CHUNK), jnp.float32),
             out=tiled_smem((config.slices, CHUNK, SLICE), v.dtype),
-            k_full=plgpu.Barrier(num_arrivals=2 + config.slices, num_barriers=stages),
-            q_full=plgpu.Barrier(num_barriers=stages),
+            k_full=plgpu.Barrier(num_arrivals=3 + config.slices, num_barriers=stages),
             solved_full=plgpu.Barrier(num_barriers=stages),
             inside_full=plgpu.Barrier(num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=config.slices, num_barriers=stages),
@@ -431,7 +443,7 @@ def _load(config: RecurrenceConfig, inputs: _Inputs, buffers: _Buffers, place: _
             values = inputs.v.at[place.batch, tokens, place.head, columns]
             plgpu.copy_gmem_to_smem(values, buffers.v.at[slot, index], k_full)
         queries = inputs.q.at[place.batch, tokens, key_head]
-        plgpu.copy_gmem_to_smem(queries, buffers.q.at[slot], buffers.q_full.at[slot])
+        plgpu.copy_gmem_to_smem(queries, buffers.q.at[slot], k_full)
         plgpu.copy_gmem_to_smem(inputs.solved.at[matrix], buffers.solved.at[slot], buffers.solved_full.at[slot])
         plgpu.copy_gmem_to_smem(inputs.inside.at[matrix], buffers.inside.at[slot], buffers.inside_full.at[slot])
 
@@ -503,12 +515,11 @@ def _next_chunk(
     def read(found: Accumulator, out: Accumulator) -> tuple[jax.Array, jax.Array, jax.Array]:
         left = state.astype(FINE)
         found.add(left, k.transpose((1, 0)))
-        plgpu.barrier_wait(buffers.q_full.at[slot])
         out.add(left, buffers.q.at[slot].transpose((1, 0)))
         meanwhile()
         values = load_transposed(buffers.v.at[slot, lax.axis_index("warpgroup")])
         plgpu.barrier_wait(buffers.solved_full.at[slot])
-        missing = of_tokens(gates.at[BETA]) * values + of_tokens(gates.at[READ]) * found.load(pending=1)
+        missing = values + of_tokens(gates.at[FADED]) * found.load(pending=1)
 
         def solve(new: Accumulator) -> tuple[jax.Array, jax.Array, jax.Array]:
             new.add(missing.astype(FINE), buffers.solved.at[slot].transpose((1, 0)))
@@ -523,8 +534,8 @@ def _next_chunk(
     out, kept, new = wgmma.accumulate(read, square, square, interpret=config.interpret)
 
     def write(out: Accumulator, state: Accumulator) -> tuple[jax.Array, jax.Array]:
-        state.add((new * of_tokens(gates.at[REST])).astype(FINE), k)
         out.add(new.astype(FINE), buffers.inside.at[slot].transpose((1, 0)))
-        return out.load().astype(buffers.out.dtype), state.load()
+        state.add((new * of_tokens(gates.at[REST])).astype(FINE), k)
+        return out.load(pending=1).astype(buffers.out.dtype), state.load()
 
     return wgmma.accumulate(write, out, kept, interpret=config.interpret)

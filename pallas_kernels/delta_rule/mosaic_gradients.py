@@ -60,7 +60,7 @@ class ChunkInputs(NamedTuple):
         v, d_out, y: [B, T, N, V].
         states, d_states: transposed state before each chunk and gradient of the one after it, [B, N, n, V, D].
         new: transposed values that each chunk adds to the state, [B, N, n, V, C].
-        gates: see `mosaic_forward.TOTAL`, float32 [B, N, n, 6, C].
+        gates: see `mosaic_forward.TOTAL`, float32 [B, N, n, 8, C].
         factor: power of two that gradients are multiplied by, float32 [1].
     """
 
@@ -124,11 +124,13 @@ class _Buffers(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    d_q: Ref
-    d_k: Ref
-    d_v: Ref
-    query_sums: Ref
-    key_sums: Ref
+    """Results of the kernel: their types, references to them, or arrays; d_q and d_k are of value heads, in `FINE`."""
+
+    d_q: Any
+    d_k: Any
+    d_v: Any
+    query_sums: Any
+    key_sums: Any
 
 
 class _Item(NamedTuple):
