@@ -97,7 +97,7 @@ def _apply(plan: _Plan, *arrays: Any) -> tuple[jax.Array, jax.Array]:
 
 def _gates(
     log_decay: Float[Array, "B T N"], beta: Float[Array, "B T N"], documents: jax.Array | None
-) -> tuple[Float[Array, "B N n 8 C"], Int[Array, "B n C"] | None]:
+) -> tuple[Float[Array, "B N n 7 C"], Int[Array, "B n C"] | None]:
     """Return the gates of each chunk's tokens (`mosaic_forward.TOTAL`), and the first visible tokens or None."""
     log_decay, beta = (jnp.moveaxis(in_chunks(x, CHUNK), 3, 1) for x in (log_decay, beta))
     total = jnp.cumsum(log_decay, -1)
@@ -111,7 +111,7 @@ def _gates(
         before = jnp.concatenate((numbers[:, :1, :1], last[:, :-1]), 1)  # the document of the state
         grown = jnp.where((numbers == before)[:, None], grown, 0)
         rest = jnp.where((numbers == last)[:, None], rest, 0)
-    return jnp.stack((total, total, beta, beta, -beta * grown, -grown, grown, rest), 3), first
+    return jnp.stack((total, total, beta, -beta * grown, -grown, grown, rest), 3), first
 
 
 def _for_tma(x: jax.Array) -> jax.Array:

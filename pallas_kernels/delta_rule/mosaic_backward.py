@@ -110,7 +110,7 @@ def record_states(
     config: RecurrenceConfig,
     chunks: Solved,
     v: Float[Array, "B T N V"],
-    gates: Float[Array, "B N n 8 C"],
+    gates: Float[Array, "B N n 7 C"],
     state: Float[Array, "B N V D"],
 ) -> tuple[Float[Array, "B N n V D"], Float[Array, "B N n V C"]]:
     """Compute the state before each chunk, and the values that the chunk adds to it (`new`), both transposed."""
@@ -252,7 +252,7 @@ def reverse(
     config: RecurrenceConfig,
     chunks: Solved,
     d_out: Float[Array, "B T N V"],
-    gates: Float[Array, "B N n 8 C"],
+    gates: Float[Array, "B N n 7 C"],
     factor: Float[Array, " 1"],
     d_last: Float[Array, "B N V D"],
 ) -> tuple[Float[Array, "B N n V D"], Float[Array, "B T N V"], Float[Array, "B N V D"]]:

@@ -34,15 +34,15 @@ CHUNK = ROWS
 """Tokens of a chunk: the rows of one tensor-core product."""
 SLICE = ROWS
 """Value columns of the state that one warpgroup owns."""
-TOTAL, TOTAL_AGAIN, BETA, BETA_AGAIN, READ, FADED, GROWN, REST = range(8)
+TOTAL, TOTAL_AGAIN, BETA, READ, FADED, GROWN, REST = range(7)
 """Rows of `gates`: G, beta, -beta e^G, -e^G, e^G and e^(G_C - G).
 
 The last four are 0 for tokens that the state does not meet: those of another document than the state before the chunk
-or, for the last row, after it. Two rows are there twice: jax 0.11 makes one load of two of the same array, which then
-has only one layout. Two have a sign so that no product is negated: the compiler would do that before the product has
-ended, and wait for it.
+or, for the last row, after it. G is there twice: jax 0.11 makes one load of two of the same array, which then has only
+one layout. Two have a sign so that no product is negated: the compiler would do that before the product has ended, and
+wait for it.
 """
-GATES = 8
+GATES = 7
 _SOLVERS = 3
 """Warpgroups of a program that solve chunks, as many as fit in registers and shared memory."""
 _HALFWAY = 16
@@ -96,12 +96,14 @@ class _SolveBuffers(NamedTuple):
     """Shared memory of the kernel that solves chunks; the leading dim counts warpgroups.
 
     `below` is A, `inverse` the inverse of I + A so far, and at the end `solved`. `q` and `k` are converted in place.
+    `beta` is needed longer than `gates`; None if `solved` is not multiplied by it.
     """
 
     q: Ref
     k: Ref
     gates: Ref
     first: Ref | None
+    beta: Ref | None
     below: Ref
     inverse: Ref
     inside: Ref
@@ -124,7 +126,7 @@ class _SolveArrays(NamedTuple):
 def solve_chunks(
     q: Float[Array, "B T K D"],
     k: Float[Array, "B T K D"],
-    gates: Float[Array, "B N n 8 C"],
+    gates: Float[Array, "B N n 7 C"],
     first: Int[Array, "B n C"] | None,
     *,
     scale: float,
@@ -154,7 +156,7 @@ def solve_chunks(
     matrix = tiled_smem((groups, CHUNK, CHUNK), FINE)
     token_rows = tiled_smem((groups, CHUNK, width), q.dtype)
     kernel = plgpu.kernel(
-        functools.partial(_solve_body, scale, with_beta, first is not None, interpret),
+        functools.partial(_solve_body, scale, first is not None, interpret),
         kernel_name="delta_rule_solve",
         out_type=(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k)), square, square),
         grid=(programs,),
@@ -166,10 +168,11 @@ def solve_chunks(
             k=token_rows,
             gates=plgpu.SMEM((groups, GATES, CHUNK), jnp.float32),
             first=None if first is None else plgpu.SMEM((groups, CHUNK), jnp.int32),
+            beta=plgpu.SMEM((groups, CHUNK), jnp.float32) if with_beta else None,
             below=matrix,
             inverse=matrix,
             inside=matrix,
-            full=plgpu.Barrier(num_arrivals=3 if first is None else 4, num_barriers=groups),
+            full=plgpu.Barrier(num_arrivals=3 + (first is not None) + with_beta, num_barriers=groups),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
@@ -180,9 +183,7 @@ def solve_chunks(
     return Solved(fine_q, fine_k, solved, inside)
 
 
-def _solve_body(
-    scale: float, with_beta: bool, packed: bool, interpret: bool, q: Ref, k: Ref, gates: Ref, *refs: Ref
-) -> None:
+def _solve_body(scale: float, packed: bool, interpret: bool, q: Ref, k: Ref, gates: Ref, *refs: Ref) -> None:
     fine_q, fine_k, solved, inside, *memory = refs[packed:]
     arrays = _SolveArrays(q, k, gates, refs[0] if packed else None, fine_q, fine_k, solved, inside)
     warpgroup = lax.axis_index("warpgroup")
@@ -202,10 +203,17 @@ def _solve_body(
     def load(number: Index) -> None:
         pl.when(number < count)(lambda: _load_unsolved(arrays, buffers, item(number)))
 
+    def load_beta(number: Index) -> None:
+        if buffers.beta is not None:
+            source = gates.at[(*item(number), BETA)]
+            pl.when(number < count)(lambda: plgpu.copy_gmem_to_smem(source, buffers.beta, buffers.full))
+
     def step(number: Index, _: None) -> None:
-        _solve(scale, with_beta, interpret, arrays, buffers, item(number), lambda: load(number + 1))
+        _solve(scale, interpret, arrays, buffers, item(number), lambda: load(number + 1))
+        load_beta(number + 1)
 
     load(jnp.int32(0))
+    load_beta(jnp.int32(0))
     lax.fori_loop(0, count, step, None)
     plgpu.wait_smem_to_gmem(0)
 
@@ -222,7 +230,6 @@ def _load_unsolved(arrays: _SolveArrays, buffers: _SolveBuffers, place: tuple[In
 
 def _solve(
     scale: float,
-    with_beta: bool,
     interpret: bool,
     arrays: _SolveArrays,
     buffers: _SolveBuffers,
@@ -260,14 +267,14 @@ def _solve(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, target.at[batch, tokens, lax.div(head, group)])
 
-    beta = _of_columns(buffers.gates.at[BETA_AGAIN]) if with_beta else 1.0
-
     def free_inputs() -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         load_next()
 
     inverse = _inverse_of_unit_lower(below, row ^ _column(), buffers, free_inputs, interpret)
-    buffers.inverse[...] = (inverse * beta).astype(FINE)
+    if buffers.beta is not None:
+        inverse = inverse * _of_columns(buffers.beta)
+    buffers.inverse[...] = inverse.astype(FINE)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffers.inverse, arrays.solved.at[place])
 
@@ -362,7 +369,7 @@ def recur(
     config: RecurrenceConfig,
     chunks: Solved,
     v: Float[Array, "B T N V"],
-    gates: Float[Array, "B N n 8 C"],
+    gates: Float[Array, "B N n 7 C"],
     state: Float[Array, "B N V D"],
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N V D"]]:
     """Compute the outputs, in the dtype of v, and the transpose of the state after the last chunk, float32.

@@ -60,7 +60,7 @@ class ChunkInputs(NamedTuple):
         v, d_out, y: [B, T, N, V].
         states, d_states: transposed state before each chunk and gradient of the one after it, [B, N, n, V, D].
         new: transposed values that each chunk adds to the state, [B, N, n, V, C].
-        gates: see `mosaic_forward.TOTAL`, float32 [B, N, n, 8, C].
+        gates: see `mosaic_forward.TOTAL`, float32 [B, N, n, 7, C].
         factor: power of two that gradients are multiplied by, float32 [1].
     """
 
