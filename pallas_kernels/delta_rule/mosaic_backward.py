@@ -206,9 +206,9 @@ def _record_chunk(
     def read(found: Accumulator) -> tuple[jax.Array, jax.Array]:
         found.add(state.astype(FINE), k.transpose((1, 0)))
         store_state()
-        values = load_transposed(buffers.v.at[slot, lax.axis_index("warpgroup")])
+        values = of_tokens(gates.at[BETA]) * load_transposed(buffers.v.at[slot, lax.axis_index("warpgroup")])
         plgpu.barrier_wait(buffers.solved_full.at[slot])
-        missing = of_tokens(gates.at[BETA]) * values + of_tokens(gates.at[READ]) * found.load()
+        missing = values + of_tokens(gates.at[READ]) * found.load()
 
         def solve(new: Accumulator) -> tuple[jax.Array, jax.Array]:
             new.add(missing.astype(FINE), buffers.solved.at[slot].transpose((1, 0)))

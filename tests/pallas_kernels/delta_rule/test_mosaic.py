@@ -54,7 +54,7 @@ def test_compiled_for_hopper_with_all_sums_in_registers(packed, monkeypatch, cap
     assert [choice.backend for choice in choices] == ["mosaic"]
     report = "".join(capfd.readouterr())
     stored = {int(size) for size in re.findall(r"(\d+) bytes spill stores", report)}
-    # The gradients within chunks keep addresses outside of registers, as many as are the same for all chunks.
+    # Kernels that take all chunks at a time keep addresses, the same for all chunks, outside of registers.
     assert 0 in stored and max(stored) < 200, stored
     assert "serialized" not in report
 
