@@ -42,11 +42,15 @@ class Task:
     start: str
     config: str
     run: str
+    longer: tuple[str, ...] = ()
+    """Overrides of the first run."""
 
 
 TASKS = {
     "brackets": Task("demonstrations.jsonl", "reinforce-start", "reinforce-brackets.yaml", "reinforce-brackets"),
-    "programs": Task("programs.jsonl", "programs-start", "reinforce-programs.yaml", "reinforce-programs"),
+    "programs": Task(
+        "programs.jsonl", "programs-start", "reinforce-programs.yaml", "reinforce-programs", ("train.steps=800",)
+    ),
 }
 COLUMNS = ("work", "variant", "start_reward", "reward", "start_reward_greedy", "reward_greedy", "minutes")
 
@@ -78,7 +82,7 @@ def measure(name: str, seed: int, overrides: list[str]) -> dict[str, Any]:
         make_data(task, folder)
         source = f"data.sources=[{{path: {task.demonstrations}, format: chat}}]"
         config = str(ROOT / "configs" / "reinforce-start.yaml")
-        run("train", folder, "--config", config, f"run.name={task.start}", f"run.seed={seed}", source)
+        run("train", folder, "--config", config, f"run.name={task.start}", f"run.seed={seed}", source, *task.longer)
         trained = time.perf_counter()
         config = str(ROOT / "configs" / task.config)
         run("reinforce", folder, "--config", config, f"run.name={task.run}", f"run.seed={seed}", *overrides)

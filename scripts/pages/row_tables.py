@@ -126,7 +126,15 @@ and gradients have: no kernel is faster. flash-linear-attention's SSD takes inpu
     "remat": """\
 One workload with scanned layers under each rematerialisation policy; `slowdown` is relative to `none` in the same run.
 """,
+    "reinforce": """\
+A step of GRPO: sampling, rewards and one update. TRL's weights and moments are bfloat16, ours float32. A peer whose
+steps are long has few `steps measured`. `log-probability difference` is between sampler and trained model.
+""",
     "replica_check": "Cost of comparing the replicas of the train state (`resilience.checksum_every_steps`).\n",
+    "rewards": """\
+Rewards of held-out prompts before and after reinforcement learning, of sampled answers and of the likeliest ones;
+`minutes` are those of the supervised start and of the reinforcement together.
+""",
     "schedules": """\
 Each schedule at the best of the same peak rates, on the same batches. `steps to target` is the first evaluation with a
 held-out loss at or below `target`, the lowest that a constant rate reaches; `steps ratio` is relative to that rate's.
@@ -220,6 +228,18 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "loss ratio": _number("loss_ratio", "{:.4f}"),
     "held-out loss": _number("eval_loss", "{:.4f}"),
     "held-out ratio": _number("eval_loss_ratio", "{:.4f}"),
+    "parameters": _number("parameters", "{:,.0f}"),
+    "samples/s": _number("samples_per_second", "{:.1f}"),
+    "step s": _number("step_seconds", "{:.2f}"),
+    "rollout s": _number("rollout_seconds", "{:.2f}"),
+    "train s": _number("train_seconds", "{:.2f}"),
+    "steps measured": _number("measured_steps", "{:.0f}"),
+    "log-probability difference": _number("sampler_logprob_difference", "{:.4f}"),
+    "reward before": _number("start_reward", "{:.3f}"),
+    "reward": _number("reward", "{:.3f}"),
+    "likeliest before": _number("start_reward_greedy", "{:.3f}"),
+    "likeliest": _number("reward_greedy", "{:.3f}"),
+    "minutes": _number("minutes", "{:.1f}"),
     "density": _number("density", "{:.3f}"),
     "speedup": _number("speedup", "{:.2f}"),
     "speedup TF32": _number("speedup_tf32", "{:.2f}"),
