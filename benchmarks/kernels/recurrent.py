@@ -2,7 +2,7 @@
 
     python benchmarks/kernels/recurrent.py                 # errors, then all rows: about six minutes on an H100
     python benchmarks/kernels/recurrent.py --only ssd      # works whose name contains the word
-    python benchmarks/kernels/recurrent.py --implementations jaxstack mamba_ssm
+    python benchmarks/kernels/recurrent.py --implementations 'jaxstack mosaic' mamba_ssm
     python benchmarks/kernels/recurrent.py --tiny          # ours at tiny sizes, on any device; rows go to tiny/
 
 Works are the gated delta rule, with the normalization of queries and keys, and Mamba-2's state space layer (SSD) with
@@ -86,6 +86,8 @@ SMALL = [Work("delta", 2, 512, 2, 4, 128, 128), Work("ssd", 2, 512, 1, 4, 64, 12
 """What the errors are measured at."""
 FLOAT32 = ("log_decay", "beta", "dt", "a")
 """Inputs that are not in bfloat16."""
+OURS = {"jaxstack": None, "jaxstack mosaic": "mosaic", "jaxstack xla": "xla"}
+"""Implementation of ours -> its backend; None: the one that is chosen."""
 PEERS = {"flash-linear-attention": "fla", "mamba_ssm": "mamba_ssm"}
 """Implementation in torch -> its module."""
 OPERATIONS = {"mamba_ssm": ("ssd",)}
@@ -178,7 +180,7 @@ def with_gradients(function: Callable) -> Callable:
     return both
 
 
-def time_jax(_: str, work: Work) -> dict[str, Any]:
+def time_jax(implementation: str, work: Work) -> dict[str, Any]:
     """Return the times of ours, and which backend computed it."""
     import jax
 
@@ -186,7 +188,7 @@ def time_jax(_: str, work: Work) -> dict[str, Any]:
 
     arrays = jax_arrays(work)
     gradient = arrays.pop("gradient")
-    function = jax_function(work.operation)
+    function = jax_function(work.operation, OURS[implementation])
     with record_choices() as choices:
         forward = jax.jit(function).lower(*arrays.values()).compile()
     both = jax.jit(with_gradients(function)).lower(gradient, *arrays.values()).compile()
@@ -208,7 +210,7 @@ def results_jax(implementation: str, work: Work) -> dict[str, np.ndarray]:
     exact = implementation == "exact"
     arrays = jax_arrays(work, exact)
     gradient = arrays.pop("gradient")
-    function = jax_function(work.operation, "recurrent" if exact else None)
+    function = jax_function(work.operation, "recurrent" if exact else OURS[implementation])
     with jax.default_matmul_precision("highest" if exact else "default"):
         found = jax.jit(with_gradients(function))(gradient, *arrays.values())
     return dict(zip(("out", *arrays), (np.asarray(x.astype(jnp.float32)) for x in found), strict=True))
@@ -469,10 +471,11 @@ def measure_all(
 
 def main() -> int:
     """Measure each work by each implementation in turn; a row is appended as soon as it is measured."""
-    names = ["jaxstack", *PEERS]
+    names = [*OURS, *PEERS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="works whose name contains it")
-    parser.add_argument("--implementations", nargs="+", choices=names, default=names, help="which (default: all)")
+    parser.add_argument("--implementations", nargs="+", choices=names, default=[*OURS, *PEERS][1:],
+        help="which (default: all, ours by name); jaxstack is what the library chooses")  # fmt: skip
     parser.add_argument("--skip-checks", action="store_true", help="no comparison with float32 first")
     parser.add_argument("--timeout", type=positive(float), default=180, help="seconds a measurement may take")
     parser.add_argument("--tiny", action="store_true", help="ours at tiny sizes; rows go to tiny/")
