@@ -1,0 +1,65 @@
+"""The measured parts of docs/posttraining.md: rewards of the two tasks, and the speed of a step beside TRL's."""
+
+from collections.abc import Callable
+
+from benchmarks.training.rewards import newest_rows, picture
+from scripts.pages.page import Page, table, table_of
+from scripts.pages.rows import RESULTS, Row, read_all
+
+SPEED = {
+    "": "{implementation}",
+    "samples/s": "{samples_per_second:.1f}",
+    "seconds a step": "{step_seconds:.2f}",
+    "rollout": "{rollout_seconds:.2f} s",
+    "training": "{train_seconds:.2f} s",
+    "weights": "{weights}",
+    "memory": lambda row: f"{row['peak_memory_bytes'] / 2**30:.0f} GiB",
+}
+
+
+def rewards(task: str) -> Callable[[], str]:
+    """Return a function that makes the table of a task: rewards by step, a value for each seed."""
+
+    def make() -> str:
+        found = [row for row in read_all(RESULTS / "rewards.jsonl") if row["work"] == f"reinforce {task}"]
+        rows = sorted(newest_rows(found), key=lambda row: row["variant"])
+        lines = [
+            [f"{step:,}", _values(rows, number, 1), _values(rows, number, 2)]
+            for number, (step, *_) in enumerate(rows[0]["curve"])
+        ]
+        minutes = max(row["minutes"] for row in rows)
+        source = (
+            f"{len(rows)} seeds (`run.seed`), each with its own start; float32 on a CPU, both runs together at most "
+            f"{minutes:.1f} minutes, {rows[-1]['date'][:10]}, commit {rows[-1]['commit'][:7]}."
+        )
+        return table(["step", "sampled answers", "likeliest answers"], lines) + f"\n\n{source}"
+
+    return make
+
+
+def _values(rows: list[Row], number: int, column: int) -> str:
+    return ", ".join(f"{row['curve'][number][column]:.3f}" for row in rows)
+
+
+def speeds() -> str:
+    """Return the table of a step's speed, ours and TRL's of the newest run, and how they compare."""
+    rows = read_all(RESULTS / "reinforce.jsonl")
+    newest = [row for row in rows if row["run"] == rows[-1]["run"]]
+    ours = next(row for row in newest if row["implementation"] == "jaxstack")
+    peers = [row for row in newest if row is not ours]
+    fastest = max(peers, key=lambda row: row["samples_per_second"])
+    said = (
+        f"{ours['work']}; {ours['device']}, {ours['date'][:10]}, commit {ours['commit'][:7]}. jaxstack takes "
+        f"{ours['samples_per_second'] / fastest['samples_per_second']:.1f} times as many samples a second as "
+        f"{fastest['implementation']}, and spends {ours['rollout_share']:.0%} of a step in rollouts."
+    )
+    return f"{table_of(SPEED, newest)}\n\n{said}"
+
+
+def pictures() -> dict[str, str]:
+    """Return the picture of the rewards."""
+    return {"rewards.svg": picture(newest_rows(read_all(RESULTS / "rewards.jsonl")))}
+
+
+PARTS = {"brackets": rewards("brackets"), "programs": rewards("programs"), "speed": speeds}
+PAGES = (Page("posttraining.md", PARTS, pictures),)
